@@ -1,5 +1,5 @@
-"""From an AImage in a store to the directory it was made from: plan (every decision) -> write.
+"""Export of an AImage from a store to a model directory: plan (every decision) -> write.
 
-Tensors are gathered into the files that the model's library looks for, whole files are written as
-they are, and what a neighbour packed into a tar is unpacked.
+Tensors are collected into the files that the model's library expects, whole files are written
+unchanged, and tars from other packaging tools are unpacked.
 """

@@ -1,9 +1,9 @@
-"""Quantization in a component's config.json, as read, and as written for exported files.
+"""Quantization in a component's config.json: parsed, and written for exported files.
 
-Blobs tell themselves how they are quantized, files do not: MLX reads ``quantization`` in
-config.json (MLX-LM, ``load_model``: one entry for all, and one for each module that differs), other
-tools ``quantization_config`` (ModelOpt's has ``quant_method``). Where config.json says the truth
-already it stays as it is, byte for byte.
+Blobs state their quantization, files do not: MLX reads ``quantization`` in config.json (MLX-LM,
+``load_model``: one entry for all modules, and one for each that differs), other tools read
+``quantization_config`` (with ``quant_method`` for ModelOpt). If config.json is already correct, it
+is kept byte for byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METHODS = ("modelopt", "modelopt_fp4")
 
 
 def merged(config: Mapping[str, Any], weights: Sequence[Weight]) -> bytes | None:
-    """Return a config.json that says how ``weights`` are quantized; None where ``config`` does."""
+    """Return a config.json with the quantization of ``weights``, or None if ``config`` has it."""
     made = dict(config)
     mlx = {
         stem(weight): weight.quantization
@@ -33,7 +33,7 @@ def merged(config: Mapping[str, Any], weights: Sequence[Weight]) -> bytes | None
     if any(_said(config, name) != quantization for name, quantization in mlx.items()):
         made[_MLX] = _table(mlx)
     if any(weight.quantization for weight in weights) and unknown_key(made) == _OTHERS:
-        del made[_OTHERS]  # of how they were before they came here: nobody could read them so
+        del made[_OTHERS]  # it describes the form before import, which is not exported
     if any(map(is_modelopt, weights)) and not _is_modelopt(config):
         made[_OTHERS] = _modelopt(weights)
     if made == config:
@@ -42,9 +42,9 @@ def merged(config: Mapping[str, Any], weights: Sequence[Weight]) -> bytes | None
 
 
 def _said(config: Mapping[str, Any], module: str) -> Quantization | None:
-    """Return how a module is quantized, as readers of the directory will find it.
+    """Return the quantization of a module, as readers of the directory will find it.
 
-    A group size that is left out could be told by the shapes, which is not relied upon here.
+    A missing group size could be derived from the shapes, which is not relied upon here.
     """
     name, size = mlx_type(mlx_entry(config, module) or {})
     if name is None or size not in QUANT_TYPES[name].group_sizes:
@@ -53,7 +53,7 @@ def _said(config: Mapping[str, Any], module: str) -> Quantization | None:
 
 
 def _table(mlx: Mapping[str, Quantization]) -> dict[str, Any]:
-    """Return the entry for all, which most modules have, and those that differ."""
+    """Return the entry for most modules, and entries for those that differ."""
     count = Counter(mlx.values())
     usual = max(count, key=lambda kind: (count[kind], kind.type.name, kind.group_size))
     differing = {name: _entry(kind) for name, kind in sorted(mlx.items()) if kind != usual}
@@ -70,7 +70,7 @@ def _is_modelopt(config: Mapping[str, Any]) -> bool:
 
 
 def _modelopt(weights: Sequence[Weight]) -> dict[str, Any]:
-    """Return ModelOpt's form ("unified checkpoint"): the algorithm, and modules left out."""
+    """Return ModelOpt's form ("unified checkpoint"): the algorithm and the excluded modules."""
     left = [w for w in weights if w.quantization is None and len(w.shape) == 2]
     return {
         METHOD: "modelopt",

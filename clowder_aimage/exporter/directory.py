@@ -1,4 +1,4 @@
-"""The directory that is exported to, there whole or not at all, and the files in it."""
+"""Output directory of an export, created atomically, and the files in it."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from clowder_aimage.content.atomic_file import (
 )
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
-FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # less what the umask takes
+FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # before the umask is applied
 _INFIX = "export-"
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
-_TRIES = 4  # a thread that is being stopped may still make a file
+_TRIES = 4  # a thread that is being stopped may still create a file
 
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield a new directory to fill.
 
-    It is called ``path`` once the block has ended well; else nothing of it stays.
+    It is at ``path`` after the block succeeds; otherwise it is removed.
 
-    One that does not exist is filled beside its place and renamed. One that exists, and is empty,
-    stays the same directory, perhaps a mount or somebody's working directory: what it is to hold is
-    gathered inside it, and moved up at the end.
+    A missing directory is filled under a temporary name and renamed. An existing empty directory
+    is kept, since it may be a mount or a working directory: its contents are written to a temporary
+    directory inside it, and moved up at the end.
 
     Raises:
-        UsageError: ``path`` is a file, or a directory that is not empty, or has no parent.
-        NoSpaceError, StoreError: it cannot be written.
+        UsageError: ``path`` is a file, a directory that is not empty, or has no parent.
+        NoSpaceError, StoreError: It cannot be written.
     """
     with faults(path):
         final = Path(os.path.realpath(path))
@@ -62,7 +62,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
                 else:
                     temporary.rename(final)
             except OSError as error:
-                if error.errno in _OCCUPIED:  # somebody made it meanwhile
+                if error.errno in _OCCUPIED:  # another process created it meanwhile
                     raise _occupied(path) from error
                 raise
             sync_directory(final if is_there else final.parent)
@@ -72,16 +72,16 @@ def whole_directory(path: Path) -> Iterator[Path]:
 
 
 def is_folding(directory: Path) -> bool:
-    """Return whether the file system takes ``A`` and ``a`` for one name.
+    """Return whether the file system is case-insensitive.
 
-    ``directory`` is one of ours.
+    ``directory`` is one that this module created.
     """
     return directory.with_name(directory.name.swapcase()).exists()
 
 
 @contextmanager
 def faults(path: Path) -> Iterator[None]:
-    """Raise a NoSpaceError or a StoreError for an OSError about what is written."""
+    """Convert an OSError on output to a NoSpaceError or a StoreError."""
     try:
         yield
     except OSError as error:
@@ -102,7 +102,7 @@ def _check(path: Path, final: Path, is_there: bool) -> None:
         raise UsageError(f"{path} is a file", hint="name a directory that does not exist yet")
     prefix = temporary_prefix(final, _INFIX)
     for place in final.iterdir():
-        is_ours = is_temporary(place.name, prefix)  # of a running process or a killed one
+        is_ours = is_temporary(place.name, prefix)  # of a running or a killed process
         if not is_ours or place.is_symlink() or not place.is_dir():
             raise _occupied(path)
 
@@ -114,7 +114,7 @@ def _occupied(path: Path) -> UsageError:
 
 
 def _create(temporary: Path) -> int:
-    """Make a directory; return its descriptor, locked as long as it is open. Raises OSError."""
+    """Create a directory and return its descriptor, locked until closed. Raises OSError."""
     temporary.mkdir(mode=DIRECTORY_MODE)
     try:
         lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -126,7 +126,7 @@ def _create(temporary: Path) -> int:
 
 
 def _move_up(final: Path, temporary: Path) -> None:
-    """Move the contents of ``temporary`` into ``final``, around it: all of it, or nothing."""
+    """Move the contents of ``temporary`` into ``final``, its parent: all of it, or nothing."""
     if list(final.iterdir()) != [temporary]:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     moved: list[Path] = []
@@ -150,7 +150,7 @@ def _remove(directory: Path) -> None:
 
 @contextmanager
 def new_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
-    """Yield the descriptor of a file that did not exist, which is synced in the end.
+    """Yield the descriptor of a new file, which is synced at the end.
 
     Raises OSError.
     """
@@ -163,7 +163,7 @@ def new_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
 
 
 def make_directories(root: Path, name: str) -> None:
-    """Make ``root/name`` and what it lies in, where they are not there. Raises OSError."""
+    """Create ``root/name`` and its missing parents. Raises OSError."""
     path = root
     for part in filter(None, name.split("/")):
         path = path / part
@@ -172,10 +172,10 @@ def make_directories(root: Path, name: str) -> None:
 
 
 class LinkMethod(StrEnum):
-    """The way that a whole file came into the directory.
+    """The way in which a whole file was created in the directory.
 
-    A reflink (Linux, ``ioctl_ficlone(2)``) is a file of its own that shares blocks until one of
-    both is written to. A hard link is the blob by another name, and never to be written to.
+    A reflink (Linux, ``ioctl_ficlone(2)``) is a separate file that shares blocks until either one
+    is written. A hard link is another name of the blob, and must never be written to.
     """
 
     COPIED = "copied"
@@ -184,12 +184,12 @@ class LinkMethod(StrEnum):
 
 
 def link(blob: Path, target: Path) -> LinkMethod | None:
-    """Let ``target``, which does not exist, share the bytes of ``blob``; None where it cannot."""
+    """Share the bytes of ``blob`` as the new file ``target``; return None if this is impossible."""
     if _reflink(blob, target):
         return LinkMethod.REFLINKED
     try:
         os.link(blob, target)
-    except OSError:  # another file system, one without links, or too many of them
+    except OSError:  # another file system, one without links, or too many links
         return None
     return LinkMethod.HARD_LINKED
 

@@ -37,7 +37,7 @@ _CARDED = ("transformers", "lora", "onnx", "torchscript", "savedmodel", "gguf")
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """``nbytes`` bytes of a blob from ``start`` on, which go to ``offset`` of the file ``name``."""
+    """``nbytes`` bytes of a blob from ``start``, written at ``offset`` of the file ``name``."""
 
     start: int
     nbytes: int
@@ -47,11 +47,11 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """``made`` files begin with what is here and have this size in the end.
+    """A plan: ``made`` maps files to their first bytes and final sizes.
 
-    ``pieces`` are the rest, by the blobs that they come from. ``whole`` layers are files as they
-    are, ``packed`` ones unpack to a file, ``tars`` to what is in them. ``quantized`` says for
-    components in whose form their weights are.
+    ``pieces`` are the other bytes of these files, by source blob. ``whole`` layers are written
+    unchanged, ``packed`` ones are decompressed to a file, ``tars`` are unpacked. ``quantized`` has
+    the form in which the weights of quantized components are written.
     """
 
     names: FileNames
@@ -65,13 +65,13 @@ class ExportPlan:
 
     @property
     def size(self) -> int:
-        """Return the bytes that are read of the store, before they are unpacked."""
+        """Return the bytes to read from the store, before decompression."""
         layers = [*self.whole, *self.packed, *self.tars]
         return sum(content.size for content in (*self.pieces, *(x.descriptor for x in layers)))
 
     @property
     def needed(self) -> int:
-        """Return the least bytes that the directory takes."""
+        """Return the minimal size of the directory in bytes."""
         packed = [layer.content or layer.descriptor for layer in (*self.packed, *self.tars)]
         return (
             sum(size for _, size in self.made.values())
@@ -83,7 +83,7 @@ class ExportPlan:
 class ExportPlanner:
     """The planner of one export; files of weights have at most ``shard`` bytes of tensors.
 
-    What is not ``is_ours`` is a neighbour's, to which nothing is added.
+    If not ``is_ours``, another tool packed the AImage, and no files are added.
     """
 
     def __init__(self, blobs: LayerStore, aimage: AImage, shard: int, is_ours: bool) -> None:
@@ -99,13 +99,13 @@ class ExportPlanner:
         self._quantized: dict[str, str] = {}
 
     def plan(self) -> ExportPlan:
-        """Decide everything.
+        """Return the plan.
 
         Raises:
-            NotFoundError: a blob is not in the store.
-            FormatError, VerificationError: a blob is not what its layer says, or damaged; two
-                things would have one name.
-            ModelError: a quantized weight has no name in any maker's form.
+            NotFoundError: A blob is not in the store.
+            FormatError, VerificationError: A blob is damaged or does not match its layer, or two
+                files would have the same name.
+            ModelError: The name of a quantized weight is valid in no supported form.
         """
         weights = self._read()
         replaced = set[str]()
@@ -131,7 +131,7 @@ class ExportPlanner:
         )
 
     def _read(self) -> dict[str, list[Weight]]:
-        """Return the weights of each component, and note where they are."""
+        """Return the weights of each component, and record where they are."""
         for layer in self._tensors:
             self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
@@ -159,7 +159,7 @@ class ExportPlanner:
             offset += entry.nbytes
 
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
-        """Add a model card with the licence where no GGUF file states it, where create reads it."""
+        """Add a model card with the licence if create reads it and no GGUF file states it."""
         said = self._aimage.properties
         made = card(said.get("license"))
         if made is None or not (has_weights or said.get("format") in _CARDED):
@@ -173,7 +173,7 @@ class ExportPlanner:
     def _stem(self, component: str) -> str:
         """Return the stem of weight files that a component's library expects.
 
-        The AImage config, the pipeline's index, or the component's own configuration name it.
+        It comes from the AImage config, the pipeline's index, or the component's own configuration.
         """
         if not component:
             return STEMS["transformers"]
@@ -192,7 +192,7 @@ class ExportPlanner:
         return QuantizationConfig(config, self._object(_INDEX)).of(name)
 
     def _object(self, name: str) -> dict[str, Any]:
-        """Return a JSON file of the AImage; nothing if it has none, or one that is too large."""
+        """Return a JSON file of the AImage; an empty object if it is missing or too large."""
         if name not in self._objects:
             found = [layer for layer in self._aimage.layers if layer.name == name]
             is_small = found and found[0].descriptor.size <= _LARGEST
@@ -214,7 +214,7 @@ def _says(store: BlobFiles, content: Descriptor, license_: str) -> bool:
     try:
         with store.path(content).open("rb") as file:
             said = read_header(file, content.size).metadata.get("general.license")
-    except (FormatError, OSError):  # no GGUF: whoever reads the file will say so
+    except (FormatError, OSError):  # not a GGUF file: readers of the file report that
         return False
     return isinstance(said, str) and said.strip() == license_
 

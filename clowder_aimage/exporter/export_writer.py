@@ -1,7 +1,7 @@
-"""A plan carried out: each blob is read once, and hashed while it is written.
+"""Writer of an export plan: each blob is read once, and hashed as it is written.
 
-Because of the hash every byte passes through memory, so the kernel's own ways to copy would be a
-second pass. Tensors do not lie at blocks that a file system could share; whole files may.
+Hashing needs every byte in memory, so copying in the kernel would read the data twice. Tensors are
+not aligned to blocks that a file system could share; whole files may be.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from clowder_aimage.exporter.tar_layer import TarExtractor
 from clowder_aimage.oci import Descriptor
 
 JOBS = 8
-_SHARE = 95  # per cent of the free disk that may be taken by what says nothing of its size
+_SHARE = 95  # per cent of the free disk for layers of unknown unpacked size
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFiles:
-    """Counts of files and bytes, and of the ways that whole files were made."""
+    """Counts of files and bytes, and of the ways in which whole files were created."""
 
     files: int
     size: int
@@ -50,7 +50,7 @@ class ExportedFiles:
 
 
 class ExportWriter:
-    """One export into ``root``, which is empty, and which errors call ``path``."""
+    """One export into the empty directory ``root``; errors name it ``path``."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class ExportWriter:
         """Write everything; JOBS threads read, hash and write.
 
         Raises:
-            NoSpaceError: it cannot fit, or did not.
-            VerificationError: a blob is damaged.
-            FormatError: a layer is not what it should be, unpacks to too much, or to what cannot
-                be there.
-            NotFoundError, StoreError: a blob cannot be read, or a file not written.
+            NoSpaceError: The export does not fit.
+            VerificationError: A blob is damaged.
+            FormatError: A layer is invalid, unpacks to too many bytes, or contains unsupported
+                entries.
+            NotFoundError, StoreError: A blob cannot be read, or a file cannot be written.
         """
         with faults(self._path):
             self._plan.names.fit(self._root)
@@ -96,9 +96,9 @@ class ExportWriter:
             *((x.descriptor.size, partial(self._whole, x)) for x in self._plan.whole),
             *((x.descriptor.size, partial(self._unpack, x, room)) for x in self._plan.packed),
         ]
-        calls.sort(key=lambda call: -call[0])  # what takes longest first
+        calls.sort(key=lambda call: -call[0])  # longest first
         in_parallel([call for _, call in calls], JOBS, self._stopped.set)
-        for layer in self._plan.tars:  # one after the other: what is in them is not known before
+        for layer in self._plan.tars:  # sequential: their contents are unknown until they are read
             self._untar(layer, room - self._size)
         with faults(self._path):
             for name in self._plan.made:
@@ -107,14 +107,14 @@ class ExportWriter:
         return ExportedFiles(self._files, self._size, self._ways)
 
     def _linkable(self) -> set[Descriptor]:
-        """Return the whole layers that lie on the same file system."""
+        """Return the whole layers that are on the same file system."""
         with faults(self._path):
             device = self._root.stat().st_dev
             found = {x.descriptor for x in self._plan.whole if self._blobs.is_there(x.descriptor)}
             return {one for one in found if self._blobs.path(one).stat().st_dev == device}
 
     def _check_room(self) -> int:
-        """Return the bytes that may be written. Raises NoSpaceError where that is not enough."""
+        """Return the bytes that may be written. Raises NoSpaceError if they do not suffice."""
         free = shutil.disk_usage(self._root).free
         shared = [x.descriptor.size for x in self._plan.whole if x.descriptor in self._shared]
         needed = self._plan.needed - sum(shared)
@@ -126,7 +126,7 @@ class ExportWriter:
         return min(MAX_PLAIN, free * _SHARE // 100)
 
     def _make(self) -> None:
-        """Make the directories, and the files up to their headers."""
+        """Create the directories, and the files with their headers."""
         for name in self._plan.names.directories:
             make_directories(self._root, name)
         for name, (start, size) in self._plan.made.items():
@@ -144,14 +144,14 @@ class ExportWriter:
 
     @property
     def _buffer(self) -> memoryview:
-        """Return the calling thread's."""
+        """Return the buffer of the calling thread."""
         if not hasattr(self._own, "buffer"):
             self._own.buffer = new_buffer()
         buffer: memoryview = self._own.buffer
         return buffer
 
     def _verified(self, content: Descriptor) -> Iterator[memoryview]:
-        """Yield the bytes of a blob, verified once there are no more."""
+        """Yield the bytes of a blob; its digest is verified at the end."""
         with VerifyingReader(self._blobs.open(content), content) as reader:
             yield from self._chunks(reader, content)
 
@@ -168,7 +168,7 @@ class ExportWriter:
         raise ParallelStoppedError
 
     def _gather(self, blob: Descriptor, pieces: Sequence[FilePiece]) -> None:
-        """Copy the tensors in a blob, each to its place."""
+        """Copy the tensors in a blob to their places."""
         left = sorted(pieces, key=lambda piece: (piece.start, piece.nbytes))  # empty ones first
         files: dict[str, int] = {}
         try:
@@ -231,9 +231,9 @@ class ExportWriter:
 def _scatter(
     chunk: memoryview, position: int, left: Sequence[FilePiece], files: dict[str, int]
 ) -> list[FilePiece]:
-    """Write what of ``chunk``, at ``position`` of the blob, belongs to pieces.
+    """Write the parts of ``chunk``, at ``position`` of the blob, that belong to pieces.
 
-    Return the pieces that are not whole yet.
+    Return the pieces that are not complete yet.
     """
     end = position + len(chunk)
     done = 0

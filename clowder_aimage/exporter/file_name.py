@@ -1,4 +1,4 @@
-"""The names of what an export writes: each means one thing, on every file system."""
+"""File names of an export: unique and valid on every file system."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 from clowder_aimage.errors import FormatError
 
-_PART = 255  # bytes of a name between two slashes that every file system takes (NAME_MAX)
-_PATH = 4096  # bytes of a whole path, with a zero at its end (Linux, limits.h, PATH_MAX)
+_PART = 255  # bytes in a path component on every file system (NAME_MAX)
+_PATH = 4096  # bytes of a path with its terminating zero (Linux, limits.h, PATH_MAX)
 
 
 class FileNames:
-    """Files and directories, by their names below the directory.
+    """Files and directories, by their paths below the output directory.
 
-    ``is_folded`` where the file system takes ``A`` and ``a`` for one name.
+    ``is_folded`` is set if the file system is case-insensitive.
     """
 
     def __init__(self, *, is_folded: bool = False) -> None:
@@ -27,7 +27,7 @@ class FileNames:
 
     @property
     def directories(self) -> list[str]:
-        """Return all of them, parents first."""
+        """Return all directories, parents first."""
         return sorted(self._directories.values())
 
     def add_file(self, name: str) -> None:
@@ -56,7 +56,7 @@ class FileNames:
                 raise _collision(own, self._directories[key])
 
     def fold(self) -> None:
-        """Treat ``A`` and ``a`` as one name, of earlier names too. Raises FormatError."""
+        """Compare names case-insensitively, earlier ones too. Raises FormatError."""
         if self._is_folded:
             return
         again = FileNames(is_folded=True)
@@ -69,7 +69,7 @@ class FileNames:
 
     def fit(self, root: Path) -> None:
         """Limit names, earlier ones too, to the lengths below ``root``. Raises FormatError."""
-        with contextlib.suppress(OSError, ValueError):  # ValueError: a system that does not tell
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the limit is unknown
             self._part = min(self._part, _limit(root, "PC_NAME_MAX"))
             self._whole = min(self._whole, _limit(root, "PC_PATH_MAX"))
         self._whole -= len(os.fsencode(root)) + 2  # a slash, and a zero
@@ -91,11 +91,11 @@ class FileNames:
             )
 
     def is_free(self, name: str) -> bool:
-        """Return whether a file may be called so on every file system; ``name`` lies at the top."""
+        """Return whether a file at the top level may have this name on every file system."""
         return all(_fold(name) != _fold(one) for one in (*self._files, *self._directories))
 
     def is_file(self, name: str) -> bool:
-        """Return whether that very name is a file's."""
+        """Return whether a file has exactly that name."""
         return self._files.get(self._key(name)) == name
 
     def _key(self, name: str) -> str:

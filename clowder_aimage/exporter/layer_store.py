@@ -1,6 +1,6 @@
-"""The bytes of an AImage's layers, in a store that is only read.
+"""Read access to the bytes of an AImage's layers in a store.
 
-A layer that a tool for container images has compressed on the way is unpacked while it is read.
+A layer that was compressed by a container image tool is decompressed as it is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clowder_aimage.oci import Descriptor, mediatype
 class LayerStore:
     """The blobs in ``store``.
 
-    ``packed`` are those that came compressed, and what they stand for.
+    ``packed`` maps compressed blobs to the contents that they represent.
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class LayerStore:
         self._came = {plain.digest: came for came, plain in packed}
 
     def open(self, content: Descriptor, /) -> BinaryIO:
-        """Return the bytes of a blob, from the first one on; those that are unpacked are verified.
+        """Open a blob for reading; decompressed contents are verified.
 
         Raises:
-            NotFoundError: it is not in the store.
-            UsageError: it came compressed with zstd, and the package for that is not installed.
+            NotFoundError: It is not in the store.
+            UsageError: It is compressed with zstd, and the package for that is not installed.
         """
         came = self._came.get(content.digest)
         if came is None:
             return self._store.open(content)
         plain = cast(io.RawIOBase, open_plain(self._store, came, content))
-        return io.BufferedReader(plain)  # which reads as much as it is asked for
+        return io.BufferedReader(plain)  # fills each read completely
 
     def path(self, content: Descriptor, /) -> Path:
         """Return the file that the blob's bytes come from. Raises NotFoundError."""
@@ -53,7 +53,7 @@ class LayerStore:
 
 
 _TAR, _RAW = ".tar", ".raw"
-# Ours that are files (docs/format.md, Media types): an adapter's, a model's.
+# Media types of whole files (docs/format.md, Media types): adapters and models.
 _FILES = frozenset(
     {
         mediatype.AIMAGE_SAFETENSORS,
@@ -66,8 +66,8 @@ _FILES = frozenset(
         mediatype.AIMAGE_LORA,
     }
 )
-# Whose tars and raw files these are: ModelPack's (and before the CNCF), KitOps', Docker Model
-# Runner's; the dialects of those names say where that is specified.
+# Media types of tars and raw files of ModelPack (and before the CNCF), KitOps and Docker Model
+# Runner; the dialects of those names cite the specifications.
 _NEIGHBOURS = (
     "application/vnd.cncf.model.",
     "application/vnd.cnai.model.",
@@ -77,27 +77,27 @@ _NEIGHBOURS = (
 
 
 def is_ours(stored: StoredAImage) -> bool:
-    """Return whether the AImage config is one that was packed, and not made of a neighbour's."""
+    """Return whether the AImage was packed by this project, judged by its config."""
     if stored.dialect.name == "modelpack":
         return CARRIED_CONFIG in stored.manifest.annotations
     return stored.dialect.name not in ("docker", "kitops")
 
 
 def is_gathered(layer: Layer) -> bool:
-    """Return whether it is a tensor, or the experts of a layer: no whole file of such a type."""
+    """Return whether it is a tensor or a group of experts, and not a whole file."""
     return layer.is_tensor and not layer.name.endswith(".safetensors")
 
 
 def is_tar(layer: Layer) -> bool:
-    """Return whether it is an archive of a neighbour's, which stands for what is in it."""
+    """Return whether it is a tar of another packaging tool."""
     plain, _ = mediatype.split_compression(layer.descriptor.media_type)
     return plain.startswith(_NEIGHBOURS) and plain.endswith(_TAR)
 
 
 def is_packed(layer: Layer) -> bool:
-    """Return whether it is a file that was compressed on its way in.
+    """Return whether it is a file that was compressed when it was packed.
 
-    One of ours, a neighbour's raw file, or one of which the manifest says what it unpacks to.
+    It is a file of this project, a raw file, or one whose uncompressed digest is in the manifest.
     """
     plain, compression = mediatype.split_compression(layer.descriptor.media_type)
     if not compression or is_tar(layer):

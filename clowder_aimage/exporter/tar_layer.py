@@ -1,8 +1,8 @@
-"""A neighbour's layer that is a tar, unpacked below the directory and nowhere else.
+"""Unpacking of tar layers of other packaging tools, only below the output directory.
 
-Each name is checked before anything is made, by the rules of Python's ``tarfile.data_filter`` and
-stricter ones: no absolute names, no ``..``, no devices and pipes, no setuid, no links that lead
-out, nothing twice, and no two names that differ in upper and lower case alone.
+Each name is checked before anything is created, by the rules of Python's ``tarfile.data_filter``
+and stricter ones: no absolute names, no ``..``, no devices or pipes, no setuid, no links that lead
+out, no duplicates, and no two names that differ only in case.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from clowder_aimage.exporter.directory import FILE_MODE, make_directories, new_f
 from clowder_aimage.exporter.file_name import FileNames
 
 MAX_MEMBERS = 100_000
-_TARGET = 1023  # bytes of what a link says that every system takes
+_TARGET = 1023  # bytes in a link target on every system
 _PROGRAM = 0o755
 
 
 class TarExtractor:
-    """Members of the tar in ``source``, the layer ``layer``, on their way below ``root``.
+    """Extractor of the tar in ``source``, the layer ``layer``, to ``root``.
 
-    ``files`` counts those that are written, of ``size`` bytes in all; ``room`` bounds the bytes.
+    ``files`` counts the files written, ``size`` their bytes; ``room`` limits the bytes.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class TarExtractor:
         """Unpack all of it; ``source`` is read to its end.
 
         Raises:
-            FormatError: it is no tar, breaks off, or has in it what is not unpacked.
-            OSError: it cannot be written.
+            FormatError: It is not a tar, is truncated, or has unsupported entries.
+            OSError: It cannot be written.
         """
         self._names.fold()
         for count, member in enumerate(self._tar.members()):
             if count >= MAX_MEMBERS:
                 raise FormatError(f"{self._layer} has more than {MAX_MEMBERS} members")
             self._unpack(member)
-        while readinto(self._source, self._buffer):  # so that its digest is seen
+        while readinto(self._source, self._buffer):  # to verify its digest
             pass
 
     def _unpack(self, member: tarfile.TarInfo) -> None:
@@ -78,7 +78,7 @@ class TarExtractor:
             raise self._refuse(name, "a device, a pipe or something else that is no file")
 
     def _name(self, said: str) -> str:
-        """Return a name below the directory; none for the directory itself. Raises FormatError."""
+        """Return a name below the directory; empty for the directory itself. Raises FormatError."""
         parts = [part for part in said.split("/") if part not in ("", ".")]
         if said.startswith("/") or ".." in parts:
             raise self._refuse(said, "a name that leads out of it")
@@ -107,7 +107,7 @@ class TarExtractor:
         self.size += member.size
 
     def _link(self, member: tarfile.TarInfo, name: str) -> None:
-        """Make a symbolic link that stays inside, or a hard link to an earlier file."""
+        """Create a symbolic link that stays inside, or a hard link to an earlier file."""
         if member.islnk():
             source = self._name(member.linkname)
             if not self._names.is_file(source) or (self._root / source).is_symlink():
@@ -122,7 +122,7 @@ class TarExtractor:
     def _check_target(self, name: str, target: str) -> None:
         """Check that a link's target stays inside, before any of it is resolved.
 
-        Leading ``..`` mean what they seem: no other name goes through a link made here.
+        Leading ``..`` are lexical: no path goes through a link that was created here.
         """
         parts = [part for part in target.split("/") if part not in ("", ".")]
         climbs = next((i for i, part in enumerate(parts) if part != ".."), len(parts))

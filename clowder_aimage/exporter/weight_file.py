@@ -1,9 +1,9 @@
-"""Tensors into files of a bounded size, as the libraries look for them.
+"""Weight files of a limited size, as libraries expect them.
 
-One file is called ``STEM.safetensors``. Several are ``STEM-00001-of-0000N.safetensors``, with
-``STEM.safetensors.index.json`` beside them (transformers, "Sharded checkpoints"): tensors in the
-order of their names, a new file where one would grow too large. Within a file those of wide types
-come first, so that each begins where its type can be read in place (safetensors, ``serialize``).
+A single file is named ``STEM.safetensors``. Several are ``STEM-00001-of-0000N.safetensors``, with
+``STEM.safetensors.index.json`` (transformers, "Sharded checkpoints"): tensors sorted by name, with
+a new file when one would be too large. Within a file wide types come first, so that each tensor is
+aligned for its type (safetensors, ``serialize``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from clowder_aimage.tensor import DTYPE_BITS, encode_header
 from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
-SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has one to itself
+SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has a file to itself
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 _METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file to be: its header, and what follows it, in this order."""
+    """A planned safetensors file: its header and the data that follow, in order."""
 
     name: str
     header: bytes
@@ -40,7 +40,7 @@ def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -
     """Return the files that hold ``entries``.
 
     Raises:
-        FormatError: two tensors have one name, or one that cannot be.
+        FormatError: Two tensors have the same name, or a name is invalid.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)
     for one, other in pairwise(ordered):
@@ -53,7 +53,7 @@ def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -
 
 
 def index(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
-    """Name and bytes of the index of several files; None for one."""
+    """Return the name and bytes of the index of several files, or None for one file."""
     if len(files) < 2:
         return None
     where = {entry.name: file.name for file in files for entry in file.entries}
@@ -89,12 +89,12 @@ def _file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
 _WEIGHT = ".weight"
 _MLX = {SCALE: ".scales", BIAS: ".biases"}
 _MODELOPT = {SCALE: ("_scale", "F8_E4M3"), GLOBAL_SCALE: ("_scale_2", "F32")}
-_BYTES = 4  # of a word of codes
+_BYTES = 4  # in a word of codes
 
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """A tensor of a file to be, and where its bytes are."""
+    """A tensor of a planned file, and the location of its bytes."""
 
     name: str
     dtype: str
@@ -107,12 +107,12 @@ class WeightEntry:
 
 
 def is_modelopt(weight: Weight) -> bool:
-    """Return whether it is quantized, and written in ModelOpt's form."""
+    """Return whether it is quantized and written in ModelOpt's form."""
     return any(part.suffix == GLOBAL_SCALE for part in weight.parts)
 
 
 def stem(weight: Weight) -> str:
-    """Return the module that a weight is of."""
+    """Return the module that a weight belongs to."""
     return weight.name.removesuffix(_WEIGHT)
 
 
@@ -120,7 +120,7 @@ def entries(component: str, weight: Weight) -> list[WeightEntry]:
     """Return the tensors that ``weight`` becomes.
 
     Raises:
-        ModelError: it is quantized, and called as no tool calls such a weight.
+        ModelError: It is quantized, and its name is not valid for quantized weights.
     """
     if weight.quantization is None:
         return [WeightEntry(weight.name, p.dtype, p.shape, p.tensor) for p in weight.parts]
@@ -142,7 +142,7 @@ def _mlx(weight: Weight) -> list[WeightEntry]:
 
 
 def _modelopt(weight: Weight) -> list[WeightEntry]:
-    """Codes are words in our blobs; here the same bytes, two codes in each, the low half first."""
+    """Return nvfp4 entries: blobs pack codes in words; here as bytes, two codes each, low first."""
     made = []
     for part in weight.parts:
         if part.suffix in _MODELOPT:

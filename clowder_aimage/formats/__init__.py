@@ -1,4 +1,4 @@
-"""Models that are no diffusers pipeline: one module for each format, and ``detect``.
+"""Formats of models other than diffusers pipelines: one module for each, and ``detect``.
 
-Each has ``take(path)``, which reads headers and never weights, and returns the inventory.
+Each has ``take(path)``, which reads headers but no weights and returns the inventory.
 """

@@ -1,4 +1,4 @@
-"""Detection of formats: by magic numbers and contents, then by endings."""
+"""Detection of formats: by magic numbers and contents, then by file extensions."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _KNOWN = (
 
 
 def detect(path: Path) -> str:
-    """Return the format of ``path``: the name of its module, or diffusers.
+    """Return the format of ``path``: the name of its module, or ``diffusers``.
 
     Raises:
-        UsageError: two formats fit.
-        ModelError: none does, it is pickled, or cannot be read.
-        FormatError: it is a damaged safetensors file.
+        UsageError: Two formats match.
+        ModelError: No format matches, the model is pickled, or it cannot be read.
+        FormatError: It is a damaged safetensors file.
     """
     with model_tree.reading(path):
         if path.is_dir():
@@ -68,7 +68,7 @@ def _detect_file(path: Path) -> str:
 
 
 def _by_ending(path: Path, ending: str) -> str:
-    """Return the format whose reader refuses a file with the best message."""
+    """Return the format whose reader rejects a file with the best message."""
     if ending in (gguf.ENDING, onnx.ENDING):
         return ending.removeprefix(".")
     if path.name in (savedmodel.BINARY, savedmodel.TEXT):
@@ -96,10 +96,10 @@ def _detect_safetensors(path: Path) -> str:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names are an adapter, which is what most of them are then.
+    """Return whether most of these tensor names belong to an adapter.
 
-    Pairs of small matrices, as peft (``lora_A``, ``lora_B``) and kohya-ss (``lora_down``,
-    ``lora_up``) call them. Some whole models bring adapters along.
+    Adapters have pairs of small matrices, named ``lora_A`` and ``lora_B`` (peft) or ``lora_down``
+    and ``lora_up`` (kohya-ss). Some whole models include adapters.
     """
     balance = 0
     for name in names:
@@ -131,19 +131,19 @@ def _detect_directory(root: Path) -> str:
         )
     if fits:
         return fits[0]
-    # exporters put the models of a repository into a directory of their own
+    # exporters put the models of a repository into a separate directory
     if any(path.suffix.lower() == onnx.ENDING for path in model_tree.walk(root)):
         return onnx.FORMAT
     try:
         if (path := model_tree.sole(root)) is not None:
             return _detect_file(path)
-    except ModelError:  # an error about the directory tells more
+    except ModelError:  # an error about the directory is more specific
         pass
     raise _nothing(root, paths)
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:
-    # an adapter often brings the config of its base
+    # an adapter often includes the config of its base model
     weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
     if not weights or _CONFIG not in names:
         return False
@@ -152,7 +152,7 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
 
 
 def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
-    """Return the error for a directory in no format, as far as its names tell."""
+    """Return the error for a directory in no known format, judged by its file names."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
         return ModelError(
             f"there is no model_index.json in {root}, which its transformer/ and vae/ belong to",

@@ -1,6 +1,6 @@
-"""Diffusers model directories: names, headers and configs, no weights.
+"""Diffusers model directories: names, headers and configs, but no weights.
 
-Layout of such a directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
+Layout of the directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
 transformers, "Sharded checkpoints".
 """
 
@@ -20,7 +20,7 @@ MODEL_INDEX = "model_index.json"
 _WEIGHTED = ("text_encoder", "transformer", "vae")
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 _PIPELINES = {"ZImagePipeline": "z-image"}
-# What a pipeline reads of a part, beside its weights: whatever else lies around is not the model.
+# Files of a component that a pipeline reads, besides its weights. Other files are not the model.
 _FILES = {
     "scheduler": ("scheduler_config.json",),
     "text_encoder": ("config.json", "generation_config.json"),
@@ -43,8 +43,8 @@ def take_inventory(directory: Path) -> Inventory:
     """Read everything about a model directory except its weights.
 
     Raises:
-        ModelError: it is not a model that we pack, or not a whole one, or it cannot be read.
-        FormatError: it is quantized, and it cannot be told how, or not as its config says.
+        ModelError: The model is unsupported or incomplete, or cannot be read.
+        FormatError: The quantization is unknown, or does not match the config.
     """
     index = _model_index(directory)
     pipeline = str(index.get("_class_name", ""))
@@ -53,7 +53,7 @@ def take_inventory(directory: Path) -> Inventory:
             f"{directory / MODEL_INDEX} names the pipeline {pipeline[:80]!r}, which is not known",
             hint=f"models of {', '.join(_PIPELINES)} can be packed",
         )
-    # a part that is lacking is [null, null]
+    # a missing component is [null, null]
     if unknown := sorted(key for key in index if key not in COMPONENTS and _is_part(index[key])):
         raise ModelError(
             f"{directory / MODEL_INDEX} names parts that are not known: {', '.join(unknown)[:200]}",

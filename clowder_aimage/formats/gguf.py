@@ -1,4 +1,4 @@
-"""GGUF: one file, the parts of a split one, or a directory with a model and its projector.
+"""GGUF: a single file, the parts of a split model, or a directory with a model and its projector.
 
 Format: ggml-org/ggml, docs/gguf.md; of split models ggml-org/llama.cpp, tools/gguf-split and
 src/llama-model-loader.cpp (``split.no``, ``split.count``, ``split.tensors.count``); of adapters
@@ -26,7 +26,7 @@ ENDING = ".gguf"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
 _SHOWN = 5  # names in a message
 
-# enum llama_ftype, general.file_type: what most tensors are, without ALL_ and MOSTLY_
+# enum llama_ftype, general.file_type: the type of most tensors, without ALL_ and MOSTLY_
 _FILES = (
     "F32 F16 Q4_0 Q4_1 Q4_1_SOME_F16 Q4_2 Q4_3 Q8_0 Q5_0 Q5_1 "
     "Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K "
@@ -34,12 +34,12 @@ _FILES = (
     "BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 MXFP4_MOE NVFP4 Q1_0 Q2_0"
 )
 FILES = dict(enumerate(_FILES.split()))
-GUESSED = 1024  # a flag: the writer guessed the type; alone it has no meaning
+GUESSED = 1024  # a flag: the writer guessed the type; no meaning without a type
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A whole model: its files, and the headers of each, the first one's first."""
+    """A whole model: its files and their headers, in order."""
 
     files: tuple[model_tree.SourceFile, ...]
     headers: tuple[GgufHeader, ...]
@@ -58,18 +58,18 @@ class _Model:
 
     @property
     def is_projector(self) -> bool:
-        """Return whether it is for images or sound beside another model."""
+        """Return whether this is a projector: an image or audio encoder for another model."""
         is_clip = self.metadata.get("general.architecture") == "clip"
         return is_clip or self.metadata.get("general.type") == "mmproj"
 
 
 def take(path: Path) -> Inventory:
-    """Return the model in a file, in the parts that the file is one of, or in a directory.
+    """Return the model in a file, in all parts of a split model, or in a directory.
 
     Raises:
-        FormatError: a file is not what it claims to be, or the parts do not belong together.
-        ModelError: a part is missing, or there is nothing to pack.
-        UsageError: a directory holds several models.
+        FormatError: A file is not valid GGUF, or the parts do not belong together.
+        ModelError: A part is missing, or there is no model.
+        UsageError: The directory holds several models.
     """
     with model_tree.reading(path):
         if path.is_dir():
@@ -148,7 +148,7 @@ def _adapter(model: _Model) -> dict[str, Any]:
 
 
 def _is_up(tensor: GgufTensor) -> bool:
-    # ``blk.0.attn_q.weight.lora_b``, whose rows are as long as the rank
+    # ``blk.0.attn_q.weight.lora_b``: the length of its rows is the rank
     return tensor.name.count(".") >= 2 and tensor.name.endswith(".lora_b") and bool(tensor.shape)
 
 

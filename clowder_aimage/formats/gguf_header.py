@@ -1,9 +1,9 @@
-"""The header of a GGUF file, read strictly: metadata and tensors, no weights.
+"""A strict reader of GGUF headers: metadata and tensor infos, but no weights.
 
-Format: ggml-org/ggml, docs/gguf.md, "File Structure". What that text and the reference reader
-(ggml-org/llama.cpp, ggml/src/gguf.cpp) refuse is refused here. Counts are compared with the bytes
-that are left before anything is read by them, so that a false one costs neither time nor memory.
-Types that are newer than that text: gguf-py/gguf/constants.py (GGML_QUANT_SIZES) of llama.cpp.
+Format: ggml-org/ggml, docs/gguf.md, "File Structure". Input that this text or the reference reader
+(ggml-org/llama.cpp, ggml/src/gguf.cpp) rejects is rejected here. Counts are compared with the
+remaining bytes before they are used, so that a false count costs neither time nor memory.
+Newer types than in that text: gguf-py/gguf/constants.py (GGML_QUANT_SIZES) of llama.cpp.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BIG_ENDIAN = b"FUGG"
 OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")  # GGML, GGMF, GGJT, GGLA
 VERSIONS = (2, 3)
 MAX_KEYS = 65_536
-MAX_KEY = 65_535  # bytes, as the specification has it
+MAX_KEY = 65_535  # bytes, as in the specification
 MAX_TENSORS = 100_000
 MAX_NAME = 127  # bytes: 64 in the specification, 127 where GGML_MAX_NAME is 128
 MAX_DIMENSIONS = 4
-MAX_ITEMS = 4_000_000  # strings and lists in lists of one file; a large vocabulary has 1 million
-MAX_DEPTH = 4  # lists in lists
+MAX_ITEMS = 4_000_000  # strings and nested lists in one file; a large vocabulary has 1 million
+MAX_DEPTH = 4  # nested lists
 MAX_ALIGNMENT = 1 << 20
 # enum gguf_metadata_value_type
 SCALARS = {
@@ -36,7 +36,7 @@ SCALARS = {
     for number, code in zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)
 }
 UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
-# enum ggml_type: the elements of a block; a number, name and the bytes of a block
+# enum ggml_type: elements per block; by number: name and bytes per block
 _BLOCKS = {
     1: "0 F32 4, 1 F16 2, 24 I8 1, 25 I16 2, 26 I32 4, 27 I64 8, 28 F64 8, 30 BF16 2",
     32: "2 Q4_0 18, 3 Q4_1 20, 6 Q5_0 22, 7 Q5_1 24, 8 Q8_0 34, 9 Q8_1 40, 20 IQ4_NL 18, "
@@ -52,20 +52,20 @@ TENSORS = {
     for block, types in _BLOCKS.items()
     for number, name, size in map(str.split, types.split(","))
 }
-REMOVED = frozenset({4, 5, 31, 32, 33, 36, 37, 38})  # no reader takes them any more
+REMOVED = frozenset({4, 5, 31, 32, 33, 36, 37, 38})  # no longer supported by any reader
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _KEPT = ("general.", "split.", "adapter.")
 _KEPT_END = ".context_length"
-_MAX_KEPT = 4096  # bytes of a string that is kept
+_MAX_KEPT = 4096  # bytes of a string in the metadata
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-# the least that one takes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions
+# minimal sizes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions
 _LEAST_PAIR, _LEAST_TENSOR, _LEAST_TEXT, _LEAST_LIST = 8 + 1 + 4 + 1, 8 + 4 + 4 + 8, 8, 12
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """``shape`` as in the file: the row's length first.
+    """A tensor of a GGUF file; ``shape`` is in the file's order: the row's length first.
 
     ``offset``, from the file's start, and ``nbytes`` are in bytes.
     """
@@ -83,7 +83,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """``metadata`` has the scalars, and the short strings, that describe the model."""
+    """A parsed header; ``metadata`` has the scalars and short strings that describe the model."""
 
     version: int
     metadata: Mapping[str, Any]
@@ -133,7 +133,7 @@ class _Cursor:
         return count
 
     def short_text(self, what: str, most: int) -> str | None:
-        """Return a string; None if it is longer than ``most`` bytes, and was skipped."""
+        """Return a string, or None if it is longer than ``most`` bytes; it is skipped then."""
         place, length = self.position, self.number(_U64, f"the length of {what}")
         if length <= most:
             return self._decode(place, length, what)
@@ -153,7 +153,7 @@ class _Cursor:
             raise FormatError(f"at byte {place}, {what} is not UTF-8") from None
 
     def items_of(self, what: str, least: int) -> int:
-        """Read a count of items of a list: all lists of the file together are bounded."""
+        """Read the item count of a list; the total over all lists of a file is bounded."""
         count = self.count(what, least, MAX_ITEMS)
         self._items += count
         if self._items > MAX_ITEMS:
@@ -165,7 +165,7 @@ def read_header(file: BinaryIO, size: int) -> GgufHeader:
     """Read the header of an open file of ``size`` bytes.
 
     Raises:
-        FormatError: it is not a GGUF file, truncated, or does not describe what follows.
+        FormatError: The file is not GGUF, is truncated, or its header does not match its data.
     """
     cursor = _Cursor(file, size)
     version = _version(cursor)
@@ -189,7 +189,7 @@ def _version(cursor: _Cursor) -> int:
     if magic not in (MAGIC, BIG_ENDIAN):
         raise FormatError(f"a GGUF file begins with GGUF, this one with {magic!r}", hint=OTHER)
     version: int = cursor.number(_U32, "the version")
-    # older big-endian files have the same magic, and the version in the other order
+    # older big-endian files have the same magic, and a byte-swapped version
     if magic == BIG_ENDIAN or not version & 0xFFFF:
         raise FormatError(
             "this GGUF file is big-endian, and only little-endian ones are packed",
@@ -227,7 +227,7 @@ def _is_alignment(kind: int, value: Any) -> bool:
 
 
 def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
-    """Return the value; None for lists and for strings that are not kept."""
+    """Return the value, or None for lists and for strings that are not kept."""
     place = cursor.position
     if form := SCALARS.get(kind):
         value = cursor.number(form, f"the value of {key[:100]}")
@@ -261,7 +261,7 @@ def _skip_list(cursor: _Cursor, depth: int = 1) -> None:
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """Return a tensor's info; its offset is from the start of the data still."""
+    """Return a tensor's info; its offset is still relative to the start of the data."""
     name = cursor.text("a tensor's name", MAX_NAME)
     place, rank = cursor.position, cursor.number(_U32, f"the rank of {name}")
     if rank > MAX_DIMENSIONS:
@@ -281,7 +281,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
 
 
 def _check_spans(tensors: tuple[GgufTensor, ...], size: int) -> None:
-    """Check that every tensor has a name and bytes of its own, inside of the file."""
+    """Check that names are unique, and that data ranges lie in the file and do not overlap."""
     names = Counter(tensor.name for tensor in tensors)
     for name, count in names.items():
         if not name or count > 1:

@@ -1,4 +1,4 @@
-"""Inventory of a model: its files, its weights, and facts that its format states."""
+"""Inventory of a model: its files, its weights, and the facts that its format states."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_TEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One part of a pipeline: its class and library, as model_index.json names them.
+    """A component of a pipeline, with its class and library as in model_index.json.
 
-    A Transformers model is a single part without a name. ``ignored`` are names of tensors that are
-    left out.
+    A Transformers model is a single component without a name. ``ignored`` are the names of tensors
+    that are left out.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Component:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All that a plan is made from.
+    """The input of a plan.
 
-    ``family`` and ``pipeline`` are empty for what is not a diffusers directory; ``facts`` are
-    properties of the AImage config (schemas/aimage-config.schema.json) that its format states.
+    ``family`` and ``pipeline`` are empty except for diffusers directories; ``facts`` are properties
+    of the AImage config (schemas/aimage-config.schema.json) that the format states.
     """
 
     family: str
@@ -48,14 +48,14 @@ class Inventory:
     def of_files(
         cls, kind: str, files: Iterable[SourceFile], facts: Mapping[str, Any], licence: object
     ) -> Inventory:
-        """Return a model of whole files: sorted by name, and without facts that are None."""
+        """Return a model of whole files, sorted by name, without facts that are None."""
         known = {key: value for key, value in facts.items() if value is not None}
         ordered = tuple(sorted(files, key=lambda file: file.name))
         return cls("", "", (), ordered, printable(licence), {"format": kind} | known)
 
 
 def printable(value: object) -> str | None:
-    """Return a text of a file about itself, if it is fit to be shown: short, and printable."""
+    """Return a text from a file's metadata if it is short and printable, else None."""
     if not isinstance(value, str):
         return None
     word = value.strip()

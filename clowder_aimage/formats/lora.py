@@ -1,8 +1,8 @@
-"""LoRA adapters: a safetensors file, or PEFT's directory of one; and the facts in them.
+"""LoRA adapters: a safetensors file or a PEFT directory with one, and the facts they state.
 
-Low-rank pairs are called ``x.lora_A.weight`` and ``x.lora_B.weight`` (PEFT, ComfyUI),
+Low-rank pairs are named ``x.lora_A.weight`` and ``x.lora_B.weight`` (PEFT, ComfyUI),
 ``x.lora_down.weight`` and ``x.lora_up.weight`` (diffusers, kohya) or ``x.lora.down.weight``. Rank
-and targets are read from the tensors, alpha from ``x.alpha`` where all agree, or from
+and targets are read from the tensors; alpha from ``x.alpha`` if all values agree, or from
 ``adapter_config.json`` (PEFT, "Checkpoint format"). Trigger words and weight are in the metadata:
 ``trigger_word``, ``trigger_words``, ``ss_tag_frequency`` (kohya), ``modelspec.trigger_phrase``
 (Stability's modelspec), ``recommended_weight``, ``default_weight``.
@@ -36,20 +36,20 @@ _PREFIX = re.compile(r"(?:base_model\.model\.|diffusion_model\.|model\.diffusion
 Shapes = Mapping[str, tuple[int, ...]]  # of the model's tensors, by name
 _APART = re.compile(r"[._]+")
 _STACKED = "attention_qkv"
-# kohya's and ComfyUI's words for the network
+# names of the network used by kohya and ComfyUI
 _NETWORKS = (
     *("lora_unet_", "lora_transformer_", "lora_te_"),
     *("transformer_", "unet_", "text_encoder_"),
 )
-_WORDS = 200  # that are kept of ss_tag_frequency
+_WORDS = 200  # words kept of ss_tag_frequency
 
 
 def take(path: Path) -> Inventory:
     """Return the adapter at ``path``.
 
     Raises:
-        ModelError: there is none, or it is pickled.
-        FormatError: it is damaged, or pairs do not fit together.
+        ModelError: There is no adapter, or it is pickled.
+        FormatError: It is damaged, or the halves of a pair do not match.
     """
     if not path.is_dir():
         return _take(path, {}, ())
@@ -101,7 +101,7 @@ def _describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """A low-rank pair: it changes ``rows`` by ``columns`` values with rank ``rank``."""
+    """A low-rank pair: the update of a ``rows`` by ``columns`` matrix, of rank ``rank``."""
 
     target: str
     rank: int
@@ -113,7 +113,7 @@ def read_pairs(path: Path, header: Header | None = None) -> list[LoraPair]:
     """Return the low-rank pairs in the file at ``path``.
 
     Raises:
-        FormatError: one half is missing, or does not fit.
+        FormatError: One half of a pair is missing, or the halves do not match.
     """
     header = header or read_file(path)
     down = {match[1]: name for name in header.tensors if (match := _DOWN.fullmatch(name))}
@@ -133,7 +133,7 @@ def read_pairs(path: Path, header: Header | None = None) -> list[LoraPair]:
                 f"{path}: the halves of {stem[:200]} do not fit: {list(first)} and {list(second)}"
             )
         rows, columns = second[0], first[1]
-        if "lora_embedding" in name:  # whose matrix is a table: as many rows as words
+        if "lora_embedding" in name:  # an embedding table: one row per word
             rows, columns = columns, rows
         found.append(LoraPair(_PREFIX.sub("", stem), first[0], rows, columns))
     return found
@@ -157,7 +157,7 @@ def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int
 
 
 def _scalar(tensor: SourceTensor) -> float | None:
-    """Return the one number of a tensor; None for another kind of tensor."""
+    """Return the number in a scalar tensor, or None for other tensors."""
     if math.prod(tensor.shape) != 1 or tensor.dtype not in ("F32", "F16", "BF16", "F64"):
         return None
     with tensor.path.open("rb") as file:
@@ -178,7 +178,7 @@ def _trigger_words(said: Mapping[str, str]) -> list[str]:
 
 
 def _tags(text: str) -> list[str | None]:
-    """Return the tags that every picture of a data set had: kohya counts them by directory."""
+    """Return the tags shared by all pictures of a data set; kohya counts them by directory."""
     try:
         counts = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -218,13 +218,13 @@ def _config(root: Path, path: Path) -> Mapping[str, Any]:
 
 
 def check_fit(what: str, pairs: Sequence[LoraPair], shapes: Shapes, base: str) -> None:
-    """Check that the pairs of the adapter ``what`` fit the tensors of the model ``base``.
+    """Check that the pairs of the adapter ``what`` match the tensors of the model ``base``.
 
-    Names are compared without their dots and underscores, for makers write them in both ways. A
-    stacked query, key and value has no tensor of its own in a diffusers model, but three.
+    Dots and underscores in names are ignored, since tools differ in them. A stacked query, key and
+    value is not one tensor in a diffusers model, but three.
 
     Raises:
-        FormatError: a pair has no tensor there, or does not fit its tensor.
+        FormatError: A pair has no tensor in the model, or does not match its shape.
     """
     known: dict[str, list[tuple[int, ...]]] = {}
     for name, shape in shapes.items():
@@ -246,7 +246,7 @@ def check_fit(what: str, pairs: Sequence[LoraPair], shapes: Shapes, base: str) -
 
 
 def _find(target: str, known: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """Return the shapes that a target may have in the model; those of its thirds, stacked."""
+    """Return the possible shapes of a target in the model, or those of its stacked thirds."""
     name = _plain(target)
     if found := known.get(name) or known.get(f"{name}_0"):
         return found

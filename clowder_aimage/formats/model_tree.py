@@ -1,4 +1,4 @@
-"""Files of a model: which of them may be read, their JSON, and the licence in a card."""
+"""Files of a model: which may be read, their JSON, and the licence in a model card."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AGAIN = "download the file again, in full"
 MODEL_AGAIN = "download the model again, in full"
 OTHER = f"{AGAIN}, or have its format detected"
 CARD, ADAPTERS = "README.md", "adapters"
-MAX_FILES = 8000  # of a model: more layers do not fit into a manifest
-_START = 64  # bytes that tell what a file is
+MAX_FILES = 8000  # of a model: a manifest has no room for more layers
+_START = 64  # bytes that identify a file's type
 _MAX_JSON = 256 * 1024 * 1024  # bytes
 _MAX_CARD = 1024 * 1024  # bytes of a card that are read
-_MAX_BARE_CARD = 4096  # bytes of a card that has the licence alone
+_MAX_BARE_CARD = 4096  # bytes of a card with only the licence
 _LFS_POINTER = b"version https://git-lfs"
 _LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
 _BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
@@ -31,9 +31,9 @@ _BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that becomes a layer as it is.
+    """A file that is stored unchanged as a layer.
 
-    ``size`` in bytes; ``modified`` is when it was last written, in nanoseconds.
+    ``size`` is in bytes; ``modified`` is the modification time in nanoseconds.
     """
 
     name: str
@@ -46,13 +46,13 @@ class SourceFile:
 def source_file(
     root: Path | None, path: Path, name: str, media_type: str = mediatype.AIMAGE_FILE
 ) -> SourceFile:
-    """Return a file that becomes the layer ``name``.
+    """Return a file that is stored as the layer ``name``.
 
-    It may not lie outside of ``root``; without one, links are followed wherever they lead.
+    The file must be inside ``root``; with None, links are followed anywhere.
 
     Raises:
-        ModelError: it is not a regular file, elsewhere, a pointer of Git LFS, or its name cannot
-            be a layer's.
+        ModelError: It is not a regular file, is outside ``root``, is a Git LFS pointer, or its name
+            is not a valid layer name.
     """
     _check_file(path)
     if root is not None:
@@ -73,10 +73,10 @@ def start_of(path: Path) -> bytes:
 
 
 def home(root: Path) -> Path:
-    """Return the directory that files of ``root`` may not lie outside of.
+    """Return the directory that the files of ``root`` must be inside.
 
-    Itself, or the snapshot in a Hugging Face cache that it is part of (huggingface_hub, "Understand
-    caching").
+    It is ``root`` itself, or the snapshot in a Hugging Face cache that contains it
+    (huggingface_hub, "Understand caching").
     """
     for directory in root.absolute().parents:
         cache = directory.parent.parent
@@ -88,10 +88,10 @@ def home(root: Path) -> Path:
 def list_directory(
     root: Path, directory: Path, refused: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
 ) -> list[Path]:
-    """Return the files right in ``directory``, sorted by name, without those called ``ignored``.
+    """Return the files directly in ``directory``, sorted by name, except those in ``ignored``.
 
     Raises:
-        ModelError: one of them has a ``refused`` ending, or leads out of ``root``.
+        ModelError: A file has a ``refused`` extension, or is a link out of ``root``.
     """
     check_inside(root, directory)
     paths = sorted(_shown(directory, ignored))
@@ -106,11 +106,11 @@ def list_directory(
 
 
 def walk(root: Path) -> list[Path]:
-    """Return all files below ``root`` but hidden ones, sorted.
+    """Return all files below ``root`` except hidden ones, sorted.
 
     Raises:
-        ModelError: a link leads out of it, a directory is a link, something is not a regular file,
-            or there are too many.
+        ModelError: A link leads out of it, a directory is a link, a file is not a regular file, or
+            there are too many files.
     """
     found: list[Path] = []
     directories = [root]
@@ -134,9 +134,9 @@ def walk(root: Path) -> list[Path]:
 
 
 def sole(root: Path) -> Path | None:
-    """Return the only file in a directory, but for a card and adapters beside it.
+    """Return the only file in a directory, ignoring a card and adapters.
 
-    Hidden ones do not count. Raises ModelError where it is a link that leads out.
+    Hidden files are ignored. Raises ModelError if it is a link that leads out.
     """
     paths = list(_shown(root, (CARD, ADAPTERS)))
     if len(paths) != 1 or not paths[0].is_file():
@@ -159,7 +159,7 @@ def _check_file(path: Path) -> None:
 
 
 def check_not_pointer(path: Path, start: bytes) -> None:
-    """Refuse what a clone without Git LFS leaves in a file's place (git-lfs, "The Pointer")."""
+    """Reject a Git LFS pointer, left by a clone without Git LFS (git-lfs, "The Pointer")."""
     if start.startswith(_LFS_POINTER):
         raise ModelError(
             f"{path} is a Git LFS pointer, not the file itself",
@@ -168,13 +168,13 @@ def check_not_pointer(path: Path, start: bytes) -> None:
 
 
 def check_inside(root: Path, path: Path) -> None:
-    """Refuse a path that a symbolic link leads out of the model directory.
+    """Reject a path that a symbolic link leads out of the model directory.
 
-    A Hugging Face snapshot consists of links into its own cache's ``blobs/``; those are its
-    files (huggingface_hub, "Understand caching").
+    A Hugging Face snapshot consists of links into the ``blobs/`` of its cache; these are accepted
+    (huggingface_hub, "Understand caching").
 
     Raises:
-        ModelError: it leads elsewhere, or nowhere.
+        ModelError: It leads elsewhere, or does not exist.
     """
     top = root.resolve()
     try:
@@ -209,7 +209,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add to a FormatError the name of the file that it is about."""
+    """Add the file name to a FormatError."""
     try:
         yield
     except FormatError as error:
@@ -220,8 +220,8 @@ def read_json(root: Path, path: Path) -> object:
     """Return the value in a JSON file of the model directory ``root``.
 
     Raises:
-        ModelError: it is missing, too large, elsewhere, or a pointer of Git LFS.
-        FormatError: it is not JSON.
+        ModelError: It is missing, too large, outside ``root``, or a Git LFS pointer.
+        FormatError: It is not JSON.
     """
     if not path.is_file():
         raise ModelError(f"{path} is missing", hint=MODEL_AGAIN)
@@ -241,7 +241,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def read_object(root: Path, path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file. Raises as ``read_json``, and for another value."""
+    """Return the JSON object in a file. Raises as ``read_json``, and if it is not an object."""
     value = read_json(root, path)
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -271,7 +271,7 @@ def read_license(root: Path) -> str | None:
 
 
 def card(license_: object) -> bytes | None:
-    """Return a card with this licence alone; None for a value that a card cannot state."""
+    """Return a card with only this licence, or None for a value that a card cannot state."""
     if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
         return None
     made = f"---\nlicense: {license_}\n---\n".encode()
@@ -279,7 +279,7 @@ def card(license_: object) -> bytes | None:
 
 
 def is_bare(path: Path) -> bool:
-    """Return whether a file is a card with the licence alone."""
+    """Return whether a file is a card with only the licence."""
     if path.name != CARD or path.stat().st_size > _MAX_BARE_CARD:
         return False
     return _BARE_CARD.fullmatch(path.read_bytes()) is not None

@@ -1,8 +1,8 @@
-"""ONNX: a model with the files that its tensors lie in, or a directory of such models.
+"""ONNX: a model with its external data files, or a directory of such models.
 
-Formats: onnx/onnx, onnx/onnx.proto3 and docs/ExternalData.md. A location is a path beside the
-model, and nothing else: readers that took more of it read any file (CVE-2022-25882, CVE-2024-5187)
-or followed links (CVE-2024-27318).
+Formats: onnx/onnx, onnx/onnx.proto3 and docs/ExternalData.md. A location must be a path inside the
+model's directory: more permissive readers could read any file (CVE-2022-25882, CVE-2024-5187) or
+followed links (CVE-2024-27318).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clowder_aimage.oci import mediatype
 FORMAT = "onnx"
 ENDING = ".onnx"
 _DRIVE = re.compile("[A-Za-z]:")
-# what tokenizers and configs are in beside a model
+# extensions of tokenizer and config files beside a model
 _ENDINGS = (".json", ".jinja")
 _NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
@@ -31,9 +31,9 @@ def take(path: Path) -> Inventory:
     """Return the model in a file, or the models in a directory, with their files.
 
     Raises:
-        FormatError: a file is not what it claims to be, or its external data are missing, too
-            short, or elsewhere.
-        ModelError: there is nothing to pack, or a file cannot be read.
+        FormatError: A file is not valid ONNX, or its external data are missing, too short, or
+            outside the directory.
+        ModelError: There is no model, or a file cannot be read.
     """
     with model_tree.reading(path):
         if path.is_dir():
@@ -69,9 +69,9 @@ def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
 
 
 def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[SourceFile], OnnxModel]:
-    """Return the files of one model, named from ``root`` on.
+    """Return the files of one model, named relative to ``root``.
 
-    The model itself may be a link out of it if it was named by hand, and nothing is ``inside``.
+    The model may be a link out of ``root`` if it was given by path; ``inside`` is None then.
     """
     name = path.relative_to(root).as_posix()
     main = source_file(inside, path, name, mediatype.AIMAGE_ONNX)
@@ -99,7 +99,7 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
 
 
 def _name(location: str, tensor: str) -> str:
-    """Return a location as a path below the model's directory on any system."""
+    """Return a location as a path relative to the model's directory, valid on every system."""
     path = PurePosixPath(location)
     try:
         if path.is_absolute() or _DRIVE.match(location):

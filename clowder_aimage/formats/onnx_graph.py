@@ -1,10 +1,10 @@
-"""ONNX files, walked: their versions, and the bytes of other files that they need.
+"""A parser of ONNX files: their versions, and the byte ranges of external files they need.
 
-Formats: onnx/onnx, onnx/onnx.proto3 (the field numbers below are of the messages there) and
-docs/ExternalData.md. No tensor is loaded. Every place where a tensor can be is visited:
+Formats: onnx/onnx, onnx/onnx.proto3 (the source of the field numbers below) and
+docs/ExternalData.md. No tensor is loaded. Every message that can hold a tensor is visited:
 initializers, attributes, subgraphs in attributes, functions, training, and both halves of sparse
-tensors. A reader that merged two fields of which there may be one would see another model: they
-are refused.
+tensors. Duplicates of singular fields are rejected, since a reader that merges them would see
+a different model.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from clowder_aimage.formats.model_tree import OTHER
 from clowder_aimage.formats.protobuf import BYTES, VARINT, WireField, WireReader
 from clowder_aimage.tensor.header import MAX_ELEMENTS
 
-MAX_DEPTH = 100  # messages in messages, as in the reference implementation of protobuf
+MAX_DEPTH = 100  # nested messages, as in the reference implementation of protobuf
 MAX_RANK = 64
 MAX_LOCATIONS = 8000
 
-# messages that may lead to a tensor: their fields that do
+# messages that may contain tensors: the fields that lead to them
 _INNER: dict[str, dict[int, str]] = {
     "ModelProto": {7: "GraphProto", 20: "TrainingInfoProto", 25: "FunctionProto"},
     "TrainingInfoProto": {1: "GraphProto", 2: "GraphProto"},
@@ -41,11 +41,11 @@ _ONCE: dict[str, set[int]] = {
     "AttributeProto": {5, 6, 22},
     "SparseTensorProto": {1, 2},
 }
-# ModelProto's fields and their wire types: nothing else is written right in a model
+# the top-level fields of ModelProto and their wire types
 _MODEL_FIELDS = dict.fromkeys((1, 5), VARINT) | dict.fromkeys(
     (2, 3, 4, 6, 7, 8, 14, 20, 25, 26), BYTES
 )
-# TensorProto.DataType: bits of an element; STRING (8) cannot be outside of the file
+# TensorProto.DataType: bits of an element; STRING (8) is never external
 _BITS = {
     **dict.fromkeys((25, 26), 2),
     **dict.fromkeys((21, 22, 23), 4),
@@ -59,7 +59,7 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The first ``end`` bytes of an external file, which ``tensor`` needs."""
+    """The first ``end`` bytes of an external file, required by ``tensor``."""
 
     tensor: str
     end: int
@@ -67,7 +67,7 @@ class Need:
 
 @dataclass(slots=True)
 class OnnxModel:
-    """Versions of a model, and the need of each location of external data."""
+    """Versions of a model, and the need for each location of external data."""
 
     ir_version: int = 0
     opset: int = 0
@@ -75,7 +75,7 @@ class OnnxModel:
 
 
 def is_model(file: BinaryIO, size: int) -> bool:
-    """Return whether a file could be an ONNX model, by its outermost fields."""
+    """Return whether a file could be an ONNX model, judged by its top-level fields."""
     found = set()
     try:
         for one in WireReader(file, size).fields(0, size):
@@ -105,7 +105,7 @@ def read_model(file: BinaryIO, size: int) -> OnnxModel:
 def _walk(
     wire: WireReader, kind: str, start: int, end: int, model: OnnxModel, depth: int
 ) -> set[int]:
-    """Read all tensors of a message, and return the numbers of its fields."""
+    """Read all tensors of a message and return its field numbers."""
     seen: set[int] = set()
     for one in wire.fields(start, end):
         if one.number in seen and one.number in _ONCE.get(kind, ()):
@@ -127,7 +127,7 @@ def _walk(
 
 
 def _read_versions(wire: WireReader, one: WireField, model: OnnxModel) -> None:
-    """Note the version of the IR, or of ONNX's own operators (OperatorSetIdProto)."""
+    """Record the version of the IR, or of the ONNX operator set (OperatorSetIdProto)."""
     if one.number == 1:
         model.ir_version = one.int64()
     elif one.number == 8:

@@ -1,13 +1,13 @@
-"""Weights that are quantized already: three makers' forms are converted, all others refused.
+"""Weights that are already quantized: three forms are converted, all others are rejected.
 
 MLX writes ``x.scales`` and ``x.biases`` beside ``x.weight``; ModelOpt (nvfp4) ``x.weight_scale``
 and the factor ``x.weight_scale_2``; compressed-tensors (nvfp4) ``x.weight_packed``,
 ``x.weight_scale`` and the divisor ``x.weight_global_scale``. Each becomes one weight, ``x.weight``,
-with codes and scales as they are and the global scale as a factor. Scales of activations
-(``x.input_scale``) are left out, and counted. Read from: MLX-LM's ``save_config``, ModelOpt's
-"unified checkpoint", compressed-tensors' ``nvfp4-pack-quantized``.
+with unchanged codes and scales and the global scale as a factor. Scales of activations
+(``x.input_scale``) are left out and counted. Sources: ``save_config`` of MLX-LM, ModelOpt's
+"unified checkpoint", ``nvfp4-pack-quantized`` of compressed-tensors.
 
-Other forms are refused: nothing could read them, and codes would pass for values. They are GPTQ
+Other forms are rejected, since their codes would be taken for values. They are GPTQ
 and AWQ (``qweight``), bitsandbytes (``quant_state``, ``SCB``), transformers (fp8 and mxfp4), other
 compressed-tensors and MLX, quanto (``_data``), HQQ (``W_q``), AQLM (``codebooks``), torchao
 (``_qdata``), ComfyUI's scaled fp8 (``scale_weight``).
@@ -50,7 +50,7 @@ _ENDS = (
     *(".weight._data", ".weight._scale", ".weight._shift", "_qdata", ".W_q", ".codebooks"),
 )
 _STATE = ".weight.quant_state."
-_OCTETS = ("U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")  # too few bits alone
+_OCTETS = ("U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")  # may hold codes
 
 
 def read_quantized(
@@ -59,8 +59,8 @@ def read_quantized(
     """Return the weights of a component, sorted by name, and the names of ignored tensors.
 
     Raises:
-        FormatError: they are quantized in a way that is not known, or cannot be told from the
-            component's config.json, or does not fit their shapes.
+        FormatError: The quantization is unknown, cannot be derived from the component's
+            config.json, or does not match the shapes.
     """
     named = {tensor.name: tensor for tensor in tensors}
     weights, taken = [], set[str]()
@@ -158,7 +158,7 @@ def _compressed(named: Mapping[str, SourceTensor], codes: SourceTensor, name: st
 def _nvfp4(
     name: str, codes: SourceTensor, scale: SourceTensor, factor: SourceTensor, reading: WeightReader
 ) -> Weight:
-    """Two codes a byte, the first in the low half, as four bytes of MLX's words have them."""
+    """Return an nvfp4 weight: two codes per byte, low half first, as in MLX's 32-bit words."""
     if scale.dtype not in ("F8_E4M3", "U8") or factor.dtype not in _FACTORS:
         raise _unknown(codes)
     if not codes.shape or codes.shape[-1] % 4:
@@ -179,10 +179,10 @@ def _weight(name: str, quantization: Quantization, parts: list[TensorPart]) -> W
 
 
 def factors(part: TensorPart, data: bytes | bytearray) -> bytes:
-    """Return float values as float32 factors, or the reciprocals of those that are divisors.
+    """Return float values as float32 factors; divisors become their reciprocals.
 
     Raises:
-        FormatError: one is not a positive number.
+        FormatError: A value is not a positive number.
     """
     name, dtype = part.tensor.name[:200], part.tensor.dtype
     width, letter = (4, "f") if dtype == "F32" else (2, "e" if dtype == "F16" else "H")
@@ -232,14 +232,14 @@ def _unknown(codes: SourceTensor) -> FormatError:
 
 
 def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a config.json with a quantization that cannot be run. Raises FormatError."""
+    """Reject a config.json with an unsupported quantization. Raises FormatError."""
     key = quantization_config.unknown_key(config)
     if key is None:
         return
     said = config[key]
     method = said.get(quantization_config.METHOD) if isinstance(said, Mapping) else None
     if method in CONVERTED:
-        # rotations would have to be undone while the model runs
+        # rotations would have to be reversed at run time
         what = "were transformed before they were quantized, which is not known"
     elif method is not None:
         what = f"were quantized by {method!r:.60}, which is not known"
@@ -249,7 +249,7 @@ def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_rest(rest: Mapping[str, SourceTensor]) -> None:
-    """Refuse unused tensors that are parts of quantized ones. Raises FormatError."""
+    """Reject unused tensors that belong to quantized weights. Raises FormatError."""
     # the owner of ``x.scale_weight`` and of ``x.weight_scale`` is ``x``
     factors = [name.rpartition(".") for name in rest]
     scaled = {owner.removesuffix(WEIGHT) for owner, _, word in factors if "scale" in word.lower()}
@@ -268,9 +268,9 @@ def _is_left(
         return name.removesuffix("_blocks") + "_scales" in named
     for part in (SCALE, BIAS, GLOBAL_SCALE):
         if name.endswith(part) and name.removesuffix(part) in named:
-            return True  # no module is a tensor, too; and readers take it for what we write
+            return True  # a module is not a tensor too, and readers would take it for our form
     stem = name.removesuffix(WEIGHT)
-    # no network has weights of U32: they are codes whose scales are not where MLX has them
+    # no network has U32 weights: these are codes whose scales are not named as in MLX
     return stem != name and (
         tensor.dtype == CODES
         or (tensor.dtype in _OCTETS and stem in scaled)

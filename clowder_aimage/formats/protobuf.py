@@ -1,6 +1,6 @@
-"""The wire format of protocol buffers, walked without loading what is walked over.
+"""A reader of the protocol buffers wire format that skips contents without loading them.
 
-Format: protobuf.dev, "Encoding". Groups, which are not in use, are refused.
+Format: protobuf.dev, "Encoding". Groups, which are deprecated, are rejected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 from clowder_aimage.errors import FormatError
 
 VARINT, BYTES = 0, 2
-_FIXED = {1: 8, 5: 4}  # the bytes of other wire types
+_FIXED = {1: 8, 5: 4}  # byte counts of the fixed-size wire types
 MAX_FIELDS = 4_000_000  # of all messages in a file: seconds; large graphs have half a million
 MAX_NUMBER = (1 << 29) - 1
 _MAX_TEXT = 4096  # bytes
@@ -22,7 +22,7 @@ _WINDOW = 1 << 16
 class WireField(NamedTuple):
     """A field at ``place``: a varint of ``value``, or the bytes from ``start`` to ``end``.
 
-    All places are bytes from the file's start.
+    All positions are in bytes from the start of the file.
     """
 
     number: int
@@ -88,10 +88,10 @@ class WireReader:
         return WireField(number, wire, 0, place, position, position + length)
 
     def int64s(self, field: WireField, most: int) -> list[int]:
-        """Return the numbers of a repeated field, packed or not, at most ``most``.
+        """Return the numbers of a repeated field, packed or not, at most ``most`` of them.
 
         Raises:
-            FormatError: they are not varints, or more.
+            FormatError: They are not varints, or there are more.
         """
         if field.wire == VARINT:
             return [field.int64()]
@@ -121,7 +121,7 @@ class WireReader:
     def _varint(self, position: int, end: int) -> tuple[int, int]:
         index = position - self._base
         if 0 <= index < len(self._window) and position < end and self._window[index] < 0x80:
-            return self._window[index], position + 1  # most of them, by far
+            return self._window[index], position + 1  # by far the most common case
         value = shift = 0
         for byte in self._at(position, min(_MAX_VARINT, end - position)):
             value |= (byte & 0x7F) << shift

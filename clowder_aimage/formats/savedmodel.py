@@ -1,7 +1,7 @@
 """SavedModel: TensorFlow's directory of graphs, variables and assets.
 
 Format: tensorflow/tensorflow, tensorflow/python/saved_model/README.md,
-tensorflow/core/protobuf/saved_model.proto; the names of the variables' files:
+tensorflow/core/protobuf/saved_model.proto; names of the variable files:
 tensorflow/core/util/tensor_bundle/naming.cc.
 """
 
@@ -21,17 +21,17 @@ BINARY, TEXT = "saved_model.pb", "saved_model.pbtxt"
 VARIABLES = "variables"
 _INDEX = "variables.index"
 _SHARD = re.compile(r"variables\.data-(\d{5})-of-(\d{5})")
-_MAX_LOOK = 1 << 20  # bytes of a text that are looked at
-# the first field of a SavedModel on the wire: saved_model_schema_version = 1, or meta_graphs
+_MAX_LOOK = 1 << 20  # bytes of a text file that are inspected
+# the first field of an encoded SavedModel: saved_model_schema_version = 1, or meta_graphs
 _GRAPHS = (b"\x08\x01", b"\x12")
 _TEXT_GRAPHS = re.compile(rb"^\s*meta_graphs\s*:?\s*[{<]", re.MULTILINE)
 
 
 def take(path: Path) -> Inventory:
-    """Return a whole directory: every file in it becomes a layer.
+    """Return a whole directory; each file in it becomes a layer.
 
     Raises:
-        FormatError: It is not a SavedModel, or files of its variables are missing.
+        FormatError: It is not a SavedModel, or variable files are missing.
         ModelError: It is not a directory, or cannot be read.
     """
     with model_tree.reading(path):
@@ -49,7 +49,7 @@ def take(path: Path) -> Inventory:
 
 
 def _check_graph(root: Path, names: Sequence[str]) -> None:
-    """Check that the file of the graphs is there and begins as one. The graphs are not parsed."""
+    """Check that the graph file exists and begins as one. Graphs are not parsed."""
     name = next((name for name in (BINARY, TEXT) if name in names), None)
     if name is None:
         raise FormatError(

@@ -1,4 +1,4 @@
-"""The tensors of a component, from one file or from shards with an index."""
+"""Tensors of a component, from one file or from shards with an index."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     """Return the tensors of a component, sorted by name.
 
     Raises:
-        ModelError: there is a shard too many; the index and the shards do not agree.
-        FormatError: a shard is missing, or a file is not what it claims to be.
+        ModelError: There is an extra shard, or the index and the shards disagree.
+        FormatError: A shard is missing, or a file is not valid safetensors.
     """
     indexes = [path for path in paths if path.name.endswith(_INDEX)]
     files = [path for path in paths if path.name.endswith(_WEIGHTS)]
@@ -43,7 +43,7 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a file begins as one."""
+    """Return whether a file begins as a safetensors file."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
@@ -59,7 +59,7 @@ def read_file(path: Path) -> Header:
 
 
 def _check_index(index: Path, headers: dict[Path, Header]) -> None:
-    """Check that the index names every tensor in the shard that has it."""
+    """Check that the index assigns every tensor to the shard that contains it."""
     weight_map = _weight_map(index)
     here = {path.name for path in headers}
     wanted = set(weight_map.values())

@@ -1,4 +1,4 @@
-"""The weights of an AImage in a store, as the headers of their blobs describe them."""
+"""Weights of an AImage in a store, as described by the headers of their blobs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _EXPERTS = ("experts", "shared_experts")
 def read_stored(
     store: BlobFiles, aimage: AImage, stated: Stated = lambda *_: (None, None)
 ) -> list[StoredLayer]:
-    """Return the layers of an AImage; of tensors, the headers are read.
+    """Return the layers of an AImage; the headers of tensor layers are read.
 
-    ``stated`` is called for codes whose blob does not state how they are quantized.
+    ``stated`` is called for codes whose blob does not state their quantization.
 
     Raises:
-        NotFoundError: a blob is not in the store.
-        FormatError: a blob is not as its layer describes it.
+        NotFoundError: A blob is not in the store.
+        FormatError: A blob does not match its layer.
     """
     layers = [
         _read(store, layer, stated) if layer.is_tensor else StoredLayer(layer, ())
@@ -67,15 +67,15 @@ def _read(store: BlobFiles, layer: Layer, stated: Stated) -> StoredLayer:
 
 
 def name_layer(layer: Layer, error: FormatError) -> FormatError:
-    """Return the error, with the layer that it is about, named once."""
+    """Return the error, prefixed once with the name of its layer."""
     said = error.message.removeprefix(f"{layer.name}: ")
     return FormatError(f"{layer.name}: {said}", hint=error.hint)
 
 
 def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
-    """Return the tensor that the layer is called like, or those of a packed group, by name.
+    """Return the tensor that the layer is named after, or those of a packed group, by name.
 
-    Stacked experts may stand beside it: ``mlp.switch_mlp`` in the group ``mlp.experts``.
+    Stacked experts may be named beside the group: ``mlp.switch_mlp`` in ``mlp.experts``.
     """
     try:
         return {own: tensor_blob.find_tensor(tensors, own, layer.component)}
@@ -103,7 +103,7 @@ Stated = Callable[[str, str], Said]
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer and the weights in its blob; none in a file, and none in the scales of another."""
+    """A layer and the weights in its blob; empty for a file, or for the scales of another layer."""
 
     layer: Layer
     weights: tuple[Weight, ...]
@@ -111,12 +111,12 @@ class StoredLayer:
 
 
 def join(layers: Sequence[StoredLayer], stated: Stated) -> list[StoredLayer]:
-    """Return the same layers, with weights that span several of them in that of the codes.
+    """Return the same layers, with each weight that spans several layers moved to its codes.
 
-    Codes without any statement of their quantization stay U32 values.
+    Codes whose quantization is not stated anywhere remain U32 values.
 
     Raises:
-        FormatError: the layers do not fit what is stated of them.
+        FormatError: The layers do not match their stated quantization.
     """
     named = {stored.layer.name: stored for stored in layers}
     joined, taken = {}, set[str]()
@@ -132,7 +132,7 @@ def join(layers: Sequence[StoredLayer], stated: Stated) -> list[StoredLayer]:
 
 
 def _check(stored: StoredLayer) -> None:
-    """Compare a tensor with its layer: codes are known when they are joined."""
+    """Compare a tensor with its layer; codes are checked when they are joined."""
     layer = stored.layer
     for weight in stored.weights if not stored.is_group else ():
         tensor = BlobTensor(weight.name, weight.dtype, weight.shape, weight.quantization, {})

@@ -1,4 +1,4 @@
-"""TorchScript: an archive of a program and its weights. Only its directory is read.
+"""TorchScript: an archive of a program and its weights. Only its central directory is read.
 
 Nothing is unpickled. Format: pytorch/pytorch, torch/csrc/jit/docs/serialization.md and
 caffe2/serialize/inline_container.cc: a zip archive with one directory in it, which holds
@@ -25,22 +25,22 @@ MAGIC = b"PK\x03\x04"
 CONVERT = "convert the weights to safetensors, or the model to TorchScript with torch.jit.save"
 MAX_DIRECTORY = 64 * 1024 * 1024  # bytes
 _END, _END64 = b"PK\x05\x06", b"PK\x06\x06"  # APPNOTE.TXT 6.3.10, 4.3.16 and 4.3.14
-_TAIL = 22 + 0xFFFF + 76  # bytes: the end of the directory, its comment, the records of 64 bits
-_FULL = 0xFFFFFFFF  # the number is in the record of 64 bits
-# what zipfile raises for a damaged archive, and for one of a version from the future
+_TAIL = 22 + 0xFFFF + 76  # bytes: the end record, its comment, the ZIP64 records
+_FULL = 0xFFFFFFFF  # the actual number is in the ZIP64 record
+# raised by zipfile for a damaged archive, or one of a newer version
 _DAMAGED = (
     *(zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError),
     *(ValueError, OverflowError, RuntimeError),
 )
 _NEEDED = ("data.pkl", "constants.pkl")
-_VERSIONS = (".data/version", "version")  # the first one found counts
+_VERSIONS = (".data/version", "version")  # the first one found is used
 _MAX_VERSION = 64  # bytes
 _PICKLED = 0x80  # the opcode PROTO (Python, pickletools); its argument is the protocol
 _PROTOCOLS = range(2, 6)
 
 
 def take(path: Path) -> Inventory:
-    """Return the archive as one file, with the fact that loading it runs code.
+    """Return the archive as one file, with the fact that loading it executes code.
 
     Raises:
         FormatError: It is not a TorchScript archive, or it is truncated.
@@ -62,12 +62,12 @@ def take(path: Path) -> Inventory:
 
 
 def is_pickle(start: bytes) -> bool:
-    """Return whether a file begins as a pickle of any protocol that is written today."""
+    """Return whether a file begins as a pickle of a protocol in current use."""
     return len(start) > 1 and start[0] == _PICKLED and start[1] in _PROTOCOLS
 
 
 def is_archive(file: BinaryIO) -> bool:
-    """Return whether a zip archive holds a program of TorchScript."""
+    """Return whether a zip archive holds a TorchScript program."""
     try:
         names = _read_directory(file).namelist()
     except FormatError:
@@ -76,7 +76,7 @@ def is_archive(file: BinaryIO) -> bool:
 
 
 def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
-    """Open an archive whose directory is of a reasonable size: zipfile loads all of it."""
+    """Open an archive if its directory is not too large, because zipfile loads all of it."""
     if file.read(len(MAGIC)) != MAGIC:
         raise FormatError("this is not a zip archive", hint=model_tree.OTHER)
     file.seek(max(0, file.seek(0, 2) - _TAIL))

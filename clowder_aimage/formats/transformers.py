@@ -1,7 +1,7 @@
-"""Transformers directories: config.json, and weights at the top (``save_pretrained`` writes them).
+"""Transformers directories: config.json and weights at the top level (``save_pretrained``).
 
-Either each tensor becomes a blob, as of a pipeline's components, or files stay whole. With the
-weights go configurations, tokenizers, chat templates, and the model's own code, which is not run.
+Each tensor becomes a blob, as in pipeline components, or files are stored whole. Configurations,
+tokenizers, chat templates and the model's own code, which is never run, are included.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_
 
 
 def take(directory: Path) -> Inventory:
-    """Return the model with each tensor by itself.
+    """Return the model with one layer per tensor.
 
     Raises:
-        ModelError: it is no whole Transformers directory, or pickled.
-        FormatError: a file is damaged, or quantized in a way that is not known.
+        ModelError: It is not a complete Transformers directory, or it is pickled.
+        FormatError: A file is damaged, or its quantization is unknown.
     """
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)
@@ -43,7 +43,7 @@ def take(directory: Path) -> Inventory:
 
 
 def take_whole(directory: Path) -> Inventory:
-    """Return the same with files as they are. Raises as ``take`` does."""
+    """Return the model with whole files. Raises as ``take`` does."""
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)  # checks the shards and their index
     whole = [

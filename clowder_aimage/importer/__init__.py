@@ -1,7 +1,7 @@
-"""From a model directory to blobs: inventory -> plan (every decision, no weights) -> write.
+"""Import of a model directory: inventory -> plan (every decision, no weights) -> write.
 
-A recipe changes weights: ``precision_scan`` reads values before the plan, ``precision`` and
-``quantizer`` change them while they are written.
+A recipe changes weights: ``precision_scan`` reads values before the plan is made; ``precision``
+and ``quantizer`` convert them during the write.
 """
 
 from clowder_aimage.importer.blob_writer import PackedModel, check_config

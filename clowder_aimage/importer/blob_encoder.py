@@ -1,4 +1,4 @@
-"""The bytes of a planned blob, in order, in full buffers: copied, cast or quantized on the way."""
+"""Encoding of planned blobs, in order, in full buffers: copied, cast or quantized."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from clowder_aimage.importer.quantizer import Quantizer
 
 Sink = Callable[[memoryview], None]
-BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at once, in whole groups
-BLOCKS = 32 * 1024 * 1024  # bytes, of all threads together
-CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at once
+BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at a time, in whole groups
+BLOCKS = 32 * 1024 * 1024  # bytes, for all threads together
+CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at a time
 
 
 class BlobEncoder:
-    """Buffers and options with which one of ``threads`` encodes blobs.
+    """Encoder of blobs: the buffers and options of one of ``threads`` threads.
 
-    A sink gets ``buffer``, full but for the last time; it is reused when the sink returns.
+    A sink receives ``buffer``, full except the last time; it is reused after the sink returns.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BlobEncoder:
         threads: int = 1,
     ) -> None:
         self.buffer = new_buffer(size)
-        # casting takes several times what is cast, in every thread
+        # every thread needs several times the memory of the values it casts
         self._chunk = min(CHUNK_SIZE, CHUNKS // threads)
         self._block = min(BLOCK, BLOCKS // threads)
         self._stopped = stopped
@@ -47,12 +47,12 @@ class BlobEncoder:
         self._filled = 0
 
     def encode(self, planned: PlannedLayer, sink: Sink) -> None:
-        """Call ``sink`` with all of the blob's bytes; never for an empty one.
+        """Call ``sink`` with all bytes of the blob; an empty blob makes no call.
 
         Raises:
-            ModelError: a file changed, a value does not fit its type, or values cannot be
+            ModelError: A file changed, a value does not fit its type, or values cannot be
                 quantized.
-            ParallelStoppedError: the user has left.
+            ParallelStoppedError: The write was cancelled.
         """
         self._filled = 0
         self._add(planned.prefix, sink)
@@ -94,9 +94,9 @@ class BlobEncoder:
             self._advance(count, sink)
 
     def _quantize(self, piece: QuantizePiece, reader: SpanReader, sink: Sink) -> None:
-        """Codes go on at once; scales and biases, a few per cent of them, wait for the end.
+        """Quantize a matrix. Codes are written at once; scales and biases are buffered to the end.
 
-        A group depends on no other, so blocks are any number of them: a row may be very long.
+        Groups are independent, so a block is any number of them: a row may be very long.
         """
         from clowder_aimage.importer import quantizer
 
@@ -133,7 +133,7 @@ _GZIP_LEVEL, _ZSTD_LEVEL = 6, 3
 
 
 class Compressor(Protocol):
-    """Bytes in, fewer bytes out."""
+    """A streaming compressor."""
 
     def compress(self, data: memoryview, /) -> bytes: ...
 
@@ -141,12 +141,12 @@ class Compressor(Protocol):
 
 
 def compressor(name: str, size: int) -> Compressor:
-    """Return a compressor for ``size`` bytes, by its word in a media type. Raises UsageError."""
+    """Return a compressor for ``size`` bytes, by its name in media types. Raises UsageError."""
     return _Gzip() if name == "gzip" else _zstd(size)
 
 
 def check_compression(name: str) -> None:
-    """Check that the package it needs is installed. Raises UsageError."""
+    """Check that the package for a compression is installed. Raises UsageError."""
     if name == "zstd":
         zstandard_package()
 

@@ -1,8 +1,8 @@
-"""A plan carried out: every source is read once, and hashed while it is written.
+"""Writer of a plan: every source is read once, and hashed as it is written.
 
-A blob that fits into a thread's buffer is hashed there, and pushed if it is new. A larger one is
-written as it comes; where the store had a blob of that very size before, it is hashed first, for
-then it is likely to be that one. What is quantized is never made twice: it is written as it comes.
+A blob that fits into a thread's buffer is hashed there, and stored only if it is new. A larger one
+is written as a stream; if the store already has a blob of the same size, it is hashed first, as
+the two are probably the same. Quantized blobs are never encoded twice: they are always streamed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.digest import new_hasher
 from clowder_aimage.schema import validate
 
-BUFFER = 4 * 1024 * 1024  # bytes, of each thread
-LEAST = CHUNK_SIZE  # bytes, of each thread however many there are
-BUFFERS = 64 * 1024 * 1024  # bytes, of all threads together
+BUFFER = 4 * 1024 * 1024  # bytes, per thread
+LEAST = CHUNK_SIZE  # bytes, minimum per thread
+BUFFERS = 64 * 1024 * 1024  # bytes, for all threads together
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenLayers:
-    """A layer in the store, and whether it was there before."""
+    """A stored layer, and whether it existed before."""
 
     layer: Layer
     was_there: bool
@@ -51,13 +51,13 @@ OnWritten = Callable[[WrittenLayers], None]
 def write_layers(
     plan: CreatePlan, store: ContentStore, lease: Lease, *, jobs: int, on_written: OnWritten
 ) -> list[WrittenLayers]:
-    """Store the plan's blobs, ``jobs`` at a time, and keep them by ``lease``.
+    """Store the plan's blobs, ``jobs`` at a time, and protect them by ``lease``.
 
     Raises:
-        ModelError: a file changed while it was read, a value does not fit its type, or values
+        ModelError: A file changed while it was read, a value does not fit its type, or values
             cannot be quantized.
-        VerificationError: a blob of the store that is changed is damaged.
-        StoreError, NoSpaceError: the store cannot keep it.
+        VerificationError: A stored blob that is to be converted is damaged.
+        StoreError, NoSpaceError: The store cannot be written.
     """
     with ExitStack() as stack:
         writer = _Writer(plan, store, lease, min(jobs, len(plan.layers)), stack)
@@ -67,14 +67,14 @@ def write_layers(
             written[planned.name] = writer.write(planned)
             on_written(written[planned.name])
 
-        # what takes longest first: MLX has one thread, and others write meanwhile
+        # longest first: MLX runs on one thread while the others write
         order = sorted(plan.layers, key=lambda layer: (not layer.is_quantizing, -layer.size))
         in_parallel([partial(one, planned) for planned in order], jobs, writer.stopped.set)
     return [written[planned.name] for planned in plan.layers]
 
 
 class _Writer:
-    """State that the threads of one create share."""
+    """State shared by the threads of one create."""
 
     def __init__(
         self, plan: CreatePlan, store: ContentStore, lease: Lease, jobs: int, stack: ExitStack
@@ -116,7 +116,7 @@ class _Writer:
 
     @property
     def _encoder(self) -> BlobEncoder:
-        """Return the calling thread's."""
+        """Return the encoder of the calling thread."""
         if not hasattr(self._own, "encoder"):
             self._own.encoder = BlobEncoder(self._size, self.stopped, self._quantizer, self._jobs)
         encoder: BlobEncoder = self._own.encoder
@@ -142,7 +142,7 @@ class _Writer:
         return Digest(self._algorithm, hasher.hexdigest())
 
     def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> WrittenLayers:
-        """Return a blob that is written while it is read; it must be ``expected``, if given."""
+        """Stream a blob to the store and return its layer; it must be ``expected``, if given."""
         ingest = self._store.ingest("create")
         try:
             encode = self._encode_compressed if planned.compression else self._encode
@@ -199,7 +199,7 @@ class _Writer:
         )
 
     def _is_ours(self, digest: Digest) -> bool:
-        """Return whether another thread has the same blob under way; from now on, this one has."""
+        """Return whether another thread is writing this blob; and mark it."""
         with self._lock:
             was_ours = digest in self._ours
             self._ours.add(digest)
@@ -212,14 +212,14 @@ def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
         try:
             with os.scandir(root / "blobs" / algorithm) as entries:
                 sizes |= {entry.stat(follow_symlinks=False).st_size for entry in entries}
-        except OSError:  # there is none yet; other errors come up where it is read
+        except OSError:  # it does not exist yet; other errors are raised when it is read
             continue
     return frozenset(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """The new AImage, what became of its layers, and of its weights."""
+    """The new AImage, and the outcome for its layers and weights."""
 
     descriptor: Descriptor
     manifest: Manifest
@@ -243,11 +243,11 @@ def pack(
     jobs: int | None,
     on_written: OnWritten,
 ) -> PackedModel:
-    """Store all that the plan names, and name it ``reference``.
+    """Store all blobs of the plan and tag the AImage as ``reference``.
 
     Raises:
-        ModelError, VerificationError, StoreError, NoSpaceError: as ``write_layers``; what was
-            stored in full stays, and nothing is named.
+        ModelError, VerificationError, StoreError, NoSpaceError: As ``write_layers``; complete
+            blobs remain in the store, and nothing is tagged.
     """
     with store.batch():
         written = write_layers(plan, store, lease, jobs=jobs or JOBS, on_written=on_written)

@@ -1,4 +1,4 @@
-"""Every decision of a create or a convert, made before a byte of weights is written."""
+"""Plans of create and convert: every decision, made before any weights are written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
-_TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # anew, of weights that change
+_TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # recomputed if weights change
 AS_STORED = Recipe()
 
 
@@ -44,7 +44,7 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True)
 class CreatePlan:
-    """Layers in their order, the config's bytes, hash algorithm, report and subject."""
+    """Ordered layers, the config's bytes, hash algorithm, report and subject."""
 
     layers: tuple[PlannedLayer, ...]
     config: bytes
@@ -54,7 +54,7 @@ class CreatePlan:
 
     @property
     def size(self) -> int:
-        """Return the bytes of all layers."""
+        """Return the size of all layers in bytes."""
         return sum(layer.size for layer in self.layers)
 
 
@@ -69,15 +69,15 @@ def make_plan(
     compression: str = "",
     subject: Descriptor | None = None,
 ) -> CreatePlan:
-    """Decide everything.
+    """Return the plan of a create.
 
-    ``exact`` is what a survey for ``recipe`` found; ``compression`` is for whole files, of which
+    ``exact`` is the result of a survey for ``recipe``; ``compression`` is for whole files, whose
     ``subject`` may be the model that they belong to.
 
     Raises:
-        ModelError: a name cannot be a layer's, or the manifest would be larger than registries
-            take.
-        UsageError: the recipe does not fit the model.
+        ModelError: A name is not a valid layer name, or the manifest exceeds the limit of
+            registries.
+        UsageError: The recipe does not match the model.
     """
     decided = _decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
     layers = [
@@ -120,7 +120,7 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
                 f"{layer.path} and {following.path} both have something called {layer.name[:200]}"
             )
     try:
-        digest = _UNKNOWN[plan.algorithm]  # as long as any
+        digest = _UNKNOWN[plan.algorithm]  # the same length as any digest
         layers = tuple(layer.layer(digest) for layer in plan.layers)
         dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
@@ -184,14 +184,14 @@ def plan_conversion(
     recipe: Recipe,
     exact: frozenset[tuple[str, str]],
 ) -> CreatePlan:
-    """Decide everything, as ``make_plan``, from ``layers`` of ``aimage``.
+    """Return the plan of a conversion from ``layers`` of ``aimage``.
 
-    A layer in which nothing changes stays as it is.
+    A layer without changes is reused.
 
     Raises:
-        ModelError: the manifest would be larger than registries take.
-        UsageError: the recipe does not fit the model.
-        FormatError: tensors of a group would get names that others have.
+        ModelError: The manifest would exceed the limit of registries.
+        UsageError: The recipe does not match the model.
+        FormatError: Tensors of a group would have duplicate names.
     """
     components = weights_of(layers)
     decided = _decide_all(components, recipe, exact)
@@ -219,7 +219,7 @@ def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], WeightDecision]
             prefix = layer.name.removeprefix(f"{component}/")
             return planned_layer.group_layer(component, prefix, decisions, layer.descriptor)
         return planned_layer.tensor_layer(component, decisions[0], layer.descriptor)
-    except FormatError as error:  # a tensor has the name of another's scales
+    except FormatError as error:  # a tensor has the same name as another's scales
         raise name_layer(layer, error) from None
 
 
@@ -239,7 +239,7 @@ def _converted_config(
             rest = {key: value for key, value in known.items() if key not in _TOLD}
             new = describe_component(rest, decisions) | {"size": _size(name, layers)}
             if "quantization" in known and not any(d.quantization for d in decisions):
-                new["quantization"] = known["quantization"]  # with the reasons of those kept
+                new["quantization"] = known["quantization"]  # with the reasons against it
             described[name] = new
     told = {
         **totals(decision for decisions in decided.values() for decision in decisions),
@@ -251,7 +251,7 @@ def _converted_config(
 
 
 def _in_order(old: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Return ``old`` with ``told``, each new key where ``create`` has it: before the next one."""
+    """Return ``old`` updated with ``told``; new keys are inserted in the order of ``create``."""
     keys = list(old)
     place = len(keys)
     for key in reversed(told):

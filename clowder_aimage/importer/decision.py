@@ -1,4 +1,4 @@
-"""Decisions on each weight: its type, its quantization, reasons against it; and their totals."""
+"""Decisions on each weight: type, quantization, reasons against it; and their totals."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from clowder_aimage.tensor import Quantization, nbytes
 from clowder_aimage.tensor.tensor_blob import BIAS, SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
-MIXED = "mixed"  # what a component is quantized to where its tensors differ
+MIXED = "mixed"  # the quantization of a component whose tensors differ
 Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 
 
 @dataclass(frozen=True, slots=True)
 class WeightDecision:
-    """The type and the quantization of a stored weight.
+    """The type and quantization of a stored weight.
 
-    Values are stored as ``dtype``, or quantized; ``reason`` is why they are not, where asked for.
+    Values are stored as ``dtype``, or quantized; ``reason`` is why they are not, if requested.
     """
 
     weight: Weight
@@ -35,7 +35,7 @@ class WeightDecision:
 
     @property
     def changes(self) -> bool:
-        """Return whether other bytes are stored than those that are there."""
+        """Return whether the stored bytes differ from the source."""
         return self.is_cast or self.quantization is not None
 
     @property
@@ -45,12 +45,12 @@ class WeightDecision:
 
     @property
     def stored(self) -> str:
-        """Return the dtype of its layer."""
+        """Return the dtype of the layer."""
         return self.result.type.name if self.result else self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the stored weight."""
+        """Return the size of the stored weight in bytes."""
         return sum(nbytes(dtype, shape) for _, dtype, shape in entries(self))
 
 
@@ -59,7 +59,7 @@ def decide(
 ) -> list[WeightDecision]:
     """Decide the type of each weight.
 
-    ``exact`` names (component, tensor) the F32 ones whose values are BF16.
+    ``exact`` has the (component, tensor) pairs of F32 tensors whose values are all BF16.
     """
     wanted = recipe.of(component)
     made = []
@@ -98,16 +98,16 @@ def entries(decision: WeightDecision) -> list[Entry]:
 
 
 def values_of(decision: WeightDecision) -> str:
-    """Return the dtype that values have right before they are quantized: MLX has no float64."""
+    """Return the dtype of values right before quantization: MLX has no float64."""
     return "F32" if decision.dtype == "F64" else decision.dtype
 
 
 def check_quantized(
     component: str, decisions: Sequence[WeightDecision], wanted: Quantization
 ) -> None:
-    """Check that a component can be quantized, and is not already. Raises UsageError."""
+    """Check that a component can be quantized and is not quantized yet. Raises UsageError."""
     weights = [decision.weight for decision in decisions]
-    # codes that lie in layers of their own, as ollama's first generation wrote them, are U32
+    # codes in separate layers, as in ollama's first generation, are U32
     there = [weight for weight in weights if weight.quantization or weight.dtype == "U32"]
     if there:
         kinds = ", ".join(sorted({weight.dtype for weight in there}))
@@ -138,10 +138,10 @@ def _hint(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """Totals of a plan: ``tensors``, with ``parameters`` values in all.
+    """Totals of a plan: ``tensors``, with ``parameters`` values in total.
 
-    ``quantized`` has the config's facts by component, ``cast`` counts the tensors that are not
-    quantized by their dtypes (from, to). ``saved`` are bytes, compared with the source; ``ignored``
+    ``quantized`` has the config's facts by component; ``cast`` counts the unquantized tensors
+    by their dtypes (from, to). ``saved`` is in bytes, relative to the source; ``ignored``
     counts scales of activations, which are left out.
     """
 
@@ -156,7 +156,7 @@ class WeightReport:
 def report(
     decided: Mapping[str, Sequence[WeightDecision]], config: Mapping[str, Any], ignored: int = 0
 ) -> WeightReport:
-    """Return the report of decisions, by component, and of the config that they lead to."""
+    """Return the report on the decisions, by component, and the resulting config."""
     decisions = [decision for members in decided.values() for decision in members]
     said = {
         name: config["components"][name].get("quantization") if name else quantization(members)
@@ -175,7 +175,7 @@ def report(
 def describe_component(
     known: Mapping[str, Any], decisions: Sequence[WeightDecision]
 ) -> dict[str, Any]:
-    """Return a component's entry in the config, beginning with what is ``known`` of it."""
+    """Return a component's entry in the config, starting with the properties in ``known``."""
     if not decisions:
         return dict(known)
     facts = quantization(decisions)
@@ -184,13 +184,13 @@ def describe_component(
 
 
 def whole_model(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
-    """Return the quantization of a model that is a single part, if it has one."""
+    """Return the quantization of a model with a single component, if it has one."""
     facts = quantization(decided.get("", ()))
     return {"quantization": facts["type"]} if facts else {}
 
 
 def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
-    """Return the number of parameters, and the dtype that most bytes have."""
+    """Return the number of parameters, and the dtype that takes most bytes."""
     parameters, count = 0, Counter[str]()
     for decision in decisions:
         parameters += decision.weight.elements
@@ -200,7 +200,7 @@ def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
 
 
 def quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
-    """Return the quantization of a component and the reasons of the rest, or None."""
+    """Return the quantization of a component with the reasons for unquantized tensors, or None."""
     found = [decision.result for decision in decisions if decision.result]
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""Source of a create, in any format: an inventory, and the files beside it."""
+"""Source of a create, in any format: an inventory and additional files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-
 
 @dataclass(frozen=True, slots=True)
 class ExtraFile:
-    """A file that becomes a layer of any media type, whatever it is for."""
+    """A file that becomes a layer of any media type."""
 
     media_type: str
     path: Path
@@ -51,11 +51,11 @@ class ExtraFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """Options of packing a source.
+    """Options for reading a source.
 
-    ``format`` is one of FORMATS, or found out; ``whole_files`` are for Transformers,
-    ``compression`` for what stays whole files. ``adapters`` are names to paths; ``extras`` other
-    layers.
+    ``format`` is one of FORMATS, or detected; ``whole_files`` applies to Transformers,
+    ``compression`` to files that stay whole. ``adapters`` maps names to paths; ``extras`` are
+    additional layers.
     """
 
     format: str | None = None
@@ -66,7 +66,7 @@ class ModelForm:
 
 
 def parse_adapter(text: str) -> tuple[str, Path]:
-    """Name and path from ``[NAME=]PATH``. Raises UsageError."""
+    """Return the name and path in ``[NAME=]PATH``. Raises UsageError."""
     name, equals, path = text.partition("=")
     if not equals:
         name, path = Path(text).name.removesuffix(".safetensors"), text
@@ -76,11 +76,11 @@ def parse_adapter(text: str) -> tuple[str, Path]:
 
 
 def take(path: Path, form: ModelForm) -> Inventory:
-    """Everything about a model but its weights.
+    """Return the inventory of the model at ``path``.
 
     Raises:
-        ModelError, FormatError: as the format's ``take``; nothing that we pack is there.
-        UsageError: it may be of two formats, or what is wished for is not for its format.
+        ModelError, FormatError: As the format's ``take``, or there is no supported model.
+        UsageError: The format is ambiguous, or an option does not apply to it.
     """
     with model_tree.reading(path):
         return _take(snapshot(path), form)
@@ -115,14 +115,14 @@ def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
     inventory: Inventory = module.take(_alone(path, kind) if path.is_dir() else path)
     if not path.is_dir():
         return inventory
-    # an export writes a card that has the licence alone, which is not a file of the model
+    # an export writes a card with only the licence, which is not a file of the model
     files = tuple(f for f in inventory.files if f.name != CARD or not model_tree.is_bare(f.path))
     licence = inventory.license or model_tree.read_license(path)
     return replace(inventory, files=files, license=licence)
 
 
 def _alone(directory: Path, kind: str) -> Path:
-    """Return the single file of a directory, where its format takes files; else the directory."""
+    """Return the only file of a directory if its format takes files, else the directory."""
     found = model_tree.sole(directory)
     if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
         return directory
@@ -146,13 +146,13 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
 
 
 def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
-    """Return names and paths of the adapters in ``root/adapters``, one to a directory.
+    """Return names and paths of the adapters in ``root/adapters``, one per directory.
 
-    An export leaves them so. Files that the format has taken as the model's own are passed over.
+    An export writes this layout. Files that the format already includes are skipped.
 
     Raises:
-        ModelError: something else lies there, and would be left out.
-        FormatError: an adapter is damaged.
+        ModelError: There is another file, which would be left out.
+        FormatError: An adapter is damaged.
     """
     directory = root / ADAPTERS
     if not root.is_dir() or not directory.is_dir():
@@ -205,12 +205,12 @@ def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory
 
 
 def snapshot(path: Path) -> Path:
-    """Return the model in a Hugging Face cache directory; any other path as it is.
+    """Return the model in a Hugging Face cache directory; any other path is returned unchanged.
 
-    The directory is called ``models--ORG--NAME`` (huggingface_hub, "Understand caching").
+    The directory is named ``models--ORG--NAME`` (huggingface_hub, "Understand caching").
 
     Raises:
-        UsageError: it holds several snapshots, and none is the main one.
+        UsageError: It has several snapshots, and none of them is ``main``.
     """
     path = path.absolute() if path.name in ("", "..") else path
     snapshots = path / "snapshots"

@@ -1,7 +1,7 @@
-"""Models that another program on this machine has already: ollama's store.
+"""Import of models from the local store of ollama.
 
-``manifests/HOST/NAMESPACE/MODEL/TAG`` are registry manifests, ``blobs/sha256-HEX`` what they name
-(ollama, docs/faq.md and server/modelpath.go). The manifest is taken as it is, with its digest.
+``manifests/HOST/NAMESPACE/MODEL/TAG`` are registry manifests, ``blobs/sha256-HEX`` their blobs
+(ollama, docs/faq.md and server/modelpath.go). The manifest is unchanged, and so is its digest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """Counts of blobs: ``linked``, ``copied``, and those that were ``there``."""
+    """Counts of blobs: ``linked``, ``copied``, and already ``there``."""
 
     descriptor: Descriptor
     linked: int
@@ -44,12 +44,12 @@ def adopt(
     on_plan: Callable[[int], None] = lambda _: None,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> AdoptedModel:
-    """Name ollama's model ``name`` in ``directory`` (``~/.ollama/models``) ``reference`` here.
+    """Add ollama's model ``name`` in ``directory`` (``~/.ollama/models``) as ``reference``.
 
     Raises:
-        NotFoundError: there is no such model, or a blob of it is missing.
-        FormatError, VerificationError: its manifest is none, or a blob is damaged.
-        StoreError, NoSpaceError: it cannot be kept; what was taken in full stays.
+        NotFoundError: There is no such model, or one of its blobs is missing.
+        FormatError, VerificationError: The manifest is invalid, or a blob is damaged.
+        StoreError, NoSpaceError: The store cannot be written; complete blobs remain.
     """
     try:
         path = find_manifest(directory, name)
@@ -79,7 +79,7 @@ def adopt(
 
 
 def find_manifest(directory: Path, name: str) -> Path:
-    """Return the file with the manifest of ``[HOST/][NAMESPACE/]MODEL[:TAG]``.
+    """Return the manifest file of ``[HOST/][NAMESPACE/]MODEL[:TAG]``.
 
     Raises NotFoundError.
     """
@@ -114,7 +114,7 @@ def _names(manifests: Path) -> list[str]:
 
 
 def _blob(directory: Path, blob: Descriptor, name: str) -> Path:
-    """Return ollama's path of a blob; older releases wrote a colon. Raises NotFoundError."""
+    """Return ollama's path of a blob; older releases use a colon. Raises NotFoundError."""
     for between in "-:":
         path = directory / "blobs" / f"{blob.digest.algorithm}{between}{blob.digest.encoded}"
         if path.is_file():

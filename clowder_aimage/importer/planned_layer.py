@@ -1,4 +1,4 @@
-"""Blobs to be: the layers that files and weights become, and the pieces that each is made of."""
+"""Planned layers of files and weights, and the pieces of their blobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clowder_aimage.tensor.weight import FileSpan, TensorPart, WeightReader
 
 @dataclass(frozen=True, slots=True)
 class CopyPiece:
-    """Bytes as they are."""
+    """Bytes that are copied unchanged."""
 
     span: FileSpan
 
@@ -69,10 +69,10 @@ Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A blob to be: ``prefix`` (a safetensors header, or nothing), then ``pieces``.
+    """A planned blob: ``prefix`` (a safetensors header, or empty), then ``pieces``.
 
-    ``origins`` are the blobs in the store that they come from. A ``kept`` one is a layer already.
-    With a ``compression`` all the bytes are compressed.
+    ``origins`` are the source blobs in the store. A ``kept`` layer already exists.
+    With a ``compression`` the whole blob is compressed.
     """
 
     name: str
@@ -94,7 +94,7 @@ class PlannedLayer:
 
     @property
     def path(self) -> Path:
-        """Return the file of the first bytes."""
+        """Return the file that contains the first bytes."""
         return self.pieces[0].span.path if self.pieces else Path(self.name)
 
     @property
@@ -102,7 +102,7 @@ class PlannedLayer:
         return any(isinstance(piece, QuantizePiece) for piece in self.pieces)
 
     def layer(self, digest: Digest, size: int | None = None) -> Layer:
-        """Return the layer with this digest, and this size where it is of compressed bytes."""
+        """Return the layer with this digest, and this size if it is compressed."""
         if self.kept is not None:
             return self.kept
         media_type = "+".join(filter(None, (self.media_type, self.compression)))
@@ -126,18 +126,18 @@ def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
 
 
 def layer_name(component: str, name: str) -> str:
-    """Return the name of a layer; a model of a single part has no component."""
+    """Return the name of a layer; a model with a single part has no component."""
     return f"{component}/{name}" if component else name
 
 
 def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
-    """Return a file, byte for byte, or compressed (a word of mediatype.COMPRESSIONS)."""
+    """Return the layer of a file, optionally compressed (one of mediatype.COMPRESSIONS)."""
     piece = CopyPiece(FileSpan(file.path, 0, file.size, file.modified))
     return PlannedLayer(file.name, file.media_type, b"", (piece,), compression=compression)
 
 
 def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:
-    """Return one layer a tensor; the experts of a layer share one."""
+    """Return one layer per tensor, or per group of experts."""
     groups: dict[str, list[WeightDecision]] = {}
     layers = []
     for decision in decisions:
@@ -166,7 +166,7 @@ def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor)
 def group_layer(
     component: str, prefix: str, members: Iterable[WeightDecision], *origins: Descriptor
 ) -> PlannedLayer:
-    """Return the layer of several tensors, sorted by name, under the name that they share."""
+    """Return the layer of several tensors, sorted by name, under their common name."""
     members = sorted(members, key=lambda decision: decision.weight.name)
     return PlannedLayer(
         layer_name(component, prefix),
@@ -180,7 +180,7 @@ def group_layer(
 
 
 def _metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
-    # for the blob where there is one kind, else for each tensor
+    # stated for the blob if there is one kind, else for each tensor
     found = {decision.weight.name: decision.result for decision in members if decision.result}
     kinds = set(found.values())
     if len(kinds) == 1:

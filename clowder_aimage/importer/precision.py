@@ -1,4 +1,4 @@
-"""Float types: from one to another, and whether F32 values are BF16.
+"""Conversion of float types, and detection of F32 values that are BF16.
 
 Conversions round to nearest, ties to even (IEEE 754-2019, 4.3.1); NaN stays NaN. BF16 has no numpy
 type, so it is handled as the upper half of the bits of a float32.
@@ -14,8 +14,8 @@ import numpy.typing as npt
 from clowder_aimage.errors import ModelError
 
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_INFINITY = 0x7F80  # the bits of BF16's, without the sign
-_QUIET = 0x0040  # makes a NaN of what would be infinite once its lower half is cut off
+_INFINITY = 0x7F80  # the bits of infinity in BF16, without the sign
+_QUIET = 0x0040  # keeps a NaN from becoming infinity when its lower half is cut off
 _LARGEST = {"F16": "65504", "BF16": "3.39e38", "F32": "3.4e38"}
 _WIDER = {
     "F16": "use bf16, which reaches as far as float32",
@@ -27,7 +27,7 @@ Values = npt.NDArray[Any]
 def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
     """Return values as the bits of ``target``, and the count of finite ones that became infinite.
 
-    ``source`` and ``target`` are dtypes of safetensors; the array has as many words as the input.
+    ``source`` and ``target`` are safetensors dtypes; the array has one word per input value.
     """
     values = np.frombuffer(data, _NUMPY[source])
     if source == target:
@@ -46,7 +46,7 @@ def _lost(wide: Values, narrow: Values, target: str) -> int:
 
 
 def _widened(values: Values, dtype: str) -> Values:
-    """Return the same values as float32, or as float64 where they were."""
+    """Return the values as float32, or float64 values unchanged."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values if dtype == "F64" else values.astype(np.float32, copy=False)
@@ -62,9 +62,9 @@ def _rounded(values: Values) -> Values:
 
 
 def _to_odd(values: Values) -> Values:
-    """Return float32 rounded to odd, so that a second rounding is as exact as one.
+    """Return float32 rounded to odd, so that rounding again is as exact as rounding once.
 
-    The last bit is set where something was cut off. Source: Boldo and Melquiond, "When double
+    The last bit is set if the conversion is inexact. Source: Boldo and Melquiond, "When double
     rounding is odd".
     """
     nearest = values.astype(np.float32)
@@ -86,5 +86,5 @@ def overflow(name: str, count: int, target: str) -> ModelError:
 
 
 def is_bf16(data: memoryview) -> bool:
-    """Return whether the lower half of every word is zero: such a float32 is a BF16."""
+    """Return whether the lower half of every word is zero, so that each float32 is a BF16."""
     return not np.frombuffer(data, "<u2")[::2].any()

@@ -1,4 +1,4 @@
-"""Scan of values that decisions depend on, where any do. Nothing of numpy is imported before."""
+"""Scan of the values that decisions depend on. numpy is imported only if there are any."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.importer.span_reader import JOBS, SpanReader
 from clowder_aimage.tensor.weight import Weight, WeightReader
 
-CHUNK = 1024 * 1024  # bytes of a source that are looked at at once
-CHUNKS = 8 * CHUNK  # of all threads together
+CHUNK = 1024 * 1024  # bytes of a source that are scanned at a time
+CHUNKS = 8 * CHUNK  # for all threads together
 _ASKED = {AUTO: ("F32",), "f16": ("F64", "F32", "BF16")}  # values that a recipe depends on
 OnSurvey = Callable[[int], None]  # bytes
 
@@ -26,13 +26,13 @@ def survey_weights(
     on_survey: OnSurvey,
     on_surveyed: OnSurvey,
 ) -> frozenset[tuple[str, str]]:
-    """Return the (component, tensor) pairs in F32 that hold BF16 values alone, for AUTO.
+    """Return the (component, tensor) pairs of F32 tensors with only BF16 values, for AUTO.
 
-    Only global scales are read for a recipe that depends on no values.
+    For a recipe that depends on no values, only global scales are read.
 
     Raises:
-        ModelError: a value does not fit F16, where that is asked for.
-        FormatError: a global scale is none.
+        ModelError: A value does not fit F16, if requested.
+        FormatError: A global scale is invalid.
     """
     pairs = [(name, weight) for name, weights in components.items() for weight in weights]
     for _, weight in pairs:

@@ -1,8 +1,8 @@
-"""Groups of weights quantized by MLX, on the CPU and on one thread.
+"""Quantization of groups of weights by MLX, on the CPU and on one thread.
 
-On the CPU, because its codes are the same on every machine (a GPU rounds ties the other way); on
-one thread, because MLX's lazy arrays cannot cross threads. Groups do not depend on one another, so
-a matrix is quantized in blocks of them, and never has to be in memory as a whole.
+The CPU produces the same codes on every machine (a GPU rounds ties the other way). MLX's lazy
+arrays cannot be passed between threads. Groups are independent, so a matrix is quantized in blocks
+of groups and is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ blas.preload()  # before MLX is imported: this process may run models later
 
 import mlx.core as mx  # noqa: E402
 
-_CACHE = 32 * 1024 * 1024  # bytes that MLX may keep for the next block
-_LEAST = 32  # values: MLX takes multiples of that, which one group of nvfp4 is not
+_CACHE = 32 * 1024 * 1024  # bytes that MLX may cache for the next block
+_LEAST = 32  # values: MLX requires multiples of it; a group of nvfp4 is smaller
 _WORDS_OF = {2: mx.uint16, 4: mx.uint32, 1: mx.uint8}
 
 
 class Quantizer:
-    """The one thread that MLX runs on, shared by the threads that write blobs."""
+    """The single thread that runs MLX, shared by the threads that write blobs."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="aimage-mlx")
@@ -39,7 +39,7 @@ class Quantizer:
 
         Args:
             rows: A numpy array (rows, columns) of float16 or float32, or of the bits of BF16.
-            dtype: The dtype of its values, a word of safetensors; affine scales have it, too.
+            dtype: The dtype of the values, as in safetensors; affine scales have it too.
             quantization: The type and the group size.
         """
         return self._thread.submit(_quantize, rows, dtype, quantization).result()
@@ -71,15 +71,15 @@ def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes,
     return tuple(bytes(memoryview(cast(Any, array))) for array in bits)
 
 
-MAX_ZEROED = 0.01  # of the groups that hold anything
+MAX_ZEROED = 0.01  # of the groups with nonzero values
 REACH: Mapping[str, float] = {
-    "affine": 1.7e38,  # twice that, from the least value to the largest, is as far as float32 goes
+    "affine": 1.7e38,  # the range from smallest to largest value, twice this, must fit float32
     "nvfp4": 448.0 * 6.0,  # the largest scale times the largest code
-    "mxfp8": 448.0 * 2.0**119,  # what is above rounds to infinity
+    "mxfp8": 448.0 * 2.0**119,  # larger values round to infinity
 }
 """The largest value of each of MLX's modes."""
 _MX = ("mxfp4", "mxfp8")
-# The word that a value is in, its bits without the sign, those of infinity and those of 2**-118.
+# The word type of a value, its bits without the sign, those of infinity and of 2**-118.
 _BITS = {
     "F32": ("<u4", 0x7FFFFFFF, 0x7F800000, 9 << 23),
     "BF16": ("<u2", 0x7FFF, 0x7F80, 9 << 7),
@@ -91,7 +91,7 @@ Words = npt.NDArray[Any]
 
 
 class QuantizationGuard:
-    """Check of one tensor, ``name``, while blocks of it are quantized from ``dtype``."""
+    """Check of the tensor ``name`` while blocks of it are quantized from ``dtype``."""
 
     def __init__(self, name: str, dtype: str, quantization: Quantization) -> None:
         self._name = name
@@ -103,10 +103,10 @@ class QuantizationGuard:
         self._lost, self._groups = 0, 0
 
     def admit(self, values: Words) -> Words:
-        """Return the values as they can be quantized.
+        """Return the values, adjusted for quantization.
 
         Raises:
-            ModelError: some are not finite, or larger than the type can hold.
+            ModelError: Some are not finite, or exceed the range of the type.
         """
         sizes = values.view(self._word) & self._mask
         largest = sizes.max() if sizes.size else 0
@@ -120,13 +120,13 @@ class QuantizationGuard:
         is_tiny = sizes < self._tiny
         if not sizes[is_tiny].any():
             return values
-        # The exponent of such a group's scale is below that of E8M0, and MLX lets it wrap around:
-        # values near 1e-37 would come back as 1e35 and more.
+        # The scale exponent of such a group is below that of E8M0, and MLX lets it wrap around:
+        # values near 1e-37 would be dequantized to 1e35 and more.
         words: Words = np.where(is_tiny, 0, values.view(self._word)).astype(self._word)
         return words.view(values.dtype)
 
     def count(self, values: Words, codes: bytes, scales: bytes, biases: bytes | None) -> None:
-        """Count the groups of a block that became zeros. The mx types reach as far as float32."""
+        """Count the groups of a block that became zeros. The mx types have the range of float32."""
         if self._is_mx:
             return
         is_zero = self._zeros(codes, scales, biases)
@@ -136,7 +136,7 @@ class QuantizationGuard:
         self._groups += lost + is_zero.size - int(np.count_nonzero(is_zero))
 
     def _zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
-        """Return a mask of the groups that dequantize to zeros alone."""
+        """Return a mask of the groups that dequantize to only zeros."""
         if biases is None:
             is_zero: Words = (np.frombuffer(scales, "u1") & 0x7F) == 0
             return is_zero
@@ -173,7 +173,7 @@ def _some(count: int, name: str) -> str:
 
 
 def _bits(value: float, dtype: str) -> int:
-    """Return the word of the largest value of ``dtype`` that is not above ``value``."""
+    """Return the word of the largest value of ``dtype`` that does not exceed ``value``."""
     word, _, infinity, _ = _BITS[dtype]
     if dtype == "F16":
         return int(np.array(value, "<f2").view(word)) if value < 65504 else infinity

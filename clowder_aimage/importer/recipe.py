@@ -1,4 +1,4 @@
-"""Types to store weights in and to quantize them to, as the user asks."""
+"""Requested types to store weights in and to quantize them to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from clowder_aimage.tensor.weight import FLOATS, Weight
 
 AUTO = "auto"
 DTYPES: Mapping[str, str] = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")  # that is only read
+CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")  # which is only read
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Store type and quantization of each component.
 
-    ``dtype`` is a key of DTYPES, AUTO (F32 that is exactly BF16 becomes that) or None (as stored).
+    ``dtype`` is a key of DTYPES, AUTO (F32 with only BF16 values becomes BF16) or None (unchanged).
     """
 
     dtype: str | None = None
@@ -33,10 +33,10 @@ class Recipe:
     ) -> Recipe:
         """Parse ``int8`` or ``transformer=int4,text_encoder=int8``.
 
-        A type alone is about the transformer.
+        A type without a component applies to the transformer.
 
         Raises:
-            UsageError: An option is unknown, or does not go with another.
+            UsageError: An option is unknown, or conflicts with another.
         """
         if dtype is not None and dtype not in (*DTYPES, AUTO):
             raise UsageError(f"unknown dtype {dtype!r:.40}: use {', '.join(DTYPES)} or {AUTO}")
@@ -54,7 +54,7 @@ class Recipe:
 
     @property
     def changes(self) -> bool:
-        """Return whether anything may become of the weights."""
+        """Return whether weights may be changed."""
         return self.dtype is not None or bool(self.quantize)
 
     def check_tools(self) -> None:
@@ -112,12 +112,12 @@ def _quantization(kind: str, group_size: int | None) -> Quantization:
         raise UsageError(error.message) from None
 
 
-QUANTIZABLE = ("text_encoder", "transformer")  # a VAE makes pixels: its errors would be seen
-BARE = "transformer"  # what a type alone is about; so is a model that is a single part
+QUANTIZABLE = ("text_encoder", "transformer")  # not a VAE: errors would be visible in pictures
+BARE = "transformer"  # default component, also for a model with a single part
 LEAST = 1024  # elements
-UNFIT = "rows no multiple of"  # and a group size
+UNFIT = "rows no multiple of"  # followed by a group size
 
-# Why a tensor is kept, by what its name holds; the first that fits is said.
+# Reasons to keep a tensor, by patterns of its name; the first match applies.
 _NAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("norm", re.compile(r"norm")),
     ("embedder", re.compile(r"embed")),
@@ -131,7 +131,7 @@ _GROUP = re.compile(
 
 
 def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
-    """Return why a tensor is not to be quantized; None where it is."""
+    """Return the reason not to quantize a tensor, or None to quantize it."""
     if weight.dtype not in FLOATS:
         return f"{weight.dtype} values"
     for reason, pattern in _NAMES:
@@ -147,9 +147,9 @@ def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
 
 
 def expert_group(name: str) -> str | None:
-    """Return the prefix of the experts that a tensor is one of.
+    """Return the prefix of the group of experts that a tensor belongs to.
 
-    They share a blob for each layer (ollama, "Tensor Blob Format": packed blobs).
+    Experts of a layer share a blob (ollama, "Tensor Blob Format": packed blobs).
     """
     match = _GROUP.fullmatch(name)
     return match[1] if match else None

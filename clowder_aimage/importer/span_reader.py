@@ -1,4 +1,4 @@
-"""Spans of source files, read once from the front; the files must be as they were planned."""
+"""Reader of spans of source files, in one pass; files must not have changed since the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOBS = 8  # threads that read, hash and write
 
 
 class SpanReader:
-    """The bytes of ``span``, until ``stopped`` is set."""
+    """A reader of the bytes of ``span``, until ``stopped`` is set."""
 
     def __init__(self, span: FileSpan, stopped: threading.Event) -> None:
         self._span = span
@@ -27,11 +27,11 @@ class SpanReader:
             self._file.seek(span.offset)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill ``buffer``, as far as the span goes, and return the count of bytes, 0 at its end.
+        """Fill ``buffer`` from the span and return the number of bytes, 0 at its end.
 
         Raises:
-            ModelError: the file cannot be read, or has changed.
-            ParallelStoppedError: the user has left.
+            ModelError: The file cannot be read, or has changed.
+            ParallelStoppedError: The write was cancelled.
         """
         count = 0
         while self._left and count < len(buffer):
@@ -58,7 +58,7 @@ class SpanReader:
         return data
 
     def check_unchanged(self) -> None:
-        """Check that the file is the one whose header was read."""
+        """Check that the file has not changed since its header was read."""
         with self._errors():
             status = os.fstat(self._file.fileno())
         if status.st_mtime_ns != self._span.modified:
@@ -79,7 +79,7 @@ class SpanReader:
 
 
 def changed(path: Path) -> ModelError:
-    """Return the error for a file that changed since it was planned."""
+    """Return the error for a file that changed since the plan was made."""
     return ModelError(
         f"{path} changed while it was read", hint="wait until it is written, then pack again"
     )

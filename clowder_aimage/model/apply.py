@@ -1,6 +1,7 @@
-"""Load weights into a module, after all names, shapes and kinds are checked.
+"""Loading of weights into a module, after a check of all names, shapes and kinds.
 
-Convolutions turn from torch's layout (out, in, height, width) to MLX's (out, height, width, in).
+Convolutions are transposed from torch's layout (out, in, height, width) to MLX's (out, height,
+width, in).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ModuleParameter:
         """Map the names of all tensors to those of parameters, one to one.
 
         Raises:
-            ModelError: a tensor is missing, unexpected, or there twice.
+            ModelError: A tensor is missing, unexpected, or duplicated.
         """
         wanted = {name: self.module.sanitize(name) for name in names}
         given = Counter(wanted.values())
@@ -56,8 +57,8 @@ class ModuleParameter:
         """Check a tensor against its parameter.
 
         Raises:
-            FormatError: it is quantized, and its layer is neither linear nor an embedding.
-            ModelError: its dtype or its shape cannot be used.
+            FormatError: It is quantized, and its layer is neither linear nor an embedding.
+            ModelError: Its dtype or shape is unsupported.
         """
         name = f"{self.component}/{tensor.name}"
         if tensor.quantization is not None:
@@ -99,7 +100,7 @@ def load_into(
     """Read the tensors, by names of parameters, and put them into the module, strictly.
 
     Raises:
-        ModelError: a blob cannot be loaded. The module is as it was then.
+        ModelError: A blob cannot be loaded. The module is unchanged then.
     """
     weights: list[tuple[str, mx.array]] = []
     layers: dict[str, QuantizedArray] = {}

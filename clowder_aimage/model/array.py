@@ -1,8 +1,8 @@
 """Tensors as MLX arrays, a few at a time.
 
-``mx.load`` keeps the file of a blob open until its arrays are evaluated, and a process may have as
-few as 256 open files. So tensors come in chunks of at most 16 blobs, cast or dequantized on the
-way: the peak is what is kept plus at most 192 MiB as stored, or one tensor that is larger.
+``mx.load`` keeps a blob's file open until its arrays are evaluated, and a process may be limited to
+256 open files. So tensors are loaded in chunks of at most 16 blobs, and cast or dequantized: the
+peak is the kept arrays plus at most 192 MiB of stored bytes, or one larger tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
 CHUNK_BLOBS = 16
 CHUNK_BYTES = 64 * 1024 * 1024
 PENDING_BYTES = 3 * CHUNK_BYTES
-_PENDING = 8  # chunks that MLX reads
+_PENDING = 8  # chunks that MLX reads ahead
 Value = mx.array | QuantizedArray
 _TYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "C64")
 
@@ -31,11 +31,11 @@ def read_arrays(
 ) -> Iterator[tuple[StoredTensor, Value]]:
     """Yield the tensors with their values, evaluated.
 
-    Floats become ``dtype``; None keeps what is stored. Quantized ones stay codes with
-    ``keep_quantized``, with affine scales in ``dtype``, and are dequantized to it without.
+    Floats become ``dtype``, or stay unchanged with None. Quantized ones stay codes with
+    ``keep_quantized``, with affine scales in ``dtype``, and are otherwise dequantized to it.
 
     Raises:
-        ModelError: for a type that MLX cannot hold, or a blob that it cannot load.
+        ModelError: MLX does not support the type, or cannot load a blob.
     """
     pending: deque[_Pending] = deque()
     for chunk in _chunks(tensors):
@@ -56,7 +56,7 @@ _Pending = tuple[int, list[tuple[StoredTensor, Value]]]  # bytes as stored, and 
 
 
 def _evaluated(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
-    """Yield the oldest chunk, evaluated; memory that its casts freed is returned to the system."""
+    """Return the oldest chunk, evaluated; memory freed by its casts is returned to the system."""
     _, chunk = pending.popleft()
     try:
         mx.eval(_arrays(chunk))
@@ -73,7 +73,7 @@ def _arrays(chunk: list[tuple[StoredTensor, Value]]) -> list[mx.array]:
 
 
 def _chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
-    """Yield as many tensors as fit in a chunk, at least one."""
+    """Yield lists of as many tensors as fit in a chunk, at least one."""
     chunk: list[StoredTensor] = []
     paths: set[str] = set()
     size = 0
@@ -98,7 +98,7 @@ def _open(chunk: list[StoredTensor]) -> Files:
     files: Files = {}
     for tensor in chunk:
         for span in tensor.spans:
-            if span.dtype not in _TYPES:  # MLX would hand out bytes for an 8-bit float
+            if span.dtype not in _TYPES:  # MLX would return bytes for an 8-bit float
                 raise ModelError(f"{tensor.name}: weights of type {span.dtype} are not supported")
             if span.path in files:
                 continue

@@ -1,7 +1,7 @@
 """The only module that imports MLX, after a search for a fast BLAS.
 
-``BLAS`` names the library that was found ("mkl", "openblas") or is None. All MLX work belongs on
-one thread: a lazy array can be evaluated only on the thread that made it.
+``BLAS`` is the name of the library that was found ("mkl", "openblas") or None. All MLX work must
+run on one thread: a lazy array can be evaluated only on the thread that created it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-_SHORT = {"f32": "float32", "bf16": "bfloat16"}  # as weights are spoken of
+_SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 
 _LOG2_E = 1.4426950408889634
 _LN2 = (0.693359375, -2.12194440e-4)  # high and low part
@@ -56,14 +56,14 @@ _POLYNOMIAL = (  # (e^r - 1 - r) / r^2, the highest power first: Cephes (S. Mosh
 
 
 class Network(Module):
-    """``mlx.nn.Module`` with types."""
+    """``mlx.nn.Module`` with type annotations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
 
 class Conv2d(convolution.Conv2d):
-    """``mlx.nn.Conv2d`` with types: (batch, height, width, channels), channels last."""
+    """``mlx.nn.Conv2d`` with type annotations: (batch, height, width, channels), channels last."""
 
     def __call__(self, x: mx.array) -> mx.array:
         result: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
@@ -76,12 +76,12 @@ def on_gpu() -> bool:
 
 
 def dtype_name(name: str | None) -> str:
-    """Return the full name of the type to compute in, such as bfloat16 for bf16.
+    """Return the full name of the compute type, such as bfloat16 for bf16.
 
     None selects bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
-        UsageError: for float16, in which Z-Image overflows, and for an unknown name.
+        UsageError: The name is unknown, or float16, in which Z-Image overflows.
     """
     if name is None:
         return "bfloat16" if on_gpu() else "float32"
@@ -110,8 +110,8 @@ def describe() -> str:
 def silu(x: mx.array) -> mx.array:
     """Return x * sigmoid(x), of any shape, in the type of x.
 
-    MLX's exponential is scalar code on an x86 CPU, 13 ns an element, and its compiled functions
-    need a C++ compiler there. ``exp`` takes a quarter of the time.
+    MLX's exponential is scalar code on an x86 CPU, 13 ns per element, and its compiled functions
+    require a C++ compiler. ``exp`` takes a quarter of the time.
     """
     if x.dtype == mx.float32 and not on_gpu():
         return x / (1 + exp(-x))
@@ -121,8 +121,8 @@ def silu(x: mx.array) -> mx.array:
 def exp(x: mx.array) -> mx.array:
     """Return e^x in float32, to a relative error of 2e-7; x is clipped to -87 ... 87.
 
-    Only array operations that run as vector code: e^x = 2^n * e^r, with e^r a polynomial, and n
-    added to the exponent's bits.
+    It uses only vectorized array operations: e^x = 2^n * e^r, where e^r is a polynomial, and n
+    is added to the exponent's bits.
     """
     x = mx.clip(x, -87, 87)
     rounded = mx.array(_ROUND)

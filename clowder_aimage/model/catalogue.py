@@ -1,9 +1,9 @@
-"""The tensors of one component, by name. A blob's header is read when it is first needed.
+"""The tensors of one component, by name. A blob's header is read on first use.
 
-Reads both generations: a quantized tensor in one blob, and codes, scales and biases in layers of
-their own (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``; MLX: ``x.scales``, ``x.biases``). A
-blob in which no tensor is called as its layer is a packed group: the layer's name is a prefix, and
-the header tells what it holds.
+Both generations are supported: a quantized tensor in one blob, and codes, scales and biases in
+separate layers (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``; MLX: ``x.scales``,
+``x.biases``). A blob in which no tensor has the name of its layer is a packed group: the layer's
+name is a prefix, and the header lists its tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from clowder_aimage.tensor.quantization_config import (
 from clowder_aimage.tensor.tensor_blob import CODES, LEGACY_KEY
 
 _EXPERTS = ("experts", "shared_experts")
-_FLOATS = ("F64", "F32", "F16", "BF16")  # values for sure, whatever stands beside them
+_FLOATS = ("F64", "F32", "F16", "BF16")  # always values, whatever layers exist beside them
 
 
 class Catalogue:
@@ -52,7 +52,7 @@ class Catalogue:
 
     @cached_property
     def _parts(self) -> dict[str, dict[str, str]]:
-        """Return the layers of codes whose scales and biases are separate layers, with those."""
+        """Map layers of codes to the separate layers of their scales and biases."""
         return {
             name: parts
             for name in self._all
@@ -67,7 +67,7 @@ class Catalogue:
     def _is_codes(self, name: str) -> bool:
         """Return True if the blob of a layer holds only codes, whose scales are other layers.
 
-        A layer of floats may have siblings with such names too, and codes may have own scales.
+        A layer of floats may have siblings with such names too, and codes may include scales.
         """
         layer = self._all[name]
         if layer.dtype in _FLOATS:
@@ -75,7 +75,7 @@ class Catalogue:
         try:
             tensors = WeightBlob.read(self._store, layer).header.tensors
         except AImageError:
-            return True  # reading it raises the reason
+            return True  # the error is raised when it is read
         return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
 
     def names(self) -> tuple[str, ...]:
@@ -84,7 +84,7 @@ class Catalogue:
         Only blobs that may be packed groups, or codes with separate scales, are opened.
 
         Raises:
-            FormatError: two tensors have one name, or one of those blobs is broken.
+            FormatError: Two tensors have the same name, or one of those blobs is invalid.
         """
         names: dict[str, None] = {}
         for layer_name, layer in self._layers.items():
@@ -99,8 +99,8 @@ class Catalogue:
         """Return the tensor ``name``.
 
         Raises:
-            NotFoundError: it does not exist.
-            FormatError: its blob is not what it claims to be.
+            NotFoundError: It does not exist.
+            FormatError: Its blob is invalid.
         """
         for layer_name in self._candidates(name):
             tensor = self._tensors(layer_name).get(name)
@@ -110,7 +110,7 @@ class Catalogue:
         raise NotFoundError(f"the model has no tensor {whole[:200]}")
 
     def _candidates(self, name: str) -> Iterator[str]:
-        """Yield the layer of that name, and the layers that may be groups with it."""
+        """Yield the layer of that name, and the layers that may be groups containing it."""
         if name in self._layers:
             yield name
         for prefix in _prefixes(name):
@@ -143,7 +143,7 @@ class Catalogue:
             inside = find_tensor(found, layer_name, self._component)
         except FormatError:
             if blob.layer.dtype is not None or blob.layer.shape is not None:
-                raise  # it promises one tensor, so it is no group
+                raise  # the layer describes one tensor, so it is not a group
             for name, member in _group(found, layer_name, self._component).items():
                 yield name, blob.tensor(name, member)
             return
@@ -193,17 +193,17 @@ def _group(found: Mapping[str, BlobTensor], prefix: str, component: str) -> dict
     Stacked experts may have a sibling name: ``mlp.switch_mlp`` in the group ``mlp.experts``.
 
     Raises:
-        FormatError: they are of another group.
+        FormatError: They belong to another group.
     """
     group = find_group(found, prefix, component)
     stacked = prefix.rpartition(".")[2] in _EXPERTS
     if not stacked and not all(name.startswith(f"{prefix}.") for name in group):
-        find_tensor(found, prefix, component)  # which says what is there instead
+        find_tensor(found, prefix, component)  # raises an error that lists the names
     return group
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield the names of groups that a tensor may be in, the longest first."""
+    """Yield the names of groups that may contain a tensor, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name

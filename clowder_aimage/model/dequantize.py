@@ -2,7 +2,7 @@
 
 Affine: code * scale + bias. nvfp4: E2M1 * E4M3. mxfp4: E2M1 * E8M0. mxfp8: E4M3 * E8M0. The lowest
 bits of a word are the first value. Products of BF16 and F16 scales and of all float codes are
-exact in float32, so two ways of computing them cannot differ. Formats: OCP Microscaling Formats
+exact in float32, so the order of computation does not matter. Formats: OCP Microscaling Formats
 1.0, section 5; OCP 8-bit Floating Point 1.0.
 """
 
@@ -18,17 +18,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def e4m3(values: Bytes) -> Floats:
-    """Decode OCP's 8-bit floats with 4 bits of exponent: no infinities, NaN has all bits set."""
+    """Decode OCP 8-bit floats with 4 exponent bits: no infinities, NaN has all bits set."""
     return _E4M3[values]
 
 
 def e5m2(values: Bytes) -> Floats:
-    """Decode OCP's 8-bit floats with 5 bits of exponent: the upper half of a float16."""
+    """Decode OCP 8-bit floats with 5 exponent bits: the upper half of a float16."""
     return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
 
 
 def e8m0(values: Bytes) -> Floats:
-    """Decode powers of two. The last one is infinity as in MLX; it is NaN in the specification."""
+    """Decode powers of two. The last one is infinity as in MLX; the specification says NaN."""
     return _E8M0[values]
 
 
@@ -51,7 +51,7 @@ def dequantize(
     """Return the values of ``codes`` (rows, words): (rows, columns), in float32.
 
     scales, biases: (rows, groups), float32 for affine types, bytes for the others. Matrices may be
-    stacked. global_scale: a factor for all, for each matrix of a stack, or for each row.
+    stacked. global_scale: one factor per tensor, per matrix of a stack, or per row.
     """
     kind = quantization.type
     found = unpack(codes, kind.bits)
@@ -69,7 +69,7 @@ def dequantize(
 
 
 def factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """Return the shape in which factors of ``shape`` multiply values of ``ndim`` dimensions.
+    """Return the shape in which factors of ``shape`` broadcast to values of ``ndim`` dimensions.
 
     The dimensions are the leading ones of the values, followed by ones.
     """

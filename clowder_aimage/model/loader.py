@@ -1,4 +1,4 @@
-"""Load an AImage as the pipeline that its ``model_index.json`` names."""
+"""Load an AImage as the pipeline that its ``model_index.json`` states."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def load_pipeline(
     dtype: str | None = None,
     keep_quantized: bool | None = None,
 ) -> Pipeline:
-    """Load the model on the calling thread, which must be the thread that uses it.
+    """Load the model on the calling thread, which must be the only one to use it.
 
     dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
     keep_quantized: keep weights quantized; None for True on a GPU and False on a CPU.
 
     Raises:
-        UsageError: for another dtype; float16 overflows in these models.
-        ModelError: for a kind of model that is not supported, or one that does not fit together.
-        FormatError: for blobs that are not what they claim to be.
-        AccessError: when a blob is not in the store.
+        UsageError: The dtype is unsupported; float16 overflows in these models.
+        ModelError: The kind of model is unsupported, or its components do not match.
+        FormatError: A blob is invalid.
+        AccessError: A blob is not in the store.
     """
     chosen = compute_dtype(dtype)
     name = read_object(store, aimage, "model_index.json").get("_class_name")

@@ -1,7 +1,7 @@
-"""Memory of networks: a budget, and a module that is released and loaded again.
+"""Memory of networks: a budget, and a module that can be released and reloaded.
 
-A text encoder is as large as the other networks, and is needed for new texts alone. If the networks
-do not fit together, it is released after a text is encoded.
+A text encoder is as large as the other networks, and is only needed for new texts. If the networks
+do not all fit, it is released after a text is encoded.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from clowder_aimage.model.backend import Network, mx, on_gpu, tree_flatten
 from clowder_aimage.model.pipeline import Arrays
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-# Bytes while a picture is decoded, in values as wide as the widest layer at full size: MLX unfolds
-# the 3 by 3 surroundings of every pixel in memory on a CPU, and does not on a GPU
+# Memory to decode a picture, in values of the widest layer at full size: MLX unfolds the 3 by 3
+# neighbourhood of every pixel in memory on a CPU, but not on a GPU
 _ON_CPU, _ON_GPU = 28, 8
-_UNFOLDED = 9  # values of an unfolded pixel in one array, 3 by 3
+_UNFOLDED = 9  # values of an unfolded pixel, 3 by 3
 # The limit of MLX's matrix multiplication on a CPU (0.32.4, measured): attention with more scores
-# gives wrong numbers with one head, and ends the process with several
+# computes wrong numbers with one head, and crashes the process with several
 _MAX_NUMBERS = (1 << 31) - 1
-_FUSED = (64, 80, 128)  # channels of a head with which a GPU stores no scores
+_FUSED = (64, 80, 128)  # head dimensions for which a GPU stores no scores
 
 N = TypeVar("N", bound=Network)
 
 
 class OffloadedModule(Generic[N]):
-    """A network that ``load`` loads: at once, and again if it is needed after ``release``.
+    """A network that ``load`` loads: at once, and again when it is needed after ``release``.
 
     Raises the errors of ``load``.
     """
@@ -56,7 +56,7 @@ class MemoryBudget:
     """The memory for networks and pictures: estimated before the first picture, then measured.
 
     ``policy``: KEEP, RELEASE, or AUTO to keep networks that fit into ``memory`` bytes (None: all
-    fit). ``total``: bytes of the device (None: unknown), which no array may exceed.
+    fit). ``total``: memory of the device in bytes (None: unknown), an upper bound for any array.
     """
 
     def __init__(self, policy: str = KEEP, memory: int | None = None) -> None:
@@ -67,20 +67,20 @@ class MemoryBudget:
 
     @property
     def arrays(self) -> Arrays:
-        """The limit of arrays. MLX ends the process if an allocation fails."""
+        """Return the limit of arrays. MLX ends the process if an allocation fails."""
         return Arrays(self.total, None if on_gpu() else _MAX_NUMBERS)
 
     def fits(self, networks: int, pixels: int, guess: float) -> bool:
-        """Return whether networks of so many bytes can stay in memory while a picture is made.
+        """Return whether networks of this size in bytes can stay in memory while a picture is made.
 
-        ``guess`` is the bytes of a pixel until a picture was measured.
+        ``guess`` is the estimated bytes per pixel until a picture has been measured.
         """
         if self.policy != AUTO or self.memory is None:
             return self.policy != RELEASE
         return networks + self._needed(pixels, guess) <= self.memory
 
     def _needed(self, pixels: int, guess: float) -> float:
-        """Return the peak of the next larger picture, else in proportion to the largest."""
+        """Return the peak of the next larger picture, else an extrapolation from the largest."""
         if not self._peaks:
             return pixels * guess
         larger = [size for size in self._peaks if size >= pixels]
@@ -107,7 +107,7 @@ def size_of(network: Any) -> int:
 
 
 def decoding(width: int, dtype: mx.Dtype) -> float:
-    """Estimate the bytes of a pixel while layers of ``width`` channels decode a picture."""
+    """Estimate the bytes per pixel while layers of ``width`` channels decode a picture."""
     return width * dtype.size * (_ON_GPU if on_gpu() else _ON_CPU)
 
 
@@ -122,7 +122,7 @@ def scores(heads: int, channels: int, length: int) -> int:
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of the machine's memory; None if they are unknown."""
+    """Return the memory of the machine in bytes, or None if it is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -130,7 +130,7 @@ def machine_memory() -> int | None:
 
 
 def device_memory() -> int | None:
-    """Return the usable bytes of the GPU; None if MLX computes on the CPU, or if they are unknown.
+    """Return the usable memory of the GPU in bytes, or None if unknown or without a GPU.
 
     Source: MLX, ``device_info``: Metal reports a recommended size, CUDA the total.
     """

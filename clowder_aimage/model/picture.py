@@ -1,4 +1,4 @@
-"""Pictures as files; a PNG stores the parameters that it was made with.
+"""Picture files; a PNG stores its generation parameters.
 
 The parameters are JSON in an international text chunk named ``aimage`` (PNG specification,
 11.3.3.4), beside the registered keywords ``Description`` and ``Software``.
@@ -29,7 +29,7 @@ def encode_picture(
 ) -> bytes:
     """Encode ``pixels`` (height, width, 3) as a file of ``pipeline.FORMATS``.
 
-    A PNG stores ``facts``; ``quality`` (0 to 100) is for JPEG and WebP, where 100 loses least.
+    A PNG stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
     """
     options: dict[str, Any] = {}
     if kind == "png":
@@ -53,8 +53,8 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
     """Return the pixels (height, width, 3) of a PNG file, and its facts.
 
     Raises:
-        NotFoundError: there is no such file.
-        UsageError: it is not a PNG, or has no facts.
+        NotFoundError: The file does not exist.
+        UsageError: It is not a PNG, or has no facts.
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:

@@ -1,4 +1,4 @@
-"""The interface of image pipelines: a request in, steps and pictures out."""
+"""The interface of image pipelines: requests, steps and pictures."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_PREVIEWS = 16
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """The parameters of a generation. Between processes it travels as ``dataclasses.asdict``.
+    """Parameters of a generation, passed between processes as ``dataclasses.asdict``.
 
-    width, height: pixels. steps: denoising steps. seed: of the first picture; the next picture
-    takes the next seed. guidance: 0 switches classifier-free guidance off; w adds w times the
-    difference between prompt and ``negative`` (the empty text, if None). shift: replaces the
+    width, height: pixels. steps: denoising steps. seed: of the first picture; each further picture
+    uses the next seed. guidance: 0 disables classifier-free guidance; w adds w times the
+    difference between prompt and ``negative`` (None: the empty text). shift: replaces the
     model's own shift of the noise schedule. n: number of pictures. previews: number of previews
     of each picture.
     """
@@ -46,7 +46,7 @@ class GenerateRequest:
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
-        """Return a request whose missing parameters (None) have the defaults of the AImage."""
+        """Return a request in which missing parameters (None) have the defaults of the AImage."""
         own = aimage.properties.get("defaults")
         known = own.items() if isinstance(own, dict) else ()
         defaults = {key: value for key, value in known if key in MODEL_DEFAULTS}
@@ -54,7 +54,7 @@ class GenerateRequest:
         return cls(prompt, **defaults | given)
 
     def previews_after(self) -> frozenset[int]:
-        """Return the steps that a preview follows: spread evenly, never the last one."""
+        """Return the steps followed by a preview: evenly spaced, never the last one."""
         after = (round((k + 1) * self.steps / (self.previews + 1)) for k in range(self.previews))
         return frozenset(step for step in after if 0 < step < self.steps)
 
@@ -74,7 +74,7 @@ class PictureEncoding:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Step ``index`` of ``total`` is done (1 to total), for picture ``picture`` (0 to n - 1)."""
+    """The end of step ``index`` of ``total`` (1 to total), for picture ``picture`` (0 to n - 1)."""
 
     index: int
     total: int
@@ -103,28 +103,28 @@ class Image:
 
     @property
     def width(self) -> int:
-        """In pixels."""
+        """Return the width in pixels."""
         return int(self.pixels.shape[1])
 
     @property
     def height(self) -> int:
-        """In pixels."""
+        """Return the height in pixels."""
         return int(self.pixels.shape[0])
 
 
 class Pipeline(Protocol):
-    """A loaded model, used on the thread that loaded it."""
+    """A loaded model, used only on the thread that loaded it."""
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
-        """Yield steps, previews and pictures; closing the generator cancels.
+        """Yield steps, previews and pictures; closing the generator cancels the generation.
 
         Raises:
-            UsageError: at once, for a request that this model cannot serve.
+            UsageError: Immediately, if this model does not support the request.
         """
         ...
 
     def set_memory(self, policy: str, memory: int | None, total: int | None = None) -> None:
-        """Set the policy of the memory budget, the bytes to share and the bytes of the machine."""
+        """Set the policy of the memory budget, the memory for models and that of the device."""
         ...
 
 
@@ -135,7 +135,7 @@ PipelineEvent = Step | Preview | Image
 class Arrays:
     """The largest arrays of a generation.
 
-    ``size`` is in bytes; ``numbers`` is the length of one that is multiplied. None is no bound.
+    ``size`` is in bytes; ``numbers`` is the length of a matrix multiplication. None is unbounded.
     """
 
     size: int | None = None
@@ -151,13 +151,13 @@ def check_request(
     needs: Callable[[int, int], Arrays],
     limit: Arrays,
 ) -> None:
-    """Refuse a request out of bounds.
+    """Reject a request that is out of bounds.
 
-    Sides must be multiples of ``multiple`` pixels. ``needs`` returns the largest arrays of a
-    picture of width and height; ``limit`` bounds them.
+    Sides must be multiples of ``multiple`` pixels. ``needs`` returns the largest arrays for a
+    picture of a given width and height; ``limit`` bounds them.
 
     Raises:
-        UsageError: in one sentence, with the field and the bound.
+        UsageError: With the field and its bound.
     """
     for name, side, longest in (
         ("width", request.width, max_width),
@@ -188,9 +188,9 @@ def check_request(
 def _check_arrays(
     request: GenerateRequest, multiple: int, needs: Callable[[int, int], Arrays], limit: Arrays
 ) -> None:
-    """Refuse a picture whose arrays would be too large.
+    """Reject a picture whose arrays would be too large.
 
-    MLX raises no error for them: the process ends, or computes wrong numbers.
+    MLX raises no error for them: the process crashes, or computes wrong numbers.
     """
     width, height = request.width, request.height
     if (why := _excess(needs(width, height), limit)) is None:

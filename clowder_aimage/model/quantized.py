@@ -1,7 +1,7 @@
 """Quantized weights in MLX, and the layers that compute with them.
 
-MLX's own quantized layers quantize random weights first, and have no factor beside the scales;
-these take stored weights. Sums and products are in the type of the input.
+MLX's own quantized layers quantize random weights first, and do not support a global factor; these
+use stored weights. Sums and products have the type of the input.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from clowder_aimage.tensor import Quantization
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedArray:
-    """Codes (rows, words), scales and biases (rows, groups), and factors: one, or one a row.
+    """Codes (rows, words), scales and biases (rows, groups), and factors: one, or one per row.
 
-    A stack of matrices has one more dimension, and may have one factor a matrix.
+    A stack of matrices has one more dimension, and may have one factor per matrix.
     """
 
     quantization: Quantization
@@ -29,7 +29,7 @@ class QuantizedArray:
 
     @property
     def parts(self) -> dict[str, mx.array]:
-        """Return the arrays by the names that a quantized layer gives them."""
+        """Return the arrays by their parameter names in a quantized layer."""
         names = ("weight", "scales", "biases", "global_scale")
         every = {name: getattr(self, name) for name in names}
         return {name: value for name, value in every.items() if value is not None}
@@ -74,7 +74,7 @@ class _QuantizedLayer(Network):
 
 
 class QuantizedLinear(_QuantizedLayer):
-    """A linear layer on quantized weights: what it takes and gives is as with ``Linear``."""
+    """A linear layer with quantized weights; inputs and outputs are as for ``Linear``."""
 
     def __init__(self, weights: QuantizedArray, bias: mx.array | None) -> None:
         super().__init__(weights)
@@ -97,7 +97,7 @@ class QuantizedLinear(_QuantizedLayer):
 
 
 class QuantizedEmbedding(_QuantizedLayer):
-    """Rows of a quantized table, in ``dtype``."""
+    """An embedding with a quantized table; outputs are in ``dtype``."""
 
     def __init__(self, weights: QuantizedArray, dtype: mx.Dtype) -> None:
         super().__init__(weights)
@@ -121,7 +121,7 @@ class QuantizedEmbedding(_QuantizedLayer):
 
 
 def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | None) -> Network:
-    """Return the quantized layer for ``old``, a linear layer or an embedding."""
+    """Return the quantized layer that replaces ``old``, a linear layer or an embedding."""
     if isinstance(old, Linear):
         return QuantizedLinear(weights, old.get("bias"))
     assert isinstance(old, Embedding)  # noqa: S101 - checked by ``apply``

@@ -1,4 +1,4 @@
-"""Locations of tensors in blobs, from headers that are checked against layers; without MLX."""
+"""Locations of tensors in blobs, from headers checked against layers; independent of MLX."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from clowder_aimage.errors import FormatError, StoreError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.tensor import BlobTensor, Header, Quantization, parse_header, read_header
 
-_FIRST = 4096  # bytes: the header of nearly every blob, in one read
+_FIRST = 4096  # bytes: contains the header of nearly every blob
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """One array: ``key`` in the header of the file ``path``, ``nbytes`` bytes from ``start`` on."""
+    """One array: ``key`` in the header of the file ``path``, ``nbytes`` bytes from ``start``."""
 
     path: str
     key: str
@@ -34,7 +34,7 @@ class TensorSpan:
 class StoredTensor:
     """A tensor by its ``name`` without the component.
 
-    ``dtype`` is that of safetensors or the name of the quantization, ``shape`` that of the
+    ``dtype`` is a safetensors dtype or the name of the quantization, ``shape`` that of the
     dequantized tensor. ``values`` are its values or codes, ``parts`` the SCALE, BIAS and
     GLOBAL_SCALE of codes.
     """
@@ -68,8 +68,8 @@ class WeightBlob:
         """Read and check the header.
 
         Raises:
-            FormatError: the blob is not the safetensors file that its descriptor promises.
-            AccessError: it is not in the store, or cannot be read.
+            FormatError: The blob is not a safetensors file, or does not match its descriptor.
+            AccessError: It is not in the store, or cannot be read.
         """
         path = os.fspath(store.path(layer.descriptor))
         try:
@@ -86,14 +86,14 @@ class WeightBlob:
         return TensorSpan(self.path, key, info.dtype, info.shape, start, info.nbytes)
 
     def tensor(self, name: str, found: BlobTensor) -> StoredTensor:
-        """``found`` in this blob, under the name it has outside."""
+        """Return ``found`` in this blob as a stored tensor with the name ``name``."""
         parts = {part: self.span(key) for part, key in found.parts.items()}
         value = self.span(found.key)
         return StoredTensor(name, found.dtype, found.shape, value, found.quantization, parts)
 
 
 def blame(layer: Layer, error: FormatError) -> FormatError:
-    """Return the error with the name of its layer, once."""
+    """Return the error, prefixed once with the name of its layer."""
     text = str(error)
     for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
         text = text.removeprefix(f"{name}: ")
@@ -101,7 +101,7 @@ def blame(layer: Layer, error: FormatError) -> FormatError:
 
 
 def _header(path: str, content: Descriptor) -> Header:
-    """Return the strict header of the file; a short one, as most are, takes one read."""
+    """Return the header of the file, parsed strictly; a short one takes a single read."""
     handle = os.open(path, _FLAGS)
     try:
         size = os.fstat(handle).st_size
@@ -109,7 +109,7 @@ def _header(path: str, content: Descriptor) -> Header:
             raise FormatError(f"the file has {size} bytes, its layer promises {content.size}")
         first = os.read(handle, _FIRST)
         end = 8 + int.from_bytes(first[:8], "little")
-        if end <= min(len(first), size):  # what read_header asks, without a file around it
+        if end <= min(len(first), size):  # the check of read_header, without a file object
             return parse_header(first[8:end], size - end)
         os.lseek(handle, 0, os.SEEK_SET)
         with io.FileIO(handle, closefd=False) as file:
@@ -119,6 +119,6 @@ def _header(path: str, content: Descriptor) -> Header:
 
 
 def some(names: list[str], limit: int = 8) -> str:
-    """Return the first names, and the number of others."""
+    """Return the first names, and the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(name[:120] for name in names[:limit]) + more

@@ -1,7 +1,7 @@
 """Tensors for other runtimes: numpy and torch arrays over the blobs, without MLX.
 
-Values lie in the file's pages, which processes share. Only what the library has no type for is
-copied: BF16 and 8-bit floats to float32 in numpy, quantized tensors in both.
+Arrays are views of the file's pages, which processes share. Only types that the library does not
+support are copied: BF16 and 8-bit floats to float32 in numpy, quantized tensors in both.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def numpy_tensor(tensor: StoredTensor) -> Array:
     """Return the values, read-only: a view of the blob, or float32 if numpy lacks the type.
 
     Raises:
-        ModelError: for a type that cannot be shown at all.
-        StoreError: the blob cannot be opened.
+        ModelError: The type is unsupported.
+        StoreError: The blob cannot be opened.
     """
     if tensor.quantization is None:
         return numpy_span(tensor.values)
@@ -71,13 +71,13 @@ def _dequantized(tensor: StoredTensor, quantization: Quantization) -> Array:
 
 
 def numpy_span(span: TensorSpan) -> Array:
-    """Return one array as it is stored, read-only. Raises as ``numpy_tensor`` does."""
+    """Return one array as stored, read-only. Raises as ``numpy_tensor`` does."""
     if span.dtype in _NUMPY:
         return _view(span, _NUMPY[span.dtype])
     if span.dtype == "BF16":
         values = np.asarray(_view(span, "<u2").astype(np.uint32) << 16).view(np.float32)
     elif span.dtype in _DECODED:
-        values = np.asarray(_DECODED[span.dtype](_view(span, "u1")))  # one value alone is no array
+        values = np.asarray(_DECODED[span.dtype](_view(span, "u1")))  # a scalar is not an array
     else:
         raise ModelError(f"{span.key}: numpy cannot show values of type {span.dtype}")
     values.flags.writeable = False
@@ -88,7 +88,7 @@ def torch_tensor(tensor: StoredTensor) -> Any:
     """Return the values as a ``torch.Tensor`` on the CPU; writes to it stay in this process.
 
     Raises:
-        ModelError: PyTorch is not there, or has no such type; and as ``numpy_tensor`` does.
+        ModelError: PyTorch is not installed or lacks the type; and as ``numpy_tensor`` does.
     """
     try:
         torch = importlib.import_module("torch")
@@ -106,7 +106,7 @@ def torch_tensor(tensor: StoredTensor) -> Any:
         return torch.empty(span.shape, dtype=dtype)
     buffer = _mapped(span)
     start = span.start
-    if start % dtype.itemsize:  # a header that is not padded: torch wants whole words
+    if start % dtype.itemsize:  # a header without padding: torch requires alignment
         buffer, start = bytearray(buffer[start : start + span.nbytes]), 0
     count = span.nbytes // dtype.itemsize
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).reshape(span.shape)
@@ -128,19 +128,19 @@ def _mapped(span: TensorSpan) -> Any:
 
 
 def _single(values: Array) -> Array:
-    """Scales as bytes, or as float32, which holds all of their types exactly."""
+    """Return scales as bytes, or as float32, which represents all of their types exactly."""
     return values if values.dtype == np.uint8 else values.astype(np.float32)
 
 
 def map_file(path: str) -> Any:
     """Map the whole file as a writable buffer, until it is no longer referenced.
 
-    The pages are private: writes change neither the file nor other mappings. Python's own ``mmap``
-    keeps a descriptor for as long as it lives (to 3.12), and a model has more tensors than a
-    process may have open files.
+    The pages are private: writes change neither the file nor other mappings. Python's ``mmap``
+    keeps a descriptor open (up to 3.12), and a model may have more tensors than a process may
+    have open files.
 
     Raises:
-        StoreError: it cannot be opened or mapped, or is empty.
+        StoreError: It cannot be opened or mapped, or is empty.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -153,7 +153,7 @@ def map_file(path: str) -> Any:
         raise StoreError(f"{path} cannot be mapped: {error.strerror or error}") from None
     buffer = (ctypes.c_char * size).from_address(address)
     unmapping = weakref.finalize(buffer, _library().munmap, address, size)
-    unmapping.atexit = False  # at the end of the process somebody may still look
+    unmapping.atexit = False  # at exit the buffer may still be in use
     return buffer
 
 

@@ -1,11 +1,11 @@
-"""The weights of one component, from blobs: into a module, as arrays, or for another runtime.
+"""The weights of one component, from blobs: in a module, as arrays, or for another runtime.
 
     weights = ModelWeights.open(store, aimage, "text_encoder")
     weights.load(mx.bfloat16)
     array = weights["model.layers.0.mlp.down_proj.weight"]
 
-A blob's header is checked against its layer before its weights are read; ``apply`` checks all of
-them, and the module's shapes, first. MLX is imported only by what gives MLX arrays, for one thread.
+A blob's header is checked against its layer before its weights are read; ``apply`` first checks all
+headers and the module's shapes. MLX is imported only by methods that use it, on one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from clowder_aimage.model.array import Value
     from clowder_aimage.model.backend import mx
 
-MAX_FILE = 256 * 1024 * 1024  # bytes of a file; the largest vocabularies are about a tenth of it
+MAX_FILE = 256 * 1024 * 1024  # bytes of a file; the largest vocabularies take about a tenth
 
 
 class ModelWeights:
@@ -50,11 +50,11 @@ class ModelWeights:
     def open(cls, store: BlobFiles, aimage: AImage, component: str = "") -> ModelWeights:
         """Find the tensors of ``component`` and read its ``config.json``; no weight is read.
 
-        Language models have no components: their files stand at the top, which is "". Whole files
-        of tensors, in which other tools pack models, are read as well.
+        Language models have no components: their files are at the top level, with the component "".
+        Files of whole safetensors from other packaging tools are read as well.
 
         Raises:
-            ModelError: when the component has no configuration or no tensors.
+            ModelError: The component has no configuration or no tensors.
         """
         prefix = f"{component}/" if component else ""
         config = read_object(store, aimage, f"{prefix}config.json")
@@ -92,14 +92,14 @@ class ModelWeights:
     # -- MLX
 
     def load(self, dtype: mx.Dtype | None = None, *, keep_quantized: bool | None = None) -> None:
-        """Read all tensors, to be had by ``weights[name]``, with floats in ``dtype``.
+        """Read all tensors, for access by ``weights[name]``, with floats in ``dtype``.
 
-        ``dtype`` None keeps what is stored. ``keep_quantized`` None is for what computes faster:
+        ``dtype`` None leaves them unchanged. ``keep_quantized`` None selects the faster form:
         codes on a GPU, values on a CPU.
 
         Raises:
-            FormatError: a blob is not what its layer says; nothing is kept then.
-            ModelError: for types that MLX does not have.
+            FormatError: A blob does not match its layer; nothing is loaded then.
+            ModelError: MLX does not support a type.
         """
         from clowder_aimage.model.array import read_arrays
 
@@ -123,7 +123,7 @@ class ModelWeights:
         return value if isinstance(value, mx.array) else value.dequantized(self._dtype)
 
     def release(self) -> None:
-        """Forget what ``load`` has read."""
+        """Release the tensors that ``load`` has read."""
         self._loaded = {}
 
     def apply(
@@ -134,20 +134,20 @@ class ModelWeights:
         dtype: mx.Dtype | None = None,
         keep_quantized: bool | None = None,
     ) -> tuple[str, ...]:
-        """Load every tensor but the skipped ones into ``module``, strictly, and evaluate.
+        """Load every tensor except the skipped ones into ``module``, strictly, and evaluate it.
 
         ``module`` is an ``nn.Module`` with ``sanitize``, which returns the name of the parameter
         for a tensor.
 
-        ``dtype`` is the type to compute in; None keeps what is stored. With ``keep_quantized``
-        layers that get codes are replaced by quantized ones; None does so on a GPU only, for a CPU
+        ``dtype`` is the compute type; None leaves weights unchanged. With ``keep_quantized``
+        layers with codes are replaced by quantized ones; None does so only on a GPU, because a CPU
         computes slowly and inexactly with codes. Returns the names of the tensors that were
-        skipped on purpose.
+        skipped.
 
         Raises:
-            ModelError: for a missing or unexpected tensor, or a wrong shape or dtype.
-            FormatError: for a blob that is not what its layer says, or that is quantized where the
-                module cannot take it. Nothing has been loaded in either case.
+            ModelError: A tensor is missing or unexpected, or has the wrong shape or dtype.
+            FormatError: A blob does not match its layer, or is quantized but not supported by the
+                module. Nothing is loaded in either case.
         """
         from clowder_aimage.model.apply import ModuleParameter, load_into
 
@@ -170,9 +170,9 @@ class ModelWeights:
         Quantized tensors, and types that numpy lacks (BF16, 8-bit floats), are float32.
 
         Raises:
-            NotFoundError: it does not exist.
-            FormatError: its blob does not match its layer.
-            ModelError: it cannot be viewed.
+            NotFoundError: It does not exist.
+            FormatError: Its blob does not match its layer.
+            ModelError: Its type is unsupported.
         """
         return tensor_view.numpy_tensor(self._catalogue.find(name))
 
@@ -186,10 +186,10 @@ class ModelWeights:
     def parts(self, name: str) -> dict[str, tensor_view.Array]:
         """Return the stored arrays of the quantized tensor ``name``, by part.
 
-        Codes are at "", the others at ".scale", ".bias" and ".global_scale" if they exist.
+        Codes have the key "", the others ".scale", ".bias" and ".global_scale" if they exist.
 
         Raises:
-            FormatError: it is not quantized; and as ``numpy`` does.
+            FormatError: It is not quantized; and as ``numpy`` does.
         """
         tensor = self._catalogue.find(name)
         if tensor.quantization is None:
@@ -208,8 +208,8 @@ def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:
     """Return the bytes of the file ``name`` (such as ``vae/config.json``), or None.
 
     Raises:
-        ModelError: if it is too large.
-        AccessError: when the AImage has it and the store does not.
+        ModelError: It is too large.
+        AccessError: It is in the AImage but not in the store.
     """
     try:
         descriptor = aimage.layer(name).descriptor
@@ -231,7 +231,7 @@ def read_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any]:
     """Return the JSON object in the file ``name``.
 
     Raises:
-        ModelError: if it does not exist, or is not a JSON object.
+        ModelError: It does not exist, or is not a JSON object.
     """
     value = find_object(store, aimage, name)
     if value is None:

@@ -1,4 +1,4 @@
-"""Tensor values: dtypes, the safetensors header, what blobs hold. No numerics library in here."""
+"""Tensor values: dtypes, the safetensors header, blob contents. Uses no numerics library."""
 
 from clowder_aimage.tensor.header import (
     DTYPE_BITS,

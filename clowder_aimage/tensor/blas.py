@@ -17,10 +17,10 @@ from pathlib import Path
 
 
 def preload() -> str | None:
-    """Load the best BLAS there is, globally, and return its name: mkl, openblas, or None.
+    """Load the best available BLAS globally and return its name: mkl, openblas, or None.
 
-    To have an effect it must run before ``import mlx.core``. It does nothing on macOS, where MLX
-    uses Accelerate and Metal, and nothing harmful when no library is found or none can be loaded.
+    It must run before ``import mlx.core``. It has no effect on macOS, where MLX uses Accelerate and
+    Metal, or when no library can be found or loaded.
     """
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
         return None
@@ -31,7 +31,7 @@ def preload() -> str | None:
 
 
 def candidates(prefixes: list[Path]) -> Iterator[tuple[str, str]]:
-    """Pairs of name and library to try, best first: mkl of a Python prefix, then OpenBLAS."""
+    """Yield pairs of name and library, best first: mkl of a Python prefix, then OpenBLAS."""
     for prefix in dict.fromkeys(prefixes):
         for library in sorted((prefix / "lib").glob("libmkl_rt.so*"), reverse=True):
             yield "mkl", str(library)

@@ -26,7 +26,7 @@ def parse_object(name: str, data: bytes) -> dict[str, Any]:
 
 
 class ConfigFields:
-    """The fields of one JSON object; every getter raises ModelError with file and field name.
+    """Fields of a JSON object; every getter raises ModelError with file and field name.
 
     A getter without a default makes the field required. An explicit ``null`` counts as absent.
     """
@@ -37,16 +37,16 @@ class ConfigFields:
         self._read: set[str] = set()
 
     def accept_quantization(self) -> None:
-        """Accept a quantization that blobs can have; raises ModelError for another."""
+        """Accept a quantization that blobs support; raise ModelError for any other."""
         if key := unknown_key({key: self.raw(key) for key in KEYS}):
             raise self.refuse(key, "this quantisation is not supported")
 
     def refuse(self, key: str, why: str) -> ModelError:
-        """Return the error for a value that cannot be used."""
+        """Return the error for an unusable value."""
         return ModelError(f"{self.name}: {key} = {self.values.get(key)!r:.80}: {why}")
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Return the value as it is, or the default if it is absent or null."""
+        """Return the value unchanged, or the default if it is absent or null."""
         self._read.add(key)
         value = self.values.get(key)
         return default if value is None else value
@@ -102,12 +102,12 @@ class ConfigFields:
         return tuple(value)
 
     def only(self, key: str, allowed: Any) -> None:
-        """Refuse any value but ``allowed``; absent is fine."""
+        """Reject any value but ``allowed``; the field may be absent."""
         if self.raw(key, allowed) != allowed:
             raise self.refuse(key, f"not supported, only {allowed!r} is")
 
     def finish(self, *ignored: str) -> None:
-        """Refuse fields that were neither read nor named here, unless null or ``_private``."""
+        """Reject fields that were neither read nor named here, unless null or ``_private``."""
         unknown = sorted(
             key
             for key, value in self.values.items()

@@ -1,10 +1,10 @@
-"""Dtypes and headers of the safetensors format: read strictly, write one byte-stable form.
+"""Dtypes and headers of the safetensors format: strict reading, byte-stable writing.
 
 Format: https://github.com/huggingface/safetensors, "Format". Eight bytes hold the length of a
-JSON object (unsigned, little-endian), which maps names to dtype, shape and the span of bytes
-in the data that follows it. What the reference reader (its tensor.rs, release 0.8) refuses is
-refused here, and all that two readers could understand differently. Dtypes are its ``Dtype``;
-those below a byte are packed without gaps: a tensor must end at a byte, its rows need not.
+JSON object (unsigned, little-endian), which maps names to dtype, shape and byte range
+in the data that follows it. Input that the reference reader (its tensor.rs, release 0.8) rejects
+is rejected here, and so is anything that two readers could interpret differently. Dtypes are its
+``Dtype``; sub-byte types are packed: a tensor must end on a byte boundary, its rows need not.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ METADATA = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _LENGTH = struct.Struct("<Q")
 _LONG = 1 << 20  # bytes: a shorter header has fewer than MAX_VALUES
-_DIGITS = 20  # of the largest number of 64 bits
+_DIGITS = 20  # of the largest 64-bit number
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file: dtype, shape (in elements), span (in bytes, from the data's start)."""
+    """A tensor of a file: dtype, shape (in elements), span (in bytes from the data)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,7 +64,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A whole header. ``data_offset`` is where in the file the data begins, in bytes."""
+    """A parsed header. ``data_offset`` is the position of the data in the file, in bytes."""
 
     tensors: Mapping[str, TensorInfo]
     metadata: Mapping[str, str]
@@ -75,15 +75,15 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Return the size in bytes of a tensor of ``dtype`` and ``shape``.
 
     Raises:
-        FormatError: for an unknown dtype, a negative dimension, a product out of reason, too many
-            dimensions, or a tensor of a small type that ends inside a byte.
+        FormatError: The dtype is unknown, a dimension is negative, the size or the number of
+            dimensions is too large, or a tensor of a sub-byte type ends inside a byte.
     """
     bits = DTYPE_BITS.get(dtype)
     if bits is None:
         raise FormatError(f"unknown dtype {dtype!r:.40}")
     if len(shape) > MAX_RANK:
         raise FormatError(f"{len(shape)} dimensions are over {MAX_RANK}")
-    # A zero must not hide what stands beside it: readers multiply in other orders.
+    # A zero must not hide large dimensions beside it: readers multiply in other orders.
     elements, factor = 1, 1
     for dimension in shape:
         if type(dimension) is not int or dimension < 0:
@@ -105,12 +105,12 @@ def encode_header(
 ) -> bytes:
     """Return the length and header of a file of ``tensors``: names, dtypes and shapes, in order.
 
-    Always the same bytes for the same tensors: compact JSON, keys in the order dtype, shape,
+    The bytes are the same for the same tensors: compact JSON, keys in the order dtype, shape,
     data_offsets, padded with spaces to a multiple of 8.
 
     Raises:
-        FormatError: for a name that cannot be one or stands twice, metadata that are not text, a
-            header longer than readers take, and what ``nbytes`` refuses.
+        FormatError: A name is invalid or duplicated, metadata are not text, the header exceeds the
+            readers' limit, or ``nbytes`` fails.
     """
     _check_count(tensors)
     value: dict[str, Any] = {METADATA: _texts(dict(metadata))} if metadata else {}
@@ -131,7 +131,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
     """Read the header of an open safetensors file of ``size`` bytes.
 
     Raises:
-        FormatError: when the file is truncated, or its header lies about what follows.
+        FormatError: The file is truncated, or its header does not match its data.
     """
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
@@ -149,7 +149,7 @@ def parse_header(text: bytes, data_size: int) -> Header:
     """Parse a header whose data is ``data_size`` bytes long.
 
     Raises:
-        FormatError: for anything that two readers could understand differently.
+        FormatError: Two readers could interpret the header differently.
     """
     if not text.startswith(b"{"):
         raise FormatError("the header is not a JSON object")
@@ -174,7 +174,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    # -0 is a float to the reference reader, and 0 to Python's.
+    # the reference reader parses -0 as a float, Python as the integer 0
     if len(digits) > _DIGITS or digits == "-0":
         raise FormatError(f"the header has a number that counts nothing: {digits:.40}")
     return int(digits)
@@ -196,7 +196,7 @@ def _check_size(text: bytes) -> None:
 
 
 def _texts(metadata: object) -> dict[str, str]:
-    # JSON can spell halves of surrogate pairs, which are not text
+    # JSON can encode lone surrogates, which are not valid text
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) and _SURROGATE.search(text) is None
         for pair in metadata.items()

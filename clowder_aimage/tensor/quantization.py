@@ -1,4 +1,4 @@
-"""Types of quantization: their properties, and the arithmetic of their shapes.
+"""Types of quantization: their properties and shape arithmetic.
 
 A quantized matrix of r rows and c columns is stored as its codes, packed into U32, with a scale for
 every ``group_size`` values of a row, and for affine types a bias. Formats: ollama, "Tensor Blob
@@ -14,18 +14,18 @@ from clowder_aimage.errors import FormatError
 
 QUANT_TYPE = "quant_type"
 GROUP_SIZE = "group_size"
-_CODES = 32  # bits of a word of codes
+_CODES = 32  # bits in a word of codes
 
 
 @dataclass(frozen=True, slots=True)
 class QuantType:
-    """A type such as ``int4``. ``mode`` and ``bits`` are MLX's words."""
+    """A type such as ``int4``. ``mode`` and ``bits`` are MLX terms."""
 
     name: str
     mode: str
     bits: int
-    group_size: int  # when nothing else is said
-    group_sizes: tuple[int, ...]  # all that can be read
+    group_size: int  # the default
+    group_sizes: tuple[int, ...]  # all supported sizes
     scale_dtypes: tuple[str, ...]
     has_bias: bool
 
@@ -49,17 +49,17 @@ CONVERTED = ("modelopt", "modelopt_fp4", "compressed-tensors")
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The type and the group size of one quantized tensor."""
+    """The type and group size of a quantized tensor."""
 
     type: QuantType
     group_size: int
 
     @classmethod
     def parse(cls, name: str, group_size: int | str | None = None) -> Quantization:
-        """Parse a name or an alias, in any case, with a group size or the type's default.
+        """Parse a name or an alias, case-insensitive, with a group size or the type's default.
 
         Raises:
-            FormatError: for an unknown type, or a group size that it cannot have.
+            FormatError: The type is unknown, or does not support the group size.
         """
         wanted = name.lower()
         kind = QUANT_TYPES.get(ALIASES.get(wanted, wanted))
@@ -74,11 +74,11 @@ class Quantization:
 
     @property
     def per_word(self) -> int:
-        """Return the values in a U32."""
+        """Return the number of values in a U32 word."""
         return _CODES // self.type.bits
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of ``shape`` can be quantized: rows of whole groups."""
+        """Return whether a tensor of ``shape`` can be quantized: its rows are whole groups."""
         return len(shape) >= 2 and shape[-1] > 0 and shape[-1] % self.group_size == 0
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -90,11 +90,11 @@ class Quantization:
         return (*shape[:-1], shape[-1] // self.group_size)
 
     def shape(self, codes: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the tensor that codes of shape ``codes`` stand for."""
+        """Return the shape of the tensor that codes of shape ``codes`` represent."""
         return (*codes[:-1], codes[-1] * self.per_word)
 
     def metadata(self) -> dict[str, str]:
-        """Return the ``__metadata__`` of a blob of one tensor."""
+        """Return the ``__metadata__`` of a blob with one tensor."""
         return {QUANT_TYPE: self.type.name, GROUP_SIZE: str(self.group_size)}
 
 

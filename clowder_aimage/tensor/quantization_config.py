@@ -1,9 +1,9 @@
-"""Quantization that blobs leave out: types in configurations, scales in other layers.
+"""Quantization stated outside of blobs: types in configurations, scales in other layers.
 
-MLX writes ``quantization`` into a component's config.json, ollama's first generation
-``quantization`` and ``group_size`` into model_index.json. The latter has codes, scales and biases
-in layers of their own (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``), MLX's checkpoints
-too (``x.scales``, ``x.biases``). Format: ollama, x/imagegen/manifest; MLX-LM.
+MLX writes ``quantization`` into a component's config.json, ollama's first generation writes
+``quantization`` and ``group_size`` into model_index.json. The latter stores codes, scales and
+biases in separate layers (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``), and so do MLX
+checkpoints (``x.scales``, ``x.biases``). Format: ollama, x/imagegen/manifest; MLX-LM.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The configurations that state how the tensors of a component are quantized."""
+    """The configurations that state the quantization of a component's tensors."""
 
     config: Mapping[str, Any]  # of the component
     index: Mapping[str, Any]  # model_index.json
 
     def of(self, name: str) -> Said:
-        """Return name and group size of the quantization of tensor ``name``, where stated."""
+        """Return the name and group size of the quantization of tensor ``name``, if stated."""
         entry = mlx_entry(self.config, name.removesuffix(WEIGHT))
         if entry is not None:
             return mlx_type(entry)
@@ -45,10 +45,10 @@ class QuantizationConfig:
 
 
 def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
-    """Return what MLX's table in a component's config.json states for a module.
+    """Return the entry for a module in MLX's table in a component's config.json.
 
-    That is its own entry, which takes nothing from the table (without a mode it is affine, without
-    a group size the shapes tell it), or else the table.
+    A module's own entry inherits nothing from the table (the default mode is affine, the default
+    group size follows from the shapes). Without one the table itself is returned.
     """
     for key in KEYS:
         table = config.get(key)
@@ -60,7 +60,7 @@ def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | Non
 
 
 def mlx_type(entry: Mapping[str, Any]) -> Said:
-    """Return our name and the group size for MLX's words: mode, bits, group_size."""
+    """Return our name and the group size for an MLX entry: mode, bits, group_size."""
     mode, bits, size = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
     for kind in QUANT_TYPES.values():
         if (kind.mode, kind.bits) == (mode, bits) and type(bits) is int:
@@ -69,7 +69,7 @@ def mlx_type(entry: Mapping[str, Any]) -> Said:
 
 
 def unknown_key(config: Mapping[str, Any]) -> str | None:
-    """Return the key under which a component's configuration states an unknown quantization."""
+    """Return the key of an unknown quantization in a component's configuration."""
     for key in KEYS:
         value = config.get(key)
         if value is not None and not (isinstance(value, dict) and _is_known(value)):
@@ -78,10 +78,10 @@ def unknown_key(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_known(value: Mapping[str, Any]) -> bool:
-    """Return whether it is a maker whose tensors are converted, or MLX's table."""
+    """Return whether tensors of this method are converted, or this is MLX's table."""
     method = value.get(METHOD)
     if method in CONVERTED:
-        # rotations and other transforms would have to be computed while the model runs
+        # rotations and other transforms would have to be computed at run time
         return not value.get("transform_config")
     entries = [entry for entry in value.values() if isinstance(entry, dict)]
     if "bits" in value or "group_size" in value:
@@ -97,9 +97,9 @@ def _is_mlx(entry: Mapping[str, Any]) -> bool:
 
 
 def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
-    """Return the layers of the scales and biases of the codes in the layer ``name``.
+    """Return the layers with the scales and biases of the codes in the layer ``name``.
 
-    The keys are SCALE, BIAS and GLOBAL_SCALE; the result is empty where there are no scales.
+    The keys are SCALE, BIAS and GLOBAL_SCALE; the result is empty if there are no scales.
     """
     if name.endswith(WEIGHT):
         for stem, words in ((name, _OWN_LAYERS), (name.removesuffix(WEIGHT), MLX_PARTS)):
@@ -110,10 +110,10 @@ def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
 
 
 def complete(header: Header, stated: Callable[[str], Said]) -> Header:
-    """Return the header with the types of codes from ``stated`` and group sizes from the shapes.
+    """Return the header with types of codes from ``stated`` and group sizes from the shapes.
 
     Raises:
-        FormatError: an unknown type.
+        FormatError: The type is unknown.
     """
     metadata = dict(header.metadata)
     for key, codes in header.tensors.items():
@@ -134,10 +134,10 @@ def complete(header: Header, stated: Callable[[str], Said]) -> Header:
 
 
 def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
-    """Return the values of a row for each of its scales, where that is a size of ``kind``.
+    """Return the number of row values per scale, or None if ``kind`` does not support it.
 
     Raises:
-        FormatError: an unknown type.
+        FormatError: The type is unknown.
     """
     quantization = Quantization.parse(kind)
     if not codes or not scales or not scales[-1]:

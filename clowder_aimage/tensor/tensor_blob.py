@@ -1,10 +1,10 @@
-"""Contents of a tensor blob: the logical tensors behind the names in its header.
+"""Contents of a tensor blob: the logical tensors that its header describes.
 
-A quantized tensor ``n`` is spread over ``n`` (the codes), ``n.scale``, and for affine types
-``n.bias``; nvfp4 of other makers may add ``n.global_scale``, and scales of activations
-(``n.input_scale``, ``n.input_global_scale``), which no runtime here needs. ``__metadata__`` names
-type and group size, for the blob (``quant_type``, ``group_size``) or, where tensors of several
-kinds share it, for each (``n.quant_type``, ``n.group_size``). MLX's own files have ``x.scales`` and
+A quantized tensor ``n`` is stored as ``n`` (the codes), ``n.scale``, and for affine types
+``n.bias``; nvfp4 from other tools may add ``n.global_scale``, and scales of activations
+(``n.input_scale``, ``n.input_global_scale``), which no runtime here uses. ``__metadata__`` has the
+type and group size, for the blob (``quant_type``, ``group_size``) or, if tensors of several types
+share it, for each tensor (``n.quant_type``, ``n.group_size``). Files of MLX have ``x.scales`` and
 ``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create.
 """
 
@@ -22,7 +22,7 @@ SCALE, BIAS, GLOBAL_SCALE = ".scale", ".bias", ".global_scale"
 LEGACY_KEY = "data"  # the only name in blobs of ollama's first generation
 CODES = "U32"  # the dtype of codes
 WEIGHT = ".weight"
-MLX_PARTS = {SCALE: ".scales", BIAS: ".biases"}  # behind the name without WEIGHT
+MLX_PARTS = {SCALE: ".scales", BIAS: ".biases"}  # appended to the name without WEIGHT
 INPUTS = (".input_scale", ".input_global_scale")  # of activations
 
 
@@ -30,9 +30,9 @@ INPUTS = (".input_scale", ".input_global_scale")  # of activations
 class BlobTensor:
     """One logical tensor.
 
-    ``key`` is its name in the header, ``shape`` that of the tensor itself, ``dtype`` a word of
-    safetensors or the name of a quantization. ``parts`` are the keys of what belongs to its codes:
-    SCALE, BIAS, GLOBAL_SCALE to their names in the header.
+    ``key`` is its name in the header, ``shape`` the shape of the logical tensor, ``dtype`` a
+    safetensors dtype or the name of a quantization. ``parts`` maps SCALE, BIAS and GLOBAL_SCALE
+    to their names in the header.
     """
 
     key: str
@@ -43,12 +43,12 @@ class BlobTensor:
 
 
 def read_tensors(header: Header) -> dict[str, BlobTensor]:
-    """Return the logical tensors of a blob, by their names in its header, in its order.
+    """Return the logical tensors of a blob, by name and in the order of its header.
 
     Raises:
-        FormatError: codes without type, scales or biases, with too many of them, with a group size
-            that does not fit, or of other dtypes and shapes than their type has; metadata that
-            speak of a quantization that is not there.
+        FormatError: Codes lack a type, scales or biases, have extra ones or a group size that does
+            not match, or the wrong dtypes or shapes for their type; or metadata describe a
+            quantization that does not exist.
     """
     tensors = header.tensors
     found: dict[str, dict[str, str]] = {}  # the key of codes to the keys of their parts
@@ -72,13 +72,13 @@ def read_tensors(header: Header) -> dict[str, BlobTensor]:
 
 
 def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) -> BlobTensor:
-    """Return the tensor ``name`` of ``component``, as blobs of all generations may call it.
+    """Return the tensor ``name`` of ``component``, as named by any generation of blobs.
 
-    Tried are the name itself, the name with its component, and LEGACY_KEY. Source: ollama's
+    Candidates are the name itself, the name with its component, and LEGACY_KEY. Source: ollama,
     x/imagegen/manifest.
 
     Raises:
-        FormatError: when the blob holds none of them, or other tensors as well.
+        FormatError: The blob holds none of them, or other tensors as well.
     """
     for key in (name, f"{component}/{name}", LEGACY_KEY):
         if key in tensors:
@@ -93,12 +93,12 @@ def find_group(
 ) -> dict[str, BlobTensor]:
     """Return all tensors of a packed group, by their names without ``component``.
 
-    The layer is called ``prefix``, as ``model.layers.1.mlp.experts``. Stacked experts may stand
-    beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but not elsewhere.
+    The layer is named ``prefix``, such as ``model.layers.1.mlp.experts``. Stacked experts may be
+    named beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but nowhere else.
 
     Raises:
-        FormatError: for an empty blob, a tensor of another place, two of one name, or one that is
-            called as the group is: that blob would be of one tensor, and holds more.
+        FormatError: The blob is empty, a tensor is outside of the group, two have one name, or one
+            has the name of the group, which is then not a group.
     """
     place, whole = prefix.rpartition(".")[0], _whole(component, prefix)
     group: dict[str, BlobTensor] = {}
@@ -119,14 +119,14 @@ def check_layer(
 ) -> None:
     """Compare a tensor with its layer, whose dtype and shape may be None.
 
-    Layers give a quantized tensor the name of its quantization and its own shape; other makers'
-    have U32 and the shape of the codes.
+    Layers state the name of the quantization and the logical shape; those of other tools state
+    U32 and the shape of the codes.
 
     Raises:
-        FormatError: when dtype or shape differ.
+        FormatError: The dtype or shape differs.
     """
     if (dtype, shape) == (tensor.dtype, tensor.shape):
-        return  # nearly always
+        return  # the common case
     true = [(tensor.dtype, tensor.shape)]
     if tensor.quantization is not None:
         true.append((CODES, tensor.quantization.codes_shape(tensor.shape)))
@@ -201,7 +201,7 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
 def _quantization(
     key: str, metadata: Mapping[str, str], codes: tuple[int, ...], scales: tuple[int, ...]
 ) -> Quantization:
-    # a missing group size is read from the shapes, for the defaults of two makers differ
+    # a missing group size follows from the shapes, because the defaults of two tools differ
     name = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE))
     if name is None:
         raise FormatError(f"{key[:200]} has scales, and {QUANT_TYPE} does not say of what kind")
@@ -217,9 +217,9 @@ def _quantization(
 def _check_global(
     key: str, info: TensorInfo, shape: tuple[int, ...], quantization: Quantization
 ) -> None:
-    """Check a global scale: one factor for all, for each matrix of a stack, or for each row.
+    """Check a global scale: one factor per tensor, per matrix of a stack, or per row.
 
-    Ones may follow. Only nvfp4 has it.
+    Trailing ones are allowed. Only nvfp4 has a global scale.
     """
     factors = info.shape
     while factors and factors[-1] == 1 and factors != shape[: len(factors)]:

@@ -1,4 +1,4 @@
-"""Weights: the logical tensors of a model, however many tensors of a file each is spread over."""
+"""Weights: the logical tensors of a model, each made of one or more tensors in files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from clowder_aimage.tensor import Header, Quantization
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # what can be cast and quantized
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that can be cast and quantized
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """``nbytes`` bytes at ``offset`` of a file that was last ``modified`` then, in nanoseconds."""
+    """``nbytes`` bytes at ``offset`` of a file with the modification time ``modified`` (ns)."""
 
     path: Path
     offset: int
@@ -27,7 +27,7 @@ class FileSpan:
 class SourceTensor:
     """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
 
-    ``modified`` is when the file was last written, in nanoseconds.
+    ``modified`` is the modification time of the file in nanoseconds.
     """
 
     name: str
@@ -42,7 +42,7 @@ class SourceTensor:
     def of(
         cls, path: Path, header: Header, names: Iterable[str] | None = None
     ) -> list[SourceTensor]:
-        """Return tensors of the file at ``path``: those called ``names``, else all, in order."""
+        """Return the tensors named in ``names``, or all, of the file at ``path``, in order."""
         modified = path.stat().st_mtime_ns
         found = [(name, header.tensors[name]) for name in names or header.tensors]
         return [
@@ -65,7 +65,7 @@ class WeightReader(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A part of a weight: its suffix in the blob ("", ".scale", ...), and dtype and shape there."""
+    """A part of a weight: its suffix in the blob ("", ".scale", ...), dtype and shape."""
 
     suffix: str
     dtype: str
@@ -76,7 +76,7 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a network; ``dtype`` is a word of safetensors or the name of a quantization."""
+    """A tensor of a network; ``dtype`` is a safetensors dtype or the name of a quantization."""
 
     name: str
     dtype: str
@@ -95,12 +95,12 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes in the source."""
+        """Return the size in the source, in bytes."""
         return sum(part.tensor.nbytes for part in self.parts)
 
 
 def plain(tensor: SourceTensor) -> Weight:
-    """Return a tensor that is a weight by itself."""
+    """Return a tensor as an unquantized weight."""
     part = TensorPart("", tensor.dtype, tensor.shape, tensor)
     return Weight(tensor.name, tensor.dtype, tensor.shape, (part,))
 

@@ -1,5 +1,5 @@
 """Z-Image: a single-stream diffusion transformer with a Qwen text encoder and a Flux-style VAE.
 
-The numerical reference is ``ZImagePipeline`` of diffusers 0.42; tests/parity holds it next to
-every network here.
+The numerical reference is ``ZImagePipeline`` of diffusers 0.42; tests/parity compares every network
+with it.
 """

@@ -1,6 +1,6 @@
 """The configurations of Z-Image's components, as diffusers and transformers (4 and 5) write them.
 
-A value that is not supported is refused, never guessed.
+An unsupported value is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from clowder_aimage.model.zimage.rope import RopeConfig
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
 
-PATCH = 2  # the patch side that ZImagePipeline asks the transformer for
+PATCH = 2  # the patch size that ZImagePipeline uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +34,17 @@ class TransformerConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head."""
+        """Return the channels of one attention head."""
         return self.dim // self.n_heads
 
     @property
     def ffn_dim(self) -> int:
-        """Hidden channels of the feed-forward network, computed as the reference does."""
+        """Return the hidden channels of the feed-forward network, computed as in the reference."""
         return int(self.dim / 3 * 8)
 
     @property
     def modulation_dim(self) -> int:
-        """Channels of the time embedding that modulates the blocks."""
+        """Return the channels of the time embedding that modulates the blocks."""
         return min(self.dim, 256)
 
     @classmethod
@@ -52,10 +52,10 @@ class TransformerConfig:
         """Read ``transformer/config.json``.
 
         ``n_kv_heads`` is not read: the reference ignores it and gives every head its own keys
-        and values, and the strict load would show weights that are of another mind.
+        and values, and the strict load would detect other weights.
 
         Raises:
-            ModelError: for a missing, malformed or unsupported field.
+            ModelError: A field is missing, malformed or unsupported.
         """
         fields = ConfigFields(name, values)
         fields.only("all_patch_size", [PATCH])
@@ -87,7 +87,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True, slots=True)
 class TextEncoderConfig:
-    """A Qwen3 or Qwen2 decoder, as far as its second to last hidden state needs it."""
+    """A Qwen3 or Qwen2 decoder, up to its second to last hidden state."""
 
     vocab_size: int
     hidden_size: int
@@ -100,7 +100,7 @@ class TextEncoderConfig:
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]  # one a layer: tokens it may look back, or None for all
+    windows: tuple[int | None, ...]  # per layer: tokens of context, or None for all
     rope: RopeConfig
 
     @classmethod
@@ -108,7 +108,7 @@ class TextEncoderConfig:
         """Read ``text_encoder/config.json`` as transformers 4 or 5 wrote it.
 
         Raises:
-            ModelError: for a missing, malformed or unsupported field.
+            ModelError: A field is missing, malformed or unsupported.
         """
         fields = ConfigFields(name, values)
         model_type = fields.text("model_type")
@@ -177,7 +177,7 @@ class VaeConfig:
 
     @property
     def scale(self) -> int:
-        """Pixels a latent cell spans, each way."""
+        """Return the pixels per latent cell, in each dimension."""
         return int(2 ** (len(self.block_out_channels) - 1))
 
     @classmethod
@@ -187,7 +187,7 @@ class VaeConfig:
         ``shift_factor`` is required: the reference cannot decode without one.
 
         Raises:
-            ModelError: for a missing, malformed or unsupported field.
+            ModelError: A field is missing, malformed or unsupported.
         """
         fields = ConfigFields(name, values)
         for key in ("latents_mean", "latents_std"):

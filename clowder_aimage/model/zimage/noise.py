@@ -1,10 +1,10 @@
-"""The noise that PyTorch's CPU generator makes, without PyTorch.
+"""The noise of PyTorch's CPU generator, without PyTorch.
 
-The same seed gives the same picture as the reference. ``torch.randn`` on a CPU draws from
-MT19937 and turns uniforms into normals (Box-Muller), eight pairs at a time from 16 numbers on;
-below that one pair at a time in double precision. On x86 processors with AVX2 it takes logarithm,
-sine and cosine from Cephes's single-precision polynomials with fused multiply-adds; done alike
-here, every bit is the same. Other processors differ by 2e-6 at most.
+A seed gives the same picture as the reference. ``torch.randn`` on a CPU draws from
+MT19937 and turns uniforms into normals (Box-Muller): for 16 or more numbers, eight pairs at a time;
+for fewer, one pair at a time in double precision. On x86 processors with AVX2 it computes
+logarithm, sine and cosine with Cephes's single-precision polynomials and fused multiply-adds; this
+module does the same, and every bit is equal. Other processors differ by 2e-6 at most.
 Reference: PyTorch, aten/src/ATen/native/cpu/DistributionTemplates.h and core/MT19937RNGEngine.h;
 polynomials: Cephes (S. Moshier), single/logf.c and single/sinf.c.
 """
@@ -40,7 +40,7 @@ _QUARTER_PI = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8) 
 def randn(seed: int, shape: tuple[int, ...]) -> Floats:
     """Return ``torch.randn(shape, generator=torch.Generator().manual_seed(seed))``.
 
-    seed: a whole number, of which the low 32 bits count.
+    seed: an integer, of which only the low 32 bits are used.
     """
     source = np.random.RandomState(seed & 0xFFFFFFFF)
     size = math.prod(shape)
@@ -49,7 +49,7 @@ def randn(seed: int, shape: tuple[int, ...]) -> Floats:
 
 
 def _many(source: np.random.RandomState, size: int) -> Floats:
-    """Whole blocks of 16; a rest is covered by one more block over the last 16 numbers."""
+    """Draw whole blocks of 16; a remainder is covered by one more block over the last 16."""
     values = _uniforms(source, size)
     whole = size - size % BLOCK
     values[:whole] = _box_muller(values[:whole])
@@ -59,7 +59,7 @@ def _many(source: np.random.RandomState, size: int) -> Floats:
 
 
 def _uniforms(source: np.random.RandomState, count: int) -> Floats:
-    """Multiples of 2**-24 in [0, 1)."""
+    """Draw multiples of 2**-24 in [0, 1)."""
     words = _words(source, count) & np.uint32((1 << 24) - 1)
     return words.astype(np.float32) * np.float32(2**-24)
 
@@ -69,7 +69,7 @@ def _words(source: np.random.RandomState, count: int) -> npt.NDArray[np.uint32]:
 
 
 def _box_muller(uniforms: Floats) -> Floats:
-    """In each block of 16, the first eight numbers give radii, the last eight angles."""
+    """Convert blocks of 16: the first eight numbers give radii, the last eight angles."""
     blocks = uniforms.reshape(-1, 2, BLOCK // 2)
     radius = np.sqrt(np.float32(-2) * _log(np.float32(1) - blocks[:, 0]))
     sine, cosine = _sine_cosine(np.float32(2 * math.pi) * blocks[:, 1])
@@ -103,7 +103,7 @@ def _log(x: Floats) -> Floats:
 
 
 def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
-    """Sine and cosine for x >= 0, by octants."""
+    """Return sine and cosine for x >= 0, by octants."""
     octant = (x * np.float32(4 / math.pi)).astype(np.int32)
     octant = (octant + 1) & ~1
     turns = octant.astype(np.float32)
@@ -121,7 +121,7 @@ def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
 
 
 def _few(source: np.random.RandomState, size: int) -> Floats:
-    """One pair at a time: angle from the first 53-bit uniform, radius from the second."""
+    """Draw one pair at a time: angle from the first 53-bit uniform, radius from the second."""
     values: list[float] = []
     while len(values) < size:
         turn, rest = _double(source), _double(source)

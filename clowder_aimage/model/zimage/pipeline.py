@@ -1,8 +1,8 @@
-"""Z-Image from prompt to picture: encode, denoise, decode.
+"""The Z-Image pipeline: encode, denoise, decode.
 
-Follows ``ZImagePipeline`` of diffusers 0.42, with pictures one after another and texts never
-padded (the reference masks its padding away). Latents stay float32 between steps whatever the
-networks compute in.
+Follows ``ZImagePipeline`` of diffusers 0.42, but makes pictures one after another and never
+pads texts (the reference masks its padding). Latents are float32 between steps, whatever the
+dtype of the networks.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from clowder_aimage.model.zimage.vae import Vae
 T = TypeVar("T")
 C = TypeVar("C")
 N = TypeVar("N", TextEncoder, Transformer, Vae)
-CACHED_TEXTS = 32  # the last used
+CACHED_TEXTS = 32  # the most recently used
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditioning:
-    """The captions of a generation; ``negative`` and its ``weight`` with guidance alone."""
+    """The captions of a generation; ``negative`` and its ``weight`` only with guidance."""
 
     positive: Caption
     negative: Caption | None = None
@@ -70,8 +70,8 @@ class Conditioning:
 class ZImagePipeline:
     """The loaded networks.
 
-    ``skipped`` names the tensors that were left out on purpose; ``budget`` decides whether the text
-    encoder stays in memory after its work.
+    ``skipped`` names the tensors that were left out; ``budget`` decides whether the text encoder
+    stays in memory after use.
     """
 
     tokenizer: Tokenizer
@@ -94,11 +94,11 @@ class ZImagePipeline:
         *,
         keep_quantized: bool | None = None,
     ) -> ZImagePipeline:
-        """Load every component strictly; ``keep_quantized`` is that of ``ModelWeights.apply``.
+        """Load every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
 
         Raises:
-            ModelError: for configurations or weights that do not fit, or not each other.
-            FormatError: for blobs that are not what they claim to be.
+            ModelError: Configurations or weights are invalid, or do not match each other.
+            FormatError: A blob is invalid.
         """
         scheduler_file = "scheduler/scheduler_config.json"
         scheduler = Scheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
@@ -124,21 +124,21 @@ class ZImagePipeline:
 
     @property
     def text_encoder(self) -> TextEncoder:
-        """The text encoder, loaded again if it was released. Raises as ``load`` does."""
+        """Return the text encoder, reloaded if it was released. Raises as ``load`` does."""
         return self.offloaded.get()
 
     def set_memory(self, policy: str, memory: int | None, total: int | None = None) -> None:
-        """Set the budget's fields; pictures are the same with any of them."""
+        """Set the fields of the budget; they do not affect the pictures."""
         self.budget.policy, self.budget.memory = policy, memory
         self.budget.total = total or self.budget.total
 
     @property
     def multiple(self) -> int:
-        """The number of pixels that both sides are multiples of."""
+        """Return the number of pixels that both sides must be multiples of."""
         return self.vae.config.scale * PATCH
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse a request that this model cannot serve. Raises UsageError."""
+        """Reject a request that this model does not support. Raises UsageError."""
         _, rows, columns = self.transformer.config.axes_lens
         check_request(
             request,
@@ -150,7 +150,7 @@ class ZImagePipeline:
         )
 
     def arrays(self, request: GenerateRequest, width: int, height: int) -> Arrays:
-        """Return the largest arrays of a picture: attention scores, the decoder's at full size."""
+        """Return the largest arrays of a picture: attention scores, full-size decoder layers."""
         cells = width * height // self.vae.config.scale**2
         widths, config = self.vae.config.block_out_channels, self.transformer.config
         texts = [request.prompt, *([request.negative or ""] if request.guidance else [])]
@@ -163,11 +163,11 @@ class ZImagePipeline:
         return Arrays(max(numbers * self.dtype.size, decoded), numbers)
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
-        """Yield steps, previews and pictures; closing the generator cancels.
+        """Yield steps, previews and pictures; closing the generator cancels the generation.
 
         Raises:
-            UsageError: at once, for a request that this model cannot serve.
-            ModelError: while it runs, when the model computes values that are not a picture.
+            UsageError: Immediately, if this model does not support the request.
+            ModelError: Later, if the model computes values that are not finite.
         """
         self.check(request)
         return self._generate(request, self.schedule(request))
@@ -201,14 +201,14 @@ class ZImagePipeline:
     def preview(
         self, before: mx.array, after: mx.array, schedule: Schedule, step: int
     ) -> npt.NDArray[np.uint8]:
-        """Return the picture at half its size, as step ``step`` (from 0) predicts it.
+        """Return the picture predicted at step ``step`` (from 0), at half its size.
 
         It is decoded from the end of the straight line from ``before`` through ``after``.
         """
         sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
         end = float(schedule.sigmas[-1])
         predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
-        return downsample(self.decode(predicted))  # smaller latents may mean other colours
+        return downsample(self.decode(predicted))  # smaller latents could change the colours
 
     def schedule(self, request: GenerateRequest) -> Schedule:
         """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
@@ -223,11 +223,11 @@ class ZImagePipeline:
         return Conditioning(positive, self.caption(request.negative or ""), request.guidance)
 
     def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text; the last ones are cached."""
+        """Return the tokens of a text; recent ones are cached."""
         return _cached(self._tokens, text, self.tokenizer.encode)
 
     def caption(self, text: str) -> Caption:
-        """Return a text, encoded and refined; the last ones are cached. Raises as ``encode``."""
+        """Return a text, encoded and refined; recent ones are cached. Raises as ``encode``."""
         return _cached(self._captions, text, self._refined)
 
     def _refined(self, text: str) -> Caption:
@@ -249,8 +249,8 @@ class ZImagePipeline:
         """Return the text features of a prompt, (tokens, hidden size).
 
         Raises:
-            UsageError: when the transformer has fewer positions than the prompt needs.
-            ModelError: when tokenizer and text encoder do not fit each other.
+            UsageError: The prompt needs more positions than the transformer has.
+            ModelError: The tokenizer does not match the text encoder.
         """
         tokens = self.tokens(prompt)
         positions = self.transformer.config.axes_lens[0]
@@ -262,7 +262,7 @@ class ZImagePipeline:
         return encoder(mx.array(tokens))
 
     def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
-        """Return the latents that torch draws, (channels, height / scale, width / scale)."""
+        """Return the latents as drawn by torch, (channels, height / scale, width / scale)."""
         scale = self.vae.config.scale
         channels = self.transformer.config.in_channels
         return randn(seed, (channels, request.height // scale, request.width // scale))
@@ -283,7 +283,7 @@ class ZImagePipeline:
         """Decode latents (channels, height, width) to RGB pixels.
 
         Raises:
-            ModelError: when values are infinite or not numbers.
+            ModelError: Values are infinite or NaN.
         """
         values = self.vae.decode(latents.astype(self.dtype))
         pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))

@@ -1,7 +1,7 @@
 """Rotary position embeddings: one axis in halves (Qwen), three axes in pairs (Z-Image).
 
-Angles are computed as the references do, in float64 rounded to float32 (Z-Image) or in float32
-(Qwen), then their cosines and sines once per length on the CPU, so that every device sees the
+Angles are computed as in the references: in float64 rounded to float32 (Z-Image) or in float32
+(Qwen). Cosines and sines are computed once per length on the CPU, so that all devices use the
 same tables. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071).
 """
 
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def table(angles: Floats, scale: float = 1.0) -> Table:
-    """Cosine and sine of float32 angles, each rounded once, times ``scale``."""
+    """Return cosine and sine of float32 angles, each rounded once, times ``scale``."""
     exact = angles.astype(np.float64)
     cosines = np.cos(exact).astype(np.float32) * np.float32(scale)
     sines = np.sin(exact).astype(np.float32) * np.float32(scale)
@@ -47,7 +47,7 @@ def rotate_pairs(x: mx.array, rope: Table) -> mx.array:
 
 
 def axes_table(positions: npt.NDArray[np.int64], axes_dims: tuple[int, ...], theta: float) -> Table:
-    """Tables of shape (length, sum(axes_dims) / 2) for positions of shape (length, axes)."""
+    """Return tables (length, sum(axes_dims) / 2) for positions of shape (length, axes)."""
     angles = []
     for axis, dim in enumerate(axes_dims):
         frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -74,7 +74,7 @@ class RopeConfig:
         """Read ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (4).
 
         Raises:
-            ModelError: for a kind other than default, linear and yarn.
+            ModelError: The kind is not default, linear or yarn.
         """
         raw = config.raw("rope_parameters", config.raw("rope_scaling", {}))
         if not isinstance(raw, dict):
@@ -105,7 +105,7 @@ class RopeConfig:
         )
 
     def table(self, length: int) -> Table:
-        """Tables of shape (length, dim / 2) for the positions 0 to length - 1."""
+        """Return tables of shape (length, dim / 2) for the positions 0 to length - 1."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         powers = np.float64(self.theta) ** exponents.astype(np.float64)
         inverse = np.float32(1) / powers.astype(np.float32)

@@ -1,7 +1,7 @@
 """The noise levels of the sampler: Euler steps of flow matching.
 
-Computed as ``FlowMatchEulerDiscreteScheduler`` of diffusers does when ``ZImagePipeline`` drives
-it: sigmas from 1 to 1/N, shifted towards 1 (arXiv 2403.03206, section 5.3.2), a 0 at the end.
+Computed as in ``FlowMatchEulerDiscreteScheduler`` of diffusers when used by ``ZImagePipeline``:
+sigmas from 1 to 1/N, shifted towards 1 (arXiv 2403.03206, section 5.3.2), with a 0 at the end.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Scheduler:
         """Read the configuration.
 
         Raises:
-            ModelError: for another scheduler, stochastic sampling (the reference draws it from
-                an unseeded generator) and beta sigmas.
+            ModelError: The configuration has another scheduler, stochastic sampling (drawn from an
+                unseeded generator in the reference) or beta sigmas.
         """
         fields = ConfigFields(name, values)
         fields.only("_class_name", "FlowMatchEulerDiscreteScheduler")
@@ -91,7 +91,7 @@ class Scheduler:
         ``shift`` replaces the static shift of the model.
 
         Raises:
-            UsageError: when ``shift`` is given but the model shifts by picture size.
+            UsageError: ``shift`` is given but the model shifts by picture size.
         """
         if shift is not None and self.dynamic:
             raise UsageError("this model derives its shift from the picture size; leave shift out")
@@ -120,7 +120,7 @@ class Scheduler:
         return (factor / (factor + (1 / sigmas - 1))).astype(np.float32)
 
     def _space(self, sigmas: Floats) -> npt.NDArray[np.floating[Any]]:
-        """Keep the sigmas, or only their ends with another spacing between them."""
+        """Return the sigmas, unchanged or with another spacing between their ends."""
         first, last = float(sigmas[0]), float(sigmas[-1])
         if self.spacing == "karras":
             ramp = np.linspace(0, 1, len(sigmas))
@@ -132,7 +132,7 @@ class Scheduler:
 
 
 def _linspace(start: float, end: float, count: int) -> Floats:
-    """torch.linspace in float32: from the start up to the middle, then from the end."""
+    """Return torch.linspace in float32: from the start up to the middle, then from the end."""
     if count == 1:
         return np.array([start], dtype=np.float32)
     first, last = np.float32(start), np.float32(end)

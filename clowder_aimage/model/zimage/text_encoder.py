@@ -1,6 +1,6 @@
 """The Qwen3 or Qwen2 text encoder of Z-Image, up to its second to last hidden state.
 
-Z-Image conditions on ``hidden_states[-2]``: what comes out of the last layer but one, before the
+Z-Image conditions on ``hidden_states[-2]``: the output of the second to last layer, before the
 final norm. So the last layer and the final norm are never built, and their weights are skipped.
 Reference: transformers, models/qwen3 and models/qwen2 (arXiv 2505.09388, 2407.10671).
 """
@@ -31,7 +31,7 @@ class Attention(Network):
             self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def __call__(self, x: mx.array, rope: Table) -> mx.array:
-        """x: (1, length, hidden) to the same shape."""
+        """Apply the layer to x: (1, length, hidden); returns the same shape."""
         batch, length, _ = x.shape
         queries = self.q_proj(x).reshape(batch, length, self.heads, -1)
         keys = self.k_proj(x).reshape(batch, length, self.kv_heads, -1)
@@ -66,7 +66,7 @@ class MLP(Network):
 
 
 class DecoderLayer(Network):
-    """Attention and feed-forward network, each on a normed input and added to it."""
+    """Attention and feed-forward network, each with a norm and a residual connection."""
 
     def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DecoderLayer(Network):
 
 
 class TextEncoder(Network):
-    """Token ids to the hidden states that Z-Image conditions on."""
+    """A network from token ids to the hidden states that Z-Image conditions on."""
 
     def __init__(self, config: TextEncoderConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TextEncoder(Network):
         self.layers = [DecoderLayer(config, window) for window in config.windows[:-1]]
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        """tokens: (length,) whole numbers; returns (length, hidden)."""
+        """Encode tokens: (length,) integers; returns (length, hidden)."""
         rope = self.config.rope.table(tokens.shape[0])
         hidden: mx.array = self.embed_tokens(tokens[None])
         for layer in self.layers:
@@ -103,7 +103,7 @@ class TextEncoder(Network):
         return name.removeprefix("model.")
 
     def skip(self, name: str) -> bool:
-        """Return True for tensors that no picture needs: last layer, final norm, language head."""
+        """Return True for tensors that are not used: last layer, final norm, language head."""
         last = len(self.layers)
         own = self.sanitize(name)
         return own in ("norm.weight", "lm_head.weight") or bool(re.match(rf"layers\.{last}\.", own))

@@ -1,7 +1,7 @@
-"""A prompt to token ids: the chat template, then the tokenizer.
+"""Encoding of a prompt as token ids: the chat template, then the tokenizer.
 
-The template comes with the model, from anyone, so it is rendered in Jinja's immutable sandbox
-with the few names that transformers gives templates. No code of the model is run.
+The template is part of the model and untrusted, so it is rendered in Jinja's immutable sandbox
+with the few names that transformers provides to templates. No code of the model is run.
 Reference: transformers, ``apply_chat_template`` and ``tokenization_qwen2``.
 """
 
@@ -30,7 +30,7 @@ MAX_TOKENS = 512
 FOLDER = "tokenizer"
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-# How Qwen2 and Qwen3 split text before the byte-level BPE.
+# The regular expression of Qwen2 and Qwen3 to split text before the byte-level BPE.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,7 +38,7 @@ _QWEN_SPLIT = (
 
 
 class Tokenizer:
-    """Encodes a prompt as the one message of a chat."""
+    """A tokenizer that encodes a prompt as the only message of a chat."""
 
     def __init__(self, backend: tokenizers.Tokenizer, template: str, config: Mapping[str, Any]):
         side = config.get("truncation_side") or "right"
@@ -56,7 +56,7 @@ class Tokenizer:
         """Read the files below ``tokenizer/``.
 
         Raises:
-            ModelError: when there is no tokenizer, no chat template, or one that is malformed.
+            ModelError: The tokenizer or chat template is missing or malformed.
         """
         config = find_object(store, aimage, f"{FOLDER}/tokenizer_config.json") or {}
         special = find_object(store, aimage, f"{FOLDER}/special_tokens_map.json") or {}
@@ -81,14 +81,14 @@ class Tokenizer:
                 range=_Range(),
                 **{**self._special, "enable_thinking": True},
             )
-        except Exception as error:  # a template can make anything happen inside its sandbox
+        except Exception as error:  # a template can raise any exception
             raise ModelError(f"the chat template failed: {error}") from error
 
     def encode(self, prompt: str) -> list[int]:
         """Return the token ids of the prompt in its template, 512 at most.
 
         Raises:
-            ModelError: if there are none.
+            ModelError: There are none.
         """
         tokens: list[int] = self._backend.encode(self.render(prompt)).ids
         if not tokens:
@@ -97,7 +97,7 @@ class Tokenizer:
 
 
 def _backend(store: BlobFiles, aimage: AImage) -> tokenizers.Tokenizer:
-    """From tokenizer.json, or built from vocab.json and merges.txt as Qwen's is."""
+    """Return the tokenizer in tokenizer.json, or one built from vocab.json and merges.txt."""
     data = find(store, aimage, f"{FOLDER}/tokenizer.json")
     if data is not None:
         return tokenizers.Tokenizer.from_str(data.decode())
@@ -129,7 +129,7 @@ def _merges(text: str) -> list[tuple[str, str]]:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], added: Mapping[str, Any] | None
 ) -> None:
-    """Add the tokens that the configuration lists and the backend does not know, in id order."""
+    """Add the tokens of the configuration that the backend lacks, in id order."""
     listed = config.get("added_tokens_decoder") or {
         index: {"content": content, "special": content.startswith("<|")}
         for content, index in (added or {}).items()
@@ -175,7 +175,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what an assistant said; here it changes nothing."""
+    """``{% generation %}`` marks assistant output; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -201,7 +201,7 @@ def _tojson(
 
 
 class _Range:
-    """``range`` with one budget for a whole rendering: loops in loops end too."""
+    """``range`` with a total budget per rendering, so that nested loops end too."""
 
     def __init__(self) -> None:
         self._left = 100_000

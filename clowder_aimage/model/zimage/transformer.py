@@ -1,7 +1,7 @@
 """Z-Image's single-stream diffusion transformer (S3-DiT).
 
-Image and caption tokens are refined apart, then run through the same blocks as one sequence, the
-image first. Both are filled up to a multiple of 32 with learned pad tokens, which take part in
+Image and caption tokens are refined separately, then processed by the same blocks as one sequence,
+image first. Both are padded to a multiple of 32 with learned pad tokens, which take part in
 attention. Reference: diffusers, models/transformers/transformer_z_image.py (arXiv 2511.22699).
 """
 
@@ -19,8 +19,8 @@ from clowder_aimage.model.zimage.rope import Table, axes_table, rotate_pairs
 MULTIPLE = 32  # image and caption are each padded to a multiple of this many tokens
 FREQUENCIES = 256  # sinusoidal features of the time
 TIME_HIDDEN = 1024
-QK_EPS = 1e-5  # fixed in the reference, whatever norm_eps says
-_NAMES = {  # parts of diffusers' names, and what they are called here
+QK_EPS = 1e-5  # fixed in the reference, regardless of norm_eps
+_NAMES = {  # parts of diffusers' names, and the names used here
     f"all_x_embedder.{PATCH}-1.": "x_embedder.",
     f"all_final_layer.{PATCH}-1.": "final_layer.",
     "final_layer.adaLN_modulation.1.": "final_layer.adaLN_modulation.",
@@ -54,7 +54,7 @@ class Attention(Network):
             self.norm_k = RMSNorm(config.head_dim, eps=QK_EPS)
 
     def __call__(self, x: mx.array, rope: Table) -> mx.array:
-        """x: (1, length, dim) to the same shape."""
+        """Apply the layer to x: (1, length, dim); returns the same shape."""
         batch, length, _ = x.shape
         shape = (batch, length, self.heads, -1)
         queries, keys = self.to_q(x).reshape(shape), self.to_k(x).reshape(shape)
@@ -97,7 +97,7 @@ class Block(Network):
             self.adaLN_modulation = Linear(config.modulation_dim, 4 * config.dim)
 
     def __call__(self, x: mx.array, rope: Table, time: mx.array | None = None) -> mx.array:
-        """x: (1, length, dim); time: (1, modulation_dim), only for a modulated block."""
+        """Apply x: (1, length, dim) and time: (1, modulation_dim), only for a modulated block."""
         if time is None:
             x += self.attention_norm2(self.attention(self.attention_norm1(x), rope))
             x += self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))
@@ -122,7 +122,7 @@ class FinalLayer(Network):
         self.adaLN_modulation = Linear(config.modulation_dim, config.dim)
 
     def __call__(self, x: mx.array, time: mx.array) -> mx.array:
-        """x: (1, length, dim) to (1, length, patch * patch * channels)."""
+        """Project x: (1, length, dim) to (1, length, patch * patch * channels)."""
         scale = self.adaLN_modulation(silu(time))[:, None]
         return self.linear(self.norm_final(x) * (1 + scale))
 
@@ -136,15 +136,15 @@ class TimestepEmbedder(Network):
         self.linear2 = Linear(TIME_HIDDEN, config.modulation_dim)
 
     def __call__(self, time: float) -> mx.array:
-        """time: already scaled; returns (1, modulation_dim)."""
+        """Embed time, which is already scaled; returns (1, modulation_dim)."""
         features = mx.array(sinusoid(time))[None].astype(self.linear1.bias.dtype)
         return self.linear2(silu(self.linear1(features)))
 
 
 def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return the 256 features of a time: float32 angles; cosines and sines are rounded once.
+    """Return the 256 features of a time, from float32 angles; cosines and sines are rounded once.
 
-    The reference's float32 exponential rounds two of the frequencies up; so does this.
+    Two of the frequencies are rounded up, as by the float32 exponential of the reference.
     """
     half = FREQUENCIES // 2
     exponents = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32)
@@ -156,14 +156,14 @@ def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """A refined caption: it does not depend on the time, so it is made once a prompt."""
+    """A refined caption, independent of the time and computed once per prompt."""
 
     tokens: mx.array  # (1, length, dim), padded to a multiple of 32
     rope: Table
 
 
 class Transformer(Network):
-    """Latents, a time and a caption to the predicted velocity."""
+    """The network from latents, a time and a caption to the predicted velocity."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -191,10 +191,10 @@ class Transformer(Network):
         return Caption(tokens, rope)
 
     def __call__(self, latents: mx.array, time: float, caption: Caption) -> mx.array:
-        """One forward pass.
+        """Run one forward pass.
 
         latents: (channels, height, width) in latent cells, both even; time: 1 - sigma, 0 (noise)
-        to 1 (picture). Returns the same shape, pointing from noise to picture.
+        to 1 (picture). Returns the velocity from noise to picture, in the same shape.
         """
         channels, height, width = latents.shape
         rows, columns = height // PATCH, width // PATCH
@@ -215,7 +215,7 @@ class Transformer(Network):
         return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
 
     def _image_rope(self, rows: int, columns: int, length: int, caption: int) -> Table:
-        """Image tokens stand at (caption + 1, row, column), their pads at (0, 0, 0)."""
+        """Return the table for image tokens at (caption + 1, row, column) and pads at (0, 0, 0)."""
         positions = np.zeros((length, 3), dtype=np.int64)
         tokens = positions[: rows * columns]
         tokens[:, 0] = caption + 1
@@ -235,12 +235,12 @@ class Transformer(Network):
 
     @staticmethod
     def skip(name: str) -> bool:
-        """Return True for tensors of image-conditioned variants only."""
+        """Return True for tensors that only image-conditioned variants have."""
         return name.startswith("siglip_")
 
 
 def _fill(tokens: mx.array, pad: mx.array) -> mx.array:
-    """(length, dim) to (1, padded length, dim), filled up with the pad token."""
+    """Pad (length, dim) to (1, padded length, dim) with the pad token."""
     length, dim = tokens.shape
     missing = padded(length) - length
     if missing:

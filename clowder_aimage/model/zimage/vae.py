@@ -1,7 +1,7 @@
 """The decoder from latents to pixels (``AutoencoderKL``), channels last.
 
 Reference: diffusers, models/autoencoders/autoencoder_kl.py and vae.py (arXiv 2112.10752).
-Group norms work as PyTorch's do; MLX's own grouping of channels differs.
+Group norms follow PyTorch; MLX groups channels differently by default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _norm(config: VaeConfig, channels: int) -> GroupNorm:
 
 
 class ResnetBlock(Network):
-    """Two normed convolutions, added to the input."""
+    """Two normed convolutions with a residual connection."""
 
     def __init__(self, config: VaeConfig, channels: int, out_channels: int) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class ResnetBlock(Network):
             self.conv_shortcut = Conv2d(channels, out_channels, 1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x: (1, height, width, channels)."""
+        """Apply the block to x: (1, height, width, channels)."""
         hidden = self.conv1(silu(self.norm1(x)))
         hidden = self.conv2(silu(self.norm2(hidden)))
         return hidden + (self.conv_shortcut(x) if "conv_shortcut" in self else x)
 
 
 class Attention(Network):
-    """Attention of every cell to every cell, with one head, added to the input."""
+    """Single-head attention between all cells, with a residual connection."""
 
     def __init__(self, config: VaeConfig, channels: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Attention(Network):
         self.to_out = Linear(channels, channels)
 
     def __call__(self, x: mx.array) -> mx.array:
-        """x: (1, height, width, channels)."""
+        """Apply the layer to x: (1, height, width, channels)."""
         batch, height, width, channels = x.shape
         normed = self.group_norm(x).reshape(batch, 1, height * width, channels)
         mixed = mx.fast.scaled_dot_product_attention(
@@ -57,7 +57,7 @@ class Attention(Network):
 
 
 class MidBlock(Network):
-    """A residual block, attention if there is any, a residual block."""
+    """A residual block, optional attention, a residual block."""
 
     def __init__(self, config: VaeConfig, channels: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class MidBlock(Network):
 
 
 class Upsample(Network):
-    """Twice the side, by repetition, then a convolution."""
+    """Nearest-neighbour upsampling by 2, then a convolution."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Upsample(Network):
 
 
 class UpBlock(Network):
-    """Residual blocks, then twice the side, except in the last block."""
+    """Residual blocks, then upsampling, except in the last block."""
 
     def __init__(self, config: VaeConfig, channels: int, out_channels: int, *, last: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Decoder(Network):
 
 
 class Vae(Network):
-    """The decoder; the encoder, which no picture needs, is skipped."""
+    """The decoder; the encoder is not used and is skipped."""
 
     def __init__(self, config: VaeConfig) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class Vae(Network):
             self.post_quant_conv = Conv2d(width, width, 1)
 
     def decode(self, latents: mx.array) -> mx.array:
-        """Latents (channels, height, width) to pixels (scale * height, scale * width, 3).
+        """Decode latents (channels, height, width) to pixels (scale * height, scale * width, 3).
 
-        Pixels are about -1 to 1, not clipped; the dtype is the latents'.
+        Pixels are about -1 to 1, not clipped; the dtype is that of the latents.
         """
         x = latents / self.config.scaling_factor + self.config.shift_factor
         x = x.transpose(1, 2, 0)[None]
