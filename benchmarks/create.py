@@ -1,18 +1,18 @@
-"""What packing a model costs, beside the least that it could: ``python benchmarks/create.py``.
+"""Measure ``aimage create`` against a lower bound: ``python benchmarks/create.py``.
 
     python benchmarks/create.py [--gib 2] [--shards 8] [--runs 5] [--quantize] [--directory DIR]
 
-A Z-Image directory is made whose transformer has ``--gib`` GiB of random BF16 in shards. In every
-round, each in a process of its own and with a disk that is idle before:
+The benchmark creates a Z-Image directory whose transformer has ``--gib`` GiB of random BF16 in
+shards. Each round runs each of these in a separate process, on an idle disk:
 
-floor     twenty lines: read the shards in pieces of 4 MiB, hash them with SHA-256, write them to
-          new files, and make those durable
-create    ``aimage create`` into a new store, which is durable, too
+floor     a script of twenty lines: read the shards in pieces of 4 MiB, hash them with SHA-256,
+          write them to new files and sync these
+create    ``aimage create`` into a new store, which is synced as well
 
-With ``--quantize`` there are two more rows: ``aimage create --quantize int8``, and MLX's own
-quantization of the same tensors, evaluated one after the other on the CPU, in three parts: reading
-them, quantizing them, and both. Figures are medians; rounds are interleaved. Peak memory is that of
-the process, as the kernel counts it for children that have ended.
+``--quantize`` adds two rows: ``aimage create --quantize int8``, and MLX's own quantization of the
+same tensors, evaluated one after the other on the CPU, in three parts: reading, quantizing, and
+both. Figures are medians; rounds are interleaved. Peak memory is that of the process, as the
+kernel reports it for children that have ended.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ print(reading, quantizing)
 
 @dataclass
 class Row:
-    """The runs of one program: seconds, and the largest resident memory in bytes."""
+    """Runs of one program: seconds, and the peak resident memory in bytes."""
 
     seconds: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
 
 
 def make_model(directory: Path, size: int, shards: int) -> None:
-    """A directory with ``size`` bytes of weights in a transformer."""
+    """Create a directory with ``size`` bytes of weights in a transformer."""
     shutil.copytree(TINY, directory)
     place = directory / "transformer"
     for path in place.glob("*.safetensors*"):
@@ -104,7 +104,7 @@ def make_model(directory: Path, size: int, shards: int) -> None:
 
 
 def _write(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Random numbers of about the size that weights have."""
+    """Write random numbers with the distribution of weights."""
     import numpy as np
 
     rng = np.random.default_rng(int(path.name.split("-")[1]))
@@ -121,7 +121,7 @@ def _chunks(total: int, size: int) -> list[int]:
 
 
 def run(row: Row, command: list[str], place: Path) -> str:
-    """Run a program that writes to ``place``; what it says."""
+    """Run a program that writes to ``place`` and return its output."""
     shutil.rmtree(place, ignore_errors=True)
     os.sync()
     begun = time.perf_counter()
@@ -141,7 +141,7 @@ def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bo
     model = directory / f"model-{gib}"
     shutil.rmtree(model, ignore_errors=True)
     making = SPAWN.Process(target=make_model, args=(model, int(gib * 1024 * MIB), shards))
-    making.start()  # a child's peak memory begins with what its parent has: ours must stay small
+    making.start()  # a child's peak memory starts with its parent's: ours must stay small
     making.join()
     assert making.exitcode == 0
     paths = [str(path) for path in sorted((model / "transformer").glob("*.safetensors"))]
@@ -167,7 +167,7 @@ def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bo
 
 
 def show(rows: dict[str, Row], gib: float, shards: int) -> None:
-    """The table; ratios are to the floor, and of quantizing to MLX's own."""
+    """Print the table; ratios are to the floor, and of quantizing to MLX's own."""
     print(f"\n| {gib} GiB in {shards} shards | s, median | least | ratio | peak MiB |")
     print("|---|---|---|---|---|")
     own = rows.get("MLX, quantize alone")

@@ -1,4 +1,4 @@
-"""Simulated time for simulate.py: processes that wait for each other, and wires that bytes pass."""
+"""Simulated time for simulate.py: processes that wait for each other, and network links."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 MIB = 1024 * 1024
 PIECE = MIB  # coarser than in wire.py, and as fair
-AHEAD = 2  # pieces of a connection that are under way at once
+AHEAD = 2  # pieces of a connection in flight
 
 Process = Generator[Any, Any, Any]
 
 
 class Event:
-    """Something that processes wait for."""
+    """An event that processes can wait for."""
 
     __slots__ = ("is_set", "waiting")
 
@@ -25,7 +25,7 @@ class Event:
 
 
 class Clock:
-    """Simulated time, and what is to happen in it."""
+    """Simulated time and the events scheduled in it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -43,7 +43,7 @@ class Clock:
             what()
 
     def start(self, process: Process) -> Event:
-        """Have a process run; it yields seconds to sleep, an event, or one with a time limit."""
+        """Start a process; it yields seconds to sleep, an event, or one with a time limit."""
         ended = Event()
         self._step(process, None, ended)
         return ended
@@ -85,7 +85,7 @@ class Clock:
 
 
 class Wire:
-    """One direction of a machine's connection to the others."""
+    """One direction of a machine's network link."""
 
     __slots__ = ("free", "passed", "rate")
 
@@ -93,14 +93,14 @@ class Wire:
         self.rate, self.free, self.passed = rate, 0.0, 0
 
     def take(self, count: int, now: float) -> float:
-        """When so many bytes will have passed."""
+        """Return the time at which this many bytes will have passed."""
         self.passed += count
         self.free = max(self.free, now) + count / self.rate
         return self.free
 
 
 class Transfer:
-    """Bytes from one machine to another, piece by piece over both wires; ``ended`` tells when."""
+    """A transfer between two machines, piece by piece over both links; ``ended`` is its event."""
 
     __slots__ = ("_clock", "_down", "_left", "_open", "_under_way", "_up", "ended")
 

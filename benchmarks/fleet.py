@@ -3,24 +3,23 @@
     python benchmarks/fleet.py [--ways alone,near,told,killed] [--rounds 3] [--nodes 8] [--mib 128]
         [--registry MIB_PER_S] [--node MIB_PER_S] [--json] [--simulate] [--directory DIR]
 
-Each node is an ``aimage node`` process with a store of its own; docker-registry has the blobs of
-the model. ``wire.py`` gives the registry and each node an uplink and a downlink, whose rate all of
-its connections share. The time starts with the registry's answer to the push of the tag, which the
-nodes ask for once a second, and ends when each node reports that the model is present. Then all
-blobs in all stores are hashed.
+Each node is an ``aimage node`` process with its own store; docker-registry has the blobs of
+the model. ``wire.py`` gives the registry and each node an uplink and a downlink, whose rate is
+shared by all of its connections. The time starts with the registry's answer to the push of the tag,
+which the nodes poll once a second, and ends when each node reports that the model is present. Then
+all blobs in all stores are hashed.
 
 alone   no peers are configured
 near    each node knows all others
-told    as near, but the tag exists, and the desired state of the nodes changes one after the other,
-        that of the last when the first has had the time to fetch half of the model
+told    as near, but the tag exists, and the desired states of the nodes change one after the other,
+        the last one when the first node has had the time to fetch half of the model
 killed  as near, and two nodes are killed (SIGKILL) at 40 %; they start again when the others are
         complete
 
 "registry" is the bytes that the registry sent, headers included, divided by the size of the model;
-"most sent" is the same for the node that sent most. CPU seconds are the sum of all nodes, the peak
-of memory is that of the largest. With ``--simulate``, simulate.py is calibrated with the
-measurements and predicts larger fleets. Needs docker-registry, and twice the stores' size in
-``--directory``.
+"most sent" is the maximum over the nodes. CPU seconds are the sum over all nodes, the peak
+of memory is the maximum. With ``--simulate``, simulate.py is calibrated with the measurements and
+predicts larger fleets. Needs docker-registry, and twice the size of all stores in ``--directory``.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from nodes import MIB, REGISTRY, Model, Node, free_ports, sizes
 from transfer import registry
 
 PATIENCE = 600.0  # seconds
-LOOK = 0.2  # seconds between two requests for a status, which cost the nodes time
+LOOK = 0.2  # seconds between two requests for a status, which take CPU time from the nodes
 MIDDLE = 0.4  # of all bytes
 WAYS = ("alone", "near", "told", "killed")
 
@@ -179,7 +178,7 @@ def _until(holds: Any, what: str) -> None:
 
 @contextlib.contextmanager
 def fleet(setup: Setup, model: Model, host: str, *, is_near: bool) -> Iterator[Fleet]:
-    """Run nodes that know each other."""
+    """Run a fleet of nodes that know each other's addresses."""
     home = setup.directory / "fleet"
     shutil.rmtree(home, ignore_errors=True)
     rates = {REGISTRY: (setup.registry, 0.0)}
@@ -242,7 +241,7 @@ def median(costs: list[Cost]) -> Cost:
 
 
 def simulated(setup: Setup, costs: dict[str, list[Cost]]) -> str:
-    """Return a table of larger fleets, by a simulation calibrated with the measurements."""
+    """Return a table of larger fleets, simulated and calibrated with the measurements."""
     blobs = tuple(sorted(sizes(setup.mib), reverse=True))
     rules = simulate.Rules(setup.nodes, blobs, setup.registry, setup.node)
     share = 1.0

@@ -1,10 +1,10 @@
-"""Measure the HTTP servers that could carry the registry and the worker API.
+"""Measure candidate HTTP servers for the registry and the worker API.
 
-Run `python benchmarks/http_server.py` (about two minutes, 2 GiB of disk under --directory). Each
-round starts every candidate afresh, so that cold start and peak memory are measured as often as
-throughput, and the candidates take turns: a slow minute of the machine hits all of them alike.
-A candidate whose packages are not installed is left out; so is docker-registry when its program is
-not found. The table on stdout holds medians. Linux only: memory is read from /proc.
+Run `python benchmarks/http_server.py` (about two minutes, 2 GiB of disk in --directory). Each
+round restarts every candidate, so that cold start and peak memory are measured as often as
+throughput, and rounds are interleaved, so that load on the machine affects all candidates alike.
+Candidates whose packages are not installed are skipped, and so is docker-registry if its program
+is missing. The table on stdout has medians. Linux only: memory is read from /proc.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SMALL_REQUESTS = 400
 CONNECTIONS = 8
 PIECE = 1024 * 1024
 
-# candidate -> the distributions one would name in pyproject.toml
+# candidate -> the distributions to list in pyproject.toml
 CANDIDATES = {
     "aiohttp": ["aiohttp"],
     "starlette-granian": ["starlette", "granian"],
@@ -75,7 +75,7 @@ class Sink:
 
 
 class Ticks:
-    """An endless event stream that counts how often it was closed early."""
+    """An endless event stream that counts how often clients disconnect."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -228,7 +228,7 @@ def serve(candidate: str, root: Path, port: int) -> None:
         serve_uvicorn(root, port, "httptools", "uvloop")
 
 
-# ---------------------------------------------------------------- a client that costs little
+# ---------------------------------------------------------------- a lightweight client
 
 
 class Client:
@@ -258,7 +258,7 @@ class Client:
         return int(lines[0].split(" ")[1]), headers
 
     def read(self, size: int) -> bytes:
-        """Take `size` bytes of the body; only what came with the head is returned."""
+        """Read `size` bytes of the body; return only those received with the headers."""
         left = size - len(self.received)
         while left:
             count = self.socket.recv_into(self.buffer, min(left, PIECE))
@@ -314,7 +314,7 @@ def put_large(port: int) -> None:
 
 
 def cancel_seconds(port: int) -> float:
-    """Leave an event stream; how long until its generator was closed (inf: not within 5 s)."""
+    """Close an event stream; return the seconds until its generator was closed (inf: over 5 s)."""
     before = int(text_of(port, "/closed"))
     client = Client(port)
     client.request("GET", "/sse")
@@ -390,7 +390,7 @@ def measure(candidate: str, root: Path) -> dict[str, float]:
 
 
 def measure_peer(root: Path, blobs: dict[str, str]) -> dict[str, float]:
-    """The same GETs from docker-registry, its blobs laid down in its own tree beforehand."""
+    """Measure the same GETs from docker-registry, with the blobs written to its tree beforehand."""
     port = free_port()
     config = root / "registry.yml"
     config.write_text(
@@ -438,11 +438,11 @@ def lay_down(root: Path) -> dict[str, str]:
     return digests
 
 
-# ---------------------------------------------------------------- what an install costs
+# ---------------------------------------------------------------- the cost of an install
 
 
 def requirements(names: list[str]) -> set[str]:
-    """The distributions that installing `names` brings, themselves included."""
+    """Return the distributions that installing `names` requires, including themselves."""
     found: set[str] = set()
     queue = list(names)
     while queue:

@@ -3,8 +3,8 @@
     python benchmarks/idle.py [--counts 1,100,500] [--rounds 5] [--seconds 10]
 
 For each number of models (of 1,200 layers each, as in store.py): the seconds from the start of the
-node until it is ready, its use of a core from then on (median of the rounds), its resident memory
-and its open files. The pull policy is Never, so no registry is asked.
+node until it is ready, its CPU use of one core afterwards (median of the rounds), its resident
+memory and its open files. The pull policy is Never, so there are no requests to a registry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from store import AIMAGE, make_store, name_of
 
-SETTLE = 25.0  # seconds until files that have just changed are not read again
+SETTLE = 25.0  # seconds until recently changed files are no longer read again
 
 
 class Node:

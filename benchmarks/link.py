@@ -1,17 +1,17 @@
-"""A link between a client and a server on loopback: slow and far away, or only counting.
+"""A simulated link on loopback between a client and a server: limits the rate, or only counts.
 
     python benchmarks/link.py HOST:PORT [--rate MIB_PER_S] [--round-trip MS]
 
-A TCP proxy, a process of its own so that its CPU is not the client's; ``link()`` starts it. It
-prints the host:port that it listens at, and on SIGUSR1 and when it ends (SIGTERM, SIGINT) a line of
-what went through, as JSON: ``connections``, ``up`` (bytes to the server) and ``down`` (bytes from
-it, all of them: heads of answers too).
+A TCP proxy in a separate process, so that its CPU time is not the client's; ``link()`` starts it.
+It prints the host:port that it listens on. On SIGUSR1, and at exit (SIGTERM, SIGINT), it prints a
+line of JSON with ``connections``, ``up`` (bytes to the server) and ``down`` (bytes from the server,
+including response headers).
 
-Each connection is a link of its own. Each direction of it takes ``--rate`` and no more: what comes
-while it is busy queues. What it took is due at the other end half a round trip later, however much
-is on its way (the link is a pipe, no stop-and-wait). A new connection costs a round trip before its
-first byte, as TCP's handshake does; TCP's slow start is not imitated. Buffers are bounded: a reader
-that is slow slows the writer. A rate of 0, as without the options, is no limit.
+Each connection is a separate link. Each direction of it is limited to ``--rate``; excess bytes are
+queued. Bytes are delivered half a round trip later, regardless of the number in flight (the link
+is a pipe, not stop-and-wait). A new connection takes a round trip before its first byte, like a TCP
+handshake; TCP slow start is not simulated. Buffers are bounded: a slow reader slows the writer. A
+rate of 0, the default, is unlimited.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from typing import Any
 
 MIB = 1024 * 1024
 PIECE = 64 * 1024
-AHEAD = 0.010  # seconds of work that a direction may have queued: it outlasts a late wake-up
+AHEAD = 0.010  # seconds of data that a direction may queue: covers a late wake-up
 KERNEL_BUFFER = 256 * 1024
-BUFFER = memoryview(bytearray(PIECE))  # one for all: what is read is copied before the next read
+BUFFER = memoryview(bytearray(PIECE))  # shared: received data are copied before the next read
 
 
 @dataclass
 class Link:
-    """What is between all clients and ``host``:``port``, and what went through."""
+    """The link between all clients and ``host``:``port``, with counters."""
 
     host: str
     port: int
-    rate: float = math.inf  # bytes a second, of each direction of each connection
+    rate: float = math.inf  # bytes a second, per direction and connection
     round_trip: float = 0.0  # seconds
     connections: int = 0
     up: int = 0
@@ -55,7 +55,7 @@ class Link:
 
     @property
     def most(self) -> int:
-        """Bytes that a direction of a connection may hold: what fills the pipe, and some."""
+        """Return the maximum bytes buffered per direction: those in flight, and some more."""
         return MIB + (0 if math.isinf(self.rate) else int(self.rate * self.delay))
 
     def count(self, size: int, up: bool) -> None:
@@ -71,13 +71,13 @@ class Link:
 
 @dataclass
 class Through:
-    """A link that runs: ``host`` is its host:port."""
+    """A running link, reached at ``host`` (host:port)."""
 
     host: str
     process: subprocess.Popen[str]
 
     def sent(self) -> int:
-        """The bytes that the server has sent so far."""
+        """Return the bytes sent by the server so far."""
         assert self.process.stdout is not None
         self.process.send_signal(signal.SIGUSR1)
         return int(json.loads(self.process.stdout.readline())["down"])
@@ -85,7 +85,7 @@ class Through:
 
 @contextlib.contextmanager
 def link(upstream: str, rate: float = 0, delay: float = 0) -> Iterator[Through]:
-    """A link before ``upstream``: bytes a second (0: no limit), seconds in each direction."""
+    """Run a link to ``upstream``: bytes a second (0: unlimited), seconds in each direction."""
     limits = ["--rate", str(rate / MIB), "--round-trip", str(delay * 2000)]
     with subprocess.Popen(
         [sys.executable, __file__, upstream, *limits], stdout=subprocess.PIPE, text=True
@@ -95,11 +95,11 @@ def link(upstream: str, rate: float = 0, delay: float = 0) -> Iterator[Through]:
             yield Through(process.stdout.readline().strip(), process)
         finally:
             process.terminate()
-            process.wait()  # before its stdout is closed, where it says its last
+            process.wait()  # before its stdout is closed, where it prints the last line
 
 
 class End(asyncio.BufferedProtocol):
-    """One end of a connection; what it receives is written at ``other``, late and no faster."""
+    """One end of a connection; received data are written to ``other``, delayed and limited."""
 
     def __init__(self, link: Link, other: End | None = None) -> None:
         self._link = link
@@ -107,13 +107,13 @@ class End(asyncio.BufferedProtocol):
         self._is_client = other is None
         self.other = other or End(link, self)
         self.transport: asyncio.Transport | None = None
-        self._queue: deque[tuple[float, bytes]] = deque()  # when due, and what; b"" is the end
+        self._queue: deque[tuple[float, bytes]] = deque()  # due time and data; b"" is the end
         self._held = 0
-        self._free = 0.0  # when the direction will have taken all that came
-        self._blocked = False  # the other end takes no more for now
-        self._ended = False  # all is written at the other end, and so was the end
+        self._free = 0.0  # time at which the direction will be idle
+        self._blocked = False  # the other end is not reading for now
+        self._ended = False  # all data and the end were written to the other end
         self._reads = True
-        self._over = False  # nothing more comes from here
+        self._over = False  # no more data will be received
         self._wakes: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -154,7 +154,7 @@ class End(asyncio.BufferedProtocol):
         self._free = max(self._loop.time(), self._free)
         self._queue.append((self._free + self._link.delay, b""))
         self._go_on()
-        return True  # the other direction may go on
+        return True  # the other direction may continue
 
     def pause_writing(self) -> None:
         self.other._blocked = True
@@ -171,7 +171,7 @@ class End(asyncio.BufferedProtocol):
             self.other.transport.abort()
 
     def _go_on(self) -> None:
-        """Write what is due, read or not, and wake up when there is more to do."""
+        """Write the data that are due, and schedule the next wake-up."""
         assert self.transport is not None
         if self._wakes is not None:
             self._wakes.cancel()
@@ -208,13 +208,13 @@ class End(asyncio.BufferedProtocol):
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Pass over what asyncio says of connections that were cut: their ends were told already."""
+    """Ignore asyncio's reports of reset connections: both ends have handled them."""
     if not isinstance(context.get("exception"), OSError):
         loop.default_exception_handler(context)
 
 
 async def serve(link: Link) -> None:
-    """Carry connections until told to stop."""
+    """Forward connections until terminated."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     loop.set_exception_handler(_complain)
     for name in (signal.SIGTERM, signal.SIGINT):

@@ -1,11 +1,11 @@
-"""Loading a model of many tensors: ``python benchmarks/load.py``.
+"""Measure the loading of a model of many tensors: ``python benchmarks/load.py``.
 
 1,000 BF16 tensors of 512 KiB, one blob each in an image layout, and the same tensors in one file.
-Each row is one way of getting all of them into memory, in a process of its own for each round;
-rounds are interleaved, the page cache is warm. The time begins when everything is imported, the
-manifest is read and the device is up, and ends when the last array is evaluated or its pages are
-touched; the peak is that of the process, with the size of the libraries taken off. The goal of
-``ModelWeights.load`` is at most 1.0 of one big ``mx.load``.
+Each row is one way to load all of them into memory, in a separate process per round; rounds are
+interleaved, the page cache is warm. The time starts after imports, reading the manifest and
+initializing the device, and ends when the last array is evaluated or its pages are touched; the
+peak is that of the process minus the size of the libraries. The goal of ``ModelWeights.load`` is at
+most 1.0 of a single ``mx.load``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BASE = "mx.load, one file"
 
 
 class Case:
-    """What was made in ``directory``, for one way of loading."""
+    """Files created in ``directory`` for one way of loading."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -133,14 +133,14 @@ def torch_bytes(tensor: Any) -> Any:
 
 
 def touched(values: Any) -> Any:
-    """A byte of every page is read, so that a view costs what it must."""
+    """Read a byte of every page, to include the page faults of a view."""
     flat = values.reshape(-1)
     int(flat[:: max(4096 // flat.itemsize, 1)].sum())
     return values
 
 
 def build(directory: Path, count: int, kib: int) -> None:
-    """The same random tensors, as an AImage and as one file."""
+    """Write the same random tensors as an AImage and as one file."""
     rows = kib * 1024 // 2 // COLUMNS
     random = np.random.default_rng(0)
     store = ImageLayout(directory / "store")
@@ -149,7 +149,7 @@ def build(directory: Path, count: int, kib: int) -> None:
     with (directory / BIG).open("wb") as big, store.batch():
         big.write(encode_header(entries))
         for name, dtype, shape in entries:
-            # small positive numbers: any bits would make sums of infinities and of no numbers
+            # small positive numbers: random bits would give sums that are infinite or NaN
             values = random.integers(0x3C00, 0x3F80, shape, np.uint16).tobytes()
             big.write(values)
             blob = encode_header([(name, dtype, shape)]) + values
@@ -168,7 +168,7 @@ def file_layer(store: ImageLayout, name: str, data: bytes) -> Layer:
 
 
 def child(directory: Path, way: str) -> dict[str, float]:
-    """Seconds and MiB of one way, in this process."""
+    """Return the seconds and MiB of one way, in this process."""
     raise_limit()
     case = Case(directory)
     warm_up(way)
@@ -181,7 +181,7 @@ def child(directory: Path, way: str) -> dict[str, float]:
 
 
 def warm_up(way: str) -> None:
-    """Import what the way needs."""
+    """Import the modules that the way uses."""
     if "mx" in way or way == "ModelWeights.load":
         from clowder_aimage.model import array
         from clowder_aimage.model.backend import mx
@@ -193,23 +193,23 @@ def warm_up(way: str) -> None:
         torch.zeros(1)
     if "safe_open" in way:
         import safetensors  # noqa: F401
-    time.sleep(0.2)  # the threads of a BLAS wait with all their might for a while
+    time.sleep(0.2)  # the threads of a BLAS spin for a while
 
 
 def raise_limit() -> None:
-    """Let as many files be open as may be: a file a tensor needs them all at once."""
+    """Raise the limit of open files: one file per tensor needs them all at once."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 65536), hard))
 
 
 def peak() -> float:
-    """The largest resident size of this process so far, in MiB."""
+    """Return the peak resident size of this process so far, in MiB."""
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used / (1024 * 1024 if sys.platform == "darwin" else 1024)
 
 
 def measure(directory: Path, way: str) -> dict[str, float] | str:
-    """The figures of a child process, or its last words."""
+    """Return the figures of a child process, or the end of its error output."""
     command = [sys.executable, __file__, "--child", way, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

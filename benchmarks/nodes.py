@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 HOST, NAME = "registry.fleet", "bench/fleet"  # reached only through the proxy
 REGISTRY = "registry"
 OCI = "application/vnd.oci.image.manifest.v1+json"
-LARGE = (0.35, 0.20, 0.12, 0.08)  # of the model, in a blob each
-PORTS = (20000, 30000)  # below those that the kernel gives
+LARGE = (0.35, 0.20, 0.12, 0.08)  # of the model, one blob each
+PORTS = (20000, 30000)  # below the range from which the kernel assigns ports
 SMALL = (16 * 1024, MIB)  # bytes of each of the others
 
 
 def sizes(mib: float) -> list[int]:
-    """Return the size of each blob: a few large ones, and a quarter of the bytes in small ones."""
+    """Return the size of each blob: a few large ones, and small ones for a quarter of the bytes."""
     found = [int(share * mib * MIB) for share in LARGE]
     rng, left = random.Random(7), int(mib * MIB) - sum(found)
     low, high = SMALL
@@ -73,7 +73,7 @@ class Model:
 
 
 class Node:
-    """``aimage node`` as a process, on the links of ``name``."""
+    """An ``aimage node`` process, on the links of ``name``."""
 
     def __init__(self, name: str, home: Path, port: int, ways: wire.Wires, others: list[str]):
         self.name, self.home, self.store = name, home, home / "store"
@@ -132,7 +132,7 @@ class Node:
         return found[0] if found else {"state": "unknown", "completed": 0, "total": 0}
 
     def is_right(self, model: Model) -> bool:
-        """Return whether its store has every blob, with the right digest."""
+        """Return whether its store has every blob, with a matching digest."""
         for digest in model.digests:
             path = self.store / "blobs" / "sha256" / digest.removeprefix("sha256:")
             with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""The commands that are compared: ours, and those of the peers.
+"""Commands of aimage and of the tools that it is compared with.
 
-A pull goes into an empty directory. skopeo and aimage make an OCI image layout of it and verify
-every byte. oras-py does neither: it writes each layer to a file, named by its digest where the
-layer has no title, one after the other.
+A pull goes into an empty directory. skopeo and aimage write an OCI image layout and verify
+every byte. oras-py does neither: it writes the layers one after the other to files, named by digest
+if a layer has no title.
 
-A push by curl is as fast as curl can be made to: four workers with equal shares of the bytes. A
-worker is one curl for the HEADs and the POSTs, and one for the PUTs at the locations that those
-were answered with; each keeps its connection. It pushes the layers and the config, no manifest.
+curl is used in its fastest way to push: four workers with equal shares of the bytes. A worker is
+one curl for the HEADs and POSTs, and one for the PUTs to the returned locations; each keeps its
+connection. It pushes the layers and the config, but no manifest.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ for each; do wait -n || exit 1; done
 
 
 def known_peers() -> list[str]:
-    """The peers of a pull that can be run here."""
+    """Return the available tools to compare pulls with."""
     return [name for name in PULLS if name != "oras-py" or importlib.util.find_spec("oras")]
 
 
 def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[str]]:
-    """By the name of the tool, a command that pulls ``name`` (with a host) into ``target``."""
+    """Map names of tools to commands that pull ``name`` (with a host) into ``target``."""
     theirs = {
         "skopeo": [
             *("skopeo", "copy", "-q", "--src-tls-verify=false"),
@@ -68,14 +68,14 @@ def pull_commands(peers: list[str], name: str, target: Path) -> dict[str, list[s
 
 
 def aimage_push(layout: Path, name: str, host: str) -> list[str]:
-    """A command that pushes ``name`` of the layout to the registry at ``host``."""
+    """Return a command that pushes ``name`` of the layout to the registry at ``host``."""
     command = [AIMAGE, "-q", "--store", str(layout)]
     subprocess.run([*command, "tag", name, f"{host}/{name}"], check=True, stdout=subprocess.DEVNULL)
     return [*command, "push", f"{host}/{name}"]
 
 
 def forget(layout: Path, name: str, host: str) -> None:
-    """Take back the name that ``aimage_push`` gave."""
+    """Remove the name that ``aimage_push`` added."""
     subprocess.run(
         [AIMAGE, "-q", "--store", str(layout), "rm", f"{host}/{name}"],
         check=True,
@@ -84,7 +84,7 @@ def forget(layout: Path, name: str, host: str) -> None:
 
 
 def curl_push(layout: Path, name: str, host: str, work: Path) -> list[str]:
-    """The same by curl, blobs only; what its workers are to do is written to ``work``."""
+    """Return the same command for curl, blobs only; its workers' input is written to ``work``."""
     base = f"http://{host}/v2/{name.rpartition(':')[0]}/blobs"
     numbers = []
     for number, share in enumerate(_shares(content(layout, name))):
@@ -101,11 +101,11 @@ def curl_push(layout: Path, name: str, host: str, work: Path) -> list[str]:
 
 
 def _shares(blobs: list[Descriptor]) -> list[list[Descriptor]]:
-    """The blobs for each worker: as many bytes each, as far as that goes."""
+    """Return the blobs for each worker, with approximately equal sizes."""
     shares: list[list[Descriptor]] = [[] for _ in range(WORKERS)]
     held = [0] * WORKERS
     for blob in sorted(blobs, key=lambda blob: -int(blob["size"])):
         least = held.index(min(held))
         shares[least].append(blob)
-        held[least] += blob["size"] + 64 * 1024  # three requests cost about as much
+        held[least] += blob["size"] + 64 * 1024  # approximate cost of three requests
     return [share for share in shares if share]

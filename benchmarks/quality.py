@@ -1,9 +1,9 @@
-"""How well the shapes model does as it is told, by precision: ``python benchmarks/quality.py``.
+"""Measure the prompt fidelity of the shapes model by precision: ``python benchmarks/quality.py``.
 
-Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 8 steps, no
-guidance, are judged from their pixels alone. A row for each precision: computed in float32, in
-bfloat16, and in float32 from an AImage whose transformer was quantized. ``--diffusers`` adds the
-figures of diffusers on the same model, and the largest difference between the two.
+Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 8 steps and no
+guidance, are judged from their pixels alone. There is a row for each precision: computed in
+float32, in bfloat16, and in float32 from an AImage with a quantized transformer. ``--diffusers`` adds the
+figures of diffusers with the same model, and the largest difference between the two.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def load(directory: Path, precision: str, store: ImageLayout) -> tuple[ZImagePipeline, int]:
-    """The model at ``directory`` in one of PRECISIONS, and how many tensors are quantized."""
+    """Load a model in one of PRECISIONS; return it and its number of quantized tensors."""
     name = Reference.parse(f"shapes:{precision}")
     quantize = precision if precision in QUANTIZED else None
     create(store, name, directory, recipe=Recipe.parse(quantize=quantize))
@@ -57,19 +57,19 @@ def load(directory: Path, precision: str, store: ImageLayout) -> tuple[ZImagePip
 
 
 def request(scene: Scene, seed: int) -> GenerateRequest:
-    """What is asked for a scene."""
+    """Return the request for a scene."""
     return GenerateRequest(scene.caption, scene.width, scene.height, STEPS, seed=seed)
 
 
 def picture(pipeline: ZImagePipeline, asked: GenerateRequest) -> Pixels:
-    """One picture."""
+    """Return one picture."""
     *_, image = pipeline.generate(asked)
     assert isinstance(image, Image)
     return image.pixels
 
 
 def reference(directory: Path) -> Callable[[GenerateRequest], Pixels]:
-    """diffusers' own way to the same picture, in float32."""
+    """Return a function that makes the same picture with diffusers, in float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch
@@ -92,18 +92,18 @@ def reference(directory: Path) -> Callable[[GenerateRequest], Pixels]:
 
 
 def judged(scenes: Sequence[Scene], pictures: Sequence[Pixels]) -> dict[str, Any]:
-    """The judge's figures."""
+    """Return the judge's figures."""
     pairs = zip(scenes, pictures, strict=True)
     return figures((scene, score(scene, look(pixels))) for scene, pixels in pairs)
 
 
 def percent(share: float | None) -> str:
-    """A share of those that were asked for it; a dash where none was."""
+    """Format a share, or a dash for None."""
     return "-" if share is None else f"{100 * share:.1f}"
 
 
 def correlations(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> list[float]:
-    """Of each picture with the other of the same scene, over all values of its pixels."""
+    """Return the correlation of each picture with the other of the same scene, over all values."""
     return [
         float(np.corrcoef(one.ravel().astype(float), other.ravel().astype(float))[0, 1])
         for one, other in zip(pictures, others, strict=True)

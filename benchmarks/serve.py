@@ -1,10 +1,10 @@
-"""What a worker adds to a picture: ``python benchmarks/serve.py``.
+"""Measure the overhead of a worker per picture: ``python benchmarks/serve.py``.
 
-The shapes model makes pictures of 8 steps: with the bare pipeline in a process of its own, through
-the engine, over HTTP in one answer, and as a stream. All ways use the model loaded once; rounds are
-interleaved, so that what slows the machine slows them all. The goal is that HTTP takes at most
-1.05 of the bare pipeline. For streams, the time to the first byte of progress once it is the
-request's turn is measured as well (goal: 100 ms).
+The shapes model makes pictures of 8 steps: with the bare pipeline in a separate process, through
+the engine, over HTTP in one response, and as a stream. Each way loads the model once; rounds are
+interleaved, so that load on the machine affects all of them. The goal is that HTTP takes at most
+1.05 of the bare pipeline. For streams, the time to the first byte of progress after the request
+leaves the queue is measured as well (goal: 100 ms).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ with store.lease() as lease:
 
 
 class Bare:
-    """The pipeline in a process of its own, as the worker has it."""
+    """The pipeline in a separate process, as in the worker."""
 
     def __init__(self, store: Path) -> None:
         command = [sys.executable, "-c", _CHILD, str(store), PROMPT]
@@ -110,7 +110,7 @@ async def by_engine(engine: Engine, seed: int, side: int) -> float:
 async def by_http(
     session: aiohttp.ClientSession, url: str, seed: int, side: int, **more: Any
 ) -> tuple[float, float]:
-    """Seconds to the last byte, and to the first of the body."""
+    """Return the seconds to the last byte, and to the first byte of the body."""
     body = {"model": "shapes", "prompt": PROMPT, "seed": seed, "steps": STEPS}
     body |= {"size": f"{side}x{side}", **more}
     begun = time.perf_counter()
@@ -137,7 +137,7 @@ async def measure(store: Path, rounds: int, side: int) -> dict[str, list[float]]
                 took["HTTP, stream"], took["first byte of a stream"] = await by_http(
                     session, server.url, seed + 2, side, stream=True
                 )
-                if seed >= 0:  # the first rounds load and warm
+                if seed >= 0:  # the first rounds load and warm up
                     for way, seconds in took.items():
                         found.setdefault(way, []).append(seconds)
     finally:

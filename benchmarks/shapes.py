@@ -1,7 +1,7 @@
-"""What the transfers move: artifacts of random blobs, as OCI image layouts and in a registry.
+"""Artifacts for transfer.py: random blobs, as OCI image layouts and in a registry.
 
 Shapes: a is one blob of 2 GiB, b 16 of 128 MiB, c 1,200 of 64 KiB to 4 MiB (0.76 GiB), 1g one of
-1 GiB. s is 24 small ones, to try the programs.
+1 GiB. s is 24 small ones, for trying the programs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 MIB = 1024 * 1024
 OCI = "application/vnd.oci.image.manifest.v1+json"
-CHANGED = 0.1  # of the bytes of a second version, at most
+CHANGED = 0.1  # maximum share of the bytes changed in a second version
 
 Descriptor = dict[str, Any]
 
 
 def sizes(shape: str) -> list[int]:
-    """The bytes of each blob of a shape; the same on every machine."""
+    """Return the size of each blob of a shape; the same on every machine."""
     if shape in ("a", "b", "1g"):
         count, each = {"a": (1, 2048), "b": (16, 128), "1g": (1, 1024)}[shape]
         return [each * MIB] * count
@@ -35,7 +35,7 @@ def sizes(shape: str) -> list[int]:
 
 
 def make_layout(directory: Path, shape: str) -> Path:
-    """An OCI image layout with one artifact of that shape, named ``bench/<shape>:v1``."""
+    """Create an OCI image layout with one artifact of that shape, named ``bench/<shape>:v1``."""
     layout = directory / f"layout-{shape}"
     if not (layout / "index.json").exists():
         blobs = _begin(layout)
@@ -45,7 +45,7 @@ def make_layout(directory: Path, shape: str) -> Path:
 
 
 def make_versions(directory: Path, shape: str) -> Path:
-    """A layout with ``bench/delta-<shape>:v1`` and ``:v2``, in which a tenth has changed."""
+    """Create a layout with ``bench/delta-<shape>:v1`` and ``:v2``, which differ in a tenth."""
     layout = directory / f"layout-delta-{shape}"
     if not (layout / "index.json").exists():
         blobs = _begin(layout)
@@ -61,7 +61,7 @@ def make_versions(directory: Path, shape: str) -> Path:
 
 
 def content(layout: Path, name: str) -> list[Descriptor]:
-    """The config and the layers of what has that name in a layout."""
+    """Return the config and layers of the artifact with that name in a layout."""
     index = json.loads((layout / "index.json").read_text())
     [entry] = [
         entry
@@ -73,12 +73,12 @@ def content(layout: Path, name: str) -> list[Descriptor]:
 
 
 def blob_path(layout: Path, descriptor: Descriptor) -> Path:
-    """Where a layout keeps a blob."""
+    """Return the path of a blob in a layout."""
     return layout / "blobs" / "sha256" / descriptor["digest"].removeprefix("sha256:")
 
 
 def ensure_pushed(layout: Path, name: str, host: str) -> None:
-    """Have ``name`` of the layout in the registry at ``host``."""
+    """Push ``name`` of the layout to the registry at ``host``, unless it is there."""
     target = f"docker://{host}/{name}"
     command = ["skopeo", "inspect", "--raw", "--tls-verify=false", target]
     if subprocess.run(command, capture_output=True).returncode:
@@ -94,7 +94,7 @@ def _begin(layout: Path) -> Path:
 
 
 def _finish(layout: Path, artifacts: dict[str, list[Descriptor]]) -> None:
-    """Write the manifests and, last of all, the index."""
+    """Write the manifests and, at the end, the index."""
     config = {"mediaType": "application/vnd.example.config", **_keep(layout, b"{}")}
     entries = []
     for name, layers in artifacts.items():

@@ -1,19 +1,19 @@
-"""Simulate a fleet of any size: the rules of the nodes, without the bytes.
+"""Simulate a fleet of any size by the rules of the nodes, without transferring bytes.
 
     python benchmarks/simulate.py [--nodes 8,16,...,1024] [--mib 128] [--registry MIB_PER_S]
         [--node MIB_PER_S] [--overhead SECONDS] [--uploads 3] [--order same|own] [--json]
 
 A discrete-event simulation with fixed seeds: the figures are the same on every machine. Each node
-has an uplink and a downlink, the registry an uplink; pieces queue for them as in wire.py. Simulated
-are: the owners of ranges of 16 MiB (by the nodes' own function), one flight for each node and
-range, four flights at a time for peers, the nodes that are asked before the registry, upload slots
+has an uplink and a downlink, the registry an uplink; pieces are queued as in wire.py. It
+covers the owners of ranges of 16 MiB (by the function that nodes use), one flight per node and
+range, four flights at a time for peers, requests to other nodes before the registry, upload slots
 and the wait for them, redirects of busy nodes to holders, pauses between requests, and eight
-connections a node, of which three fetch large blobs, the largest first, and the others small ones,
-the smallest first. Not simulated are: failures, CPU (a request costs ``--overhead`` seconds), and
-disks. The constants are those of clowder_aimage/node.
+connections per node, of which three fetch large blobs, the largest first, and the others small
+ones, the smallest first. Failures, CPU (a request costs ``--overhead`` seconds) and disks are not
+simulated. The constants are those of clowder_aimage/node.
 
 ``fleet.py --simulate`` calibrates it: the rate of the registry from the run without peers, the
-overhead from that with peers.
+overhead from the run with peers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Rules:
     sizes: tuple[int, ...]
     registry: float
     node: float
-    overhead: float = 0.01  # seconds a request
+    overhead: float = 0.01  # seconds per request
     begin: float = 1.25  # seconds within which the nodes see the tag
     settle: float = 0.4  # seconds from the last byte until the model is reported as present
     uploads: int = LIMITS.uploads
@@ -72,11 +72,11 @@ class Found:
     all: float
     registry: float
     most_sent: float
-    requests: float  # of a node
+    requests: float  # per node
 
 
 class Blob:
-    """A large blob that a node fetches: the ranges that no connection has begun."""
+    """A large blob that a node fetches: the ranges that no connection has started."""
 
     def __init__(self, parts: list[tuple[int, int]]) -> None:
         self.parts = deque(parts)
@@ -90,7 +90,7 @@ class Busy:
 
 
 class Node:
-    """One node: the ranges that it has, its uploads, and the holders that it remembers."""
+    """One node: its ranges, its uploads, and the holders that it remembers."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:
         self.fleet, self.number = fleet, number
@@ -130,7 +130,7 @@ class Node:
         fleet.ends.append(fleet.clock.now)
 
     def connection(self) -> Process:
-        """Fetch as content/fetch.py does: large blobs first, the smallest ones beside them."""
+        """Fetch as in content/fetch.py: large blobs first, the smallest ones in parallel."""
         while True:
             if self.large and self.at_large < WIDTH:
                 blob = self.large.popleft()
@@ -184,7 +184,7 @@ class Node:
         return False
 
     def ask_holders(self, named: list[int], part: tuple[int, int]) -> Process:
-        """Ask the nodes to which an owner redirects, and those to which they redirect."""
+        """Ask the nodes that an owner redirects to, and those that they redirect to."""
         queue, seen = self.fleet.rng.sample(named, len(named)), {self.number}
         hops = MAX_HOPS
         while queue and hops:
@@ -201,7 +201,7 @@ class Node:
         return False
 
     def ask(self, other: Node, part: tuple[int, int], *, is_stored: bool = False) -> Process:
-        """Send a request: True, a Busy, or False if the other node does not have the range."""
+        """Send a request: return True, a Busy, or False if the other node lacks the range."""
         self.requests += 1
         yield self.fleet.rules.overhead
         answer = yield from other.answer(self, part, is_stored)
@@ -348,7 +348,7 @@ def simulate(rules: Rules) -> Found:
 
 
 def calibrate(rules: Rules, seconds: float) -> Rules:
-    """Return the rules with the overhead for which the last node ends after ``seconds``."""
+    """Return the rules with an overhead such that the last node ends after ``seconds``."""
     low, high = 0.0, 0.5
     for _ in range(8):
         middle = (low + high) / 2
@@ -388,7 +388,7 @@ def fit(found: list[Found]) -> tuple[float, float, float]:
 
 
 def table(found: list[Found]) -> str:
-    """Return the series as a Markdown table: with the seconds that each doubling adds."""
+    """Return the series as a Markdown table, with the seconds added by each doubling."""
     lines = ["| nodes | first s | all s | more | registry | most sent | requests of a node |"]
     lines.append("|---|---|---|---|---|---|---|")
     before: Found | None = None
@@ -408,7 +408,7 @@ def table(found: list[Found]) -> str:
 def is_logarithmic(found: list[Found]) -> bool:
     """Return whether doublings in the second half of the series add no more than in the first.
 
-    A tenth of the whole is allowed for chance."""
+    A tenth of the total is allowed for random variation."""
     steps = [b.all - a.all for a, b in pairwise(found)]
     if len(steps) < 2:
         return True

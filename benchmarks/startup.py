@@ -1,4 +1,4 @@
-"""What a cold start costs: ``aimage --version`` against importing click alone.
+"""Measure a cold start: ``aimage --version`` against importing click alone.
 
     python benchmarks/startup.py
 

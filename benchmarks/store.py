@@ -1,19 +1,19 @@
-"""What the verbs cost on a store with many AImages, and what it costs to write durably.
+"""Measure verbs on a store with many AImages, and the cost of durable writes.
 
     python benchmarks/store.py [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
         [--directory DIR]
 
-Without ``--verbs`` or ``--durability`` it is both.
+The default is both ``--verbs`` and ``--durability``.
 
 --verbs       ls, tag, gc --dry-run and du on stores of N AImages with 1,200 layers each, of which
-              nine tenths are the same in all of them. In one variant another tool gave the names
-              and none of our records are there; in the other we gave them.
---durability  1,200 blobs of 64 KiB to 1 MiB into an empty store from 8 threads: as they are written
-              anyway, with fsync left out, and with all of it left in the page cache. The disk is
-              idle before each run.
+              nine tenths are shared by all. In one variant the tags were written by another
+              tool, without our records; in the other by aimage.
+--durability  1,200 blobs of 64 KiB to 1 MiB into an empty store from 8 threads: with the default
+              settings, without fsync, and left in the page cache entirely. The disk is idle before
+              each run.
 
-Rounds are interleaved; the tables show medians. The stores are made without our code, as far as
-that can be: blobs are tiny files, so that N = 1,000 takes half a GiB, most of it manifests.
+Rounds are interleaved; the tables show medians. The stores are created mostly without our code:
+blobs are tiny files, so that N = 1,000 takes half a GiB, most of it manifests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ KIB = 1024
 
 
 def make_store(root: Path, count: int, *, ours: bool) -> None:
-    """A store of ``count`` AImages; with ``ours``, as if we had given all of the names."""
+    """Create a store of ``count`` AImages; with ``ours``, as if aimage had written all tags."""
     blobs = root / "blobs" / "sha256"
     blobs.mkdir(parents=True)
     common = [_layer(blobs, f"common/{number}") for number in range(int(LAYERS * SHARED))]
@@ -105,7 +105,7 @@ def _layer(blobs: Path, name: str) -> dict[str, Any]:
 
 
 def seconds(root: Path, *arguments: str) -> float:
-    """How long a verb takes."""
+    """Return the seconds that a verb takes."""
     begun = time.perf_counter()
     subprocess.run([AIMAGE, "--store", str(root), *arguments], check=True, capture_output=True)
     return time.perf_counter() - begun
@@ -116,7 +116,7 @@ def has_verb(name: str) -> bool:
 
 
 def one_round(root: Path, number: int) -> Iterator[tuple[str, float]]:
-    """Each verb once."""
+    """Run each verb once."""
     shutil.rmtree(root / ".aimage" / "listing", ignore_errors=True)
     yield "ls, the first", seconds(root, "ls")
     yield "ls", seconds(root, "ls")
@@ -127,7 +127,7 @@ def one_round(root: Path, number: int) -> Iterator[tuple[str, float]]:
 
 
 def measure_verbs(directory: Path, counts: list[int], rounds: int) -> None:
-    """The table of the verbs."""
+    """Print the table of the verbs."""
     stores = {}
     for ours in (False, True):
         for count in counts:
@@ -162,7 +162,7 @@ def make_blobs() -> list[tuple[Descriptor, bytes]]:
 
 @contextlib.contextmanager
 def hasty(*, cached: bool) -> Iterator[None]:
-    """Leave fsync and syncfs out; where it is ``cached``, no write goes past the page cache."""
+    """Skip fsync and syncfs; if ``cached``, leave all writes in the page cache."""
     fsync, syncfs, flag = os.fsync, group_commit._syncfs, direct_io._DIRECT
     os.fsync = lambda fd: None  # type: ignore[assignment]
     group_commit._syncfs = lambda: lambda fd: 0
@@ -174,7 +174,7 @@ def hasty(*, cached: bool) -> Iterator[None]:
 
 
 def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
-    """How long it takes to have them all in a new store."""
+    """Return the seconds to write all blobs to a new store."""
     shutil.rmtree(root, ignore_errors=True)
     os.sync()
     layout = ImageLayout(root)
@@ -185,9 +185,9 @@ def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
 
 
 def measure_durability(directory: Path, rounds: int) -> None:
-    """The table of what fsync costs."""
+    """Print the table of the cost of fsync."""
     blobs, root = make_blobs(), directory / "durable"
-    write_all(root, blobs)  # the directory's blocks, the threads, the allocator
+    write_all(root, blobs)  # warms up the directory's blocks, the threads, the allocator
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
         with hasty(cached=False):

@@ -1,20 +1,20 @@
-"""Pull and push next to other tools, against docker-registry on loopback, in one run.
+"""Compare pull and push with other tools, against docker-registry on loopback, in one run.
 
     python benchmarks/transfer.py [--pull] [--push] [--link] [--delta] [--shapes SHAPE,...]
         [--rounds 5] [--peers skopeo,oras-py] [--directory DIR]
 
-Each option is a table; without any of them it is ``--pull``. ``shapes.py`` says what the shapes
-are, ``peers.py`` what is run.
+Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the shapes,
+``peers.py`` the commands.
 
---pull   into an empty directory. Ours includes the fsyncs it does anyway; the time of a peer, which
-         does not make its writes durable, ends with a ``sync -f`` of its target.
---link   the same through ``link.py``: 20 MiB/s a connection, a round trip of 40 ms.
+--pull   into an empty directory. The time of aimage includes its fsyncs; other tools do not sync
+         their writes, so their time includes a ``sync -f`` of the target.
+--link   the same through ``link.py``: 20 MiB/s per connection, a round trip of 40 ms.
 --push   into an empty registry.
 --delta  v1, then v2 into the same directory, through ``link.py`` without limits: all bytes that the
-         registry sends for v2, heads of answers and the manifest too, by v2's size.
+         registry sends for v2, including headers and the manifest, by the size of v2.
 
-Rounds are interleaved; the tables show medians, and the ratio to the first peer. Needs
-docker-registry, skopeo and curl, and a few GiB for ``--directory``, where what was made is kept for
+Rounds are interleaved; the tables show medians, and the ratio to the first tool. Needs
+docker-registry, skopeo and curl, and a few GiB in ``--directory``, where the shapes are kept for
 the next run.
 """
 
@@ -58,7 +58,7 @@ Rows = dict[str, dict[str, list[Cost]]]
 
 @dataclass
 class Run:
-    """What the command line says."""
+    """The options of the command line."""
 
     directory: Path
     peers: list[str]
@@ -69,13 +69,13 @@ class Run:
         return self.directory / "target"
 
     def clear(self) -> None:
-        """Nothing at the target, and nothing left to write from before."""
+        """Empty the target, and flush pending writes."""
         shutil.rmtree(self.target, ignore_errors=True)
         os.sync()
 
 
 def measure(command: list[str], then: Callable[[], None] = lambda: None) -> Cost:
-    """Run a command, and what must be done after it for its result to be durable."""
+    """Run a command, followed by ``then`` to make its result durable."""
     begun = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -92,7 +92,7 @@ def measure(command: list[str], then: Callable[[], None] = lambda: None) -> Cost
 
 @contextlib.contextmanager
 def registry(root: Path) -> Iterator[str]:
-    """docker-registry over ``root``; yields host:port."""
+    """Run docker-registry over ``root``; yield host:port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         host = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -121,7 +121,7 @@ def registry(root: Path) -> Iterator[str]:
 
 
 def pulls(run: Run, chosen: list[str], limits: tuple[float, float] | None = None) -> None:
-    """The table of pulls; with ``limits``, of those through the link."""
+    """Print the table of pulls; with ``limits``, through the link."""
     rows: Rows = {}
     with contextlib.ExitStack() as stack:
         host = stack.enter_context(registry(run.directory / "registry"))
@@ -143,7 +143,7 @@ def pulls(run: Run, chosen: list[str], limits: tuple[float, float] | None = None
 
 
 def pushes(run: Run, chosen: list[str]) -> None:
-    """The table of pushes."""
+    """Print the table of pushes."""
     rows: Rows = {}
     root, work = run.directory / "empty", run.directory / "curl"
     for _ in range(run.rounds):
@@ -168,7 +168,7 @@ def pushes(run: Run, chosen: list[str]) -> None:
 
 
 def deltas(run: Run, chosen: list[str]) -> None:
-    """The table of what a second version costs. Nothing in it depends on time: one round."""
+    """Print the table of second versions. It does not depend on time: one round."""
     rule = "|---|---|---|---|---|"
     print(f"\n| pull of v2 after v1 | tool | sent MiB | v2 MiB | % of v2 |\n{rule}")
     with registry(run.directory / "registry") as host:
@@ -203,7 +203,7 @@ def _sync(path: Path) -> None:
 
 
 def _check(directory: Path, size: int) -> None:
-    """Leave if there is less in a directory than was to get there."""
+    """Exit if a directory has fewer bytes than expected."""
     found = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     if found < size:
         sys.exit(f"only {found} of {size} bytes arrived in {directory}")

@@ -1,10 +1,10 @@
 """Simulated links on loopback: each machine of a fleet has an uplink and a downlink of given rates.
 
-A TCP proxy in a process of its own, so that its CPU time is not counted for a node; ``wires()``
-starts it. It listens on one port for each pair of machines, so it knows the links of a connection:
-bytes that a machine sends take its uplink and the downlink of the other. All connections of a
+A TCP proxy in a separate process, so that its CPU time is not counted for a node; ``wires()``
+starts it. It listens on one port for each pair of machines, which identifies the links of a
+connection: the uplink of the sender and the downlink of the receiver. All connections of a
 machine share its two links piece by piece, in the order of arrival. Latency and loss are not
-simulated. It needs no special privileges.
+simulated. It requires no special privileges.
 
 It prints its ports to stdout as JSON, and, for each line on stdin, the bytes transferred so far.
 """
@@ -84,7 +84,7 @@ class Wire:
         self._free = 0.0  # time at which everything queued will have passed
 
     async def carry(self, count: int) -> None:
-        """Come back when so many bytes have passed, after those that were there before."""
+        """Wait until this many bytes have passed, after those queued before."""
         now = asyncio.get_running_loop().time()
         self._free = max(self._free, now - LATE) + count / self._rate
         if self._free > now:
@@ -100,7 +100,7 @@ class Carrier:
         self._up, self._down = (client[0], server[1]), (server[0], client[1])
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from its begin to its end."""
+        """Serve one connection until it is closed."""
         try:
             there = await asyncio.open_connection("127.0.0.1", self.pair.port, limit=PIECE)
         except OSError:
@@ -136,7 +136,7 @@ class Carrier:
 
 
 def _narrow(kernel: socket.socket) -> None:
-    """Set small socket buffers, so that bytes wait at their sender and not in the kernel."""
+    """Set small socket buffers, so that bytes wait at the sender and not in the kernel."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         kernel.setsockopt(socket.SOL_SOCKET, option, KERNEL_BUFFER)
 
@@ -149,7 +149,7 @@ def _listening() -> socket.socket:
 
 
 async def serve(rates: dict[str, tuple[float, float]], pairs: Sequence[Pair]) -> None:
-    """Carry connections until stdin ends."""
+    """Forward connections until stdin ends."""
     machines = {name: (Wire(up), Wire(down)) for name, (up, down) in rates.items()}
     carriers, ports, servers = [], [], []
     for pair in pairs:

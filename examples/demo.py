@@ -1,8 +1,8 @@
-"""The whole job on the embedded shapes model, with every command shown: ``make demo``.
+"""A complete workflow with the embedded shapes model, showing each command: ``make demo``.
 
-A registry is started on this machine, a model directory becomes an AImage, goes into the registry,
-comes out of it into a second, empty store, and makes pictures there. Needs no network, no Docker
-and no root. Only the standard library is used here; the work is done by ``aimage``.
+The demo starts a registry on this machine, packs a model directory as an AImage, pushes it,
+pulls it into a second, empty store, and makes pictures there. It needs no network, no Docker
+and no root. It uses only the standard library; the work is done by ``aimage``.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ PROMPTS = (
     "a red circle on a white background",
     "two blue squares",
     "a green triangle left of a yellow circle",
-    "an orange star on a black background",  # the model was never shown an orange star
+    "an orange star on a black background",  # the training data have no orange star
     "three pink crosses on a grey background",
     "a small cyan square in the top right corner",
 )
-SEED, EACH = "1", "3"  # of every prompt so many pictures, with seeds from that one on
+SEED, EACH = "1", "3"  # pictures per prompt, with consecutive seeds starting at this one
 LIMIT = 120  # seconds for one step
 CHILDREN: list[subprocess.Popen[str]] = []
 
 
 class DemoError(Exception):
-    """A step failed; the message says which and how."""
+    """A failed step; the message describes the step and the failure."""
 
 
 def main() -> None:
-    """Run all steps, and clean up whatever happens."""
+    """Run all steps, and always clean up."""
     signal.signal(signal.SIGTERM, _terminated)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="aimage-demo-", ignore_cleanup_errors=True) as name:
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def demo(home: Path) -> Path:
-    """The steps; returns the path of the sheet with all pictures."""
+    """Run the steps; return the path of the sheet with all pictures."""
     program = find_program()
     environment = make_environment(home)
 
@@ -104,7 +104,7 @@ def demo(home: Path) -> Path:
 
 
 def find_program() -> str:
-    """The ``aimage`` beside this Python, else the one on PATH."""
+    """Return the ``aimage`` beside this Python, else the one on PATH."""
     beside = Path(sys.executable).with_name("aimage")
     found = str(beside) if beside.is_file() else shutil.which("aimage")
     if found is None:
@@ -113,7 +113,7 @@ def find_program() -> str:
 
 
 def make_environment(home: Path) -> dict[str, str]:
-    """Nothing of the user's own store or settings is touched, and no proxy is asked for us."""
+    """Return an environment without the user's store, settings and proxies."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("AIMAGE_")}
     around = ",".join(filter(None, [kept.get("NO_PROXY") or kept.get("no_proxy"), "127.0.0.1"]))
     return kept | {
@@ -124,7 +124,7 @@ def make_environment(home: Path) -> dict[str, str]:
 
 
 def start_registry(program: str, environment: dict[str, str], store: Path) -> str:
-    """``aimage registry serve`` as a child; returns its HOST:PORT once it answers."""
+    """Start ``aimage registry serve`` as a child; return its HOST:PORT once it is listening."""
     arguments = ["registry", "serve", "--addr", "127.0.0.1:0", "--store", str(store)]
     show_command(arguments, " &")
     child = subprocess.Popen(
@@ -136,7 +136,7 @@ def start_registry(program: str, environment: dict[str, str], store: Path) -> st
         text=True,
     )
     CHILDREN.append(child)
-    late = threading.Timer(LIMIT, child.kill)  # a server that never says anything
+    late = threading.Timer(LIMIT, child.kill)  # if the server never prints a line
     late.start()
     try:
         line = child.stdout.readline().strip() if child.stdout else ""
@@ -151,7 +151,7 @@ def start_registry(program: str, environment: dict[str, str], store: Path) -> st
 
 
 def run(program: str, environment: dict[str, str], *arguments: str) -> str:
-    """Show a command, run it, show what it says; returns its stdout."""
+    """Show a command, run it, and show its output; return its stdout."""
     show_command(arguments)
     child = subprocess.Popen(
         [program, *arguments],
@@ -178,7 +178,7 @@ def run(program: str, environment: dict[str, str], *arguments: str) -> str:
 
 
 def stop(child: subprocess.Popen[str]) -> None:
-    """End a child politely, then for certain."""
+    """Terminate a child, and kill it if necessary."""
     if child.poll() is None:
         child.terminate()
         try:
@@ -204,12 +204,12 @@ def say(text: str) -> None:
 
 
 def show_command(arguments: list[str] | tuple[str, ...], end: str = "") -> None:
-    """The command as a user would type it."""
+    """Print the command as a user would type it."""
     print(f"$ aimage {shlex.join(arguments)}{end}", flush=True)
 
 
 def show_path(path: Path) -> str:
-    """Relative to here where that is shorter."""
+    """Return the path relative to the current directory if that is shorter."""
     relative = os.path.relpath(path)
     return relative if len(relative) < len(str(path)) else str(path)
 

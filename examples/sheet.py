@@ -1,6 +1,6 @@
-"""Pictures side by side, those of one prompt under its words: ``python sheet.py SHEET PICTURE...``.
+"""Combine pictures, grouped by prompt, into one: ``python sheet.py SHEET PICTURE...``.
 
-Pillow, which ``clowder-aimage[mlx]`` brings, is all that it needs.
+The only requirement is Pillow, which ``clowder-aimage[mlx]`` installs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-MARGIN, TITLE = 10, 22  # pixels: around everything, and for the words over a row
-ACROSS = 2  # prompts beside each other
+MARGIN, TITLE = 10, 22  # pixels: the margin, and the height of a row's title
+ACROSS = 2  # columns of prompts
 PAPER, INK = (246, 246, 244), (40, 40, 40)
 
 
 def sheet(paths: list[Path]) -> Image.Image:
-    """The pictures in their order; their prompt is in the files."""
+    """Return the pictures in order, grouped by the prompts in their files."""
     rows: dict[str, list[Image.Image]] = {}
     for path in paths:
         with Image.open(path) as picture:

@@ -1,7 +1,6 @@
 """Loading of weights into a module, after a check of all names, shapes and kinds.
 
-Convolutions are transposed from torch's layout (out, in, height, width) to MLX's (out, height,
-width, in).
+Convolutions: from torch's layout (out, in, height, width) to MLX's (out, height, width, in).
 """
 
 from __future__ import annotations

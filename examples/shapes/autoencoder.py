@@ -1,4 +1,4 @@
-"""Training of the autoencoder: first of the whole, in the end of its decoder once more."""
+"""Training of the autoencoder: as a whole, and later of its decoder again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch.nn import functional
 from wishes import wish_of
 
 VAE_BATCH, VAE_RATE, VAE_KL = 16, 3e-3, 1e-4
-VAE_NOISE = 0.4  # in the end and at most, of the latents' own deviation
+VAE_NOISE = 0.4  # final and maximal, relative to the standard deviation of the latents
 TUNE_RATE = 1e-3
 
 
 def train_vae(vae: AutoencoderKL, steps: int, device: str, say: Callable[[str], None]) -> None:
-    """Learn to take pictures apart and put them together again; sets the latents' scale."""
+    """Train the autoencoder to reconstruct pictures; set the scale of the latents."""
     chunks = min(32, 1 + steps // 100)
     found = list(drawn([(number, 64, 64) for number in range(chunks)]))
     pictures = torch.cat([pictures for _, pictures in found])
     grounds = [wish_of(caption).background for captions, _ in found for caption in captions]
-    # most captions say nothing of the background, and mean white: here each is as likely
+    # most captions state no background, which means white: here all are equally likely
     weights = torch.tensor([1 / grounds.count(ground) for ground in grounds])
     optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_RATE, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, steps))
@@ -36,7 +36,7 @@ def train_vae(vae: AutoencoderKL, steps: int, device: str, say: Callable[[str], 
         with torch.autocast(device, torch.bfloat16):
             latents = vae.encode(batch).latent_dist
             drawn_latents = latents.sample()
-            # noise as large as what the transformer will leave: what a picture needs must stand out
+            # noise as large as the transformer's error: important features must exceed it
             most = VAE_NOISE * min(1.0, 2 * step / steps)
             level = most * torch.rand(VAE_BATCH, 1, 1, 1, device=device)
             noise = level * drawn_latents.std() * torch.randn_like(drawn_latents)
@@ -62,7 +62,7 @@ def train_vae(vae: AutoencoderKL, steps: int, device: str, say: Callable[[str], 
 
 
 def difference(one: torch.Tensor, other: torch.Tensor, size: int) -> torch.Tensor:
-    """Between pictures that are ``size`` times smaller: of edges, or of the colours of areas."""
+    """Return the absolute plus squared error of pictures averaged over blocks of ``size``."""
     away = functional.avg_pool2d(one - other, size)
     return away.abs().mean() + away.square().mean()
 
@@ -76,11 +76,11 @@ def tune_decoder(
     device: str,
     say: Callable[[str], None],
 ) -> None:
-    """Have the decoder learn to draw what the transformer means.
+    """Train the decoder to reconstruct scenes from the transformer's output.
 
-    A scene's latents are made noisy in part, and the transformer takes the rest of the way back, as
-    it does for a picture; what it leaves untidy is drawn as the scene is. Every fourth batch is the
-    encoder's own latents, so that the decoder still draws those.
+    Noise is added to a scene's latents, and the transformer denoises them as it does for a
+    picture; the decoder learns to compensate its errors. Every fourth batch has the encoder's own
+    latents, so that these are still decoded well.
     """
     rng = random.Random(SEED + 1)
     tasks = [(2000 + number, *size) for number in range(1 + steps // 450) for size in SIZES]

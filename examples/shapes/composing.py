@@ -1,4 +1,4 @@
-"""Scenes drawn by chance, with their captions: those to train on, and those to be judged by."""
+"""Random scenes with captions, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RELATIONS = {
     "below": ("below", "under"),
 }
 GROUNDS = ("on a {} background", "on {}", "against a {} background", "with a {} background")
-# where the items of a count stand, as shares of width and height
+# positions of the items of a count, as shares of width and height
 ARRANGEMENTS = {
     2: ((0.25, 0.5), (0.75, 0.5)),
     3: ((0.5, 0.25), (0.25, 0.75), (0.75, 0.75)),
@@ -36,7 +36,7 @@ ARRANGEMENTS = {
 
 
 def compose(rng: random.Random, width: int, height: int, *, held_out: bool = False) -> Scene:
-    """A scene drawn by chance, one that is held out or one that is not."""
+    """Return a random scene, held out or not."""
     while True:
         chance = rng.random()
         if chance < 0.45:
@@ -50,7 +50,7 @@ def compose(rng: random.Random, width: int, height: int, *, held_out: bool = Fal
 
 
 def held_out_scenes() -> list[Scene]:
-    """The scenes a model is judged by: always the same, each asking for something else.
+    """Return the scenes for evaluation: always the same, all with different contents.
 
     Every fourth has a pair of LEFT_OUT.
     """
@@ -74,7 +74,7 @@ def _one(rng: random.Random, width: int, height: int) -> Scene:
     size = rng.choice(("small", "large")) if rng.random() < 0.4 else None
     position = rng.choice(tuple(PLACES)) if rng.random() < 0.45 else None
     if size == "large" and position:
-        position = "centre"  # there is no room to stand anywhere else
+        position = "centre"  # there is no room elsewhere
     low, high = RADII[size]
     radius = _quarter(rng.uniform(low, high) * min(width, height))
     x = _place(rng, width, radius, _side(position, "left", "right"))
@@ -166,7 +166,7 @@ def _pair(rng: random.Random) -> tuple[str, str]:
 
 
 def _ground(rng: random.Random) -> tuple[str, str]:
-    """A background and how it is said, which is not at all in half of the cases."""
+    """Return a background and its wording, which is empty in half of the cases."""
     if rng.random() < 0.5:
         return "white", ""
     name = rng.choice(tuple(BACKGROUNDS))
@@ -179,7 +179,7 @@ def _side(position: str | None, low: str, high: str) -> str:
 
 
 def _place(rng: random.Random, length: int, radius: float, side: str) -> float:
-    """A coordinate that leaves a margin of 2 pixels."""
+    """Return a coordinate with a margin of 2 pixels."""
     if side == "middle":
         return _quarter(length * rng.uniform(0.46, 0.54))
     nearest = max(radius + 2, 0.18 * length)
@@ -188,7 +188,7 @@ def _place(rng: random.Random, length: int, radius: float, side: str) -> float:
 
 
 def _quarter(value: float) -> float:
-    """Rounded to what the drawing can show."""
+    """Round to the resolution of the drawing."""
     return round(value * SCALE) / SCALE
 
 

@@ -1,4 +1,4 @@
-"""The scenes that are trained on, drawn by all processors, and their latents."""
+"""Training scenes, drawn on all processors, and their latents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from network import encode_captions
 from scene import SIZES, render
 
 SEED = 0
-CHUNK = 250  # scenes that one process draws at a time
+CHUNK = 250  # scenes that a process draws at a time
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Pool:
 
 
 def draw(task: tuple[int, int, int]) -> tuple[list[str], np.ndarray]:
-    """CHUNK scenes of one size: captions and pictures [CHUNK, H, W, 3], uint8."""
+    """Draw CHUNK scenes of one size: captions and pictures [CHUNK, H, W, 3], uint8."""
     number, width, height = task
     rng = random.Random(f"{SEED} {number} {width} {height}")
     scenes = [compose(rng, width, height) for _ in range(CHUNK)]
@@ -36,7 +36,7 @@ def draw(task: tuple[int, int, int]) -> tuple[list[str], np.ndarray]:
 
 
 def drawn(tasks: Sequence[tuple[int, int, int]]) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Captions and pictures [n, 3, H, W] in -1 to 1, in order, drawn by other processes."""
+    """Yield captions and pictures [n, 3, H, W] in -1 to 1, in order, drawn by other processes."""
     with ProcessPoolExecutor() as pool:
         for captions, pictures in pool.map(draw, tasks):
             yield captions, torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -46,7 +46,7 @@ def drawn(tasks: Sequence[tuple[int, int, int]]) -> Iterator[tuple[list[str], to
 def make_pool(
     vae: AutoencoderKL, tokenizer: object, scenes: int, device: str, say: Callable[[str], None]
 ) -> Pool:
-    """Draw scenes, the same number of each size, and keep their latents."""
+    """Draw scenes, the same number of each size, and encode them as latents."""
     each = max(1, scenes // len(SIZES) // CHUNK)
     tasks = [(1000 + number, *size) for size in SIZES for number in range(each)]
     latents: dict[tuple[int, int], list[torch.Tensor]] = {size: [] for size in SIZES}

@@ -1,6 +1,6 @@
-"""What is on a picture of shapes, told from its pixels alone: `look` knows nothing of a caption.
+"""Recognition of the shapes in a picture from its pixels alone, without its caption.
 
-Soft edges, noise and colours that are somewhat off are forgiven.
+Soft edges, noise and slightly wrong colours are tolerated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from scene import BACKGROUNDS, COLOURS, RGB, SHAPES, Item, coverage, outline
 Mask = NDArray[np.bool_]
 Floats = NDArray[np.float32]
 
-FOREGROUND = 45.0  # how far from the background, in RGB, a pixel of a shape is at least
-OFF = 60.0  # a background is so near to its colour in RGB, or is none
-SPECK = 0.006  # what covers less, as a share of the square of the shorter side, is no item
-LIKE = 0.65  # a shape overlaps its outline so well, or is none
+FOREGROUND = 45.0  # minimum RGB distance of a shape's pixel from the background
+OFF = 60.0  # maximum RGB distance of a background from its named colour
+SPECK = 0.006  # minimum area of an item, as a share of the squared shorter side
+LIKE = 0.65  # minimum overlap of a shape with its outline
 NONE = "none"
 
 
@@ -35,7 +35,7 @@ class SeenItem:
 
 @dataclass(frozen=True)
 class Seen:
-    """The background by name, "none" where it is like none of them, and the items."""
+    """The name of the background, or "none", and the items."""
 
     background: str
     items: tuple[SeenItem, ...]
@@ -47,7 +47,7 @@ class Seen:
 
 
 def look(picture: NDArray[np.uint8]) -> Seen:
-    """What is on a picture of height, width, 3; the items from the largest to the smallest."""
+    """Return the contents of a picture (height, width, 3); the items by descending size."""
     pixels = np.asarray(picture, dtype=np.float32)
     height, width = pixels.shape[:2]
     ground = _border_colour(pixels)
@@ -68,16 +68,16 @@ def _border_colour(pixels: Floats) -> Floats:
 
 
 def _background(colour: Floats) -> str:
-    # plain RGB: of a dark colour, a small change turns the hue
+    # plain RGB: in a dark colour, a small change alters the hue
     palette = np.array(list(BACKGROUNDS.values()), dtype=np.float32)
     away = np.linalg.norm(palette - colour, axis=1)
     return list(BACKGROUNDS)[int(away.argmin())] if away.min() <= OFF else NONE
 
 
 def _components(mask: Mask, smallest: float) -> Iterator[Mask]:
-    """The parts of a mask that hang together over the sides of pixels, without the specks."""
+    """Yield the 4-connected components of a mask, without small ones."""
     height, width = mask.shape
-    padded = np.zeros((height + 1, width + 1), dtype=np.uint8)  # so that no row runs into the next
+    padded = np.zeros((height + 1, width + 1), dtype=np.uint8)  # separates the rows
     padded[:height, :width] = mask
     row = width + 1
     todo = bytearray(padded.tobytes())
@@ -98,9 +98,9 @@ def _components(mask: Mask, smallest: float) -> Iterator[Mask]:
 
 
 def _by_colour(pixels: Floats, part: Mask) -> list[Mask]:
-    """One mask for each colour that fills a piece of the part: shapes may touch each other.
+    """Return one mask for each colour that fills an area of the part: shapes may touch.
 
-    A fringe that blur mixed from shape and background is too thin to be a piece, and so is noise.
+    Blurred edges between shape and background are too thin to count, and so is noise.
     """
     core = _core(part)
     labels = np.full(part.shape, -1)
@@ -120,7 +120,7 @@ def _by_colour(pixels: Floats, part: Mask) -> list[Mask]:
 def _items(
     pixels: Floats, ground: Floats, part: Mask, others: Mask, smallest: float
 ) -> list[SeenItem]:
-    """The items of one colour in a part: more than one where only a faint bridge joins them."""
+    """Return the items of one colour in a part: several if only a faint bridge joins them."""
     colour: Floats = np.median(pixels[_core(part)], axis=0)
     line = colour - ground
     share = np.clip((pixels - ground) @ line / max(float(line @ line), 1.0), 0, 1)
@@ -134,7 +134,7 @@ def _items(
 
 
 def _core(part: Mask) -> Mask:
-    """The part without its soft edge, as far as there is something left."""
+    """Return the part without its soft edge, unless nothing remains."""
     for _ in range(2):
         smaller = _shrunk(part)
         if smaller.sum() < 8:
@@ -160,9 +160,9 @@ def _grown(mask: Mask) -> Mask:
 
 
 def _lab(colours: Floats) -> Floats:
-    """CIELAB of sRGB colours of 0 to 255, where distances are about those that people see.
+    """Convert sRGB colours (0 to 255) to CIELAB, where distances are about as perceived.
 
-    Lightness counts half: a shape that is too pale or too dark keeps its colour's name.
+    Lightness has half weight: a shape that is too pale or too dark keeps its colour's name.
     """
     linear = np.asarray(colours, dtype=np.float32) / 255
     linear = np.where(linear <= 0.04045, linear / 12.92, ((linear + 0.055) / 1.055) ** 2.4)
@@ -184,7 +184,7 @@ def _name(colour: Floats) -> str:
 
 
 def _numbers(colours: Floats) -> NDArray[np.intp]:
-    """For each colour the number of the nearest one in COLOURS."""
+    """Return the index of the nearest of COLOURS for each colour."""
     palette = _lab(np.array(list(COLOURS.values()), dtype=np.float32))
     numbers: NDArray[np.intp] = np.linalg.norm(_lab(colours)[:, None] - palette, axis=2).argmin(
         axis=1
@@ -196,7 +196,7 @@ def _numbers(colours: Floats) -> NDArray[np.intp]:
 
 
 def _fit(covered: Floats, solid: Mask) -> tuple[str, Item]:
-    """The shape that overlaps best with what is covered, sharp or blurred, and where it stands."""
+    """Return the shape that best matches the covered area, sharp or blurred, and its position."""
     height, width = covered.shape
     best, best_item = -1.0, Item("", NONE, 0, 0, 0)
     for shape in SHAPES:
@@ -213,7 +213,7 @@ def _overlap(one: Floats, two: Floats) -> float:
 
 
 def _blurred(picture: Floats) -> Floats:
-    """Soft over 2 to 3 pixels."""
+    """Blur over 2 to 3 pixels."""
     soft = picture
     for _ in range(2):
         rows = np.pad(soft, ((1, 1), (0, 0)), mode="edge")
@@ -224,10 +224,10 @@ def _blurred(picture: Floats) -> Floats:
 
 
 def _guesses(shape: str, covered: Floats, solid: Mask) -> list[Item]:
-    """Where a shape would stand.
+    """Return candidate positions of a shape.
 
-    That of the same area and the same centre of gravity, which blur does not move; where the
-    border cuts something off, what fits the sides that can be seen.
+    One has the same area and centre of gravity, which blur preserves; where the border cuts
+    something off, others match the visible sides.
     """
     rows, columns = np.flatnonzero(solid.any(axis=1)), np.flatnonzero(solid.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
@@ -256,7 +256,7 @@ def _same_area(shape: str, covered: Floats) -> Item:
 
 
 def _moments(shape: str) -> tuple[float, float, float]:
-    """Area and centre of gravity of the outline of radius 1."""
+    """Return the area and centre of gravity of the outline of radius 1."""
     points = outline(shape)
     area = x_sum = y_sum = 0.0
     for (x0, y0), (x1, y1) in zip(points, points[1:] + points[:1], strict=True):

@@ -1,6 +1,6 @@
-"""The networks of the shapes model, made of diffusers' and transformers' own classes.
+"""The networks of the shapes model, as classes of diffusers and transformers.
 
-Every linear layer takes a multiple of 64 values, so that each can be quantized, whatever the group.
+The input of every linear layer is a multiple of 64, so that each supports all group sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 SHIFT = 3.0
 TEXT_WIDTH = 64
-TOKENS = 32  # of a caption in its chat template: the transformer pads to a multiple of this
+TOKENS = 32  # in a caption with its chat template: the transformer pads to a multiple
 PATCH = 2
-DOWN = 8  # pixels of a latent, each way
-WARM = 100  # steps over which a rate of learning rises
+DOWN = 8  # pixels per latent cell, in each dimension
+WARM = 100  # steps of learning rate warm-up
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -39,7 +39,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE in which every word of the captions is one token."""
+    """Return a byte-level BPE tokenizer in which every word of the captions is one token."""
     rng = random.Random(0)
     captions = [compose(rng, 64, 64).caption for _ in range(4000)]
     words = [f"{article} {name}" for article in ("a", "the") for name in (*COLOURS, *SHAPES)]
@@ -64,7 +64,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_text_encoder(vocabulary: int) -> Qwen3Model:
-    """The pipeline uses the output of the last layer but one: three layers are two at work."""
+    """Return a text encoder of three layers; the pipeline uses the output of the second."""
     return Qwen3Model(
         Qwen3Config(
             vocab_size=vocabulary,
@@ -83,7 +83,7 @@ def make_text_encoder(vocabulary: int) -> Qwen3Model:
 
 
 def make_transformer() -> ZImageTransformer2DModel:
-    """dim 192: its feed-forward layers are 512 wide."""
+    """Return a transformer of dimension 192, with feed-forward layers of width 512."""
     return ZImageTransformer2DModel(
         in_channels=16,
         dim=192,
@@ -98,7 +98,7 @@ def make_transformer() -> ZImageTransformer2DModel:
 
 
 def make_vae() -> AutoencoderKL:
-    """Without attention: flat shapes need none, and it would be an eighth of the file."""
+    """Return a VAE without attention, which flat shapes do not need (an eighth of the file)."""
     channels = [16, 32, 48, 32]
     return AutoencoderKL(
         down_block_types=["DownEncoderBlock2D"] * len(channels),
@@ -134,10 +134,10 @@ def save(
 def encode_captions(
     tokenizer: PreTrainedTokenizerFast, captions: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [n, TOKENS], as the pipeline makes them, and how many of each count [n].
+    """Return token ids [n, TOKENS], as in the pipeline, and the length of each caption [n].
 
     Raises:
-        ValueError: a caption is too long for the batch.
+        ValueError: A caption is too long for the batch.
     """
     texts = [
         tokenizer.apply_chat_template(
@@ -155,7 +155,7 @@ def encode_captions(
 
 
 def embed(text_encoder: Qwen3Model, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """What the pipeline gives the transformer, [n, TOKENS, TEXT_WIDTH]; past ``lengths`` unused."""
+    """Return the transformer's text features, [n, TOKENS, TEXT_WIDTH]; past ``lengths`` unused."""
     mask = torch.arange(TOKENS, device=ids.device) < lengths[:, None]
     answer = text_encoder(ids, attention_mask=mask, output_hidden_states=True)
     return answer.hidden_states[-2]
@@ -168,10 +168,10 @@ def velocity(
     features: torch.Tensor,
     lengths: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``transformer`` says to latents [n, 16, h, w] at ``time`` [n], the same shape.
+    """Return the output of ``transformer`` for latents [n, 16, h, w] at ``time`` [n], same shape.
 
-    The same as its own ``forward``, for a batch of one size, whose captions are padded to TOKENS:
-    that one goes through the pictures of a batch one by one, which takes longer than its layers.
+    It equals its own ``forward`` for a batch of one size whose captions are padded to TOKENS, but
+    that one processes the pictures of a batch one by one, which takes longer than its layers.
     """
     n, c, h, w = latents.shape
     rows, columns = h // PATCH, w // PATCH
@@ -206,7 +206,7 @@ def velocity(
 
 
 def rate_at(step: int, steps: int) -> float:
-    """A short rise, then half a cosine down to a hundredth."""
+    """Return the learning rate: a short warm-up, then a half cosine down to a hundredth."""
     if step < WARM:
         return (step + 1) / WARM
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - WARM) / max(1, steps - WARM)))

@@ -1,7 +1,7 @@
-"""Drawn shapes and what is said of them: the data a tiny text-to-image model is trained on.
+"""Drawings of shapes with captions: training data for a tiny text-to-image model.
 
-A scene knows its caption and what is in it; `render` makes the picture. How scenes are drawn by
-chance stands in composing.py, and which of them are never trained on in wishes.py.
+A scene has a caption and items; `render` draws it. composing.py creates random scenes, wishes.py
+defines those that are excluded from training.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ LEFT_OUT = (
 """Never in training, neither alone nor beside something else."""
 
 SIZES = tuple((width, height) for width in (64, 96, 128) for height in (64, 96, 128))
-SCALE = 4  # pictures are drawn so many times larger, and reduced
+SCALE = 4  # oversampling factor of drawings
 
 
 @dataclass(frozen=True)
 class Item:
-    """One shape; centre and radius in pixels, y downwards. No shape reaches past its radius."""
+    """One shape; centre and radius in pixels, y downwards. The radius bounds the shape."""
 
     colour: str
     shape: str
@@ -63,10 +63,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Scene:
-    """What is in a picture, and what its caption says of it: None where it does not say.
+    """The items of a picture, and its caption's statements: None if not stated.
 
     `kind` is "one", "count" or "relation"; a relation is that of the first item to the second.
-    A background that is not said is white.
+    A background that is not stated is white.
     """
 
     width: int
@@ -87,7 +87,7 @@ class Scene:
 
 @cache
 def outline(shape: str) -> tuple[tuple[float, float], ...]:
-    """The corners of a shape of radius 1 around the origin, y downwards."""
+    """Return the corners of a shape of radius 1 around the origin, y downwards."""
     if shape == "circle":
         turns = [math.tau * step / 64 for step in range(64)]
         return tuple((math.cos(turn), math.sin(turn)) for turn in turns)
@@ -111,7 +111,7 @@ def outline(shape: str) -> tuple[tuple[float, float], ...]:
 
 
 def corners(item: Item) -> list[tuple[float, float]]:
-    """The outline of an item on the enlarged drawing, whose pixels have their centres at .5."""
+    """Return the outline of an item on the oversampled drawing, with pixel centres at .5."""
     return [
         ((item.x + item.radius * x) * SCALE - 0.5, (item.y + item.radius * y) * SCALE - 0.5)
         for x, y in outline(item.shape)
@@ -119,7 +119,7 @@ def corners(item: Item) -> list[tuple[float, float]]:
 
 
 def render(scene: Scene) -> NDArray[np.uint8]:
-    """The picture: height, width, 3."""
+    """Return the picture: height, width, 3."""
     size = (scene.width * SCALE, scene.height * SCALE)
     drawing = Image.new("RGB", size, BACKGROUNDS[scene.background])
     pen = ImageDraw.Draw(drawing)
@@ -129,7 +129,7 @@ def render(scene: Scene) -> NDArray[np.uint8]:
 
 
 def coverage(item: Item, width: int, height: int) -> NDArray[np.float32]:
-    """How much of each pixel an item covers, 0 to 1: height, width."""
+    """Return the share of each pixel that an item covers, 0 to 1: height, width."""
     drawing = Image.new("L", (width * SCALE, height * SCALE), 0)
     ImageDraw.Draw(drawing).polygon(corners(item), fill=255)
     return np.asarray(drawing.reduce(SCALE), dtype=np.float32) / np.float32(255)

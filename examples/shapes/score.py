@@ -1,4 +1,4 @@
-"""Whether what a judge saw in a picture is what its caption asked for, and how often."""
+"""Scores of pictures: how often the judge saw what the caption describes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from judge import Seen, SeenItem
 from scene import Item, Scene
 
 SMALL, LARGE = 0.205, 0.305  # radii, as shares of the shorter side
-LOW, HIGH = 0.42, 0.58  # where left and top end, where right and bottom begin
+LOW, HIGH = 0.42, 0.58  # limits of left and top, and of right and bottom
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is right; None where the caption asks for nothing of the sort.
+    """The correct properties; None where the caption specifies nothing.
 
     `both` is stricter than colour and shape: each shape has its own colour.
     """
@@ -32,11 +32,11 @@ class Verdict:
 
 
 def score(scene: Scene, seen: Seen) -> Verdict:
-    """Which of the things that the caption asks for are on the picture."""
+    """Compare the items seen in the picture with those that the caption describes."""
     asked = [item.pair for item in scene.items]
     found = [(item.colour, item.shape) for item in seen.items]
     if scene.kind == "count" and found:
-        asked = asked[:1] * len(found)  # how many there are is judged on its own
+        asked = asked[:1] * len(found)  # the number is scored separately
     return Verdict(
         colour=_same((colour for colour, _ in asked), (colour for colour, _ in found)),
         shape=_same((shape for _, shape in asked), (shape for _, shape in found)),
@@ -54,12 +54,12 @@ def _same(asked: Iterable[object], found: Iterable[object]) -> bool:
 
 
 def _likeness(asked: Item, found: SeenItem) -> int:
-    """3 for colour and shape, 2 for the colour alone, 1 for the shape alone."""
+    """Return 3 for the same colour and shape, 2 for the colour only, 1 for the shape only."""
     return 2 * (asked.colour == found.colour) + (asked.shape == found.shape)
 
 
 def _related(scene: Scene, seen: Seen) -> bool:
-    """Whether the two items stand as asked, in each of the best ways to tell which is which."""
+    """Return whether the two items are related as asked, in each of the best assignments."""
     one, two = scene.items
     best, right = 0, False
     for first, second in permutations(seen.items[:8], 2):
@@ -79,7 +79,7 @@ def _stands(relation: str | None, first: SeenItem, second: SeenItem) -> bool:
 
 
 def _meant(scene: Scene, seen: Seen) -> SeenItem | None:
-    """The item that a caption of one shape speaks of: the most alike, else the largest."""
+    """Return the item that a caption of one shape refers to: the most similar, else the largest."""
     return max(
         seen.items,
         key=lambda found: (_likeness(scene.items[0], found), found.radius),
@@ -112,7 +112,7 @@ def _sized(scene: Scene, seen: Seen) -> bool:
 
 
 def figures(pairs: Iterable[tuple[Scene, Verdict]]) -> dict[str, dict[str, float | int | None]]:
-    """For each figure how many are right, of how many, and the share: None of nothing."""
+    """Return for each figure the correct and total numbers, and their ratio (None if empty)."""
     verdicts: dict[str, list[bool]] = {name: [] for name in FIGURES}
     for scene, verdict in pairs:
         for name, right in _votes(scene, verdict).items():

@@ -1,11 +1,11 @@
 """Train a small Z-Image on drawn shapes: ``python examples/shapes/train.py``.
 
-First the autoencoder, then the transformer together with the text encoder, by flow matching in the
-autoencoder's latents. Then both learn from themselves: what they say, and once more by how much
-they say it better than networks that learned for a short time only (autoguidance, Karras et al.
-2024, made part of the networks as Meng et al. 2023 do with guidance). Then the decoder once more.
-What is written is a directory that diffusers opens. Everything that is drawn by chance comes from
-one seed; another machine rounds differently, and so ends a little elsewhere.
+The autoencoder is trained first, then the transformer and text encoder together, by flow matching
+in the autoencoder's latents. Both are then distilled: from their own outputs, and then from these
+outputs with autoguidance by networks with a short training (Karras et al. 2024), merged into the
+networks as Meng et al. 2023 do with guidance. The decoder is trained again at the end. The output
+is a directory for diffusers. All random numbers derive from one seed; other machines round
+differently, so their results differ slightly.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BATCH, RATE, MUON_RATE = 64, 1e-3, 6e-3
-AVERAGE = 0.9995  # of the weights, from step to step
-GUIDANCE = 1.0  # how much further from the short-trained networks
+AVERAGE = 0.9995  # decay per step of the weights' moving average
+GUIDANCE = 1.0  # scale of autoguidance
 Aim = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def optimizers(
     transformer: nn.Module, text_encoder: nn.Module, rate: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the transformer's blocks, AdamW for all else."""
+    """Return Muon for the matrices inside the transformer's blocks, AdamW for all else."""
     blocks = [
         parameter
         for name, parameter in transformer.named_parameters()
@@ -72,7 +72,7 @@ def optimizers(
 
 
 def prepare(transformer: nn.Module) -> None:
-    """Every block begins as nearly nothing, and the whole of it says zero."""
+    """Initialize every block to nearly zero, and the output to zero."""
     for name, parameter in transformer.named_parameters():
         if "adaLN_modulation" in name:
             nn.init.zeros_(parameter)
@@ -99,8 +99,8 @@ def train_flow(
     answer: Callable[..., torch.Tensor] = velocity,
     aim: Aim | None = None,
 ) -> tuple[nn.Module, nn.Module]:
-    """Learn the velocity from noise to latents, or what ``aim`` says of noisy latents, time, token
-    ids and lengths. Returns the averaged networks."""
+    """Train on the velocity from noise to latents, or on ``aim`` of noisy latents, time, token
+    ids and lengths. Return the averaged networks."""
     rng = random.Random(SEED)
     networks = nn.ModuleList([transformer, text_encoder])
     average = copy.deepcopy(networks).requires_grad_(False)
@@ -117,7 +117,7 @@ def train_flow(
         clean, ids, lengths = (
             part[size][chosen] for part in (pool.latents, pool.ids, pool.lengths)
         )
-        # evenly over (0, 1), then shifted towards noise as the scheduler's steps are
+        # uniform over (0, 1), then shifted towards noise as the scheduler's steps are
         even = (torch.arange(BATCH) + torch.rand(BATCH)).to(device) / BATCH
         sigma = SHIFT * even / (1 + (SHIFT - 1) * even)
         noise = torch.randn(clean.shape).to(device)
@@ -152,8 +152,8 @@ def train_flow(
 def guided(
     strong: Sequence[nn.Module], weak: Sequence[nn.Module], answer: Callable[..., torch.Tensor]
 ) -> Aim:
-    """What the ``strong`` transformer and text encoder say, moved away from what the ``weak`` say:
-    the mistakes that both make, the weak ones more, become fewer."""
+    """Return the output of the ``strong`` transformer and text encoder, extrapolated away from the
+    ``weak`` ones, which reduces the errors that both make."""
 
     def aim(
         noisy: torch.Tensor, time: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor
@@ -248,7 +248,7 @@ def main() -> None:
 
 
 def resume(parts: Sequence[nn.Module], directory: Path) -> None:
-    """Give the autoencoder, transformer and text encoder the weights that ``directory`` has."""
+    """Load the weights in ``directory`` into the autoencoder, transformer and text encoder."""
     for part, name in zip(parts, ("vae", "transformer", "text_encoder"), strict=True):
         if not (directory / name).is_dir():
             continue

@@ -1,6 +1,6 @@
-"""What captions ask for, and which of it is held out.
+"""Contents that captions describe, and the split of held-out scenes.
 
-A part of what can be asked is in no training scene, so that a model cannot have learnt it by heart.
+Some contents are in no training scene, so that a model cannot have memorized them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUMBERS = {2: "two", 3: "three", 4: "four"}
 
 @dataclass(frozen=True)
 class Wish:
-    """What a caption asks for, however it is worded."""
+    """The content of a caption, however it is worded."""
 
     kind: str
     pairs: tuple[tuple[str, str], ...]
@@ -27,7 +27,7 @@ class Wish:
     relation: str | None = None
 
     def describe(self) -> str:
-        """Canonical: "a right of b" is written as "b left of a", "a below b" as "b above a"."""
+        """Return a canonical form: "a right of b" is "b left of a", "a below b" is "b above a"."""
         pairs, relation = self.pairs, self.relation
         if relation in ("right", "below"):
             pairs, relation = pairs[::-1], "left" if relation == "right" else "above"
@@ -37,7 +37,7 @@ class Wish:
 
 
 def wish_of(asked: Scene | str) -> Wish:
-    """What a scene, or a caption made by `compose`, asks for."""
+    """Return the content of a scene, or of a caption made by `compose`."""
     if isinstance(asked, str):
         return _read(asked)
     count = len(asked.items) if asked.kind == "count" else 1
@@ -54,7 +54,7 @@ def wish_of(asked: Scene | str) -> Wish:
 
 
 def is_held_out(asked: Scene | str) -> bool:
-    """Whether this must not be trained on: a pair of LEFT_OUT, or one wish in sixteen."""
+    """Return whether it is excluded from training: a pair of LEFT_OUT, or one content in 16."""
     wish = wish_of(asked)
     if any(pair in LEFT_OUT for pair in wish.pairs):
         return True
