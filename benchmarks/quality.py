@@ -2,8 +2,8 @@
 
 Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 8 steps and no
 guidance, are judged from their pixels alone. There is a row for each precision: computed in
-float32, in bfloat16, and in float32 from an AImage with a quantized transformer. ``--diffusers`` adds the
-figures of diffusers with the same model, and the largest difference between the two.
+float32, in bfloat16, and in float32 from an AImage with a quantized transformer. ``--diffusers``
+adds the figures of diffusers with the same model, and the largest difference between the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What many tests stand on: a real registry, the embedded model, the command line."""
+"""Shared fixtures: a real registry, the embedded model, the command line."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TINY = ROOT / "examples" / "tiny"
 
 
 class _Sys:
-    """``sys`` as threading uses it; ``settrace`` is repeated while another thread is inside it.
+    """``sys`` for threading; ``settrace`` is retried if another thread is inside it.
 
-    CPython 3.11 raises RuntimeError then, and a thread that starts under coverage ends at once:
-    those that wait for it wait for ever.
+    CPython 3.11 raises RuntimeError then, so that a thread started under coverage ends at once:
+    threads waiting for it would block forever.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -42,8 +42,8 @@ class _Sys:
 
 
 def pytest_configure() -> None:
-    """Draw the models that are compared with diffusers once, for all workers of a run. Of those
-    each computes with one thread: many that wait for each other by spinning take thrice as long."""
+    """Draw the models to compare with diffusers once, for all workers of a run. Each worker
+    computes with one thread: many threads that spin would take three times as long."""
     restore_signals()
     if sys.version_info < (3, 12):
         threading._sys = _Sys()  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is in quarantine; leave out what AIMAGE_LEAVE_OUT lists."""
+    """Mark tests in quarantine; deselect those in AIMAGE_LEAVE_OUT."""
     for item in items:
         if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
             item.add_marker(pytest.mark.xfail(reason=reason))
@@ -65,48 +65,48 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the tests that passed to the file that AIMAGE_PASSED names."""
+    """Write the tests that passed to the file in AIMAGE_PASSED."""
     if "AIMAGE_PASSED" in os.environ:
         passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
         Path(os.environ["AIMAGE_PASSED"]).write_text("\n".join(sorted(passed)))
 
 
 def pytest_report_header() -> str:
-    """Name the draw, so that it can be repeated."""
+    """Report the draw, so that it can be repeated."""
     return f"AIMAGE_PARITY_SEED={os.environ['AIMAGE_PARITY_SEED']}"
 
 
 @pytest.fixture(autouse=True)
 def children() -> Iterator[None]:
-    """No child that a test starts outlives it. Those of wider fixtures are the fixtures' matter."""
+    """Kill the children that a test starts, except those of fixtures with a wider scope."""
     with reaped():
         yield
 
 
 @pytest.fixture(scope="session")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRegistry]:
-    """A registry that takes anything a distribution registry takes, without credentials."""
+    """Run a registry without credentials."""
     with find_registry(tmp_path_factory.mktemp("registry")) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def private_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRegistry]:
-    """A registry that wants the user ``operator`` and the password ``open sesame``."""
+    """Run a registry with the user ``operator`` and the password ``open sesame``."""
     with find_registry(tmp_path_factory.mktemp("private"), private=True) as found:
         yield found
 
 
 @pytest.fixture
 def repository(registry: RealRegistry, request: pytest.FixtureRequest) -> str:
-    """The name of a repository that no other test uses, with its host."""
+    """Return the name of a repository that no other test uses, with its host."""
     name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower()).strip("-")
     return f"{registry.host}/tests/{'-'.join(filter(None, name.split('-')))}"
 
 
 @pytest.fixture
 def aimage(tmp_path: Path) -> Callable[[str], Aimage]:
-    """``aimage(store)``: the command line on the store of that name, in its own home."""
+    """Return ``aimage(store)``: the command line on the store of that name, in its own home."""
 
     def make(store: str = "store") -> Aimage:
         return Aimage(tmp_path, tmp_path / store)
@@ -116,13 +116,13 @@ def aimage(tmp_path: Path) -> Callable[[str], Aimage]:
 
 @pytest.fixture(scope="session")
 def tiny() -> Path:
-    """The embedded model's directory: a small Z-Image with random weights."""
+    """Return the directory of the embedded model: a small Z-Image with random weights."""
     return TINY
 
 
 @pytest.fixture(scope="session")
 def skopeo() -> str:
-    """The path of skopeo, an OCI tool that is not ours."""
+    """Return the path of skopeo, an independent OCI tool."""
     path = shutil.which("skopeo")
     if path is None:
         if os.environ.get("AIMAGE_REQUIRE_REGISTRY") == "1":

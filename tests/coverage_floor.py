@@ -16,7 +16,7 @@ COUNTS = ("num_statements", "num_branches", "covered_lines", "covered_branches")
 
 
 def coverage(report: Path) -> dict[str, float]:
-    """Return the per cent covered of each package."""
+    """Return the percentage covered of each package."""
     packages: dict[str, Counter[str]] = {}
     for name, found in json.loads(report.read_text())["files"].items():
         parts = Path(name).parts
@@ -32,7 +32,7 @@ def coverage(report: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print a table; return 1 where a package is below its floor."""
+    """Print a table; return 1 if a package is below its floor."""
     found = coverage(Path(sys.argv[1]))
     for name, share in found.items():
         floor = FLOORS.get(name, 0)

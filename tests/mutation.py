@@ -1,8 +1,8 @@
-"""A sample of mutants of a package, run against its tests: ``python -m tests.mutation``.
+"""Mutation testing of a package, by a sample of mutants: ``python -m tests.mutation``.
 
 Each mutant is one change of the syntax tree (a comparison, an operator, a constant, a condition, a
-returned value) in a copy of the checkout. A test suite kills a mutant when it fails on it. The same
-seed draws the same places in the same source.
+returned value) in a copy of the checkout. A mutant is killed if the test suite fails on it. The
+same seed draws the same places in the same source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 120  # seconds for the tests of one mutant: one that hangs is killed, and counts so
+TIMEOUT = 120  # seconds for the tests of one mutant; a timeout counts as killed
 COMPARED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -84,7 +84,7 @@ def draw(package: Path, count: int, seed: int) -> list[tuple[Path, int, str]]:
 
 
 def is_killed(checkout: Path, tests: list[str]) -> bool:
-    """Return whether the tests fail on the checkout as it is."""
+    """Return whether the tests fail on the checkout."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

@@ -1,4 +1,4 @@
-"""The command line under test: in this process, or as a process of its own."""
+"""The command line under test, in this process or as a child process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from clowder_aimage.cli.main import run
 
 PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
 _PROGRAM = [*PROGRAM]
-# Variables that the interpreter or a library reads once, when it starts
+# Variables that the interpreter or a library reads only at startup
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
-# Threads that stay for the next use; the last two are of servers in this process
+# Threads that are kept for reuse; the last two belong to servers in this process
 POOLS = ("aimage-write", "aimage-mlx", "asyncio", "waitpid")
 THREADS_END = 20.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
@@ -34,11 +34,11 @@ _children: list[subprocess.Popen[Any]] = []
 def spawn(
     command: Sequence[object], *, is_shared: bool = False, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start a child that dies with the test, with all that it started, and with this process.
+    """Start a child that is killed with its descendants when the test or this process ends.
 
     Args:
         command: The program and its arguments.
-        is_shared: It outlives the test: a fixture of the session ends it.
+        is_shared: It outlives the test; a session fixture ends it.
         options: As for ``subprocess.Popen``. The child leads a process group of its own.
     """
     words = [str(word) for word in command]
@@ -62,7 +62,7 @@ def reaped() -> Iterator[None]:
 
 
 def end(child: subprocess.Popen[Any]) -> None:
-    """Kill a child with its process group, and close what it is connected with."""
+    """Kill a child with its process group, and close its pipes."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     for stream in (child.stdin, child.stdout, child.stderr):
@@ -75,7 +75,7 @@ def end(child: subprocess.Popen[Any]) -> None:
 
 
 def restore_signals() -> None:
-    """Undo what a shell does to a job in the background: children would ignore SIGINT as well."""
+    """Undo a shell's settings for background jobs: children would ignore SIGINT as well."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
@@ -84,7 +84,7 @@ def restore_signals() -> None:
 
 @dataclass
 class Done:
-    """A command that has ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -96,24 +96,24 @@ class Done:
 
     @property
     def line(self) -> str:
-        """The only line of stdout."""
+        """Return the only line of stdout."""
         (line,) = self.out.splitlines()
         return line
 
 
 @dataclass
 class Aimage:
-    """``aimage`` with a home and a store of its own."""
+    """``aimage`` with its own home and store."""
 
     home: Path
     store: Path
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
-        """Run a verb in this process; the test fails with all output when it exits otherwise.
+        """Run a verb in this process; the test fails with all output on another exit code.
 
-        In another thread than the main one, with variables that count when a process starts, or
-        with another ``PROGRAM``, it is a process of its own.
+        It runs as a child process if called outside the main thread, with variables that are only
+        read at startup, or with another ``PROGRAM``.
         """
         has_own_start = any(name.startswith(AT_START) for name in self.environment)
         is_aside = threading.current_thread() is not threading.main_thread()
@@ -126,7 +126,7 @@ class Aimage:
         return done
 
     def process(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
-        """Run a verb as a process."""
+        """Run a verb as a child process."""
         child = self.start(*arguments, stdin=subprocess.PIPE)
         try:  # not reaped(): other threads may start children meanwhile
             out, err = child.communicate(stdin, timeout=120)
@@ -138,7 +138,7 @@ class Aimage:
         return done
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """Begin a verb and come back at once."""
+        """Start a verb and return immediately."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         place = {"env": self.env(), "cwd": self.home}
         return spawn([*PROGRAM, *arguments], **pipes | place | options)
@@ -165,7 +165,7 @@ def _check(done: Done, code: int) -> None:
 
 
 def _join(before: set[threading.Thread], done: Done) -> None:
-    """Wait for the threads that the process would have left behind."""
+    """Wait for the threads that the verb leaves behind."""
     until = time.monotonic() + THREADS_END
     while left := [each for each in set(threading.enumerate()) - before if _is_ours(each)]:
         assert time.monotonic() < until, f"{left[0].name} goes on: {done.out}\n{done.err}"
@@ -173,7 +173,7 @@ def _join(before: set[threading.Thread], done: Done) -> None:
 
 
 def _is_ours(thread: threading.Thread) -> bool:
-    """Whether a verb may have started it, rather than a pool or a server of the test."""
+    """Return whether a verb may have started it, and not a pool or a server of the test."""
     return not (thread.name.startswith(POOLS) or "process_request_thread" in thread.name)
 
 
@@ -215,7 +215,7 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Undo what a daemon configures."""
+    """Undo the logging configuration of a daemon."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -229,7 +229,7 @@ def _logging() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams(*files: BinaryIO) -> Iterator[None]:
-    """Put ``files`` in the place of descriptors 0, 1 and 2, and of Python's files on them."""
+    """Use ``files`` as descriptors 0, 1 and 2, and as Python's standard streams."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in range(3)]

@@ -1,4 +1,4 @@
-"""A slow, leaky, forgetful proxy in front of a registry, which counts what passes."""
+"""A proxy in front of a registry that injects faults and counts bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOPS = frozenset({"connection", "keep-alive", "transfer-encoding", "date", "ser
 
 @dataclass
 class Passed:
-    """A request that came, and how many bytes of its body came and of its answer's were sent."""
+    """A request, with the bytes received of its body and sent of its response."""
 
     number: int
     method: str
@@ -31,7 +31,7 @@ class Passed:
     connection: int
     sent: int = 0
     received: int = 0
-    status: int = 0  # what was answered; 0 where nothing was
+    status: int = 0  # of the response; 0 if none was sent
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -45,10 +45,10 @@ class Passed:
 
 @dataclass
 class Reply:
-    """An answer: what the registry said and ``change`` may alter, or what is said ``instead``.
+    """A response: that of the registry, altered by ``change``, or one sent ``instead``.
 
-    With ``after`` it is said when so many bytes of the request's body came, and the connection
-    is then closed: in peace once the client has stopped sending, or ``abruptly``.
+    With ``after`` it is sent once that many bytes of the request's body have been received, and
+    the connection is closed: after the client has stopped sending, or ``abruptly``.
     """
 
     status: int = 200
@@ -58,27 +58,27 @@ class Reply:
     abruptly: bool = False
 
     def put(self, body: bytes) -> None:
-        """Another body, of the length that is told."""
+        """Replace the body, and set its length."""
         self.body = body
         self.headers["Content-Length"] = str(len(body))
 
 
 @dataclass
 class Proxy:
-    """Every answer of ``upstream`` passes under these rules; they may be changed at any time.
+    """A proxy for ``upstream`` with rules that may be changed at any time.
 
-    ``pace`` is a limit in bytes per second and connection, ``delay`` what a request waits before
-    it is answered. ``cut(passed)`` gives the number of body bytes after which an answer breaks
-    off, or None; with ``stall`` it then stands still instead. Once ``hold`` bytes of blobs have
-    been sent, nothing more is until ``release()``. ``ranges`` is what becomes of requests for a
-    part of a blob: "kept", "ignored", "wrong" (another part comes), or a status to refuse with.
+    ``pace`` is a limit in bytes per second and connection, ``delay`` the time before a request is
+    answered. ``cut(passed)`` returns the number of body bytes after which a response is truncated,
+    or None; with ``stall`` it stalls instead. Once ``hold`` bytes of blobs have been sent, the rest
+    waits for ``release()``. ``ranges`` is the handling of range requests for blobs: "kept",
+    "ignored", "wrong" (another range is sent), or an error status.
 
-    ``lost(passed)`` gives the number of bytes of a request's body after which its connection is
-    reset, or None; an answer that is ``cut`` ends with a reset where ``reset`` says so.
-    ``instead(passed)`` may answer what the registry never hears of, ``change(passed, reply)`` alter
-    what it answered. ``lull(passed)`` is for how many seconds no more of a request's body is taken.
-    Where the proxy ``buffers``, a request goes on to the registry when all of it is here. ``adds``
-    are headers that only the registry sees.
+    ``lost(passed)`` returns the number of bytes of a request's body after which its connection is
+    reset, or None; a response that is ``cut`` ends with a reset if ``reset`` is set.
+    ``instead(passed)`` may return a response without the registry, ``change(passed, reply)`` may
+    alter one. ``lull(passed)`` returns the seconds for which a request's body is not read.
+    With ``buffers``, a request is forwarded only once it is complete. ``adds`` are headers added
+    to forwarded requests.
     """
 
     upstream: str
@@ -97,8 +97,8 @@ class Proxy:
     adds: dict[str, str] = field(default_factory=dict)
     tls: ssl.SSLContext | None = None
     seen: list[Passed] = field(default_factory=list)
-    held: int = 0  # answers that are kept waiting by ``hold``
-    busiest: int = 0  # the most answers with blobs that were under way at once
+    held: int = 0  # responses that ``hold`` delays
+    busiest: int = 0  # the maximum number of concurrent responses with blobs
     host: str = ""
 
     def __post_init__(self) -> None:
@@ -125,15 +125,15 @@ class Proxy:
             server.shutdown()
             server.server_close()
 
-    # -- what passed
+    # -- counters
 
     def sent(self, digest: str = "/blobs/", *, since: int = 0) -> int:
-        """The bytes sent of blobs, or of one of them, in requests from number ``since`` on."""
+        """Return the bytes sent of all blobs or one, in requests from number ``since`` on."""
         with self._changed:
             return sum(p.sent for p in self.seen[since:] if p.is_blob and digest in p.path)
 
     def by_connection(self) -> Counter[int]:
-        """The bytes of bodies sent over each connection."""
+        """Return the bytes of bodies sent over each connection."""
         count: Counter[int] = Counter()
         with self._changed:
             for passed in self.seen:
@@ -141,22 +141,22 @@ class Proxy:
         return count
 
     def asked(self, digest: str, *, since: int = 0) -> list[str | None]:
-        """The ranges that were asked for of a blob."""
+        """Return the requested ranges of a blob."""
         with self._changed:
             return [p.range for p in self.seen[since:] if p.is_blob and digest in p.path]
 
     def uploads(self, *methods: str, since: int = 0) -> list[Passed]:
-        """The requests that brought bytes of blobs: ``received`` says how many."""
+        """Return the requests that uploaded bytes of blobs, with their numbers in ``received``."""
         wanted = methods or ("PUT", "PATCH")
         with self._changed:
             return [p for p in self.seen[since:] if p.is_upload and p.method in wanted]
 
     def received(self, *, since: int = 0) -> int:
-        """The bytes of blobs that came."""
+        """Return the uploaded bytes of blobs."""
         return sum(passed.received for passed in self.uploads(since=since))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        """Wait until what has passed makes it true; an AssertionError when it does not."""
+        """Wait until a condition is true; raise an AssertionError if it does not become true."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), "it never came to pass"
 
@@ -164,12 +164,12 @@ class Proxy:
         return self.hold is not None and self._blob_bytes >= self.hold
 
     def release(self) -> None:
-        """Let everything that is held go on."""
+        """Continue all held responses."""
         with self._changed:
             self.hold = None
             self._changed.notify_all()
 
-    # -- what the server's threads call
+    # -- called by the server's threads
 
     def connected(self) -> int:
         with self._changed:
@@ -180,7 +180,7 @@ class Proxy:
     def answering(
         self, method: str, path: str, headers: dict[str, str], number: int
     ) -> Iterator[Passed]:
-        """Note a request while it is answered."""
+        """Record a request while it is answered."""
         with self._changed:
             span = headers.get("Range")
             passed = Passed(len(self.seen), method, path, span, number, headers=headers)
@@ -195,7 +195,7 @@ class Proxy:
                 self._under_way -= passed.is_blob
 
     def may_send(self, passed: Passed, count: int) -> int:
-        """How many of ``count`` bytes to send now; they are counted as sent. 0 ends the answer."""
+        """Return how many of ``count`` bytes to send now, and count them. 0 ends the response."""
         limit = self.cut(passed) if self.cut else None
         with self._changed:
             if limit is not None:
@@ -213,7 +213,7 @@ class Proxy:
         return max(count, 0)
 
     def may_take(self, passed: Passed, left: int) -> int:
-        """How many of the ``left`` bytes of a request's body to take now; 0 ends the connection."""
+        """Return how many of the ``left`` body bytes to read now; 0 closes the connection."""
         if self.lull and (seconds := self.lull(passed)):
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, seconds)
@@ -231,12 +231,12 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def server_bind(self) -> None:
-        # what was sent is what arrived, give or take a little: buffers would blur the count
+        # small buffers, so that the bytes sent are about those received
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BLOCK)
         super().server_bind()
 
     def handle_error(self, *_: object) -> None:
-        pass  # a client that leaves is no news here
+        pass  # a client that disconnects is not an error
 
 
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
@@ -285,7 +285,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             return int(self.headers.get("Content-Length") or 0)
 
         def _body(self, passed: Passed, length: int) -> Iterator[bytes]:
-            """The request's body; ConnectionAbortedError where it is not to come in full."""
+            """Yield the request's body; raise ConnectionAbortedError to abort it early."""
             while passed.received < length:
                 count = proxy.may_take(passed, length - passed.received)
                 block = self.rfile.read1(count) if count else b""
@@ -295,7 +295,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 yield block
 
         def _reset(self) -> None:
-            """End the connection with a reset, and the registry's with it."""
+            """Reset the connection, and that to the registry."""
             self.close_connection = True
             self.registry.close()
             with contextlib.suppress(OSError):

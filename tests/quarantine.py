@@ -1,6 +1,6 @@
-"""Tests that fail at times: each runs, and its failure is shown but fails nothing.
+"""Flaky tests: each runs, but its failure does not fail the run.
 
-An entry is a debt. It names the test and why it cannot be repaired yet; empty is best.
+Each entry states a test and why it cannot be fixed yet. The list should be empty.
 """
 
 from __future__ import annotations

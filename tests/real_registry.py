@@ -1,4 +1,4 @@
-"""A real registry as a child process, or in a container where there is an engine for that."""
+"""A real registry as a child process, or in a container if an engine is available."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _REQUEST = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE) (/v2/\S*) HTTP/[0-9.]+
 
 @dataclass
 class RealRegistry:
-    """``host`` is its name in references; ``log`` holds its access log."""
+    """A running registry. ``host`` is its name in references; ``log`` has its access log."""
 
     host: str
     log: Path | None = None
     root: Path | None = None
 
     def mark(self) -> int:
-        """A place in the log to count from."""
+        """Return the current position in the log, to count from."""
         return self.log.stat().st_size if self.log else 0
 
     def count(self, mark: int, repository: str) -> Counter[str]:
-        """Requests since ``mark`` to a repository, by what they are: ``PUT blob`` and so on."""
+        """Return the requests to a repository since ``mark``, by kind: ``PUT blob`` and so on."""
         if self.log is None:
             pytest.skip("this registry keeps no log to count in")
         path = "/v2/" + repository.partition("/")[2] + "/"
@@ -50,7 +50,7 @@ class RealRegistry:
         return kinds
 
     def blob(self, digest: str) -> Path:
-        """Where the registry keeps a blob."""
+        """Return the path of a blob in the registry's storage."""
         if self.root is None:
             pytest.skip("this registry's disk cannot be reached")
         encoded = digest.removeprefix("sha256:")
@@ -59,7 +59,7 @@ class RealRegistry:
 
 @contextlib.contextmanager
 def find_registry(directory: Path, *, private: bool = False) -> Iterator[RealRegistry]:
-    """Debian's docker-registry, else a container; else the test is skipped, or fails in CI."""
+    """Run docker-registry of Debian, else a container; otherwise skip, or fail in CI."""
     if shutil.which("docker-registry"):
         with _process(directory, private) as found:
             yield found
@@ -120,7 +120,7 @@ def _container() -> Iterator[RealRegistry]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 20) -> None:
-    """Wait until somebody answers."""
+    """Wait until the server responds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         try:

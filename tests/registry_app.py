@@ -17,7 +17,7 @@ from clowder_aimage.layout import ImageLayout
 def registry_app(
     layout: ImageLayout, *, token: str | None = None, upstream: UpstreamRegistry | None = None
 ) -> web.Application:
-    """Return the registry; its work begins and ends with the application."""
+    """Return the registry, which starts and stops with the application."""
     role = RegistryRole(layout, upstream=upstream)
 
     async def running(_: web.Application) -> AsyncIterator[None]:

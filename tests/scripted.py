@@ -1,4 +1,4 @@
-"""A registry that does as it is told: for answers that a well-behaved one never gives."""
+"""A registry with scripted responses, including invalid ones."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ _BLOCK = 64 * 1024
 
 @dataclass
 class Seen:
-    """A request as it arrived."""
+    """A request as received."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
-    client: tuple[str, int] = ("", 0)  # the connection that it came over
+    client: tuple[str, int] = ("", 0)  # the address of the connection
 
 
 @dataclass
 class Answer:
-    """What to send."""
+    """A response."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
-    cut: int | None = None  # send only so many bytes of the body, then close
+    cut: int | None = None  # send only this many bytes of the body, then close
     hang: bool = False  # after ``cut`` bytes, keep the connection open and silent
-    flood: int = 0  # after the body, so many bytes more, as far as they are taken; then close
+    flood: int = 0  # after the body, up to this many extra bytes; then close
 
 
 Script = Callable[[Seen], Answer]
 
 
 class ScriptedRegistry:
-    """Runs ``script`` for every request and remembers what was asked."""
+    """A server that runs ``script`` for every request and records the requests."""
 
     def __init__(self, script: Script) -> None:
         self.seen: list[Seen] = []
@@ -92,14 +92,14 @@ class ScriptedRegistry:
 
         class Server(ThreadingHTTPServer):
             def handle_error(self, *_: object) -> None:
-                pass  # a client that leaves is no news here
+                pass  # a client that disconnects is not an error
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
 
     def wrap(self, context: ssl.SSLContext) -> None:
-        """Speak TLS."""
+        """Enable TLS."""
         self._server.socket = context.wrap_socket(
             self._server.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -116,12 +116,12 @@ class ScriptedRegistry:
             self._server.server_close()
 
     def asked(self, method: str) -> list[str]:
-        """The paths that were asked for with a method."""
+        """Return the paths requested with a method."""
         return [seen.path for seen in self.seen if seen.method == method]
 
 
 def artifact(*blobs: bytes) -> tuple[bytes, dict[str, bytes]]:
-    """A manifest over ``blobs`` (the first is the config), and the blobs by digest."""
+    """Return a manifest over ``blobs`` (the first is the config), and the blobs by digest."""
     by_digest = {str(Digest.of(blob)): blob for blob in blobs}
     descriptors = [
         {
@@ -141,7 +141,7 @@ def artifact(*blobs: bytes) -> tuple[bytes, dict[str, bytes]]:
 
 
 def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
-    """A script that answers pulls of one artifact as a registry should, Range included."""
+    """Return a script that serves pulls of one artifact correctly, including Range."""
 
     def script(seen: Seen) -> Answer:
         if "/manifests/" in seen.path:

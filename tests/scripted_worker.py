@@ -1,4 +1,4 @@
-"""A worker that does as it is told: for answers that a well-behaved one never gives."""
+"""A worker with scripted responses, including invalid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass
 class Asked:
-    """A request as it arrived."""
+    """A request as received."""
 
     method: str
     path: str
@@ -29,7 +29,7 @@ class Asked:
 
 @dataclass
 class Says:
-    """What to answer: pieces, each sent at once. With ``is_cut`` the end of it never comes."""
+    """A response: pieces, each sent at once. With ``is_cut`` its end is never sent."""
 
     pieces: Iterable[bytes] = ()
     status: int = 200
@@ -38,24 +38,24 @@ class Says:
 
 
 def says(value: object, status: int = 200, **headers: str) -> Says:
-    """JSON."""
+    """Return a JSON response."""
     named = {name.replace("_", "-"): text for name, text in headers.items()}
     return Says([json.dumps(value).encode()], status, named)
 
 
 def line(**value: object) -> bytes:
-    """A line of JSON, as ollama streams it."""
+    """Return a line of JSON, as streamed by ollama."""
     return json.dumps(value).encode() + b"\n"
 
 
 def event(kind: str, value: object) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return f"event: {kind}\ndata: {json.dumps(value)}\n\n".encode()
 
 
 class ScriptedWorker:
-    """Runs ``script`` for every request and remembers what was asked. ``left`` is set when a client
-    hung up before it had all pieces."""
+    """A server that runs ``script`` for every request and records the requests. ``left`` is set
+    when a client disconnects before it has received all pieces."""
 
     def __init__(self, script: Callable[[Asked], Says], path: Path | None = None) -> None:
         self.asked: list[Asked] = []

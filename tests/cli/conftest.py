@@ -1,4 +1,4 @@
-"""Stores that are made once, and copied for each test."""
+"""Stores that are created once and copied for each test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.real_registry import RealRegistry
 def pushed_store(
     tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry, tiny: Path
 ) -> tuple[Path, str]:
-    """A store with the tiny model, and its name, which the registry has as well."""
+    """Return a store with the tiny model, and its name, which exists in the registry too."""
     home = tmp_path_factory.mktemp("pushed")
     here, name = Aimage(home, home / "store"), f"{registry.host}/cli/tiny:v1"
     here("create", name, tiny, "-q")
@@ -26,13 +26,13 @@ def pushed_store(
 
 @pytest.fixture
 def pushed(pushed_store: tuple[Path, str]) -> str:
-    """The name of the tiny model in the registry."""
+    """Return the name of the tiny model in the registry."""
     return pushed_store[1]
 
 
 @pytest.fixture(scope="session")
 def tiny_store(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """A store with the tiny model as ``x``."""
+    """Return a store with the tiny model as ``x``."""
     home = tmp_path_factory.mktemp("tiny")
     here = Aimage(home, home / "store")
     here("create", "x", tiny, "-q")
@@ -41,7 +41,7 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 
 @pytest.fixture
 def stocked(aimage: Callable[[], Aimage], tiny_store: Path) -> Callable[[], Aimage]:
-    """``stocked()``: the command line on a store of its own that has the tiny model as ``x``."""
+    """Return ``stocked()``: the command line on a new store with the tiny model as ``x``."""
 
     def make() -> Aimage:
         here = aimage()

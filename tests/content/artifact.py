@@ -1,4 +1,4 @@
-"""Small artifacts to put into stores, and stores that misbehave."""
+"""Small artifacts for tests of stores, and stores with faults."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CONFIG = "application/vnd.example.config"
 
 
 def blob(data: bytes, media_type: str = BLOB, **fields: Any) -> Descriptor:
-    """The descriptor of ``data``."""
+    """Return the descriptor of ``data``."""
     return Descriptor.of(media_type, data, **fields)
 
 
 def manifest(config: Descriptor, layers: Iterable[Descriptor], **fields: Any) -> Manifest:
-    """A manifest over them."""
+    """Return a manifest of the config and layers."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
@@ -33,7 +33,7 @@ def manifest(config: Descriptor, layers: Iterable[Descriptor], **fields: Any) ->
 
 
 def index(children: Iterable[Descriptor], **fields: Any) -> Index:
-    """An index over them."""
+    """Return an index of the children."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_INDEX,
@@ -53,7 +53,7 @@ def put(store: Any, data: bytes, media_type: str = BLOB) -> Descriptor:
 
 
 def put_artifact(store: Any, name: str, *layers: bytes, **fields: Any) -> Manifest:
-    """Push an artifact of those layers and name it."""
+    """Push an artifact of those layers and tag it."""
     config = put(store, b'{"name":"%s"}' % name.encode(), CONFIG)
     made = manifest(config, [put(store, layer) for layer in layers], **fields)
     store.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
@@ -61,7 +61,7 @@ def put_artifact(store: Any, name: str, *layers: bytes, **fields: Any) -> Manife
 
 
 class Recorder(MemoryStore):
-    """Remembers in which order it was given what."""
+    """A store that records the order of pushes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Recorder(MemoryStore):
 
 
 class Broken(io.RawIOBase):
-    """Gives ``data`` and then fails."""
+    """A stream that returns ``data`` and then fails."""
 
     def __init__(self, data: bytes, error: Exception) -> None:
         self._data = io.BytesIO(data)
@@ -90,7 +90,7 @@ class Broken(io.RawIOBase):
 
 
 def broken_body(data: bytes, error: Exception) -> Any:
-    """A body that breaks off after ``data``."""
+    """Return a body that fails after ``data``."""
 
     def body(offset: int = 0, /) -> BinaryIO:
         return io.BufferedReader(Broken(data[offset:], error))

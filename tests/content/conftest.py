@@ -1,4 +1,4 @@
-"""Examples are never called slow: the machine may have other things to do."""
+"""Disable the deadline of Hypothesis: the machine may be busy."""
 
 from __future__ import annotations
 

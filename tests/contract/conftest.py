@@ -1,4 +1,4 @@
-"""The stores that keep the contract. Another one is one more line in STORES."""
+"""The stores that the contract tests run against; add new ones to STORES."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.memory_store import MemoryStore
 
-# Each gives an empty store and the name of a repository that it may use, with its host if any.
+# Each returns an empty store and a repository name in it, with the host if any.
 STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
     "memory": lambda request: (MemoryStore(), "contract/test"),
     "layout": lambda request: (
@@ -29,7 +29,7 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
 
 @pytest.fixture(params=STORES)
 def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
-    """A store of each kind, closed at the end where it can be."""
+    """Yield a store of each kind, and close it if possible."""
     store, name = STORES[request.param](request)
     with contextlib.ExitStack() as stack:
         if hasattr(store, "__exit__"):
@@ -39,11 +39,11 @@ def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
 
 @pytest.fixture
 def target(subject: tuple[Any, str]) -> Any:
-    """The store."""
+    """Return the store."""
     return subject[0]
 
 
 @pytest.fixture
 def name(subject: tuple[Any, str]) -> str:
-    """The repository's name."""
+    """Return the repository's name."""
     return subject[1]

@@ -1,4 +1,4 @@
-"""A store to be broken, and the commands that are broken off on it."""
+"""A store and the commands that are interrupted on it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def places(tmp_path: Path, machines: Machines) -> Places:
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store to copy."""
+    """Return a store to copy."""
     store = tmp_path_factory.mktemp("template") / "store"
     fill(store)
     return store
@@ -56,14 +56,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def remote(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of an artifact in a registry: a large blob and small ones."""
+    """Return the name of an artifact in a registry: a large blob and small ones."""
     docker = tmp_path_factory.mktemp("docker")
     return put_in(registry.host, "crash/remote:v1", docker, BIG, *SMALL)
 
 
 @pytest.fixture(scope="session")
 def make_job(request: pytest.FixtureRequest, template: Path, machines: Machines, tmp_path_factory):
-    """``make_job(verb)``: a command, and what it does when nothing happens to it."""
+    """Return ``make_job(verb)``: a command, and its result without faults."""
     made: dict[str, Job] = {}
     places = Places(tmp_path_factory.mktemp("measured"), machines)
     foreign = places.new(template).store
@@ -96,12 +96,12 @@ def make_job(request: pytest.FixtureRequest, template: Path, machines: Machines,
 
 
 def sampled(verbs: list[str], *sample: str) -> list[Any]:
-    """The verbs as parameters; those that are not in the sample are run by ``make test-all``."""
+    """Return the verbs as parameters; those outside the sample run only in ``make test-all``."""
     rest = [verb for verb in verbs if verb not in sample]
     return [*sample, *(pytest.param(verb, marks=pytest.mark.integration) for verb in rest)]
 
 
 @pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "pull"))
 def job(request: pytest.FixtureRequest, make_job) -> Job:
-    """Each of the commands."""
+    """Return a job for each of the commands."""
     return make_job(request.param)

@@ -1,8 +1,8 @@
-"""What a disk may hold when the power goes: a pure model of recorded calls.
+"""A model of a disk after a power failure, computed from recorded calls.
 
-Only what was synchronised is sure to be there: the bytes of a file once the file was, a name once
-its directory was. Everything later may be there or not, each piece by itself. ``Disk`` follows the
-calls; ``violations`` says where what may be there would break a promise of the store.
+Only synced data are guaranteed: the bytes of a file after its fsync, a name after the fsync of
+its directory. Any later change may or may not be on disk, independently. ``Disk`` applies the
+calls; ``violations`` lists possible states that break a guarantee of the store.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Span = tuple[int, int]
 
 @dataclass(eq=False)
 class Node:
-    """A file, or a directory. ``sure`` is what a power cut leaves of it."""
+    """A file or directory. ``sure`` is its content after a power failure."""
 
     is_directory: bool
     mode: int = 0o644
     data: bytearray = field(default_factory=bytearray)
     sure: bytes = b""
-    unsure: list[Span] = field(default_factory=list)  # written since it was synchronised
+    unsure: list[Span] = field(default_factory=list)  # written since the last sync
     entries: Entries = field(default_factory=dict)
     sure_entries: Entries = field(default_factory=dict)
-    changes: dict[str, list[Change]] = field(default_factory=dict)  # since then, by name
+    changes: dict[str, list[Change]] = field(default_factory=dict)  # since the last sync, by name
 
     @property
     def is_clean(self) -> bool:
@@ -54,14 +54,14 @@ class Node:
         return change
 
     def settle(self, change: Change) -> None:
-        """A change is on the disk, and so are those of the same name before it."""
+        """Record that a change is on disk, with earlier ones of the same name."""
         found = self.changes.get(change.name, [])
         if change in found:
             _set(self.sure_entries, change.name, change.node)
             del found[: found.index(change) + 1]
 
     def candidates(self, name: str) -> list[Node | None]:
-        """Whatever may be called so after a power cut."""
+        """Return all possible targets of a name after a power failure."""
         later = [change.node for change in self.changes.get(name, ())]
         return list(dict.fromkeys([self.sure_entries.get(name), *later]))
 
@@ -80,8 +80,8 @@ class Node:
 
 @dataclass(eq=False)
 class Change:
-    """A name in a directory came to mean something else, or nothing. Of a rename, both changes are
-    on the disk or none: file systems keep a journal for that."""
+    """A change of a name in a directory. The two changes of a rename are atomic, because file
+    systems have a journal."""
 
     place: Node
     name: str
@@ -97,7 +97,7 @@ def _set(entries: Entries, name: str, node: Node | None) -> None:
 
 
 class Disk:
-    """The files in a directory, as processes see them and as the disk may have them."""
+    """The files in a directory, as seen by processes and as possibly on disk."""
 
     def __init__(self) -> None:
         self.top = Node(True, 0o755)
@@ -105,7 +105,7 @@ class Disk:
 
     @classmethod
     def of(cls, directory: Path) -> Disk:
-        """What is there now, all of it synchronised."""
+        """Return the current contents, all of them synced."""
         disk = cls()
         for path in sorted(directory.rglob("*")):
             status = path.lstat()
@@ -126,14 +126,14 @@ class Disk:
         return node, name
 
     def find(self, path: str) -> Node | None:
-        """What processes see under a path."""
+        """Return the node at a path, as seen by processes."""
         node: Node | None = self.top
         for part in PurePosixPath(path).parts:
             node = node.entries.get(part) if node else None
         return node
 
     def possible(self, path: str) -> list[Node | None]:
-        """Whatever a path may lead to after a power cut."""
+        """Return all possible nodes at a path after a power failure."""
         found: list[Node | None] = [self.top]
         for part in PurePosixPath(path).parts:
             below = [node.candidates(part) if node else [None] for node in found]
@@ -141,16 +141,16 @@ class Disk:
         return found
 
     def surely(self, path: str) -> Node | None:
-        """What a path leads to after a power cut, its bytes with it; None where that may not be."""
+        """Return the node at a path that is guaranteed with its bytes, or None."""
         found = self.possible(path)
         return found[0] if len(found) == 1 and found[0] and found[0].is_clean else None
 
     def walk(self) -> Iterator[tuple[str, Node]]:
-        """All that processes see."""
+        """Yield all nodes as seen by processes."""
         return _walk(self.top, "", lambda node: node.entries)
 
     def apply(self, call: dict[str, Any], data: bytes = b"") -> None:
-        """Follow a call; ``data`` is what it wrote."""
+        """Apply a call; ``data`` is what it wrote."""
         op, path = call["op"], call["path"]
         if op in ("create", "mkdir"):
             parent, name = self._parent(path)
@@ -179,20 +179,20 @@ class Disk:
         elif op != "utime":
             raise AssertionError(f"{op} has no place in the model")
 
-    # -- what is left
+    # -- possible states
 
     def pessimistic(self) -> Iterator[tuple[str, Node, bytes]]:
-        """What is sure to be there, and nothing else."""
+        """Yield only what is guaranteed to be on disk."""
         for path, node in _walk(self.top, "", lambda node: node.sure_entries):
             yield path, node, node.sure
 
     def torn(self) -> Iterator[tuple[str, Node, bytes]]:
-        """Every name that there was; what was not synchronised is zeros."""
+        """Yield every name that existed; unsynced bytes are zeros."""
         for path, node in self.walk():
             yield path, node, node.sure[: len(node.data)].ljust(len(node.data), b"\0")
 
     def empty(self) -> Iterator[tuple[str, Node, bytes]]:
-        """Every name that there was; files that were not synchronised are as long as they were."""
+        """Yield every name that existed; unsynced files have their last synced content."""
         for path, node in self.walk():
             yield path, node, node.sure
 
@@ -205,7 +205,7 @@ def _walk(node: Node, path: str, entries: Callable[[Node], Entries]) -> Iterator
 
 
 def write_down(state: Iterable[tuple[str, Node, bytes]], directory: Path) -> None:
-    """Make files of it."""
+    """Write a state as files."""
     for path, node, data in state:
         place = directory / path
         if node.is_directory:
@@ -216,7 +216,7 @@ def write_down(state: Iterable[tuple[str, Node, bytes]], directory: Path) -> Non
 
 
 def check_replayed(disk: Disk, directory: Path) -> None:
-    """What the calls amount to is what lies there."""
+    """Check that the replayed calls give the actual contents of the directory."""
     there = {str(path.relative_to(directory)): path for path in directory.rglob("*")}
     seen = {path: node for path, node in disk.walk() if path != "."}
     assert seen.keys() == there.keys()
@@ -226,12 +226,12 @@ def check_replayed(disk: Disk, directory: Path) -> None:
         assert seen[name].is_directory or seen[name].mode == path.stat().st_mode & 0o7777, name
 
 
-# -- promises
+# -- guarantees
 
 
 def violations(disk: Disk, calls: Sequence[tuple[dict[str, Any], bytes]]) -> list[str]:
-    """What could be wrong after a power cut, at whatever moment; ``disk`` is as before the first
-    of ``calls``, which end with those of a command that went well."""
+    """Return possible faults after a power failure at any time; ``disk`` is the state before the
+    first of ``calls``, which end with those of a successful command."""
     watch = _Watch(disk)
     for number, (call, data) in enumerate(calls):
         watch.before(call, data)
@@ -252,7 +252,7 @@ class _Watch:
         self.found: list[str] = []
         self.told: dict[str, int] = {}
 
-    # -- before a call: what it may not do
+    # -- before a call: forbidden ones
 
     def before(self, call: dict[str, Any], data: bytes) -> None:
         if call["op"] == "rename" and call["to"] == f"{STORE}/index.json":
@@ -261,7 +261,7 @@ class _Watch:
             self._check_journal(call, data)
 
     def _check_records(self, new: Node | None) -> None:
-        """Names are written down, or forgotten, before the index says so."""
+        """Check that names are synced, or removed, before the index refers to this."""
         old = self._named(self._disk.find(f"{STORE}/index.json"))
         named = self._named(new)
         for name, digest in (named.items() | old.items()) - (named.items() & old.items()):
@@ -286,7 +286,7 @@ class _Watch:
                 if wrong or any(low < end and start < high for low, high in node.unsure):  # type: ignore[union-attr]
                     self.found.append(f"the journal notes {span}, which may be lost")
 
-    # -- after a call: what may be there
+    # -- after a call: possible states
 
     def after(self) -> None:
         for index in self._disk.possible(f"{STORE}/index.json"):
@@ -324,7 +324,7 @@ class _Watch:
             self.found.append(f"{digest} is not what its name says")
 
     def at_the_end(self) -> None:
-        """A command that went well has made it last."""
+        """Check that a successful command has synced its result."""
         for path in ("index.json", "oci-layout"):
             if self._disk.surely(f"{STORE}/{path}") is None:
                 self.found.append(f"at the end: {path} may be lost")
@@ -362,7 +362,7 @@ def record_path(name: str) -> str:
 
 
 def read_log(log: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """The calls that a recorder noted, with what they wrote."""
+    """Return the calls logged by a recorder, with the bytes that they wrote."""
     data = log.with_name(f"{log.name}.data").read_bytes()
     calls = [json.loads(line) for line in log.read_text().splitlines()]
     return [

@@ -1,17 +1,17 @@
-"""The command line over a file system that is watched, fills up, or stops at a call.
+"""The command line over a file system with call recording and fault injection.
 
-``python -m tests.crash.recorder`` reads orders from stdin, one JSON object a line, runs each in a
-process of its own that begins as a copy of this one, and answers ``{"code": ...}``. An order has
-``argv``, ``environ``, ``cwd`` and ``out`` (where stdout and stderr go); ``top``, the directory
-whose files are watched; and what is to happen, all optional:
+``python -m tests.crash.recorder`` reads orders from stdin, one JSON object per line, runs each in
+a fork of this process, and writes ``{"code": ...}``. An order has
+``argv``, ``environ``, ``cwd`` and ``out`` (the file for stdout and stderr); ``top``, the directory
+whose files are recorded; and optional faults:
 
-log      every call that writes is noted in this file, what it wrote in the one beside it (.data)
-kill     the process ends itself by SIGKILL before the writing call of this number
-torn     ... and where that is a write, half of it is done first
-full     the allocating call of this number finds the disk full
-ever     ... and all after it; where it is a write, half of it still fits
-locks    false: flock does nothing
-after    the process is killed after so many seconds
+log      every writing call is logged in this file, its bytes in the one beside it (.data)
+kill     the process sends itself SIGKILL before the writing call of this number
+torn     ... and if that is a write, half of it is done first
+full     the allocating call of this number fails because the disk is full
+ever     ... and so do all later ones; half of a write is still done
+locks    false: flock has no effect
+after    the process is killed after this many seconds
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _APART = tuple(
 
 
 class Layer:
-    """Stands between the process and the files in ``top``. One call at a time passes."""
+    """A layer between the process and the files in ``top``. Calls are serialized."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.top = os.path.realpath(order["top"])
@@ -54,15 +54,15 @@ class Layer:
         if log := order.get("log"):
             self._log, self._data = (os.open(p, _FLAGS, 0o600) for p in (log, f"{log}.data"))
         self._write, self._stat, self._fstat = os.write, os.stat, os.fstat
-        self._noted = 0  # bytes of data
+        self._noted = 0  # bytes of data logged
         self._calls = self._allocations = 0
         self._files: dict[int, tuple[str, int]] = {}
         self._lock = threading.Lock()
 
-    # -- what is watched
+    # -- recorded files
 
     def inside(self, path: Any) -> str | None:
-        """A path from ``top``, or None for one that is elsewhere."""
+        """Return a path relative to ``top``, or None if it is elsewhere."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
@@ -71,7 +71,7 @@ class Layer:
         return os.path.relpath(whole, self.top)
 
     def known(self, fd: int) -> str | None:
-        """The path that an open file had, if it is watched."""
+        """Return the path of an open file, if it is recorded."""
         if fd in self._files:
             path, ino = self._files[fd]
             with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ class Layer:
                     return path
         return None
 
-    # -- what happens
+    # -- faults
 
     def pass_on(
         self,
@@ -91,7 +91,7 @@ class Layer:
         after: Callable[[Any], dict[str, Any]] = lambda result: {},
         data: Any = b"",
     ) -> Any:
-        """Do a call that writes, if it comes to that, and note it."""
+        """Do a writing call, unless a fault prevents it, and log it."""
         with self._lock:
             if self._calls == self._kill:
                 if half is not None and self._torn:
@@ -122,7 +122,7 @@ class Layer:
     # -- the calls
 
     def install(self) -> None:
-        """Be what this process calls."""
+        """Replace the calls of this process."""
         for name in ("fsync", "fdatasync"):
             if hasattr(os, name):
                 self._wrap_sync(name)
@@ -193,7 +193,7 @@ class Layer:
                 return real_pwrite(fd, data, offset)
             view = memoryview(data).cast("B")
             call = {"op": "write", "path": path, "ino": self._fstat(fd).st_ino, "offset": offset}
-            left = view[: len(view) // 2 & -4096 or len(view) // 2]  # past the cache: pages only
+            left = view[: len(view) // 2 & -4096 or len(view) // 2]  # direct I/O: only whole pages
             half = (lambda: real_pwrite(fd, left, offset)) if len(view) > 1 else None
             return self.pass_on(
                 call, lambda: real_pwrite(fd, view, offset), allocates=True, half=half, data=view
@@ -259,7 +259,7 @@ class Layer:
         def wrapped(source: Any, path: Any, **rest: Any) -> None:
             if (inner := self.inside(path)) is None:
                 return real(source, path, **rest)
-            call = {"op": name, "path": inner}  # nothing of ours makes any
+            call = {"op": name, "path": inner}  # not used by aimage
             return self.pass_on(call, lambda: real(source, path, **rest), allocates=True)
 
         setattr(os, name, wrapped)
@@ -278,7 +278,7 @@ class Layer:
         setattr(os, name, wrapped)
 
     def _refuse(self) -> None:
-        """What nothing of ours calls for a watched file, and what would go unseen."""
+        """Reject calls that aimage does not use on recorded files and that would not be logged."""
         for name in ("writev", "pwritev", "sendfile", "copy_file_range", "posix_fallocate"):
             if real := getattr(os, name, None):
                 setattr(os, name, self._refusing(name, real))
@@ -294,7 +294,7 @@ class Layer:
         return wrapped
 
     def _wrap_files(self) -> None:
-        """Files that are opened for writing are written by Python, through ``os``."""
+        """Make Python's file objects write through ``os`` if opened for writing."""
         real = io.open
 
         def wrapped(file: Any, mode: str = "r", *arguments: Any, **rest: Any) -> Any:
@@ -331,7 +331,7 @@ class Layer:
 
 
 def _become(order: dict[str, Any]) -> None:
-    """What is left is as if the command line had been started so. Raises SystemExit."""
+    """Set up the process like a newly started command line. Raises SystemExit."""
     from clowder_aimage.cli.main import run
 
     for number, name in ((0, os.devnull), (1, f"{order['out']}.out"), (2, f"{order['out']}.err")):
@@ -351,7 +351,7 @@ def _become(order: dict[str, Any]) -> None:
 def _wait(pid: int, after: float | None) -> int:
     if after is not None:
         time.sleep(after)
-        os.kill(pid, signal.SIGKILL)  # nobody has waited for it: the number is still its own
+        os.kill(pid, signal.SIGKILL)  # not reaped yet: the pid is still valid
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -365,7 +365,7 @@ def _import_all() -> None:
 
 
 def serve() -> None:
-    """Carry out orders until there are no more."""
+    """Run orders until stdin ends."""
     _import_all()
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,4 +1,4 @@
-"""A client of a worker that was started in one of the ways of deploy/."""
+"""A client for workers started by the files in deploy/."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class _Unix(http.client.HTTPConnection):
 
 @dataclass(frozen=True)
 class Client:
-    """``place`` is ``http://HOST:PORT`` or ``unix://PATH``."""
+    """A client of the worker at ``place``: ``http://HOST:PORT`` or ``unix://PATH``."""
 
     place: str
     token: str | None = None
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """The status and the JSON of an answer."""
+        """Return the status and the JSON of a response."""
         kind, _, rest = self.place.partition("://")
         connection = (
             _Unix(rest) if kind == "unix" else http.client.HTTPConnection(rest, timeout=TIMEOUT)
@@ -49,7 +49,7 @@ class Client:
         return answer.status, json.loads(said) if said[:1] in (b"{", b"[") else said
 
     def picture(self, **wishes: object) -> bytes:
-        """A picture, by OpenAI's interface."""
+        """Return a picture, requested through the OpenAI API."""
         body = {"prompt": "a red circle", "response_format": "b64_json", **wishes}
         status, answer = self.ask("POST", "/v1/images/generations", body)
         assert status == 200, answer

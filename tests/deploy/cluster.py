@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes, as they lie there and as kustomize puts them together."""
+"""The manifests in deploy/kubernetes, as files and as built by kustomize."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KUBERNETES = DEPLOY / "kubernetes"
 GUIDE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = sorted(path.parent for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
-# What cannot be told from the files: made by whoever applies them (docs/kubernetes.md).
+# Secrets that users create themselves (docs/kubernetes.md).
 SECRETS = frozenset({"aimage-node", "aimage-worker", "aimage-metrics", "aimage-registry"})
 
 Manifest = dict[str, Any]
@@ -27,7 +27,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """The specification of a pod, whoever makes it."""
+    """A pod specification, and the object that contains it."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class Pod:
 
 @cache
 def read(path: Path) -> tuple[Manifest, ...]:
-    """The documents of a file. Do not change them."""
+    """Return the documents of a file. Do not modify them."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     return tuple(found for found in yaml.safe_load_all(path.read_text()) if found)
 
@@ -52,14 +52,14 @@ def kustomization(path: Path) -> Manifest:
 
 
 def files() -> list[Path]:
-    """Every file with manifests: not what kustomize reads for itself, nor lists of models."""
+    """Return all files with manifests, without kustomizations and lists of models."""
     told = {file for path in KUSTOMIZATIONS for file in generated_from(path)}
     every = set(KUBERNETES.rglob("*.yaml")) - set(KUSTOMIZATIONS) - told
     return sorted(every)
 
 
 def generated_from(path: Path) -> Iterator[Path]:
-    """The files that a kustomization makes ConfigMaps of."""
+    """Yield the files from which a kustomization generates ConfigMaps."""
     for generator in kustomization(path).get("configMapGenerator", ()):
         for file in generator["files"]:
             yield path.parent / file.rpartition("=")[2]
@@ -71,7 +71,7 @@ def manifests() -> list[Manifest]:
 
 @cache
 def built(overlay: Path, program: str) -> str:
-    """What ``kubectl kustomize`` makes of an overlay; the test fails with what it says."""
+    """Return the output of ``kubectl kustomize``; the test fails with its error output."""
     command = [program, "kustomize", str(overlay)]
     environment = {**os.environ, "KUBECONFIG": os.devnull}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -80,7 +80,7 @@ def built(overlay: Path, program: str) -> str:
 
 
 def kubectl() -> str:
-    """Where it is: no distribution's own is new enough, so that a machine may well have none."""
+    """Return the path of kubectl or skip, since versions of distributions are too old."""
     return shutil.which("kubectl") or pytest.skip("there is no kubectl")
 
 
@@ -90,7 +90,7 @@ def parsed(text: str) -> list[Manifest]:
 
 
 def pods(among: list[Manifest]) -> list[Pod]:
-    """Every pod specification, at whatever depth it stands."""
+    """Return every pod specification, at any depth."""
     found = []
     for manifest in among:
         for owner in _owners(manifest):
@@ -101,7 +101,7 @@ def pods(among: list[Manifest]) -> list[Pod]:
 
 
 def _owners(value: object) -> Iterator[dict[str, Any]]:
-    """Objects whose ``spec`` has containers."""
+    """Yield objects whose ``spec`` has containers."""
     if isinstance(value, dict):
         spec = value.get("spec")
         if isinstance(spec, dict) and "containers" in spec:
@@ -118,7 +118,7 @@ def is_selected(pod: Pod, selector: dict[str, str]) -> bool:
 
 
 def complaints(pod: Pod) -> list[str]:
-    """Why a pod is not as hardened as the Pod Security Standards' "restricted", and more, ask."""
+    """Return where a pod is less hardened than the Pod Security Standard "restricted", and more."""
     found = []
     outer = pod.spec.get("securityContext", {})
     for key in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
@@ -170,6 +170,6 @@ def of_kind(kind: str, among: list[Manifest] | None = None) -> list[Manifest]:
 
 
 def listens_on(container: Manifest) -> int:
-    """The port that a command line says."""
+    """Return the port in a command line."""
     (address,) = [a for a in container["args"] if a.startswith("--addr=")]
     return int(address.rpartition(":")[2])

@@ -1,8 +1,8 @@
 """Run a program under a unit's seccomp filters, as systemd would: ``confined.py UNIT PROGRAM ...``.
 
-What systemd makes of SystemCallFilter=, MemoryDenyWriteExecute= and RestrictAddressFamilies= is in
-systemd.exec(5); the names behind ``@group`` are asked of ``systemd-analyze syscall-filter``. The
-rules are loaded by libseccomp (seccomp_rule_add_array(3)). Exit code 77: this cannot be done here.
+systemd.exec(5) documents the effect of SystemCallFilter=, MemoryDenyWriteExecute= and
+RestrictAddressFamilies=; ``systemd-analyze syscall-filter`` lists the names in each ``@group``. The
+rules are loaded by libseccomp (seccomp_rule_add_array(3)). Exit code 77: unsupported here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Argument(ctypes.Structure):
 
 
 class Filter:
-    """A seccomp filter that is being made."""
+    """A seccomp filter under construction."""
 
     def __init__(self, default: int) -> None:
         self._library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
@@ -42,7 +42,7 @@ class Filter:
         self._context = ctypes.c_void_p(self._library.seccomp_init(ctypes.c_uint32(default)))
 
     def add(self, action: int, name: str, *arguments: Argument) -> None:
-        """A rule for a system call; one that this machine does not have is passed over."""
+        """Add a rule for a system call, or skip one that this machine lacks."""
         number = self._library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
             return
@@ -54,21 +54,21 @@ class Filter:
             raise OSError(-code, f"seccomp rule for {name}: {os.strerror(-code)}")
 
     def load(self) -> None:
-        """From here on it holds, for children too."""
+        """Activate the filter for this process and its children."""
         code = self._library.seccomp_load(self._context)
         if code:
             raise OSError(-code, os.strerror(-code))
 
 
 def settings(unit: Path) -> list[tuple[str, str]]:
-    """The lines ``KEY=VALUE`` of a unit."""
+    """Return the lines ``KEY=VALUE`` of a unit."""
     lines = (line.strip() for line in unit.read_text().splitlines())
     pairs = (line.partition("=") for line in lines if "=" in line and line[0] != "#")
     return [(key, value) for key, _, value in pairs]
 
 
 def members(group: str) -> set[str]:
-    """The system calls that a name stands for; ``@group`` for those of a group."""
+    """Return the system calls of a name, or of an ``@group``."""
     if not group.startswith("@"):
         return {group}
     command = ["systemd-analyze", "syscall-filter", "--no-pager", group]
@@ -82,7 +82,7 @@ def members(group: str) -> set[str]:
 
 
 def allowed(lines: list[tuple[str, str]]) -> set[str]:
-    """What SystemCallFilter= leaves."""
+    """Return the system calls that SystemCallFilter= allows."""
     found: set[str] = set()
     for value in (value for key, value in lines if key == "SystemCallFilter"):
         named = set().union(*(members(group) for group in value.lstrip("~").split()))
@@ -91,7 +91,7 @@ def allowed(lines: list[tuple[str, str]]) -> set[str]:
 
 
 def confine(unit: Path) -> None:
-    """Load the filters of ``unit``. Raises OSError where that cannot be done."""
+    """Load the filters of ``unit``. Raises OSError if this fails."""
     lines = settings(unit)
     calls = Filter(REFUSE)
     for name in sorted(allowed(lines)):
@@ -109,7 +109,7 @@ def confine(unit: Path) -> None:
             other.add(REFUSE, "socket", Argument(0, EQUAL, number, 0))
     if ctypes.CDLL(None, use_errno=True).prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    other.load()  # first: the second takes the right to load another one away
+    other.load()  # first: the second removes the permission to load filters
     calls.load()
 
 

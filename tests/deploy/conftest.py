@@ -1,4 +1,4 @@
-"""Everything here needs other programs, and belongs to ``make test-all``."""
+"""Mark all tests here as ``integration``: they require other programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Schemas of the two custom resources in deploy/kubernetes: of what is used there, and no more.
+"""Schemas of the two custom resources in deploy/kubernetes, limited to what is used there.
 
-Written down by us from the definitions: names of properties, their types, what is required, and
-that nothing else is there. The API servers of clusters know the rest.
+They are written by hand from the definitions: names and types of properties, required ones, and
+no additional ones. Clusters validate the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _RULES = _object(
 )
 
 # kedacore/keda, config/crd/bases/keda.sh_scaledobjects.yaml; keda.sh, "ScaledObject specification"
-# and "Prometheus" (2.15): what a trigger's metadata may be called.
+# and "Prometheus" (2.15): the allowed metadata of a trigger.
 SCALED_OBJECT = _object(
     {
         "apiVersion": {"const": "keda.sh/v1alpha1"},
@@ -170,6 +170,6 @@ SCHEMAS = {"ScaledObject": SCALED_OBJECT, "ServiceMonitor": SERVICE_MONITOR}
 
 
 def faults(document: dict[str, Any]) -> list[str]:
-    """What a custom resource says that its definition does not know."""
+    """Return the properties of a custom resource that violate its schema."""
     validator = jsonschema.Draft202012Validator(SCHEMAS[document["kind"]])
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]

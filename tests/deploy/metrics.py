@@ -1,7 +1,7 @@
-"""The metrics that rules and dashboards may speak of: what a live node and a live worker expose.
+"""The metrics exposed by nodes and workers, for checks of rules and dashboards.
 
-Kinds and labels as Prometheus' text format has them; a counter's and a histogram's samples have
-names of their own (Prometheus, "Metric types").
+Types and labels are as in Prometheus' text format; the samples of counters and histograms have
+separate names (Prometheus, "Metric types").
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.deploy.written import DEPLOY
 RULES = DEPLOY / "prometheus" / "rules.yml"
 RULES_TEST = DEPLOY / "prometheus" / "rules_test.yml"
 DASHBOARD = DEPLOY / "grafana" / "aimage.json"
-# What Prometheus itself says, and what it and its operator put on every sample.
+# Metrics of Prometheus itself, and labels that it and its operator add to every sample.
 SYNTHETIC = frozenset({"up"})
 TARGET = frozenset({"instance", "job", "namespace", "pod", "service", "node"})
 
@@ -30,7 +30,7 @@ _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its kind, its labels, and whether nodes expose it or workers alone."""
+    """A metric: its type, its labels, and whether nodes expose it or only workers."""
 
     name: str
     kind: str
@@ -39,14 +39,14 @@ class Metric:
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """What its samples are called."""
+        """Return the names of its samples."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{end}" for end in ("bucket", "sum", "count"))
         return (self.name,)
 
     @property
     def family(self) -> str:
-        """What prometheus_client calls it."""
+        """Return its name in prometheus_client."""
         return self.name.removesuffix("_total") if self.kind == "counter" else self.name
 
 
@@ -97,13 +97,13 @@ SAMPLES = {sample: metric for metric in METRICS for sample in metric.samples}
 
 
 def names(expression: str) -> set[str]:
-    """The samples that an expression speaks of."""
+    """Return the names of the samples in an expression."""
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "", expression)
     return {word for word in _WORD.findall(text) if word.startswith("aimage_") or word == "up"}
 
 
 def wrong_labels(expression: str) -> set[str]:
-    """Labels that an expression picks samples by, and that the samples do not have."""
+    """Return labels that an expression selects by but that the samples lack."""
     found = set()
     for name, matchers in _SELECTOR.findall(expression):
         metric = SAMPLES.get(name)
@@ -114,14 +114,14 @@ def wrong_labels(expression: str) -> set[str]:
 
 
 def rules() -> list[dict[str, Any]]:
-    """The alerts."""
+    """Return the alerts."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
 def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:
-    """The panels of a dashboard, those in folded rows too."""
+    """Return the panels of a dashboard, including those in collapsed rows."""
     found = []
     for panel in json.loads(dashboard.read_text())["panels"]:
         found.append(panel)
@@ -130,7 +130,7 @@ def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:
 
 
 def expressions(dashboard: Path = DASHBOARD) -> dict[str, str]:
-    """What a dashboard asks, by the panel's title and the query's letter."""
+    """Return the expressions of a dashboard, by the panel's title and the query's letter."""
     return {
         f"{panel['title']}, {target['refId']}": target["expr"]
         for panel in panels(dashboard)

@@ -1,4 +1,4 @@
-"""What the files of deploy/ say, read as far as the tests need it."""
+"""Parsers for the files in deploy/, as far as the tests need them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SOCKET = DEPLOY / "systemd" / "aimage.socket"
 WORKER = DEPLOY / "systemd" / "aimage.service"
 PLIST = DEPLOY / "launchd" / "org.clowder.aimage.plist"
-PROGRAM = "/opt/aimage/bin/aimage"  # where the units and the images have it
+PROGRAM = "/opt/aimage/bin/aimage"  # the path in the units and the images
 
 
 @cache
 def compose() -> dict[str, Any]:
-    """The compose file, merged as YAML merges it."""
+    """Return the compose file, with YAML merges applied."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     return found
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """The instructions of a Dockerfile, continued lines joined."""
+    """Return the instructions of a Dockerfile, continued lines joined."""
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines)).splitlines()
     pairs = (line.strip().partition(" ") for line in joined if line.strip())
@@ -41,26 +41,26 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def last(path: Path, word: str) -> str:
-    """What the last instruction of a kind says: that of the image."""
+    """Return the arguments of the last instruction of a kind, which applies to the image."""
     return [rest for found, rest in instructions(path) if found == word][-1]
 
 
 def unit(path: Path) -> dict[str, str]:
-    """The settings of a unit; of one that is there several times, the last."""
+    """Return the settings of a unit; the last value of a repeated one."""
     lines = (line.strip() for line in path.read_text().splitlines())
     pairs = (line.partition("=") for line in lines if "=" in line and line[0] not in "#;")
     return {key: value for key, _, value in pairs}
 
 
 def plist(home: str = "/Users/ada") -> dict[str, Any]:
-    """The agent, with a home in it."""
+    """Return the launchd agent, for a home directory."""
     text = PLIST.read_bytes().replace(b"@HOME@", home.encode())
     found: dict[str, Any] = plistlib.loads(text)
     return found
 
 
 def typed() -> dict[str, list[str]]:
-    """Everything after ``aimage`` of each command line, by where it stands."""
+    """Return everything after ``aimage`` of each command line, by location."""
     found = {path.name: json.loads(last(path, "CMD")) for path in DOCKERFILES}
     found["docker-compose.yml"] = list(compose()["services"]["worker"]["command"])
     for path in UNITS:

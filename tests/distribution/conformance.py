@@ -1,8 +1,8 @@
-"""What the conformance program of the distribution specification asks of a registry, 1.1 defaults.
+"""The conformance tests of the distribution specification 1.1, with the default settings.
 
-Our own rendering of its groups: one per data set, and two of blobs. Each pushes, lists, heads,
-pulls, asks for referrers and deletes, in that order, and fails by an ``AssertionError`` that says
-at what. Deleting must show at once.
+Our own implementation of its groups: one per data set, and two of blobs. Each pushes, lists,
+heads, pulls, queries referrers and deletes, in that order, and fails by an ``AssertionError`` with
+the step. A deletion must be visible at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INDEX = "application/vnd.oci.image.index.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 FOREIGN = "application/vnd.oci.image.layer.nondistributable.v1.tar"
 PLATFORMS = ({"os": "linux", "architecture": "amd64"}, {"os": "linux", "architecture": "arm64"})
-CHUNK = 1024  # the least that a chunk may be asked to have
+CHUNK = 1024  # the minimum chunk size that a registry may require
 
 
 def hash_of(data: bytes, algorithm: str = "sha256") -> str:
@@ -37,11 +37,11 @@ def hash_of(data: bytes, algorithm: str = "sha256") -> str:
 
 @dataclass
 class Data:
-    """One data set: what to push, in which order, and what must be found afterwards."""
+    """A data set: contents to push, in order, and the expected results."""
 
     algorithm: str = "sha256"
-    inline: bool = False  # descriptors carry their content in ``data``
-    custom: bool = False  # documents and descriptors have fields that nobody knows
+    inline: bool = False  # descriptors have their content in ``data``
+    custom: bool = False  # documents and descriptors have unknown fields
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)  # children first
     tags: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Data:
         platform: dict[str, str] = PLATFORMS[0],
         **fields: Any,
     ) -> dict[str, Any]:
-        """An image with its config and layers; its descriptor."""
+        """Add an image with its config and layers; return its descriptor."""
         if layers is None:
             layers = []
             for _ in range(count):
@@ -84,7 +84,7 @@ class Data:
     def artifact(
         self, tag: str = "", kind: str = EXAMPLE_1, layer: bytes | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """An artifact with the empty config and one layer; its descriptor."""
+        """Add an artifact with the empty config and one layer; return its descriptor."""
         content = os.urandom(2048) if layer is None else layer
         layers = [self.blob(content, EMPTY if layer == b"{}" else kind)]
         config = self.blob(b"{}", EMPTY)
@@ -261,7 +261,7 @@ SETS = {
 
 @dataclass
 class Client:
-    """Asks the registry at ``url`` about the repository ``name``."""
+    """A client of the registry at ``url`` for the repository ``name``."""
 
     url: str
     name: str
@@ -269,7 +269,7 @@ class Client:
     http: requests.Session = field(default_factory=requests.Session)
 
     def ask(self, method: str, path: str, *expected: int, **options: Any) -> requests.Response:
-        """A request to a path below the repository, or to a location."""
+        """Send a request to a path below the repository, or to a location."""
         base = f"{self.url}/v2/{self.name}/"
         answer = self.http.request(method, urljoin(base, path), timeout=30, **options)
         if expected:
@@ -304,7 +304,7 @@ class Client:
         put_last: bool = False,
         disorder: bool = False,
     ) -> None:
-        """In chunks of three; with ``disorder`` each after one that is out of order (416)."""
+        """Push in three chunks; with ``disorder`` each after one that is out of order (416)."""
         size = min(len(content), max(CHUNK, len(content) // 3 + 1))
         location, here = self.begin(), 0
         while here < len(content):
@@ -347,7 +347,7 @@ class Client:
         params = {"mount": digest} | ({"from": source} if source else {})
         return self.ask("POST", "blobs/uploads/", 201, 202, params=params)
 
-    # -- what is there
+    # -- expected contents
 
     def has_blob(self, digest: str, content: bytes) -> None:
         for method, body in (("HEAD", b""), ("GET", content)):
@@ -401,7 +401,7 @@ class Client:
 
 
 def check_set(client: Client, data: Data) -> None:
-    """Push, list, head, pull, referrers, delete."""
+    """Push, list, head, pull, query referrers and delete."""
     _push(client, data)
     listed = client.tags()
     assert set(data.tags) <= set(listed)
@@ -452,7 +452,7 @@ def _delete(client: Client, data: Data) -> None:
 
 
 def check_blobs(client: Client, algorithm: str) -> None:
-    """Every way to push a blob, with a right digest and with a wrong one; ranges; odd sizes."""
+    """Push blobs in every way, with valid and invalid digests; check ranges and odd sizes."""
 
     def new(size: int = 512) -> tuple[str, bytes]:
         content = os.urandom(size)
@@ -527,7 +527,7 @@ def _check_ranges(client: Client, digest: str, content: bytes) -> None:
 
 
 def check_bad_digest(client: Client) -> None:
-    """A manifest that is not what its digest says."""
+    """Push a manifest that does not match its digest."""
     data = Data()
     digest = data.image()["digest"]
     for each, content in data.blobs.items():
@@ -538,7 +538,7 @@ def check_bad_digest(client: Client) -> None:
 
 
 def check_invalid_digest(client: Client) -> None:
-    """What only looks like a digest, and what is not there."""
+    """Request malformed digests, and missing contents."""
     data = Data()
     digest = data.image()["digest"]
     for each, content in data.blobs.items():
@@ -551,7 +551,7 @@ def check_invalid_digest(client: Client) -> None:
 
 
 def check_nothing_yet(client: Client) -> None:
-    """A repository that nobody has pushed to."""
+    """Query a repository without any contents."""
     assert client.tags() == []
     assert client.referrers(hash_of(os.urandom(9))) == []
     client.http.get(f"{client.url}/v2/", timeout=30).raise_for_status()

@@ -13,7 +13,7 @@ from tests.distribution.served import Server, start
 
 @pytest.fixture(scope="module")
 def serve_layout() -> Iterator[Callable[..., Server]]:
-    """Start servers; they end with the module."""
+    """Return a function that starts servers, which end with the module."""
     servers: list[Server] = []
 
     def serve(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
@@ -38,13 +38,13 @@ def _end(server: Server) -> None:
 def impatient(
     serve_layout: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Server:
-    """A server that waits for a moment only, which the tests of a module share."""
+    """Run a server with a short timeout, shared by the tests of a module."""
     return serve_layout(tmp_path_factory.mktemp("impatient") / "store", "impatient")
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server that all tests share, each with repositories of its own."""
+    """Run one server for all tests, each with its own repositories."""
     server = start(tmp_path_factory.mktemp("server") / "store")
     yield server
     _end(server)

@@ -1,4 +1,4 @@
-"""A real server in a child process, and what the tests say to it over HTTP."""
+"""A real server in a child process, and an HTTP client for the tests."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     http: requests.Session
-    # its stderr: a pipe that is not read would fill
+    # its stderr: an unread pipe would fill up
     log: IO[str] = field(default_factory=io.StringIO)
 
     def ask(self, method: str, path: str, **options: Any) -> requests.Response:
@@ -109,7 +109,7 @@ class Server:
         return self.ask("PUT", f"/v2/{name}/manifests/{reference}", data=raw, headers=headers)
 
     def push(self, tag: str, *layers: bytes, name: str = "a/b") -> bytes:
-        """Push a whole artifact; its manifest."""
+        """Push a whole artifact; return its manifest."""
         for data in (*layers, b"{}"):
             self.push_blob(data, name)
         raw = manifest_of(*layers)
@@ -118,7 +118,7 @@ class Server:
         return raw
 
     def begin(self, name: str = "a/b") -> str:
-        """The location of a new upload."""
+        """Start an upload and return its location."""
         answer = self.ask("POST", f"/v2/{name}/blobs/uploads/")
         assert answer.status_code == 202
         return answer.headers["Location"]
@@ -163,7 +163,7 @@ def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
 
 
 def error_of(answer: requests.Response) -> tuple[int, str]:
-    """The status and the first error code; fails where the body is not the specification's."""
+    """Return the status and the first error code; fail if the body violates the specification."""
     assert answer.headers["Content-Type"].startswith("application/json"), answer.text
     entry = answer.json()["errors"][0]
     assert set(entry) <= {"code", "message", "detail"}

@@ -1,4 +1,4 @@
-"""Markdown as these tests need it: fenced blocks, headings, links, code spans."""
+"""A parser of Markdown for these tests: fenced blocks, headings, links, code spans."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a reader is told to type stands in these.
+# Documents with commands for the reader.
 GUIDES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "deploy/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-# All the prose there is.
+# All prose.
 PROSE = [
     *GUIDES,
     *(ROOT / name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "schemas/README.md")),
@@ -27,7 +27,7 @@ _CODE = re.compile(r"#\s*exit code (\d+)\s*$")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, its line, and what stands right above it."""
+    """A fenced block: its language, its text, its line, and the line above it."""
 
     language: str
     text: str
@@ -36,13 +36,13 @@ class Block:
 
     @property
     def has_reason(self) -> bool:
-        """Whether ``<!-- not run: why -->`` stands right above."""
+        """Return whether ``<!-- not run: why -->`` is directly above."""
         return _NOT_RUN.search(self.above) is not None
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line after ``$``, the output shown under it, and the exit code it should have."""
+    """A line after ``$``, its output and the expected exit code."""
 
     text: str
     expected: tuple[str, ...]
@@ -50,7 +50,7 @@ class Command:
 
     @property
     def code(self) -> int:
-        """0, or what a comment ``# exit code N`` at its end says."""
+        """Return the number in a comment ``# exit code N`` at its end, or 0."""
         found = _CODE.search(self.text)
         return int(found[1]) if found else 0
 
@@ -83,28 +83,28 @@ class Document:
 
     @cached_property
     def prose(self) -> str:
-        """The text without its fenced blocks."""
+        """Return the text without its fenced blocks."""
         return _FENCE.sub("", self.text)
 
     @property
     def spans(self) -> list[str]:
-        """What stands between single backticks."""
+        """Return the texts between single backticks."""
         return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", self.prose)]
 
     @property
     def links(self) -> list[str]:
-        """Targets of links and pictures."""
+        """Return the targets of links and pictures."""
         return re.findall(r"\]\(([^)\s]+)\)", self.prose)
 
     @property
     def anchors(self) -> set[str]:
-        """What headings can be linked as (GitHub's rule)."""
+        """Return the anchors of headings (GitHub's rule)."""
         headings = re.findall(r"^#+\s+(.*)$", self.prose, re.MULTILINE)
         plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
         return {heading.strip().replace(" ", "-") for heading in plain}
 
     def section(self, heading: str) -> str:
-        """The text under a heading, to the next one of its level. Raises KeyError."""
+        """Return the text under a heading, to the next one of its level. Raises KeyError."""
         found = re.search(
             rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)", self.text, re.MULTILINE | re.DOTALL
         )
@@ -114,7 +114,7 @@ class Document:
 
     @property
     def commands(self) -> list[Command]:
-        """The commands of all console blocks, in order."""
+        """Return the commands of all console blocks, in order."""
         return [
             command
             for block in self.blocks

@@ -1,4 +1,4 @@
-"""A reader's shell: what a document tells its reader to type is typed here, command by command."""
+"""A shell that runs the commands of a document one by one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.real_registry import PASSWORD
 
 PROGRAM = Path(sys.executable).with_name("aimage")
 TIMEOUT = 180  # seconds for a document
-WORKER = ":11434"  # where a document's worker is, and where those look who are not told
-NODE = ":8050"  # the same of a node
-# What does not end by itself. Its result, on standard output, says that it is ready.
+WORKER = ":11434"  # the address of a worker in documents, and the default
+NODE = ":8050"  # the same for a node
+# Commands that do not exit. Their first output means that they are ready.
 _SERVER = re.compile(
     r"(?:\w+=\S* )*(aimage (?:registry serve|serve|node(?= -|\W*$))\b)(?!.* --help)"
 )
-# Who asks a worker, or a node, where the environment names none
+# Clients of a worker or a node, if the environment has no address
 _FUNCTION = """\
 aimage() {{
   case " $* " in
@@ -62,7 +62,7 @@ wait 2> /dev/null
 
 
 def environment(home: Path) -> dict[str, str]:
-    """aimage on PATH, a home of its own, no settings."""
+    """Return an environment with aimage on PATH, an empty home, and no settings."""
     kept = {
         key: value
         for key, value in os.environ.items()
@@ -80,7 +80,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def placed(command: Command, places: Mapping[str, str]) -> Command:
-    """The command with the addresses that the document's servers have on this machine."""
+    """Return the command with the actual addresses of the document's servers."""
     text, expected = command.text, "\n".join(command.expected)
     if "config show" in text:  # its addresses are defaults
         return command
@@ -100,14 +100,14 @@ def run_all(
     variables: Mapping[str, str],
     places: Mapping[str, str] | None = None,
 ) -> list[tuple[int, str]]:
-    """Type the commands into one shell; the exit code and the output of each.
+    """Run the commands in one shell; return the exit code and the output of each.
 
-    What a server says is its result first, and then its log. They end with the shell.
+    The output of a server is its result first, and then its log. Servers end with the shell.
     """
     place, answers, script = home / "place", home / "answers", home / "script"
     furnish(place)
     ollama(home / ".ollama" / "models")
-    (home / ".curlrc").write_text("no-progress-meter\n")  # which no terminal would see
+    (home / ".curlrc").write_text("no-progress-meter\n")  # not shown on a terminal
     answers.mkdir()
     steps = [_step(command, answers / str(i)) for i, command in enumerate(commands)]
     known = {WORKER: WORKER, NODE: NODE} | dict(places or {})
@@ -125,15 +125,15 @@ def run_all(
     try:
         said, _ = shell.communicate(timeout=TIMEOUT)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # what was left running
+        with contextlib.suppress(ProcessLookupError):  # may have been left running
             os.killpg(shell.pid, signal.SIGTERM)
     assert not said, said
     return [_answer(answers / str(i)) for i in range(len(commands))]
 
 
 def _step(command: Command, answer: Path) -> str:
-    """One command for the shell. A server goes to the background, and is waited for until it has
-    said something or has ended."""
+    """Return the shell code for a command. A server runs in the background, and the shell waits
+    until it prints something or exits."""
     if (found := _SERVER.match(command.text)) is None:
         return _STEP.format(text=command.text, answer=answer)
     text = command.text[: found.start(1)] + "exec " + command.text[found.start(1) :]
@@ -147,14 +147,14 @@ def _answer(answer: Path) -> tuple[int, str]:
 
 
 def furnish(place: Path) -> None:
-    """What lies where a reader types."""
+    """Create the files of the directory that a reader works in."""
     for name in ("tiny", "shapes/model"):
         shutil.copytree(ROOT / "examples" / name, place / "examples" / name)
     (place / "password.txt").write_text(f"{PASSWORD}\n")
 
 
 def ollama(models: Path) -> None:
-    """A store as ollama has it, with a model ``llama3.2:1b`` of a hundred bytes."""
+    """Create a store of ollama, with a model ``llama3.2:1b`` of a hundred bytes."""
     (models / "blobs").mkdir(parents=True)
 
     def blob(kind: str, data: bytes) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Artifacts made layer by layer, in a store on disk, and a directory to export them to."""
+"""Artifacts built layer by layer in a store on disk, and a directory to export them to."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Tensor = tuple[str, tuple[int, ...], bytes]
 
 
 def blob(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
-    """A safetensors file: of one tensor, or of a group."""
+    """Return a safetensors file of one tensor or a group."""
     header = encode_header([(n, d, s) for n, (d, s, _) in tensors.items()], metadata or None)
     return header + b"".join(data for _, _, data in tensors.values())
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """What a safetensors file holds, as the reference library reads it."""
+    """Return the tensors of a safetensors file, read by the reference library."""
     from safetensors import deserialize
 
     return {
@@ -42,7 +42,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
 
 
 def tar_of(*members: tarfile.TarInfo | tuple[str, bytes], mode: int = 0o644) -> bytes:
-    """A tar of these members, with content where there is some."""
+    """Return a tar of these members, with their contents, if any."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for member in members:
@@ -56,7 +56,7 @@ def tar_of(*members: tarfile.TarInfo | tuple[str, bytes], mode: int = 0o644) -> 
 
 
 def files_in(directory: Path) -> dict[str, bytes]:
-    """All files below a directory."""
+    """Return all files below a directory."""
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -66,7 +66,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 @dataclass
 class Artifact:
-    """An AImage to be: layers in a store, and where it is exported to."""
+    """A builder of an AImage: layers in a store, and the directory to export to."""
 
     home: Path
     config: dict[str, Any] = field(default_factory=lambda: {"schemaVersion": 1, "components": {}})
@@ -87,7 +87,7 @@ class Artifact:
         media_type: str = mediatype.AIMAGE_FILE,
         content: bytes | None = None,
     ) -> Layer:
-        """A layer, and what it unpacks to, if that is to be said."""
+        """Add a layer, and its uncompressed content if it is to be annotated."""
         descriptor = Descriptor.of(media_type, data)
         self.store.push(descriptor, bytes_body(data))
         said = None
@@ -106,7 +106,7 @@ class Artifact:
         return self.add(name, gzip.compress(data) if packed else data, media_type)
 
     def finish(self, dialect: str = "clowder") -> Artifact:
-        """Write the manifest and name it ``model``."""
+        """Write the manifest and tag it ``model``."""
         aimage = AImage(json.dumps(self.config).encode(), tuple(self.layers))
         manifest, config = DIALECTS[dialect].write(aimage)
         self.store.push(manifest.config, bytes_body(config))
@@ -117,7 +117,7 @@ class Artifact:
         return export(self.store, NAME, self.out, **options)
 
     def exported(self, **options: Any) -> dict[str, bytes]:
-        """The files, once it is exported."""
+        """Export the AImage and return the files."""
         self.export(**options)
         return files_in(self.out)
 
@@ -125,7 +125,7 @@ class Artifact:
         assert sorted(path.name for path in self.home.iterdir()) == sorted(["store", *kept])
 
     def damage(self, layer: Layer) -> None:
-        """Turn over the last byte of a blob."""
+        """Invert the last byte of a blob."""
         path = self.store.path(layer.descriptor)
         data = path.read_bytes()
         path.chmod(0o644)

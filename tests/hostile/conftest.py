@@ -1,4 +1,4 @@
-"""The world of the hostile tests."""
+"""The environment of the hostile tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.hostile.hostile_world import SECRET, World
 def world(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> World:
-    """A home, a store, and what is outside of both."""
+    """Return a home, a store, and a directory outside of both."""
     for name in list(os.environ):
         if name.startswith(("AIMAGE_", "DOCKER_", "XDG_", "SSL_CERT")):
             monkeypatch.delenv(name)
@@ -29,7 +29,7 @@ def world(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("AIMAGE_STORE", str(store))
     monkeypatch.chdir(home)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power cut is awaited here
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power failure is tested here
     defaults = retry.retrying.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "sleep", lambda _: None)
@@ -38,7 +38,7 @@ def world(
 
 @pytest.fixture
 def running_registry() -> Iterator[Callable[[Path], Callable[..., tuple[int, bytes]]]]:
-    """``running_registry(store)``: what asks a registry of ours over that store."""
+    """Return ``running_registry(store)``: a client of our registry over that store."""
     servers: list[Ours] = []
 
     def serve(store: Path) -> Callable[..., tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""What is no digest, though somebody says so (CVE-2024-37032, CVE-2024-3727, CVE-2026-7020)."""
+"""Invalid digests that attackers may send (CVE-2024-37032, CVE-2024-3727, CVE-2026-7020)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Registries for the hostile tests: one that serves what it is given, and ours in this process."""
+"""Registries for the hostile tests: one with given contents, and ours in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.scripted import serving as serving_blobs
 
 
 def serving(manifest: bytes, *blobs: bytes) -> Script:
-    """A registry with one artifact, which takes whatever is sent to it."""
+    """Return a script for a registry with one artifact, which accepts all uploads."""
     inner = serving_blobs(manifest, {digest_of(blob): blob for blob in blobs})
 
     def script(seen: Seen) -> Answer:
@@ -29,7 +29,7 @@ def serving(manifest: bytes, *blobs: bytes) -> Script:
 
 
 class Ours:
-    """``registry serve`` on a thread, so that what it touches is seen."""
+    """``registry serve`` on a thread, so that its file accesses are recorded."""
 
     def __init__(self, store: Path) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,7 +1,7 @@
-"""A store, a home and a command line in this process, and an eye on every file that is touched.
+"""A store, a home and a command line in this process, with a record of all file accesses.
 
-What lies in ``outside`` is nobody's business: no verb may open, change or remove anything there,
-whichever name leads to it.
+Verbs must not open, change or remove anything in ``outside``, whichever name leads
+to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALWAYS = (  # Python's own files, the machine's settings
     "/proc",
 )
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_EVENTS = {  # which of the arguments are paths
+_EVENTS = {  # the arguments that are paths
     "os.chmod": 1,
     "os.chown": 1,
     "os.link": 2,
@@ -58,7 +58,7 @@ _FOLLOWS = {"os.chmod", "os.chown", "os.listdir", "os.scandir", "os.truncate", "
 
 @dataclass(frozen=True)
 class Touch:
-    """A file that was touched: its path as it was given, the place it leads to, and how."""
+    """An access to a file: the given path, the resolved path, and the operation."""
 
     event: str
     path: str
@@ -68,7 +68,7 @@ class Touch:
 
 @dataclass
 class _Eye:
-    """What is seen while it is open. An audit hook stays for ever, so there is one."""
+    """A recorder of accesses while it is active. Audit hooks are permanent, so there is one."""
 
     touches: list[Touch] | None = None
     is_there: bool = False
@@ -112,7 +112,7 @@ EYE = _Eye()
 
 @dataclass
 class World:
-    """The place where a test happens."""
+    """The environment of a test."""
 
     home: Path
     store: Path
@@ -125,8 +125,8 @@ class World:
         return ImageLayout(self.store)
 
     def aimage(self, *arguments: object, code: int | tuple[int, ...] = 0) -> Done:
-        """Run a verb as a process would: it ends with that code, in words, and touches nothing
-        that it should not."""
+        """Run a verb in this process: it must exit with that code and a message, and access no
+        forbidden files."""
         texts = list(map(str, arguments))
         self.capture.readouterr()
         with self.watched():
@@ -139,7 +139,7 @@ class World:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """What happens meanwhile happens in the store and at home."""
+        """Check that all accesses inside are to the store and the home."""
         before = snapshot(self.outside)
         with EYE.open() as touches:
             yield
@@ -164,7 +164,7 @@ def _is_below(path: str, places: list[str] | tuple[str, ...]) -> bool:
 
 
 def snapshot(directory: Path) -> dict[str, tuple[Any, ...]]:
-    """All that is below a directory: what it is, when it was changed, and what is in it."""
+    """Return everything below a directory: types, modification times and contents."""
     found = {}
     for path in sorted([directory, *directory.rglob("*")]):
         status = path.lstat()
@@ -174,7 +174,7 @@ def snapshot(directory: Path) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-# -- what is planted
+# -- planted files
 
 
 def digest_of(data: bytes, algorithm: str = "sha256") -> str:
@@ -186,7 +186,7 @@ def described(data: bytes, media_type: str = "application/vnd.example.blob") -> 
 
 
 def plant(store: Path, data: bytes) -> Path:
-    """Put a blob where its digest says, as any tool would."""
+    """Write a blob to the path of its digest, as any tool would."""
     path = store / "blobs" / "sha256" / hashlib.sha256(data).hexdigest()
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
@@ -196,7 +196,7 @@ def plant(store: Path, data: bytes) -> Path:
 
 
 def entry(data: bytes, name: str, media_type: str = mediatype.OCI_MANIFEST) -> dict[str, Any]:
-    """An entry of index.json."""
+    """Return an entry of index.json."""
     return {**described(data, media_type), "annotations": {mediatype.REF_NAME: name}}
 
 

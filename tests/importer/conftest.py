@@ -58,17 +58,17 @@ FILES: dict[str, Any] = {
 
 
 def in_memory() -> ContentStore:
-    """A store in memory: create and convert need no more of one than it has."""
+    """Return a store in memory, which supports all that create and convert need."""
     return cast(ContentStore, MemoryStore())
 
 
 def weights_name(component: str) -> str:
-    """What the library of a component calls its weight file."""
+    """Return the name of the weight file that a component's library expects."""
     return "model" if component == "text_encoder" else "diffusion_pytorch_model"
 
 
 def data_of(tensor: Tensor, seed: str) -> bytes:
-    """Bytes that depend on the tensor's name and ``seed``, of the right number."""
+    """Return bytes derived from the tensor's name and ``seed``, of the right number."""
     name, dtype, shape = tensor
     pattern = f"{seed}:{name}:".encode()
     size = nbytes(dtype, shape)
@@ -76,21 +76,21 @@ def data_of(tensor: Tensor, seed: str) -> bytes:
 
 
 def safetensors(tensors: Iterable[Tensor], seed: str = "", **metadata: str) -> bytes:
-    """A whole file."""
+    """Return a whole safetensors file."""
     tensors = list(tensors)
     return encode_header(tensors, metadata) + b"".join(data_of(t, seed) for t in tensors)
 
 
 @dataclass
 class Model:
-    """A model directory to be changed by a test, and then packed."""
+    """A model directory that a test can change and pack."""
 
     directory: Path
     store: Path
     seeds: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, name: str, value: Any) -> Path:
-        """Write a file: bytes and text as they are, other values as JSON."""
+        """Write a file: bytes and text unchanged, other values as JSON."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if not isinstance(value, bytes | str):
@@ -102,7 +102,7 @@ class Model:
         return json.loads((self.directory / name).read_bytes())
 
     def fill(self) -> Model:
-        """Write all of it."""
+        """Write all files."""
         for name, value in FILES.items():
             self.write(name, value)
         for component, tensors in WEIGHTS.items():
@@ -132,7 +132,7 @@ class Model:
         return create(ImageLayout(self.store), Reference.parse(name), self.directory, **options)
 
     def digest(self, **options: Any) -> str:
-        """The digest it gets in a fresh store."""
+        """Return its digest in a new store."""
         return str(
             create(in_memory(), Reference.parse("m"), self.directory, **options).descriptor.digest
         )
@@ -140,7 +140,7 @@ class Model:
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> Callable[..., Model]:
-    """``make_model(name, component=seed)``: a model directory of that name."""
+    """Return ``make_model(name, component=seed)``: a model directory of that name."""
 
     def make(name: str = "model", **seeds: str) -> Model:
         return Model(tmp_path / name, tmp_path / "store", seeds).fill()
@@ -150,5 +150,5 @@ def make_model(tmp_path: Path) -> Callable[..., Model]:
 
 @pytest.fixture
 def model(make_model: Callable[..., Model]) -> Model:
-    """A good model."""
+    """Return a valid model."""
     return make_model()

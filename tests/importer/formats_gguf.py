@@ -1,4 +1,4 @@
-"""A writer of GGUF files after docs/gguf.md, that can also lie. Needs no package."""
+"""A writer of GGUF files by docs/gguf.md, valid or not. Needs no package."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def gguf(
     version: int = 3,
     alignment: int = 32,
 ) -> bytes:
-    """A whole file; data are a running number."""
+    """Return a whole file; its data are consecutive numbers."""
     if alignment != 32:
         pairs = [*pairs, ("general.alignment", UINT32, alignment)]
     infos, data = b"", b""
@@ -104,7 +104,7 @@ def gguf(
 
 
 def split(count: int, tensors: Sequence[Tensor] = tuple(WEIGHTS)) -> list[bytes]:
-    """The parts of a model: as gguf-split writes them, metadata in the first alone."""
+    """Return the parts of a model as written by gguf-split, with metadata only in the first."""
     share = -(-len(tensors) // count)
     parts = []
     for number in range(count):

@@ -1,6 +1,6 @@
-"""Files with faults, made from good ones: cut off anywhere, or with bytes changed.
+"""Damaged files, derived from valid ones: truncated anywhere, or with bytes changed.
 
-Every one must give the facts or an error for people, and never anything else.
+Each must give the facts or an AImageError, and no other error.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats.inventory import Inventory
 
-MEMORY = 16 * 1024 * 1024  # bytes that reading a small file may take
+MEMORY = 16 * 1024 * 1024  # bytes of memory for reading a small file
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
 
 
 def cuts(good: bytes) -> Iterator[bytes]:
-    """All prefixes of a short file, many of a long one."""
+    """Yield all prefixes of a short file, many of a long one."""
     step = max(1, len(good) // 150)
     for length in range(0, len(good), step):
         yield good[:length]
 
 
 def mutants(good: bytes, count: int) -> Iterator[bytes]:
-    """``count`` files with one to three faults, the same on every machine."""
+    """Yield ``count`` files with one to three faults, the same on every machine."""
     for seed in range(count):
         rng = random.Random(seed)
         raw = bytearray(good)
@@ -36,7 +36,7 @@ def mutants(good: bytes, count: int) -> Iterator[bytes]:
 
 
 def damage(rng: random.Random, raw: bytearray) -> None:
-    # most faults belong into the front: that is where headers are
+    # most faults are at the start, where the headers are
     at = rng.randrange(len(raw) if rng.random() < 0.3 else min(len(raw), 600)) if raw else 0
     match rng.randrange(8):
         case 0 | 1 if raw:
@@ -61,7 +61,7 @@ def damage(rng: random.Random, raw: bytearray) -> None:
 def survives(
     take: Callable[[Path], Inventory], path: Path, raws: Iterator[bytes]
 ) -> tuple[int, int]:
-    """How many files were taken, and how many were refused."""
+    """Return how many files were accepted, and how many were rejected."""
     took = refused = 0
     for raw in raws:
         path.write_bytes(raw)
@@ -75,7 +75,7 @@ def survives(
 
 
 def memory_of(take: Callable[[Path], Inventory], path: Path) -> int:
-    """The most bytes that Python's objects took while a file was refused."""
+    """Return the peak memory of Python's objects while a file is rejected."""
     tracemalloc.start()
     try:
         take(path)

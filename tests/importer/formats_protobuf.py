@@ -1,4 +1,4 @@
-"""A writer of protocol buffers, and of ONNX models and SavedModels with it. Needs no package.
+"""A writer of protocol buffers, ONNX models and SavedModels. Needs no package.
 
 Field numbers: onnx/onnx, onnx/onnx.proto3; tensorflow/tensorflow,
 tensorflow/core/protobuf/saved_model.proto and meta_graph.proto.
@@ -35,7 +35,7 @@ def text(field: int, value: str) -> bytes:
 
 
 def entry(key: str, value: str) -> bytes:
-    """One of a tensor's external_data."""
+    """Return an entry of a tensor's external_data."""
     return message(13, text(1, key), text(2, value))
 
 
@@ -48,7 +48,7 @@ def tensor(
     external: dict[str, str] | None = None,
     packed: bool = False,
 ) -> bytes:
-    """The inside of a TensorProto; its data are in it, unless they are ``external``."""
+    """Return an encoded TensorProto; its data are in it, unless they are ``external``."""
     shape = message(1, *map(varint, dims)) if packed else b"".join(number(1, d) for d in dims)
     body = shape + number(2, kind) + text(8, name)
     if external is not None:
@@ -67,7 +67,7 @@ def node(kind: str, *attributes: bytes) -> bytes:
 
 
 def graph(*fields: bytes, name: str = "main") -> bytes:
-    """The inside of a GraphProto."""
+    """Return an encoded GraphProto."""
     return node("Add") + text(2, name) + b"".join(fields)
 
 
@@ -76,7 +76,7 @@ def initializer(*args: object, **options: object) -> bytes:
 
 
 def model(inner: bytes, *fields: bytes, ir: int = 9, opset: int = 18) -> bytes:
-    """A whole ONNX file."""
+    """Return a whole ONNX file."""
     imports = message(8, text(1, "com.microsoft"), number(2, 99)) + message(8, number(2, opset))
     return number(1, ir) + text(2, "by hand") + message(7, inner) + imports + b"".join(fields)
 
@@ -95,7 +95,7 @@ def external(location: str, offset: int | None = None, length: int | None = None
 
 
 def saved_model(*, version: str = "2.16.1", schema: int = 1, has_saver: bool = True) -> bytes:
-    """A whole saved_model.pb."""
+    """Return a whole saved_model.pb."""
     info = message(1, text(4, "serve"), text(5, version), text(6, "v2.16.1-0-g5bc9d26649c"))
     saver = message(3, text(1, "save/Const:0")) if has_saver else b""
     nodes = message(2, message(1, text(1, "x"), text(2, "Placeholder")))

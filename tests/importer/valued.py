@@ -1,4 +1,4 @@
-"""Model directories whose tensors have real values: to be cast, quantized and read back."""
+"""Model directories whose tensors have real values, to be cast, quantized and read back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.importer.conftest import FILES, Model, in_memory, weights_name
 Array = npt.NDArray[Any]
 Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, the bytes
 
-BLOCK = (  # of a Z-Image transformer: what is quantized, and what is not
+BLOCK = (  # of a Z-Image transformer: tensors that are quantized and others
     *("attention.to_q.weight", "attention.to_k.weight", "attention.to_v.weight"),
     *("attention.to_out.0.weight", "feed_forward.w1.weight", "feed_forward.w2.weight"),
     "feed_forward.w3.weight",
@@ -51,14 +51,14 @@ VAE = {"decoder.mid.weight": (64, 64)}
 
 
 def bf16_values(name: str, shape: tuple[int, ...], scale: float = 0.05) -> Array:
-    """float32 values that depend on the name alone and are exactly BF16."""
+    """Return float32 values that depend only on the name and are exactly BF16."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * scale
     return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
 def transformer() -> dict[str, Array]:
-    """The values of a small transformer: one block of each kind, and its surroundings."""
+    """Return the values of a small transformer: one block of each kind, and other layers."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{block}.0.{name}": (64, 64)
         for block in ("layers", "noise_refiner", "context_refiner")
@@ -71,7 +71,7 @@ def transformer() -> dict[str, Array]:
 
 
 def stored(values: Array, dtype: str) -> Stored:
-    """Values as a file has them."""
+    """Return values as stored in a file."""
     if dtype == "BF16":
         data = (values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
     else:
@@ -84,7 +84,7 @@ def as_dtype(values: Mapping[str, Array], dtype: str) -> dict[str, Stored]:
 
 
 def file_of(tensors: Mapping[str, Stored]) -> bytes:
-    """A whole safetensors file."""
+    """Return a whole safetensors file."""
     header = encode_header([(name, dtype, shape) for name, (dtype, shape, _) in tensors.items()])
     return header + b"".join(data for _, _, data in tensors.values())
 
@@ -100,7 +100,7 @@ def vae() -> dict[str, Array]:
 def make_valued(
     directory: Path, dtype: str = "BF16", **components: Mapping[str, Stored]
 ) -> ValuedModel:
-    """A model at ``directory``; the weights of a component are those given, else the usual ones
+    """Return a model at ``directory``; components without given weights have the usual ones,
     as ``dtype``."""
     model = ValuedModel(directory, directory.parent / "store")
     for name, value in FILES.items():
@@ -114,7 +114,7 @@ def make_valued(
 
 @dataclass
 class ValuedModel(Model):
-    """A model directory that is packed with a recipe."""
+    """A model directory to be packed with a recipe."""
 
     def make(
         self, name: str = "m", *, store: Any = None, jobs: int | None = None, **recipe: Any
@@ -129,7 +129,7 @@ class ValuedModel(Model):
         )
 
     def recipe_digest(self, *, jobs: int | None = None, **recipe: Any) -> str:
-        """The digest that it gets in a fresh store."""
+        """Return its digest in a new store."""
         return str(self.make(store=in_memory(), jobs=jobs, **recipe).descriptor.digest)
 
 

@@ -1,4 +1,4 @@
-"""A process that names artifacts in a layout: ``python layout_writer.py ROOT WHO COUNT``."""
+"""A process that tags artifacts in a layout: ``python layout_writer.py ROOT WHO COUNT``."""
 
 from __future__ import annotations
 

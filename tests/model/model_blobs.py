@@ -1,4 +1,4 @@
-"""A model directory as blobs in a temporary store: one file a tensor, one a small file."""
+"""A model directory as blobs in a temporary store: one blob per tensor and per small file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = (".json", ".jinja", ".txt")
 
 
 class FolderStore:
-    """The reading half of a content store, over a folder of blobs named by digest."""
+    """The read interface of a content store, over a directory of blobs named by digest."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -45,7 +45,7 @@ def import_directory(
 ) -> tuple[FolderStore, AImage]:
     """Split every safetensors file into blobs below ``root``.
 
-    ``key`` is how the tensor is called inside its blob: ``{name}``, ``{component}/{name}``
+    ``key`` is the name of the tensor inside its blob: ``{name}``, ``{component}/{name}``
     or ``data``.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def import_directory(
 
 
 def tensor_layers(store: FolderStore, path: Path, component: str, key: str) -> list[Layer]:
-    """A layer for every tensor of a safetensors file."""
+    """Return a layer for every tensor of a safetensors file."""
     layers = []
     with path.open("rb") as file:
         header = read_header(file, path.stat().st_size)
@@ -77,7 +77,7 @@ def tensor_layers(store: FolderStore, path: Path, component: str, key: str) -> l
 
 
 def replace(store: FolderStore, aimage: AImage, name: str, **changes: object) -> AImage:
-    """The same AImage with fields of one JSON file changed, or the file removed (no changes)."""
+    """Return the AImage with fields of one JSON file changed, or without the file (no changes)."""
     layers = []
     for layer in aimage.layers:
         if layer.name != name:
@@ -90,7 +90,7 @@ def replace(store: FolderStore, aimage: AImage, name: str, **changes: object) ->
 
 
 def into_layout(store: FolderStore, aimage: AImage, root: Path, name: str) -> None:
-    """The AImage in an image layout at ``root``, under ``name``."""
+    """Write the AImage to an image layout at ``root``, as ``name``."""
     layout = ImageLayout(root)
     for layer in aimage.layers:
         layout.push(layer.descriptor, file_body(store.path(layer.descriptor)))

@@ -1,6 +1,6 @@
-"""What a pipeline is asked in order to be compared, and our answers to it.
+"""Requests and outputs for comparisons of a pipeline with diffusers.
 
-``tests/parity`` asks diffusers the same, live; ``tests/model/oracle`` keeps its answers.
+``tests/parity`` compares with diffusers itself; ``tests/model/oracle`` has recorded outputs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CASES = {
 
 
 def inputs(request: GenerateRequest, channels: int, scale: int) -> np.ndarray:
-    """Fixed random latents for a picture of the request's size."""
+    """Return fixed random latents for a picture of the request's size."""
     random = np.random.RandomState(7)
     rows, columns = request.height // scale, request.width // scale
     return random.standard_normal((channels, rows, columns)).astype(np.float32)
 
 
 def ours(pipeline: ZImagePipeline, request: GenerateRequest) -> Outputs:
-    """Our answers."""
+    """Return the outputs of our pipeline."""
     channels, scale = pipeline.transformer.config.in_channels, pipeline.vae.config.scale
     latents = inputs(request, channels, scale)
     text = pipeline.encode(request.prompt)
@@ -60,7 +60,7 @@ def ours(pipeline: ZImagePipeline, request: GenerateRequest) -> Outputs:
 
 
 def differences(one: Outputs, other: Outputs) -> dict[str, float]:
-    """The maximum difference of every output that both have; pictures in steps of 1/255."""
+    """Return the maximum difference of every output that both have; pictures in steps of 1/255."""
     result = {}
     for name in one.keys() & other.keys():
         assert one[name].shape == other[name].shape, name
@@ -70,7 +70,7 @@ def differences(one: Outputs, other: Outputs) -> dict[str, float]:
 
 
 def excess(found: dict[str, float]) -> dict[str, float]:
-    """The differences that are over what is allowed (or are not numbers)."""
+    """Return the differences above the tolerance (or NaN)."""
     return {
         name: value
         for name, value in found.items()

@@ -1,4 +1,4 @@
-"""Quantized tensors as blobs, in every layout that is read. Made by ``mx.quantize``."""
+"""Quantized tensors as blobs, in every supported layout. Created by ``mx.quantize``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUTS = (
 
 
 def bits(array: mx.array) -> Part:
-    """An MLX array as safetensors has it."""
+    """Return an MLX array as stored in safetensors."""
     words = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "uint32": "U32", "uint8": "U8"}
     name = str(array.dtype).removeprefix("mlx.core.")
     plain = array.view(mx.uint16) if name == "bfloat16" else array
@@ -46,7 +46,7 @@ def bits(array: mx.array) -> Part:
 def quantize(
     values: np.ndarray, kind: str, group_size: int | None = None, dtype: mx.Dtype = mx.bfloat16
 ) -> dict[str, mx.array]:
-    """Codes at "", scales and biases at ".scale" and ".bias", from values in ``dtype``."""
+    """Return codes at "", scales and biases at ".scale" and ".bias", from values in ``dtype``."""
     quantization = Quantization.parse(kind, group_size)
     found = mx.quantize(mx.array(values).astype(dtype), **words(quantization))
     return dict(zip(("", ".scale", ".bias"), found, strict=False))
@@ -63,7 +63,7 @@ def judge(
     group_size: int | None = None,
     dtype: mx.Dtype = mx.bfloat16,
 ) -> np.ndarray:
-    """What the codes of ``values`` in ``dtype`` stand for, by MLX, in float32."""
+    """Return ``values`` quantized from ``dtype`` and dequantized by MLX, in float32."""
     parts = quantize(values, kind, group_size, dtype)
     scales, biases = parts[".scale"], parts.get(".bias")
     if biases is not None:
@@ -73,14 +73,14 @@ def judge(
 
 
 def blob(parts: Mapping[str, Part], metadata: Mapping[str, str] | None = None) -> bytes:
-    """A safetensors file."""
+    """Return a safetensors file."""
     header = encode_header([(key, *part[:2]) for key, part in parts.items()], metadata)
     return header + b"".join(data for _, _, data in parts.values())
 
 
 @dataclass
 class Maker:
-    """An AImage with one component, or none, layer by layer."""
+    """A builder of an AImage with one component, or none."""
 
     store: FolderStore
     component: str = field(default=COMPONENT, kw_only=True)
@@ -91,16 +91,16 @@ class Maker:
     def add(
         self, name: str, data: bytes, dtype: str | None = None, shape: tuple[int, ...] | None = None
     ) -> None:
-        """A tensor's layer, or a group's."""
+        """Add the layer of a tensor or a group."""
         descriptor = self.store.add(mediatype.AIMAGE_SAFETENSORS, data)
         self.layers.append(Layer(descriptor, self.whole(name), dtype, shape))
 
     def whole(self, name: str) -> str:
-        """What a layer is called."""
+        """Return the name of a layer."""
         return f"{self.component}/{name}" if self.component else name
 
     def plain(self, name: str, array: mx.array | np.ndarray) -> None:
-        """A tensor as it is."""
+        """Add an unquantized tensor."""
         part = bits(mx.array(array))
         self.add(name, blob({name: part}), *part[:2])
 
@@ -112,7 +112,7 @@ class Maker:
         layout: str = "combined",
         group_size: int | None = None,
     ) -> None:
-        """A tensor of which the blob or the blobs are in ``layout``."""
+        """Add a quantized tensor with its blobs in ``layout``."""
         parts = {part: bits(value) for part, value in quantize(values, kind, group_size).items()}
         how = Quantization.parse(kind, group_size)
         own = {f"{name}.{key}": text for key, text in how.metadata().items()}
@@ -156,7 +156,7 @@ class Maker:
                     self.add(name + suffixes[key], blob({"data": part}))
 
     def aimage(self) -> AImage:
-        """What has been added, with the files that tell about it."""
+        """Return the AImage, with the files that describe it."""
         files = {self.whole("config.json"): self.config, "model_index.json": self.index}
         layers = [
             Layer(self.store.add(mediatype.AIMAGE_FILE, json.dumps(value).encode()), name)
@@ -166,7 +166,7 @@ class Maker:
 
 
 class Net(Network):
-    """What MATRICES and VECTORS are for."""
+    """A module with layers for MATRICES and VECTORS."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Net(Network):
 
 
 def values(*shape: int, seed: int = 0) -> np.ndarray:
-    """Random numbers that BF16 holds exactly."""
+    """Return random numbers that BF16 represents exactly."""
     found = np.random.RandomState(seed).standard_normal(shape).astype(np.float32)
     return (found.view(np.uint32) & 0xFFFF0000).view(np.float32)
 

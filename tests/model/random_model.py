@@ -1,7 +1,7 @@
-"""A small Z-Image with random weights, wide enough for groups of 64; made without torch.
+"""A small Z-Image with random weights, wide enough for groups of 64; created without torch.
 
-The tokenizer and the schedule are those of examples/tiny. Norms, biases and pad tokens are random,
-too: left at their defaults they would hide what is lost.
+The tokenizer and the schedule are those of examples/tiny. Norms, biases and pad tokens are random
+too: default values would hide missing ones.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Arrays = dict[str, np.ndarray]
 
 
 def configuration(component: str) -> dict[str, Any]:
-    """The component's config.json."""
+    """Return the component's config.json."""
     value = json.loads((TINY / component / "config.json").read_text()) | CHANGES[component]
     assert isinstance(value, dict)
     return value
 
 
 def checkpoint_names(component: str) -> dict[str, str]:
-    """The names of parameters to those that tensors have in a checkpoint."""
+    """Map the names of parameters to those of tensors in a checkpoint."""
     (path,) = (TINY / component).glob("*.safetensors")
     with path.open("rb") as file:
         names = read_header(file, path.stat().st_size).tensors
@@ -55,8 +55,8 @@ def checkpoint_names(component: str) -> dict[str, str]:
 
 
 def weights(component: str) -> Arrays:
-    """Random tensors in torch's layout and with a checkpoint's names, in float32 with the values
-    of BF16."""
+    """Return random tensors in torch's layout with a checkpoint's names: BF16 values as
+    float32."""
     random = np.random.default_rng(len(component))
     module = MAKERS[component](component, configuration(component))
     names, found = checkpoint_names(component), {}
@@ -81,9 +81,9 @@ def weights(component: str) -> Arrays:
 def pack(
     store: FolderStore, quantized: Mapping[str, str], configs: Mapping[str, Any] | None = None
 ) -> AImage:
-    """The model as an AImage; ``quantized`` maps components to the kind of their matrices.
+    """Return the model as an AImage; ``quantized`` maps components to the type of their matrices.
 
-    Embeddings of the text encoder stay as they are, and so does the vae.
+    Embeddings of the text encoder are not quantized, and neither is the vae.
     """
     layers = []
     for path in sorted(TINY.rglob("*")):
@@ -115,7 +115,7 @@ def _layer(
 
 
 def write_directory(root: Path) -> None:
-    """The model as a directory of diffusers' kind."""
+    """Write the model as a diffusers directory."""
     for path in sorted(TINY.rglob("*")):
         index = path.name.endswith(".index.json")
         if path.is_file() and path.suffix in (".json", ".jinja") and not index:
@@ -130,6 +130,6 @@ def write_directory(root: Path) -> None:
 
 
 def takes_codes(name: str, values: np.ndarray) -> bool:
-    """Matrices of linear layers, in whole groups of every kind."""
+    """Return whether it is a linear layer's matrix of whole groups of every type."""
     plain = "embed_tokens" in name or name.endswith("_token")
     return values.ndim == 2 and values.shape[1] % 64 == 0 and not plain

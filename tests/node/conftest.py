@@ -17,11 +17,11 @@ from tests.proxy import Proxy
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import Worker, begin
 
-PATIENCE = 60.0  # seconds; nothing here takes so long
+PATIENCE = 60.0  # seconds; longer than anything here
 
 
 def until(holds: Callable[[], Any], what: str) -> Any:
-    """Look until ``holds()`` is true, and return it."""
+    """Poll until ``holds()`` is true, and return its value."""
     end = time.monotonic() + PATIENCE
     while not (found := holds()):
         assert time.monotonic() < end, f"in vain: {what}"
@@ -51,7 +51,7 @@ class LiveNode:
         return self.worker.url
 
     def want(self, *entries: dict[str, Any], file: str = "models.json") -> None:
-        """Replace a file of the desired state, whole."""
+        """Replace a file of the desired state atomically."""
         beside = self.desired / f".{file}"
         beside.write_text(json.dumps(list(entries)))
         beside.replace(self.desired / file)
@@ -76,7 +76,7 @@ class LiveNode:
         return found
 
     def readiness(self) -> tuple[int, dict[str, Any]]:
-        """The status and the body of /readyz."""
+        """Return the status and the body of /readyz."""
         import urllib.error
         import urllib.request
 
@@ -88,7 +88,7 @@ class LiveNode:
                 return error.code, json.load(error)
 
     def metric(self, line: str) -> float:
-        """The value of a line of /metrics; 0 where there is none."""
+        """Return the value of a line of /metrics; 0 if it does not exist."""
         import urllib.request
 
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
@@ -109,7 +109,7 @@ class LiveNode:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[LiveNode]:
-    """A node that is not started yet."""
+    """Return a node that is not started yet."""
     found = LiveNode(tmp_path / "node")
     yield found
     found.end()
@@ -117,7 +117,7 @@ def node(tmp_path: Path) -> Iterator[LiveNode]:
 
 @pytest.fixture(scope="module")
 def author(tmp_path_factory: pytest.TempPathFactory) -> Aimage:
-    """Somebody who publishes models."""
+    """Return a command line for publishing models."""
     home = tmp_path_factory.mktemp("author")
     aimage = Aimage(home, home / "store")
     aimage("create", "-q", "tiny", TINY)
@@ -132,5 +132,5 @@ def proxy(registry: RealRegistry) -> Iterator[Proxy]:
 
 @pytest.fixture
 def shop(tmp_path: Path, repository: str, proxy: Proxy) -> Shop:
-    """Small models in a registry behind a proxy."""
+    """Return small models in a registry behind a proxy."""
     return Shop(tmp_path, repository, proxy)

@@ -1,4 +1,4 @@
-"""Small models in a registry behind a proxy, made to be wrong where a test wants it."""
+"""Small models in a registry behind a proxy, with faults on request."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.proxy import Passed, Proxy, Reply
 
 
 class Shop:
-    """Publishes artifacts of ``size`` bytes a layer; their content is what the layers are called.
+    """A publisher of artifacts with ``size`` bytes per layer, derived from the layers' names.
 
-    ``sizes`` are the bytes of all blobs, by the name that nodes know the artifact by.
+    ``sizes`` are the bytes of all blobs, by the name of the artifact.
     """
 
     def __init__(self, home: Path, repository: str, proxy: Proxy, size: int = 100_000) -> None:
         self.home, self.repository, self.proxy, self.size = home, repository, proxy, size
 
     def publish(self, *layers: str, tag: str = "v1", size: int = 0) -> str:
-        """Let a tag mean an artifact of these layers; the name that a node knows it by."""
+        """Publish an artifact of these layers with a tag; return its name."""
         data = (noise(size or self.size, layer) for layer in layers)
         pushed = push_model(self.home, self.repository, *data, tag=tag)
         return str(replace(pushed, registry=self.proxy.host))
 
     def name(self, tag: str) -> str:
-        """The name of a tag that may not be there yet."""
+        """Return the name for a tag, which need not exist."""
         return f"{self.proxy.host}/{self.repository.partition('/')[2]}:{tag}"
 
     def digest(self, layer: str, size: int = 0) -> str:
@@ -36,24 +36,24 @@ class Shop:
 
         return str(Digest.of(noise(size or self.size, layer)))
 
-    # -- what passed
+    # -- counters
 
     def blobs(self, since: int = 0) -> int:
-        """How many requests for blobs there were."""
+        """Return the number of requests for blobs."""
         return sum("/blobs/" in each.path for each in list(self.proxy.seen[since:]))
 
     def manifests(self, tag: str = "", since: int = 0) -> int:
-        """How many requests for manifests there were."""
+        """Return the number of requests for manifests."""
         end = f"/manifests/{tag}"
         return sum(
             "/manifests/" in each.path and (not tag or each.path.endswith(end))
             for each in list(self.proxy.seen[since:])
         )
 
-    # -- what is wrong
+    # -- faults
 
     def spoil(self, layer: str) -> None:
-        """Let a blob's bytes be others from now on."""
+        """Replace a blob's bytes from now on."""
         digest = self.digest(layer)
 
         def change(passed: Passed, reply: Reply) -> None:
@@ -63,17 +63,17 @@ class Shop:
         self.proxy.change = change
 
     def refuse(self, what: Callable[[Passed], bool], status: int = 503, **headers: str) -> None:
-        """Let the registry fail at some requests."""
+        """Make the registry fail on some requests."""
         self.proxy.instead = lambda passed: Reply(status, dict(headers)) if what(passed) else None
 
     def mend(self) -> None:
-        """Let everything be as it should."""
+        """Remove all faults."""
         self.proxy.instead = self.proxy.change = None
         self.proxy.release()
 
 
 def events(url: str, kinds: set[str] | None = None, after: str = "") -> list[dict[str, Any]]:
-    """What has happened so far, by the server's own account."""
+    """Return the events so far, as reported by the server."""
     import urllib.request
 
     headers = {"Last-Event-ID": after} if after else {}
@@ -90,5 +90,5 @@ def events(url: str, kinds: set[str] | None = None, after: str = "") -> list[dic
                 elif line.startswith("data: ") and (kinds is None or kind in kinds):
                     found.append({"kind": kind} | json.loads(line.removeprefix("data: ")))
     except TimeoutError:
-        pass  # all that there is was heard
+        pass  # all available events were read
     return found

@@ -1,4 +1,4 @@
-"""Our pipeline next to diffusers', module by module. Differences are maxima of absolute values."""
+"""Comparison of our pipeline with diffusers', by module: maxima of absolute differences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.model.model_oracle import TIME, Outputs, inputs
 
 @torch.no_grad()
 def theirs(pipeline: Reference, request: GenerateRequest) -> Outputs:
-    """diffusers' answers."""
+    """Return the outputs of diffusers."""
     vae, transformer = pipeline.vae, pipeline.transformer
     latents = inputs(request, transformer.in_channels, pipeline.vae_scale_factor)
     embeds, _ = pipeline.encode_prompt(request.prompt, do_classifier_free_guidance=False)
@@ -35,7 +35,7 @@ def theirs(pipeline: Reference, request: GenerateRequest) -> Outputs:
 
 
 def run(pipeline: Reference, request: GenerateRequest, output: str) -> Any:
-    """One call of diffusers' pipeline."""
+    """Run diffusers' pipeline once."""
     image = pipeline(
         request.prompt,
         height=request.height,

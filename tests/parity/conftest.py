@@ -1,4 +1,4 @@
-"""Makes examples/shapes importable here."""
+"""Make examples/shapes importable."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Makes small random Z-Image models with diffusers itself, saved by its ``save_pretrained``.
+"""Create small random Z-Image models with diffusers, saved by its ``save_pretrained``.
 
-Norms, biases and pad tokens are random: at their defaults (1 and 0) they would hide mistakes.
-Run as a program it writes ``examples/tiny`` anew:
+Norms, biases and pad tokens are random: default values (1 and 0) would hide mistakes.
+Run as a program it recreates ``examples/tiny``:
 
     python tests/parity/make_model.py examples/tiny
 """
@@ -91,10 +91,10 @@ class Dims:
 
 
 def draw(seed: int, **fixed: Any) -> Dims:
-    """Dimensions at random; ``fixed`` ones are kept.
+    """Return random dimensions, except the ``fixed`` ones.
 
-    Never less than two heads: with a width of a dozen channels, guidance blows rounding errors up
-    to the tolerance, in the reference as much as here.
+    There are at least two heads: with a width of a dozen channels, guidance amplifies rounding
+    errors to the tolerance, in the reference as well.
     """
     rng = random.Random(seed)
     axes = tuple(rng.choice((4, 8, 12)) for _ in range(3))
@@ -127,7 +127,7 @@ def draw(seed: int, **fixed: Any) -> Dims:
 
 
 def make(directory: Path, seed: int = 0, dims: Dims | None = None) -> ZImagePipeline:
-    """Write a genuine diffusers directory and return it, loaded back in float32."""
+    """Write a diffusers directory and return its pipeline, reloaded in float32."""
     dims = dims or draw(seed)
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(dims.template)
@@ -146,14 +146,14 @@ def make(directory: Path, seed: int = 0, dims: Dims | None = None) -> ZImagePipe
 
 
 def reference(directory: Path) -> ZImagePipeline:
-    """diffusers' own pipeline of a directory, in float32."""
+    """Return the diffusers pipeline of a directory, in float32."""
     pipeline = ZImagePipeline.from_pretrained(directory, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def make_tokenizer(template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with a few merges and Qwen's special tokens."""
+    """Return a byte-level BPE tokenizer with a few merges and Qwen's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "n"), ("r", "e"), ("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ġ", "the")]
     vocabulary = {token: index for index, token in enumerate(alphabet)}
@@ -232,9 +232,9 @@ def _vae(dims: Dims) -> AutoencoderKL:
 
 @torch.no_grad()
 def _randomise(network: torch.nn.Module) -> None:
-    """Random norms (1 + 0.2 N), biases (0.1 N) and pad tokens (0.5 N).
+    """Set random norms (1 + 0.2 N), biases (0.1 N) and pad tokens (0.5 N).
 
-    What enters some norms is small enough for their epsilon to show.
+    The inputs of some norms are small enough for their epsilon to matter.
     """
     normed = any(name.endswith("attention.norm_q.weight") for name, _ in network.named_parameters())
     for name, parameter in network.named_parameters():

@@ -1,4 +1,4 @@
-"""Records diffusers' answers for tests/model/test_oracle.py, from examples/tiny:
+"""Record the outputs of diffusers for tests/model/test_oracle.py, from examples/tiny:
 
 python tests/parity/record.py
 """

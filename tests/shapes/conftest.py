@@ -1,4 +1,4 @@
-"""The shapes of examples/shapes can be imported."""
+"""Make examples/shapes importable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Safetensors files with faults: made from good ones, the same for the same seed.
+"""Invalid safetensors files, derived from valid ones; deterministic for a seed.
 
-Three levels: what a blob says (still a good file), how its JSON is written (tokens, so that
-``1.0``, ``-0`` and a key twice can be spelled), and bytes. ``mutant(seed)`` is the whole file.
+There are three levels: the contents (still valid), the spelling of the JSON (as tokens, so that
+``1.0``, ``-0`` and duplicate keys are possible), and bytes. ``mutant(seed)`` returns the file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clowder_aimage.tensor import DTYPE_BITS, encode_header, nbytes
 
 Tensor = tuple[str, str, tuple[int, ...]]
 Blob = tuple[list[Tensor], dict[str, str]]
-Pairs = list[list[Any]]  # an object: its keys and values; either may be written twice
+Pairs = list[list[Any]]  # an object: its keys and values; keys may be duplicated
 
 
 def token(value: object) -> str:
@@ -99,7 +99,7 @@ FIELD_VALUES = ["null", "1.5", "NaN", "-0", "[[[[]]]]", '{"a":1,"a":1}', '"x"', 
 
 
 def pairs_of(blob: Blob) -> tuple[Pairs, int]:
-    """A header as keys and values that are all JSON text, and the size of its data."""
+    """Return a header as keys and values in JSON text, and the size of its data."""
     tensors, metadata = blob
     written: Pairs = []
     if metadata:
@@ -131,7 +131,7 @@ def file_of(text: bytes, data: bytes) -> bytes:
 
 
 def respell(rng: random.Random, blob: Blob) -> Blob:
-    """Another blob, that is still a good file."""
+    """Return another blob, which is still valid."""
     tensors, metadata = list(blob[0]), dict(blob[1])
     at = rng.randrange(len(tensors))
     match rng.randrange(6):
@@ -151,7 +151,7 @@ def respell(rng: random.Random, blob: Blob) -> Blob:
 
 
 def another(rng: random.Random, tensor: Tensor) -> Tensor:
-    """A tensor of another name, type or shape."""
+    """Return a tensor with another name, type or shape."""
     name, dtype, shape = tensor
     match rng.randrange(4):
         case 0:
@@ -167,19 +167,19 @@ def another(rng: random.Random, tensor: Tensor) -> Tensor:
 
 
 def claim(rng: random.Random, tensors: list[Tensor], metadata: dict[str, str]) -> None:
-    """Say something about the quantization of the blob, or of one of its tensors."""
+    """Add metadata on the quantization of the blob, or of one of its tensors."""
     owner = rng.choice(["", *(f"{name}." for name, _, _ in tensors)])
     kinds = ("int4", "INT8", "nvfp4", "mxfp4", "mxfp8", "fp8", "x", "32", "64", "16", "-1", "")
     metadata[owner + rng.choice(("quant_type", "group_size"))] = rng.choice((*kinds, "9" * 5000))
 
 
 def whole(tensor: Tensor) -> bool:
-    """Whether it ends at a byte: else there is nothing to write."""
+    """Return whether it ends on a byte boundary; otherwise it cannot be written."""
     return math.prod(tensor[2]) * DTYPE_BITS[tensor[1]] % 8 == 0
 
 
 def rewrite(rng: random.Random, pairs: Pairs) -> None:
-    """Write one token of the JSON in another way."""
+    """Replace one token of the JSON."""
     objects = [pair for pair in pairs if isinstance(pair[1], list) and pair[1]]
     if not objects:
         pairs.append([token("a"), rng.choice(ITEMS)])
@@ -210,7 +210,7 @@ def rewrite(rng: random.Random, pairs: Pairs) -> None:
 
 
 def renumber(rng: random.Random, fields: Pairs) -> None:
-    """Another number in a shape or a span, or another length of it."""
+    """Change a number in a shape or a span, or the length of either."""
     lists = [field for field in fields if isinstance(field[1], tuple)]
     if not lists:
         return
@@ -226,7 +226,7 @@ def renumber(rng: random.Random, fields: Pairs) -> None:
 
 
 def near(number: str) -> list[str]:
-    """The numbers beside this one, and other spellings of it."""
+    """Return the neighbours of a number, and other spellings of it."""
     if not number.isdigit() or len(number) > 18:
         return [number[1:], number[:-1]]
     truth = {"0": ["-0", "-0", "false"], "1": ["true"]}.get(number, [])
@@ -235,7 +235,7 @@ def near(number: str) -> list[str]:
 
 
 def refield(rng: random.Random, fields: Pairs) -> None:
-    """One field more, less, called otherwise, or another dtype."""
+    """Add, remove or rename a field, or change the dtype."""
     at = rng.randrange(len(fields))
     key, value = fields[at]
     match rng.randrange(6):
@@ -265,7 +265,7 @@ def reorder(rng: random.Random, pairs: Pairs, pair: list[Any]) -> None:
 
 
 def respace(rng: random.Random, text: bytes) -> bytes:
-    """Padding and white space, allowed and not."""
+    """Change padding and white space, validly or not."""
     around = (b"", b" ", b"\n", b"\t \r", b"\0", b"\x0b", b"\xc2\xa0", b"\xef\xbb\xbf", b"{}", b",")
     inside = rng.choice((b",", b":", b"{", b"["))
     if rng.random() < 0.3:
@@ -276,7 +276,7 @@ def respace(rng: random.Random, text: bytes) -> bytes:
 
 
 def damage(rng: random.Random, raw: bytearray) -> None:
-    """One fault in the bytes of a file."""
+    """Damage the bytes of a file once."""
     at = rng.randrange(len(raw)) if raw else 0
     match rng.randrange(10):
         case 0 if raw:
@@ -303,7 +303,7 @@ def damage(rng: random.Random, raw: bytearray) -> None:
 
 
 def mutant(seed: int) -> bytes:
-    """The file of this number: the same on every machine. Data are a running number."""
+    """Return the file of this number: the same on every machine. Data are consecutive numbers."""
     rng = random.Random(seed)
     blob = SEEDS[rng.choice(sorted(SEEDS))]
     levels = rng.choice(("blob", "text", "bytes", "blob text", "text bytes", "blob text bytes"))
@@ -324,7 +324,7 @@ def mutant(seed: int) -> bytes:
             data = data[: rng.randrange(len(data) + 1)] + bytes(rng.randrange(3))
     elif levels == "blob":
         return encode_header(*blob) + data
-    if "bytes" in levels and rng.random() < 0.6:  # a length that fits, so that more is read
+    if "bytes" in levels and rng.random() < 0.6:  # a valid length, so that more is read
         raw = bytearray(text)
         damage(rng, raw)
         return file_of(bytes(raw), data)

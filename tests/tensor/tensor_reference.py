@@ -1,7 +1,7 @@
-"""Two readers next to each other: ours and the reference library's.
+"""Comparison of two readers: ours and the reference library's.
 
-What is refused here and read there is in POLICY, each with an example and with a way to see it
-without our reader.
+Input that ours rejects and the library accepts is in POLICY, each with an example and a check that
+does not use our reader.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ U8 = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
 
 
 class Twice(dict[str, Value]):
-    """An object with a key twice."""
+    """An object with a duplicate key."""
 
 
 def hook(pairs: list[tuple[str, Value]]) -> Value:
@@ -37,7 +37,7 @@ def header_of(raw: bytes) -> tuple[str, Value]:
 
 
 def values(value: Value) -> list[Value]:
-    """``value`` and all that is in it."""
+    """Return ``value`` and all nested values."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [value, *(found for item in inner for found in values(item))]
 
@@ -54,7 +54,7 @@ def extra(item: Value) -> bool:
     return not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}
 
 
-# Of each policy: how we say it, how it is seen in the JSON, and a file that shows it.
+# For each policy: our message, a check of the JSON, and an example file.
 POLICY: dict[str, tuple[str, Callable[[str, Value], bool], str]] = {
     "a key twice": (
         "has a key twice",
@@ -104,7 +104,7 @@ POLICY: dict[str, tuple[str, Callable[[str, Value], bool], str]] = {
         '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":-0}}',
     ),
 }
-# These two need headers of megabytes: their examples are in tests of their own.
+# These two need headers of megabytes; separate tests have their examples.
 LARGE = {
     "too many tensors": "tensors in one file are over",
     "too many values": "the header has over",
@@ -112,7 +112,7 @@ LARGE = {
 
 
 def theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
-    """What the library reads, or None."""
+    """Return the tensors read by the library, or None."""
     try:
         found = safetensors.deserialize(raw)
     except safetensors.SafetensorError:
@@ -123,7 +123,7 @@ def theirs(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
 
 
 def ours(raw: bytes) -> Header | str:
-    """What we read, or why not. No other error may come out."""
+    """Return the header, or the error message. No other error may be raised."""
     try:
         return read_header(io.BytesIO(raw), len(raw))
     except FormatError as error:
@@ -131,7 +131,7 @@ def ours(raw: bytes) -> Header | str:
 
 
 def check_parts(header: Header) -> bool:
-    """Blobs account for every name in their header, or are refused."""
+    """Check that blobs use every name in their header, or are rejected."""
     try:
         found = read_tensors(header)
     except FormatError:
@@ -157,7 +157,7 @@ def check_parts(header: Header) -> bool:
 
 
 def compare(raw: bytes) -> str:
-    """Read ``raw`` in both ways: what came of it, in a word or a policy."""
+    """Read ``raw`` with both readers and return the outcome: a word or a policy."""
     header, expected = ours(raw), theirs(raw)
     if isinstance(header, Header):
         assert expected is not None, f"we read what the library refuses: {raw[:2000]!r}"

@@ -1,4 +1,4 @@
-"""The files of this folder, as bytes and as values."""
+"""Access to the files of this directory, as bytes and as values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ HERE = Path(__file__).parent
 
 
 def raw(name: str) -> bytes:
-    """The bytes of ``name``.json."""
+    """Return the bytes of ``name``.json."""
     return (HERE / f"{name}.json").read_bytes()
 
 
 def value(name: str) -> Any:
-    """``name``.json, parsed."""
+    """Return the parsed value of ``name``.json."""
     return json.loads(raw(name))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class Worker:
     """``aimage serve`` in a child process, on a free port, and the store that it serves.
 
-    ``lines`` are what it has written to standard error so far.
+    ``lines`` are its lines on standard error so far.
     """
 
     url: str
@@ -46,7 +46,7 @@ class Worker:
     _reader: threading.Thread | None = None
 
     def start(self, *arguments: object, **environment: str) -> Worker:
-        """Another worker on the same store; it ends when this one does."""
+        """Start another worker on the same store; it is stopped together with this one."""
         other = begin(self.aimage, *arguments, **environment)
         self._others.append(other)
         return other
@@ -56,11 +56,11 @@ class Worker:
         return self.url.removeprefix("http://")
 
     def get(self, path: str, **headers: str) -> Any:
-        """The JSON at a path."""
+        """Return the JSON at a path."""
         return get(self.url + path, headers)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """End it; its exit code and all that it wrote to standard error."""
+        """Stop it; return its exit code and all of its standard error."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -71,7 +71,7 @@ class Worker:
         return code, "".join(self.lines)
 
     def end(self) -> None:
-        """End it and its others, and leave nothing open."""
+        """Stop it and those that it started, and close everything."""
         for other in self._others:
             other.end()
         if self.process.poll() is None:
@@ -87,8 +87,8 @@ class Worker:
 
 
 def begin(here: Aimage, *arguments: object, verb: str = "serve", **environment: str) -> Worker:
-    """Start a worker, or a node; it listens on a free port of 127.0.0.1 unless ``arguments`` say
-    where."""
+    """Start a worker or a node; it listens on a free port of 127.0.0.1 unless ``arguments`` have
+    an address."""
     said = [str(each) for each in arguments]
     if not {"--addr", "--socket"} & set(said) and "AIMAGE_SERVE_ADDR" not in environment:
         said = ["--addr", "127.0.0.1:0", *said]
@@ -122,7 +122,7 @@ def get(url: str, headers: Mapping[str, str]) -> Any:
 
 
 def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
-    """The status, the headers and the body of an answer, whatever it is."""
+    """Return the status, the headers and the body of a response, including errors."""
     try:
         with urllib.request.urlopen(asked, timeout=100) as answer:
             return answer.status, answer.headers, answer.read()
@@ -132,7 +132,7 @@ def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
 
 
 class LocalWorker:
-    """A worker in this process, on a free port; its event loop runs in a thread of its own.
+    """A worker in this process, on a free port; its event loop runs in a separate thread.
 
     ``launch`` starts ``aimage serve`` as a process, on the same store.
     """
@@ -161,27 +161,27 @@ class LocalWorker:
         return self.url.removeprefix("http://")
 
     def get(self, path: str, **headers: str) -> Any:
-        """The JSON at a path."""
+        """Return the JSON at a path."""
         return get(self.url + path, headers)
 
     def start(self, *arguments: object) -> LocalWorker:
-        """Another worker on the same store; it ends when this one does."""
+        """Start another worker on the same store; it is stopped together with this one."""
         other = LocalWorker(self.aimage, *arguments)
         self._others.append(other)
         return other
 
     def launch(self, *arguments: object, **environment: str) -> Worker:
-        """Another worker on the same store, as a process; it ends when this one does."""
+        """Start another worker on the same store as a process; it is stopped with this one."""
         other = begin(self.aimage, *arguments, **environment)
         self._others.append(other)
         return other
 
     def drain(self) -> None:
-        """Have it end, and come back at once."""
+        """Start a shutdown, and return immediately."""
         self._loop.call_soon_threadsafe(self._over.set)
 
     def end(self) -> None:
-        """End it and its others."""
+        """Stop it and those that it started."""
         for other in self._others:
             other.end()
         if self._thread.is_alive():
@@ -219,7 +219,7 @@ class LocalWorker:
 
 
 def _settings(arguments: tuple[object, ...]) -> Settings:
-    """The settings that the options of ``aimage serve`` mean."""
+    """Return the settings for options of ``aimage serve``."""
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
 
@@ -231,7 +231,7 @@ def _settings(arguments: tuple[object, ...]) -> Settings:
 
 @pytest.fixture(scope="session")
 def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that holds the embedded model as ``tiny``; to be copied, not written to."""
+    """Return a store with the embedded model as ``tiny``; to be copied, not written to."""
     home = tmp_path_factory.mktemp("stocked")
     Aimage(home, home / "store")("create", "-q", "tiny", TINY)
     return home / "store"
@@ -239,7 +239,7 @@ def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
-    """A worker that the tests of a module share, with a store of its own."""
+    """Run a worker with its own store, shared by the tests of a module."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     home = tmp_path_factory.mktemp("worker")
     shutil.copytree(stocked, home / "store")
@@ -250,7 +250,7 @@ def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[LocalWorker]:
-    """A worker whose store has nothing."""
+    """Run a worker with an empty store."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     found = LocalWorker(Aimage(tmp_path, tmp_path / "store"))
     yield found

@@ -1,9 +1,9 @@
-"""litellm as another program has it: ``python litellm_client.py``, with a Python that has litellm.
+"""A process that runs litellm: ``python litellm_client.py``, with a Python that has litellm.
 
-It wants another release of OpenAI's SDK than the rest of the suite, so it lives in a virtual
-environment of its own, and is reached through two pipes. Each line of standard input is a call of
-``litellm.image_generation`` or ``litellm.aimage_generation``, each line of standard output what
-came of it.
+litellm requires another release of OpenAI's SDK than the other tests, so it is installed in a
+separate virtual environment and used through two pipes. Each line of standard input is a call of
+``litellm.image_generation`` or ``litellm.aimage_generation``, each line of standard output its
+result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import litellm
 
 
 def answer(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a call returns, or what it raises: the classes by name, and what OpenAI's SDK has."""
+    """Return the result of a call, or its error: the classes by name, and the SDK's fields."""
     try:
         made = getattr(litellm, function)(**arguments)
         if asyncio.iscoroutine(made):
@@ -33,7 +33,7 @@ def answer(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until standard input ends. What litellm itself prints goes to standard error."""
+    """Run calls until standard input ends. litellm's own output goes to standard error."""
     target = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
