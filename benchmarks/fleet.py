@@ -10,7 +10,7 @@ which the nodes poll once a second, and ends when each node reports that the mod
 all blobs in all stores are hashed.
 
 alone   no peers are configured
-near    each node knows all others
+near    each node has the addresses of all others
 told    as near, but the tag exists, and the desired states of the nodes change one after the other,
         the last one when the first node has had the time to fetch half of the model
 killed  as near, and two nodes are killed (SIGKILL) at 40 %; they start again when the others are

@@ -27,7 +27,7 @@ MAX_KEY = 65_535  # bytes, as in the specification
 MAX_TENSORS = 100_000
 MAX_NAME = 127  # bytes: 64 in the specification, 127 where GGML_MAX_NAME is 128
 MAX_DIMENSIONS = 4
-MAX_ITEMS = 4_000_000  # strings and nested lists in one file; a large vocabulary has 1 million
+MAX_ITEMS = 4_000_000  # strings and lists inside lists; a large vocabulary has 1 million
 MAX_DEPTH = 4  # nested lists
 MAX_ALIGNMENT = 1 << 20
 # enum gguf_metadata_value_type
@@ -57,7 +57,7 @@ _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _KEPT = ("general.", "split.", "adapter.")
 _KEPT_END = ".context_length"
-_MAX_KEPT = 4096  # bytes of a string in the metadata
+_MAX_KEPT = 4096  # bytes of the longest string in the metadata
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 # minimal sizes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions
 _LEAST_PAIR, _LEAST_TENSOR, _LEAST_TEXT, _LEAST_LIST = 8 + 1 + 4 + 1, 8 + 4 + 4 + 8, 8, 12

@@ -24,8 +24,8 @@ from tests.importer.conftest import Model
 from tests.real_registry import RealRegistry
 
 VERBS = "tag retag rm pin gc forget pull create".split()  # in a store of ours
-NEW = "pull-new create-new".split()  # ... where there is none
-FOREIGN = "tag-foreign pin-foreign".split()  # ... in one that another tool made
+NEW = "pull-new create-new".split()  # ... without a store
+FOREIGN = "tag-foreign pin-foreign".split()  # ... in one that another tool wrote
 
 
 @pytest.fixture(scope="session")

@@ -97,7 +97,7 @@ class Block(Network):
             self.adaLN_modulation = Linear(config.modulation_dim, 4 * config.dim)
 
     def __call__(self, x: mx.array, rope: Table, time: mx.array | None = None) -> mx.array:
-        """Apply x: (1, length, dim) and time: (1, modulation_dim), only for a modulated block."""
+        """Apply the block to x: (1, length, dim); time: (1, modulation_dim), if modulated."""
         if time is None:
             x += self.attention_norm2(self.attention(self.attention_norm1(x), rope))
             x += self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))
