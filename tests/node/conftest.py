@@ -17,7 +17,7 @@ from tests.proxy import Proxy
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import Worker, begin
 
-PATIENCE = 60.0  # seconds; longer than anything here
+PATIENCE = 60.0  # timeout in seconds
 
 
 def until(holds: Callable[[], Any], what: str) -> Any:
@@ -88,7 +88,7 @@ class LiveNode:
                 return error.code, json.load(error)
 
     def metric(self, line: str) -> float:
-        """Return the value of a line of /metrics; 0 if it does not exist."""
+        """Return the value of a line of /metrics, or 0 if it is missing."""
         import urllib.request
 
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
@@ -117,7 +117,7 @@ def node(tmp_path: Path) -> Iterator[LiveNode]:
 
 @pytest.fixture(scope="module")
 def author(tmp_path_factory: pytest.TempPathFactory) -> Aimage:
-    """Return a command line for publishing models."""
+    """Return a command line with a store to publish models from."""
     home = tmp_path_factory.mktemp("author")
     aimage = Aimage(home, home / "store")
     aimage("create", "-q", "tiny", TINY)
@@ -132,5 +132,5 @@ def proxy(registry: RealRegistry) -> Iterator[Proxy]:
 
 @pytest.fixture
 def shop(tmp_path: Path, repository: str, proxy: Proxy) -> Shop:
-    """Return small models in a registry behind a proxy."""
+    """Return a publisher of small models in a registry behind a proxy."""
     return Shop(tmp_path, repository, proxy)

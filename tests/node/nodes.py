@@ -1,4 +1,4 @@
-"""Nodes for tests: each with a store, addresses of neighbours, and a server on a thread."""
+"""Nodes for tests, each with a store, the addresses of its neighbours, and a server thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMITS = SharingLimits(ping=0.1, spared=0)
 
 
 def noise(size: int, seed: str = "seed") -> bytes:
-    """Return pseudo-random bytes."""
+    """Return pseudorandom bytes."""
     return hashlib.shake_128(seed.encode()).digest(size)
 
 
@@ -49,9 +49,9 @@ def push_model(home: Path, repository: str, *layers: bytes, tag: str = "1") -> R
 
 
 class Node:
-    """A node with a server. ``seen`` has the requests to it, with their headers.
+    """A node with a server. ``seen`` holds the received requests with their headers.
 
-    ``before(request)`` may return a response in its place.
+    ``before(request)`` may return a response instead of the node.
     """
 
     def __init__(self, root: Path, *, token: str | None = TOKEN, **options: Any) -> None:
@@ -61,9 +61,9 @@ class Node:
         self.seen: list[tuple[str, dict[str, str]]] = []
         self.statuses: Counter[int] = Counter()
         self.before: Callable[[web.Request], Any] | None = None
-        self.bytes: Counter[str] = Counter()  # received from other nodes, and served to them
+        self.bytes: Counter[str] = Counter()  # bytes fetched for peers, and traffic
         self.has_repository = True
-        self.reference: Reference | None = None  # a reference that a test pulls
+        self.reference: Reference | None = None  # the model that a test pulls
         self._changed = threading.Condition()
         connection = options.pop("connection", None) or ClientOptions(docker_config=root)
         self.connection = connection
@@ -101,7 +101,7 @@ class Node:
     # -- start and end
 
     def start(self) -> Node:
-        """Start the server on a free port."""
+        """Listen on a free port."""
         self._thread.start()
         self.sharing.peers.start()
         self.listen()
@@ -111,7 +111,7 @@ class Node:
         self._do(self._serve(port))
 
     def hang_up(self) -> None:
-        """Close all connections and stop the server, like a killed process."""
+        """Abort all connections and stop listening, as if the process was killed."""
         runner, self._runner = self._runner, None
         if runner is not None:
             self._do(self._abandon(runner))
@@ -140,7 +140,9 @@ class Node:
 
         tokens = {self.token: "node"} if self.token else {}
         app = web.Application(middlewares=[_errors, note, check_scope(tokens, scopes)])
-        warnings.simplefilter("ignore", web.NotAppKeyWarning)  # as in the worker's application
+        warnings.simplefilter(
+            "ignore", web.NotAppKeyWarning
+        )  # the worker's application does the same
         for route in self.sharing.registry.routes():
             for method in (route.method, "HEAD"):
                 added = app.router.add_route(method, route.path, route.handler)
@@ -171,7 +173,7 @@ class Node:
             time.sleep(0.02)
 
     def knows(self, *others: str) -> None:
-        """Wait until these addresses are live neighbours."""
+        """Wait until the peers at these addresses are live."""
         wanted = {f"http://{other}" for other in others}
         self.wait_until(
             lambda: (
@@ -211,7 +213,7 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
 def fleet(
     home: Path, count: int, *, ids: Sequence[str] = (), **options: Any
 ) -> Iterator[list[Node]]:
-    """Run nodes that are all neighbours of each other."""
+    """Run nodes that are configured as peers of each other."""
     with contextlib.ExitStack() as stack:
         nodes = []
         for number in range(count):
@@ -223,7 +225,7 @@ def fleet(
 
 
 def acquaint(nodes: list[Node]) -> None:
-    """Configure all nodes as neighbours of each, itself included, and wait until they are live."""
+    """Set the addresses of all nodes on each, and wait until the peers are live."""
     for node in nodes:
         node.addresses[:] = [each.address for each in nodes]
     for node in nodes:
@@ -231,6 +233,6 @@ def acquaint(nodes: list[Node]) -> None:
 
 
 def all_at_once(calls: list[Callable[[], Any]], seconds: float = 120) -> list[Any]:
-    """Return the results of calls in separate threads; raise the first error."""
+    """Run calls in threads and return their results, or raise the first error."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [each.result(seconds) for each in [pool.submit(call) for call in calls]]

@@ -1,4 +1,4 @@
-"""Small models in a registry behind a proxy, with faults on request."""
+"""A publisher of small models in a registry behind a proxy that can inject faults."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.proxy import Passed, Proxy, Reply
 
 
 class Shop:
-    """A publisher of artifacts with ``size`` bytes per layer, derived from the layers' names.
+    """Publish artifacts with ``size`` bytes a layer, generated from the names of the layers.
 
-    ``sizes`` are the bytes of all blobs, by the name of the artifact.
+    Names of artifacts contain the address of the proxy.
     """
 
     def __init__(self, home: Path, repository: str, proxy: Proxy, size: int = 100_000) -> None:
         self.home, self.repository, self.proxy, self.size = home, repository, proxy, size
 
     def publish(self, *layers: str, tag: str = "v1", size: int = 0) -> str:
-        """Publish an artifact of these layers with a tag; return its name."""
+        """Push an artifact of these layers under a tag, and return its name."""
         data = (noise(size or self.size, layer) for layer in layers)
         pushed = push_model(self.home, self.repository, *data, tag=tag)
         return str(replace(pushed, registry=self.proxy.host))
 
     def name(self, tag: str) -> str:
-        """Return the name for a tag, which need not exist."""
+        """Return the name of a tag, which may not exist yet."""
         return f"{self.proxy.host}/{self.repository.partition('/')[2]}:{tag}"
 
     def digest(self, layer: str, size: int = 0) -> str:
@@ -36,7 +36,7 @@ class Shop:
 
         return str(Digest.of(noise(size or self.size, layer)))
 
-    # -- counters
+    # -- requests
 
     def blobs(self, since: int = 0) -> int:
         """Return the number of requests for blobs."""
@@ -53,7 +53,7 @@ class Shop:
     # -- faults
 
     def spoil(self, layer: str) -> None:
-        """Replace a blob's bytes from now on."""
+        """Corrupt a blob in responses from now on."""
         digest = self.digest(layer)
 
         def change(passed: Passed, reply: Reply) -> None:
@@ -63,7 +63,7 @@ class Shop:
         self.proxy.change = change
 
     def refuse(self, what: Callable[[Passed], bool], status: int = 503, **headers: str) -> None:
-        """Make the registry fail on some requests."""
+        """Make the registry fail for some requests."""
         self.proxy.instead = lambda passed: Reply(status, dict(headers)) if what(passed) else None
 
     def mend(self) -> None:
@@ -73,7 +73,7 @@ class Shop:
 
 
 def events(url: str, kinds: set[str] | None = None, after: str = "") -> list[dict[str, Any]]:
-    """Return the events so far, as reported by the server."""
+    """Return the events of a server so far."""
     import urllib.request
 
     headers = {"Last-Event-ID": after} if after else {}
@@ -90,5 +90,5 @@ def events(url: str, kinds: set[str] | None = None, after: str = "") -> list[dic
                 elif line.startswith("data: ") and (kinds is None or kind in kinds):
                     found.append({"kind": kind} | json.loads(line.removeprefix("data: ")))
     except TimeoutError:
-        pass  # all available events were read
+        pass  # there are no more events
     return found

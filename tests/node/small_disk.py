@@ -1,4 +1,4 @@
-"""A small file system, for tests with a full disk."""
+"""A small file system for tests of full disks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.node.nodes import MIB
 
 
 class Disk:
-    """A file system mounted at ``root``. ``ballast`` takes space until ``drop``."""
+    """A file system mounted at ``root``. A ballast file takes up space until ``drop``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -26,7 +26,7 @@ class Disk:
         return found.f_bavail * found.f_frsize
 
     def fill(self, leave: int = 0) -> None:
-        """Write until at most ``leave`` bytes are free."""
+        """Write until no more than ``leave`` bytes are free."""
         with self._ballast.open("ab", buffering=0) as file:
             while self.free > leave:
                 try:
@@ -35,13 +35,13 @@ class Disk:
                     break
 
     def drop(self) -> None:
-        """Remove the ballast."""
+        """Delete the ballast file."""
         self._ballast.unlink()
 
 
 @contextlib.contextmanager
 def small_disk(place: Path, size: int) -> Iterator[Disk]:
-    """Mount a tmpfs of ``size`` bytes; the test is skipped if this is not possible."""
+    """Mount a tmpfs of ``size`` bytes, or skip the test if that is not possible."""
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     try:

@@ -1,4 +1,4 @@
-"""When a model that could not be had is tried again."""
+"""Retries of failed pulls: error codes, conditions and backoff."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def test_each_error_has_a_code_and_a_condition_for_the_next_attempt():
     assert {error: (one.code, one.after) for error, one in found.items()} == errors
 
 
-def test_backing_off_doubles_and_has_an_end():
+def test_backoff_doubles_up_to_a_maximum():
     longest = [again(NetworkError("x"), attempts, 1.0, 300.0).delay for attempts in range(1, 40)]
     assert longest[:4] == [2.0, 4.0, 8.0, 16.0]
     assert longest[-1] == LONGEST and longest == sorted(longest)
 
 
-def test_backing_off_is_spread_over_the_whole_interval():
+def test_backoff_is_jittered_over_the_whole_interval():
     assert again(NetworkError("x"), 5, 0.25, 300.0).delay == 8.0
-    assert again(NetworkError("x"), 5, 0.0, 300.0).delay == 0.1  # never at once
+    assert again(NetworkError("x"), 5, 0.0, 300.0).delay == 0.1  # the minimum delay
 
 
-def test_a_longer_retry_after_counts():
+def test_a_longer_retry_after_is_used():
     error = RegistryError("x", status=429, retry_after=120.0)
     assert again(error, 1, 0.5, 300.0).delay == 120.0
     assert again(error, 20, 1.0, 300.0).delay == LONGEST
 
 
-def test_an_error_that_only_a_change_removes_waits_for_the_next_check_of_the_tag():
+def test_permanent_errors_are_retried_at_the_next_tag_check():
     for attempts in (1, 50):
         assert again(NotFoundError("x"), attempts, 0.0, 300.0).delay == 300.0
     assert again(NotFoundError("x"), 1, 0.0, math.inf).delay == math.inf
 
 
-def test_a_full_disk_waits_for_space_and_not_for_time():
+def test_a_full_disk_is_not_retried_after_a_delay():
     assert again(NoSpaceError("x"), 1, 0.0, 300.0).delay == math.inf

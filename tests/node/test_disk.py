@@ -1,4 +1,4 @@
-"""The watermarks: what goes when the disk is fuller than it may be."""
+"""Watermarks of the disk, and eviction of models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD, MIDDLE, NEW = (Reference.parse(f"registry.example.com/{name}") for name in 
 
 
 def artifact(store, name):
-    """A manifest with one layer of its own."""
+    """Store and tag a manifest with one random layer."""
     described = []
     for data in (os.urandom(100), os.urandom(200_000)):
         described.append(Descriptor("application/octet-stream", Digest.of(data), len(data)))
@@ -37,7 +37,7 @@ def artifact(store, name):
 
 @pytest.fixture
 def store(tmp_path):
-    """Three models that share nothing, used one after the other, long ago."""
+    """Return a store of three models without shared blobs, last used at different times."""
     store = ImageLayout(tmp_path / "store")
     for hour, name in enumerate((OLD, MIDDLE, NEW)):
         artifact(store, name)
@@ -48,7 +48,7 @@ def store(tmp_path):
 
 @pytest.fixture(autouse=True)
 def old_blobs(monkeypatch):
-    """Blobs that are old enough to go."""
+    """Disable the grace period, so that new blobs can be collected."""
     monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
 
 
@@ -56,24 +56,24 @@ def names(store):
     return {name for name, _ in store.tags()}
 
 
-def test_the_least_recently_used_goes_first_and_no_more_than_must(store):
+def test_relieve_evicts_the_least_recently_used_and_no_more(store):
     done = relieve(store, 100_000, keep=())
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
     assert done.size >= 200_000
     assert names(store) == {index_name(MIDDLE), index_name(NEW)}
 
 
-def test_a_desired_name_stays_though_it_was_used_least_recently(store):
+def test_relieve_keeps_desired_names(store):
     done = relieve(store, 100_000, keep=[index_name(OLD)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
 
 
-def test_a_name_that_looks_like_a_pattern_is_none(store):
+def test_relieve_does_not_interpret_names_as_patterns(store):
     done = relieve(store, 100_000, keep=["registry.example.com/*", "*", "[a-z]*"])
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
 
 
-def test_pinned_and_leased_names_stay_on_a_full_disk(store):
+def test_relieve_keeps_pinned_and_leased_names(store):
     store.pins.put(index_name(OLD), {}, durable=True)
     with store.lease(store.resolve(MIDDLE).digest):
         done = relieve(store, 10**12, keep=())
@@ -81,7 +81,7 @@ def test_pinned_and_leased_names_stay_on_a_full_disk(store):
     assert names(store) == {index_name(OLD), index_name(MIDDLE)}
 
 
-def test_garbage_goes_before_any_name(store):
+def test_relieve_collects_garbage_before_evicting(store):
     store.untag(NEW)
     done = relieve(store, 100_000, keep=())
     assert not done.forgotten and done.size >= 200_000
@@ -90,7 +90,7 @@ def test_garbage_goes_before_any_name(store):
         store.resolve(NEW)
 
 
-def test_a_name_that_was_just_used_stays_for_a_while(store):
+def test_relieve_keeps_recently_used_names(store):
     store.use(store.resolve(OLD))
     done = relieve(store, 10**12, keep=[index_name(NEW)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
@@ -102,16 +102,14 @@ def test_a_name_that_was_just_used_stays_for_a_while(store):
     ("used", "excess"),
     [(84, 0), (85, 0), (86, 6), (100, 20)],
 )
-def test_nothing_goes_below_the_upper_mark_and_all_above_the_lower_one_past_it(
-    tmp_path, used, excess
-):
+def test_excess_is_measured_from_the_lower_mark_above_the_upper_one(tmp_path, used, excess):
     marks = Watermarks(
         0.85, 0.80, measure=lambda _: DiskReading(110, used, 100 - used)
-    )  # ten are root's
+    )  # ten are reserved for root
     assert marks.excess(tmp_path) == excess
 
 
-def test_the_disk_of_a_store_that_is_not_there_yet_is_that_of_its_place(tmp_path):
+def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path):
     found = usage(tmp_path / "not" / "yet")
     assert 0 < found.part < 1 and found.total >= found.used + found.free > 0
 
@@ -119,7 +117,7 @@ def test_the_disk_of_a_store_that_is_not_there_yet_is_that_of_its_place(tmp_path
 def test_stored_counts_blobs_and_interrupted_downloads(store):
     kept, _ = stored(store.root)
     assert kept == sum(each.st_size for _, each in blobs(store.root)) > 600_000
-    size = 20 * 1024 * 1024  # worth keeping book of
+    size = 20 * 1024 * 1024  # large enough for an ingest record
     content = Descriptor("application/octet-stream", Digest.of(b"y"), size)
     ingest = store.ingest(content.digest.encoded, content)
     ingest.write_at(0, b"x" * size)

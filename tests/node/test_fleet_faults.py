@@ -1,6 +1,4 @@
-"""Four nodes and a registry, and everything that can go wrong at once: the registry is killed for
-a while, a node is killed and comes again, a disk is full. All of them have the model in the end.
-"""
+"""Four nodes converge despite simultaneous faults of the registry, a node and a disk."""
 
 from __future__ import annotations
 
@@ -36,14 +34,13 @@ pytestmark = pytest.mark.integration
 
 NODES, LAYERS = 4, 5
 LAYER = 16 * MIB
-PACE = 1_500_000  # bytes a second that a connection with the registry carries
+PACE = 1_500_000  # bytes per second of a connection to the registry
 SECRET = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 HTPASSWD = f"{USER}:$2b$04$a7mYyL7B.7KnFTvR6z49i.8x/zQh7U6x/hFjv2IM28WT6Bc0Ag1Be\n"
 
 
 class Wire:
-    """A slow line to the registry, which can be cut: nobody listens then. ``sent`` is what it has
-    carried to the nodes."""
+    """A slow connection to the registry that can be cut. ``sent`` counts bytes to the nodes."""
 
     def __init__(self, upstream: str) -> None:
         self._upstream = upstream
@@ -55,13 +52,13 @@ class Wire:
         self.host = f"{self._address[0]}:{self._address[1]}"
 
     def join(self) -> None:
-        """Listen."""
+        """Start listening."""
         listener = socket.create_server(self._address, backlog=64)
         self._sockets, self._is_cut = [listener], False
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def cut(self) -> None:
-        """End all connections, and listen no more."""
+        """Close all connections and stop listening."""
         with self._lock:
             self._is_cut = True
             for each in self._sockets:
@@ -93,7 +90,7 @@ class Wire:
 
 
 class Mortal:
-    """A registry that wants a password, and can be killed and started again."""
+    """A registry with a password that can be killed and restarted."""
 
     def __init__(self, home: Path) -> None:
         if shutil.which("docker-registry") is None:
@@ -143,13 +140,13 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 def log_in(home: Path, host: str) -> None:
-    """Credentials for a registry."""
+    """Write credentials for a registry."""
     (home / "docker").mkdir(parents=True)
     (home / "docker" / "config.json").write_text(json.dumps({"auths": {host: {"auth": SECRET}}}))
 
 
 def publish(home: Path, host: str) -> str:
-    """The name of a model of some ranges."""
+    """Push a model of several ranges and return its name."""
     reference = Reference.parse(f"{host}/fleet/model:v1")
     store = ImageLayout(home / "published")
     put_artifact(store, str(reference), *(noise(LAYER, f"layer {n}") for n in range(LAYERS)))
@@ -159,7 +156,7 @@ def publish(home: Path, host: str) -> str:
 
 
 class Fleet:
-    """Nodes that know each other by way of proxies, which note what they ask each other."""
+    """Nodes that are connected through proxies, which record their requests."""
 
     def __init__(self, home: Path, mortal: Mortal, disk: Disk, stack: contextlib.ExitStack) -> None:
         ports = [free_port() for _ in range(NODES)]
@@ -183,12 +180,12 @@ class Fleet:
             until(partial(sees, node, "live", NODES - 1), "the nodes to meet")
 
     def asked(self) -> list[dict[str, str]]:
-        """The headers of all requests from node to node."""
+        """Return the headers of all requests between nodes."""
         return [each.headers for proxy in self.between for each in list(proxy.seen)]
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_fleet_converges_whatever_is_killed_and_full_meanwhile(tmp_path, mortal, disk, seconds):
+def test_the_fleet_converges_despite_kills_and_a_full_disk(tmp_path, mortal, disk, seconds):
     author = tmp_path / "author"
     log_in(author, mortal.direct)
     ref = publish(author, mortal.direct).replace(mortal.direct, mortal.host)
@@ -219,17 +216,17 @@ def test_the_fleet_converges_whatever_is_killed_and_full_meanwhile(tmp_path, mor
         until(lambda: full.metric('aimage_desired_failed{code="no_space"}') == 1, "... and counted")
         for node in (first, killed, other):
             node.reaches(ref, "present")
-        assert full.model(ref)["state"] == "failed"  # and alone with it
+        assert full.model(ref)["state"] == "failed"  # the only one that failed
         disk.drop()
         full.reaches(ref, "present")
         check_converged(fleet, ref)
         check_told(fleet, ref, mortal.host, failed)
-        assert mortal.wire.sent < NODES * LAYERS * LAYER  # though much was lost on the way
+        assert mortal.wire.sent < NODES * LAYERS * LAYER  # despite lost transfers
         check_nothing_leaks(fleet)
 
 
 def neighbours(node: LiveNode, state: str) -> int:
-    """How many there are in a state; not by the metric, which is set every few seconds."""
+    """Count neighbours in a state; the metric lags by seconds."""
     return sum(each["state"] == state for each in node.status()["neighbours"])
 
 
@@ -247,7 +244,7 @@ def is_complete(node: LiveNode) -> bool:
 
 
 def check_converged(fleet: Fleet, ref: str) -> None:
-    """All have the same, and nothing of it is corrupt; nothing is kept twice."""
+    """Check that all nodes have the same intact model, without leftovers."""
     digests = {node.model(ref)["digest"] for node in fleet.nodes}
     assert len(digests) == 1 and None not in digests
     for node in fleet.nodes:
@@ -260,7 +257,7 @@ def check_converged(fleet: Fleet, ref: str) -> None:
 
 
 def check_told(fleet: Fleet, ref: str, host: str, failed: list[float]) -> None:
-    """Events and metrics tell what happened."""
+    """Check the events and metrics of the faults."""
     first, _, other, full = fleet.nodes
     assert all(failed)
     for node in (first, other):
@@ -279,11 +276,11 @@ def check_told(fleet: Fleet, ref: str, host: str, failed: list[float]) -> None:
     done = f'aimage_pulls_total{{outcome="done",registry="{host}"}}'
     assert [node.metric(done) for node in fleet.nodes] == [1.0] * NODES
     received = 'aimage_neighbour_bytes_total{direction="received"}'
-    assert sum(node.metric(received) for node in fleet.nodes) >= LAYER  # how many is chance here
+    assert sum(node.metric(received) for node in fleet.nodes) >= LAYER  # the exact number varies
 
 
 def check_nothing_leaks(fleet: Fleet) -> None:
-    """No node shows another what is for the registry."""
+    """Check that requests between nodes contain no registry credentials."""
     headers = fleet.asked()
     assert len(headers) > NODES * LAYERS
     for each in headers:

@@ -1,4 +1,4 @@
-"""Nodes that are processes, and one of them killed in the middle."""
+"""Nodes in separate processes, one of which is killed during a pull."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ node.stop()
 
 
 class Child:
-    """A node in a process of its own."""
+    """A node in a child process."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -74,7 +74,7 @@ class Child:
             self.process.communicate()
 
     def check(self):
-        """All it has is right, and nothing is left over."""
+        """Check that all blobs are intact and no ingests are left."""
         for path in self.root.glob("blobs/sha256/*"):
             with path.open("rb") as file:
                 assert hashlib.file_digest(file, "sha256").hexdigest() == path.name
@@ -109,7 +109,7 @@ def test_processes_share_one_download(tmp_path, registry, repository, children):
         child.check()
 
 
-def test_one_killed_in_the_middle_changes_nothing_but_time(
+def test_a_node_killed_during_a_pull_does_not_affect_the_result(
     tmp_path, registry, repository, children
 ):
     pushed = push_model(tmp_path, repository, noise(120 * MIB), noise(30 * MIB, "b"))

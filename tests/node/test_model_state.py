@@ -1,4 +1,4 @@
-"""The state machine of a model: a table of states and events."""
+"""The state machine of a model, as a table of transitions."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def state(phase=UNKNOWN, *, policy=ALWAYS, refresh=REFRESH, **facts):
 
 
 def present(**facts):
-    """A model that is here, whose registry is asked in ``REFRESH`` seconds."""
+    """Return the state of a present model whose tag is checked in ``REFRESH`` seconds."""
     known = {"is_here": True, "manifest": MANIFEST, "check_at": NOW + REFRESH}
     return state(PRESENT, **(known | facts))
 
@@ -111,7 +111,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
 @pytest.mark.parametrize(
     ("before", "happened", "after", "actions"),
     [
-        # -- the store was read: the model is here
+        # -- the store was read: the model is present
         (state(), HERE, {"phase": PRESENT, "is_here": True, "manifest": MANIFEST},
          (NEWS, Work.KEEP, Check(OLD))),
         (state(policy=NEVER), HERE, {"phase": PRESENT, "due": NOW + LOOK}, (NEWS, Work.KEEP)),
@@ -122,7 +122,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (present(failure=SHORT, drift=NEW), HERE, {}, (Work.KEEP, Work.MEASURE)),
         (present(failure=DENIED, reason="why"), HERE, {"failure": DENIED, "reason": "why"},
          (Work.KEEP,)),
-        # it came by another way: failures are forgotten, the registry's pause is not
+        # pulled by another process: failures are reset, the registry's pause is kept
         (state(FAILED, failure=DENIED, attempts=3, reason="why", check_at=math.inf), HERE,
          {"failure": None, "attempts": 0, "reason": None, "check_at": NOW + REFRESH},
          (NEWS, Work.KEEP)),
@@ -143,7 +143,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         # -- the store could not be read
         (present(root=NEW), partial(event.unreadable, reason="damaged"),
          {"phase": WAITING, "is_here": False, "root": None, "due": NOW + LOOK}, ()),
-        # -- the registry answered, and the model is here
+        # -- the registry responded, and the model is present
         (present(check_at=NOW), SAME, {"check_at": NOW + REFRESH, "due": NOW + LOOK}, ()),
         (present(check_at=NOW), checked(NEW, OLD), {"root": NEW, "drift": None}, ()),
         (present(check_at=NOW), MOVED, {"phase": PULLING, "drift": NEW}, (DRIFT, Work.PULL)),
@@ -159,7 +159,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (present(drift=NEW, root=NEW, suspect=replace(BAD, retry_at=NOW)), SAME,
          {"phase": PULLING}, (Work.PULL,)),
         (present(drift=NEW, root=NEW, suspect=BAD), checked(OLD, OLD), {"suspect": None}, ()),
-        # -- the registry answered, and the model is missing
+        # -- the registry responded, and the model is missing
         (state(FAILED, suspect=BAD, reason="other"), SAME,
          {"phase": FAILED, "reason": "other bytes", "check_at": NOW + REFRESH, "suspect": BAD}, ()),
         (state(FAILED, suspect=BAD), checked(OLD, OLD), {"root": OLD, "suspect": None},
@@ -185,7 +185,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (state(PULLING, suspect=BAD), failed(BUSY), {"suspect": BAD}, ()),
         (state(PULLING, suspect=replace(BAD, retry_at=NOW)), failed(BUSY),
          {"suspect": replace(BAD, retry_at=NOW + 120)}, ()),
-        # -- a failure, and an older version is here
+        # -- a failure, and an older version is present
         (present(), failed(UNREACHABLE), {"phase": PRESENT, "reason": "no answer"}, ()),
         (present(), failed(ABSENT), {"phase": PRESENT, "next_try": NOW + REFRESH},
          (Announce("failed", {"reason": "no such tag"}),)),
@@ -220,7 +220,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (state(FAILED, failure=SHORT, shortage=Shortage(900, 800, 1, NOW + 1)), measured(700),
          {"phase": FAILED}, ()),
         (state(WAITING), measured(10**9), {"phase": WAITING}, ()),
-        # -- from outside
+        # -- external events
         (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9), event.retried,
          {"failure": None, "attempts": 0, "suspect": None, "due": NOW, "next_check": -math.inf},
          ()),
@@ -230,20 +230,20 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (present(failure=DENIED), specified(spec(origin="b.yaml")), {"failure": DENIED}, ()),
     ],
 )  # fmt: skip
-def test_transitions(before, happened, after, actions):
+def test_each_event_leads_to_the_expected_state_and_actions(before, happened, after, actions):
     found, performed = step(before, happened)
     assert facts(found, after) == after
     assert performed == actions
 
 
 @pytest.mark.parametrize("refresh", [REFRESH, FOR_EVER])
-def test_a_failed_model_is_read_again_soon_and_not_asked_about(refresh):
+def test_a_failed_model_is_looked_up_in_the_store_only(refresh):
     before, _ = step(state(refresh=refresh), GONE, failed(ABSENT))
     assert before.due == NOW + LOOK
     assert step(before, GONE, now=NOW + LOOK) == (replace(before, due=NOW + 2 * LOOK), ())
 
 
-def test_eviction_is_tried_at_growing_intervals_up_to_a_minute():
+def test_eviction_is_retried_at_intervals_of_up_to_a_minute():
     before, _ = step(state(), GONE, failed(FULL))
     times = []
     for now in range(int(NOW) + 10, int(NOW) + 260, 10):
@@ -252,7 +252,7 @@ def test_eviction_is_tried_at_growing_intervals_up_to_a_minute():
     assert times == [10, 30, 70, 130, 190, 250]
 
 
-def test_wrong_content_is_pulled_again_after_pauses_that_double():
+def test_wrong_content_is_pulled_again_with_exponential_backoff():
     before, now = state(), NOW
     for count in (1, 2, 3):
         before, _ = step(before, GONE, now=now)
@@ -267,7 +267,7 @@ def test_wrong_content_is_pulled_again_after_pauses_that_double():
         assert actions == (Work.PULL,)
 
 
-def test_backing_off_doubles_between_failures_and_ends_with_success():
+def test_backoff_doubles_after_failures_and_resets_after_success():
     before, now, pauses = state(), NOW, []
     for _ in range(4):
         before, actions = step(before, GONE, now=now)
@@ -280,7 +280,7 @@ def test_backing_off_doubles_between_failures_and_ends_with_success():
     assert (before.attempts, before.failure, before.next_check) == (0, None, now + REFRESH)
 
 
-def test_a_model_is_troubled_by_failures_that_time_does_not_mend():
+def test_is_troubled_is_true_for_permanent_failures_only():
     assert state(FAILED, failure=DENIED).is_troubled
     assert present(failure=DENIED).is_troubled
     assert not present(failure=SILENT).is_troubled

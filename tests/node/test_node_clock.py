@@ -1,4 +1,4 @@
-"""When a node does what: clocks that jump, registries that ask for patience, changes midway."""
+"""Timing of a node: clock jumps, retries, changes during a pull, reloading and priorities."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOUR, DECADE = 3600.0, 10 * 365 * 86400.0
 
 
 class Bench:
-    """A node without a server, on a clock of the test's own, to be turned by hand."""
+    """A node without a server, driven manually with a fake clock."""
 
     def __init__(self, home, *wants, **options):
         self.now = 1000.0
@@ -35,7 +35,7 @@ class Bench:
         self.start(**options)
 
     def start(self, marks=None, **settings):
-        """Another process, with the same store."""
+        """Create a new node on the same store, as after a restart."""
         service = make_service(NodeSettings(), self.store, ClientOptions(docker_config=self.home))
         self.news = service.news
         self.node = Node(
@@ -54,7 +54,7 @@ class Bench:
         self.node.files = SpecFiles(wants)
 
     async def turn(self, seconds=0.0):
-        """Let time pass, look at everything, and wait until it is done."""
+        """Advance the clock, run one turn, and wait for its tasks."""
         self.now += seconds
         await self.node.turn()
         while self.node._tasks:
@@ -75,7 +75,7 @@ def want(ref, **facts):
 # -- clocks
 
 
-def test_a_wall_clock_that_jumps_makes_no_request_and_delays_none(tmp_path, shop, monkeypatch):
+def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, shop, monkeypatch):
     ref = shop.publish("a")
     real, jump = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])
@@ -98,7 +98,7 @@ def test_a_wall_clock_that_jumps_makes_no_request_and_delays_none(tmp_path, shop
     asyncio.run(play())
 
 
-def test_a_jump_of_the_wall_clock_removes_nothing_that_is_wanted(tmp_path, shop, monkeypatch):
+def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, shop, monkeypatch):
     ref = shop.publish("a")
     real = time.time
 
@@ -111,22 +111,22 @@ def test_a_jump_of_the_wall_clock_removes_nothing_that_is_wanted(tmp_path, shop,
         assert bench.model()["state"] == "present"
         reference = Reference.parse(ref)
         assert bench.store.resolve(reference)
-        assert shop.blobs() == 2  # the config, and the layer: nothing was fetched again
+        assert shop.blobs() == 2  # the config and the layer: no blob was fetched again
 
     asyncio.run(play())
 
 
-# -- what only a change can mend
+# -- permanent failures
 
 
 def rounds(shop, tag="v1", count=3):
-    """Wait until a tag was asked about so many times more."""
+    """Wait for ``count`` more checks of a tag."""
     since = len(shop.proxy.seen)
     until(lambda: shop.manifests(tag, since) >= count, f"{count} looks at the tag")
 
 
 @pytest.mark.integration
-def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(node, shop):
+def test_wrong_content_is_not_fetched_again_until_the_tag_moves(node, shop):
     shop.spoil("b")
     ref = shop.publish("a", "b")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
@@ -136,7 +136,7 @@ def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(no
     assert node.metric("aimage_digest_mismatch_total") == 1
     blobs = shop.blobs()
     rounds(shop)
-    shop.refuse(lambda passed: True)  # a registry that fails meanwhile is no reason either
+    shop.refuse(lambda passed: True)  # registry failures do not trigger a fetch either
     until(lambda: node.model(ref)["code"] == "registry_failed", "the failure to be told")
     shop.proxy.instead = None
     until(lambda: node.model(ref)["code"] == "verification_failed", "the old reason")
@@ -148,7 +148,7 @@ def test_wrong_bytes_are_not_fetched_again_until_the_tag_means_something_else(no
     shop.publish("a", "c")
     node.reaches(ref, "present")
     since = [each.path for each in shop.proxy.seen[moved:] if "/blobs/" in each.path]
-    assert len(since) == len(set(since)) <= 3  # what was right is here, if it came before the lie
+    assert len(since) == len(set(since)) <= 3  # intact blobs may be in the store already
     node.aimage("verify")
 
 
@@ -174,12 +174,12 @@ def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(node, shop):
     sent = shop.proxy.sent()
     node.want({"ref": other}, {"ref": ref})
     node.reaches(ref, "present")
-    assert shop.proxy.sent() - sent < 40_000_000  # what had come was kept
+    assert shop.proxy.sent() - sent < 40_000_000  # the first part was kept
     node.aimage("verify")
 
 
 @pytest.mark.integration
-def test_a_change_of_priority_in_the_middle_fetches_nothing_twice(node, shop):
+def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(node, shop):
     ref = shop.publish("a", "b", size=400_000)
     shop.proxy.hold = 500_000
     node.want({"ref": ref, "priority": 1})
@@ -195,9 +195,7 @@ def test_a_change_of_priority_in_the_middle_fetches_nothing_twice(node, shop):
 
 
 @pytest.mark.integration
-def test_components_that_change_during_the_pull_are_fetched_in_the_end(
-    node, author, repository, proxy
-):
+def test_components_changed_during_a_pull_are_fetched(node, author, repository, proxy):
     name = f"{repository}:v1"
     author("tag", "tiny", name)
     author("push", "-q", name)
@@ -226,7 +224,7 @@ def test_components_that_change_during_the_pull_are_fetched_in_the_end(
 
 
 def swap(directory, number, text):
-    """Replace the content as kubelet does: a new directory, and ``..data`` moved to it."""
+    """Replace the content as kubelet does, by swapping the ``..data`` link."""
     fresh = directory / f"..2026_{number}"
     fresh.mkdir()
     (fresh / "models.yaml").write_text(text)
@@ -239,7 +237,7 @@ def swap(directory, number, text):
 
 
 @pytest.mark.integration
-def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, shop):
+def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, shop):
     one, other = shop.publish("a", tag="one"), shop.publish("b", tag="other")
     swap(node.desired, 1, f"- ref: {one}\n")
     node.start()
@@ -266,11 +264,11 @@ def test_a_mounted_config_that_is_swapped_is_read_at_once_and_on_sighup(node, sh
     assert node.model(other)["state"] == "present"
 
 
-# -- who comes first
+# -- priorities
 
 
 @pytest.mark.integration
-def test_a_requested_pull_passes_queued_ones_and_joins_its_own(node, shop):
+def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, shop):
     refs = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
     extra = shop.publish("extra", tag="extra")
     shop.proxy.hold = 1
@@ -299,6 +297,6 @@ def test_a_requested_pull_passes_queued_ones_and_joins_its_own(node, shop):
         assert (passing.result(60), joining.result(60)) == (201, 201)
     for ref in refs:
         node.reaches(ref, "present")
-    assert shop.manifests("v6") == 1  # and fetched once
+    assert shop.manifests("v6") == 1  # fetched once
     assert node.names() == {*refs, extra}
     assert asked(node, "GET", f"/content/{encode(f'oci://{extra}')}")[0] == 200

@@ -1,4 +1,4 @@
-"""A disk that is full: nothing is tried in vain, what may go goes, what is here is served."""
+"""Nodes on a full disk: retries, eviction, and serving of present models."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ FULL = Watermarks(1.0, 1.0, age=0.0)  # watermarks that are never passed
 
 @pytest.fixture
 def disk(tmp_path):
-    """64 MiB, of which a pull leaves 16 free."""
+    """Mount a disk of 64 MiB, of which a pull leaves 16 free."""
     with small_disk(tmp_path / "disk", 64 * MIB) as found:
         yield found
 
 
 @pytest.fixture
 def old_blobs(monkeypatch):
-    """Blobs are old enough to go."""
+    """Disable the grace period, so that new blobs can be collected."""
     monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
 
 
 def put(store, name, size, used):
-    """A model of that size, which was used at that hour long ago."""
+    """Store a model of a size with an old time of last use."""
     reference = Reference.parse(f"registry.example.com/{name}")
     put_artifact(store, str(reference), noise(size, name))
     path = store.root / ".aimage" / "used" / store.resolve(reference).digest.encoded
@@ -48,12 +48,12 @@ def names(store):
 
 
 async def told(bench, kind):
-    """What has been told of a kind so far."""
+    """Return the facts of all events of a kind so far."""
     await asyncio.sleep(0.01)
     return [item.facts for item in bench.news._items if item.kind == kind]
 
 
-def test_without_room_a_registry_is_asked_once_and_not_for_a_byte(disk, shop):
+def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, shop):
     ref = shop.publish("a", size=20 * MIB)
     disk.fill(leave=30 * MIB)
 
@@ -77,7 +77,7 @@ def test_without_room_a_registry_is_asked_once_and_not_for_a_byte(disk, shop):
     asyncio.run(play())
 
 
-def test_a_disk_that_fills_up_in_the_middle_ends_the_pull_until_there_is_room_again(disk, shop):
+def test_a_pull_on_a_full_disk_fails_until_space_is_free(disk, shop):
     ref = shop.publish("a", "b", size=12 * MIB)
     shop.proxy.hold = 15 * MIB
 
@@ -98,12 +98,12 @@ def test_a_disk_that_fills_up_in_the_middle_ends_the_pull_until_there_is_room_ag
         disk.drop()
         await bench.turn(11.0)
         assert bench.model()["state"] == "present"
-        assert shop.proxy.sent() - sent < 24.1 * MIB  # at most all of it, once more
+        assert shop.proxy.sent() - sent < 24.1 * MIB  # at most all of it again
 
     asyncio.run(play())
 
 
-def test_a_new_version_without_room_leaves_the_old_one_and_comes_when_there_is(disk, shop):
+def test_a_new_version_without_space_keeps_the_old_one(disk, shop):
     ref = shop.publish("a", size=2 * MIB)
 
     async def play():
@@ -128,7 +128,7 @@ def test_a_new_version_without_room_leaves_the_old_one_and_comes_when_there_is(d
     asyncio.run(play())
 
 
-def test_the_least_recently_used_make_room_for_what_is_wanted(disk, shop, old_blobs):
+def test_least_recently_used_models_are_evicted_for_desired_ones(disk, shop, old_blobs):
     ref = shop.publish("a", size=20 * MIB)
 
     async def play():
@@ -146,7 +146,7 @@ def test_the_least_recently_used_make_room_for_what_is_wanted(disk, shop, old_bl
     asyncio.run(play())
 
 
-def test_above_the_upper_mark_unwanted_names_go_and_the_others_stay(tmp_path, shop, old_blobs):
+def test_above_the_upper_mark_only_unwanted_models_are_evicted(tmp_path, shop, old_blobs):
     ref = shop.publish("wanted", size=20 * MIB)
     with small_disk(tmp_path / "disk", 128 * MIB) as disk:
 
@@ -206,9 +206,7 @@ def test_a_node_with_a_full_disk_serves_its_models_and_reports_the_reason(disk, 
 
 
 @pytest.mark.integration
-def test_a_node_is_ready_while_its_disk_is_nearly_full_and_says_why_where_not_a_byte_fits(
-    disk, shop, tmp_path
-):
+def test_a_node_is_not_ready_only_when_its_disk_is_full(disk, shop, tmp_path):
     here = shop.publish("a", size=MIB)
     node = LiveNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here})
@@ -219,7 +217,7 @@ def test_a_node_is_ready_while_its_disk_is_nearly_full_and_says_why_where_not_a_
         until(lambda: node.metric("aimage_store_free_bytes") <= MIB, "the disk to be looked at")
         assert node.status()["disk"]["used"] > 0.95
         assert node.readiness() == (200, {"status": "ok", "reasons": [], "warnings": []})
-        assert node.names() == {here}  # wanted: no watermark takes it
+        assert node.names() == {here}  # desired models are not evicted
         disk.fill()
         status, body = node.readiness()
         assert (status, body["reasons"]) == (503, [{"reason": "store not writable"}])

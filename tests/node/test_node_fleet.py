@@ -1,4 +1,4 @@
-"""Real nodes that are neighbours: the registry sends a model once."""
+"""Live nodes that are neighbours fetch a model from the registry once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NODES = 4
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on at this moment."""
+    """Return free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -30,7 +30,7 @@ def has_live_neighbours(node):
     return all(each["state"] == "live" for each in node.status()["neighbours"])
 
 
-def test_the_registry_sends_a_new_model_once_to_all_of_them(tmp_path, repository, proxy):
+def test_neighbours_fetch_a_new_model_from_the_registry_once(tmp_path, repository, proxy):
     sizes = (70 * MIB, 20 * MIB, 5 * MIB, 300_000, 20_000)
     layers = [noise(size, f"fleet {number}") for number, size in enumerate(sizes)]
     ref = f"{proxy.host}/{repository.partition('/')[2]}:1"
@@ -47,7 +47,7 @@ def test_the_registry_sends_a_new_model_once_to_all_of_them(tmp_path, repository
         for node in nodes:
             node.want({"ref": ref, "refresh": 1})
         for node in nodes:
-            node.reaches(ref, "failed")  # it is not there yet
+            node.reaches(ref, "failed")  # the tag does not exist yet
         pushed = push_model(tmp_path, repository, *layers)
         assert str(replace(pushed, registry=proxy.host)) == ref
         found = [node.reaches(ref, "present") for node in nodes]

@@ -1,4 +1,4 @@
-"""A store in which nothing comes or goes is not looked through again for each of its models."""
+"""Models in an unchanged store are not checked again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.node.test_node_clock import Bench, want
 
 @pytest.fixture
 def looks(monkeypatch):
-    """The names of the models for which the store was looked through."""
+    """Return a list of the names of checked models."""
     seen, check_model = [], pinner.check_model
 
     def counted(store, wanted, reference):
@@ -31,12 +31,12 @@ def looks(monkeypatch):
 
 @pytest.fixture
 def settled(monkeypatch):
-    """As if all that was done before had been done long ago."""
+    """Make all earlier changes of the store appear old."""
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
 async def idle(home, shop, count=2):
-    """A bench with so many models, and their names."""
+    """Return a bench with ``count`` models, and their names."""
     names = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(count)]
     bench = Bench(home, *(want(name, refresh=3600.0) for name in names))
     for _ in range(3):
@@ -50,11 +50,11 @@ def fail(error):
 
 
 def largest(bench):
-    """The largest blob: a layer that only one model has."""
+    """Return the path of the largest blob, an unshared layer."""
     return max(bench.store.root.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
 
 
-def test_models_of_an_idle_store_cost_no_look(tmp_path, shop, looks, settled):
+def test_models_of_an_unchanged_store_are_not_checked_again(tmp_path, shop, looks, settled):
     async def play():
         bench, _ = await idle(tmp_path, shop)
         looks.clear()
@@ -66,11 +66,11 @@ def test_models_of_an_idle_store_cost_no_look(tmp_path, shop, looks, settled):
     assert looks == []
 
 
-def test_a_blob_that_goes_is_missed_at_the_next_look(tmp_path, shop, looks, settled):
+def test_a_deleted_blob_is_noticed_at_the_next_turn(tmp_path, shop, looks, settled):
     async def play():
         bench, names = await idle(tmp_path, shop)
         shop.refuse(lambda passed: True, 503)
-        await asyncio.sleep(0.02)  # longer than a step of the file system's clock
+        await asyncio.sleep(0.02)  # longer than the file system's clock resolution
         largest(bench).unlink()
         looks.clear()
         await bench.turn(11.0)
@@ -81,7 +81,7 @@ def test_a_blob_that_goes_is_missed_at_the_next_look(tmp_path, shop, looks, sett
     assert len(looks) == all_
 
 
-def test_a_name_that_another_gives_back_counts_at_the_next_look(tmp_path, shop, looks, settled):
+def test_a_restored_tag_is_noticed_at_the_next_turn(tmp_path, shop, looks, settled):
     async def play():
         bench, names = await idle(tmp_path, shop)
         first = Reference.parse(names[0])
@@ -99,9 +99,7 @@ def test_a_name_that_another_gives_back_counts_at_the_next_look(tmp_path, shop, 
     assert missing == gone and at_last == []
 
 
-def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
-    tmp_path, shop, looks, settled
-):
+def test_a_truncated_blob_is_noticed_after_max_age(tmp_path, shop, looks, settled):
     async def play():
         bench, _ = await idle(tmp_path, shop)
         shop.refuse(lambda passed: True, 503)
@@ -116,7 +114,7 @@ def test_a_blob_that_is_cut_short_in_its_place_is_missed_within_minutes(
     assert len(asyncio.run(play())) == 1
 
 
-def test_a_model_that_is_looked_at_is_not_missing_meanwhile(tmp_path, shop, monkeypatch, settled):
+def test_a_model_is_not_missing_during_its_check(tmp_path, shop, monkeypatch, settled):
     async def play():
         bench, _ = await idle(tmp_path, shop)
         missing, looked, check_model = [], [], pinner.check_model
@@ -147,7 +145,7 @@ def test_a_model_whose_check_crashes_is_missing(tmp_path, shop, monkeypatch, set
     assert asyncio.run(play())
 
 
-def test_a_look_that_is_to_be_made_anew_while_one_is_under_way_is_not_the_last(
+def test_look_again_during_a_check_causes_another_check(
     tmp_path, shop, monkeypatch, looks, settled
 ):
     async def play():
@@ -170,7 +168,7 @@ def test_a_look_that_is_to_be_made_anew_while_one_is_under_way_is_not_the_last(
     assert len(looks) == 2
 
 
-def test_a_store_that_could_not_be_read_is_read_again(tmp_path, shop, settled, monkeypatch):
+def test_an_unreadable_store_is_checked_again(tmp_path, shop, settled, monkeypatch):
     async def play():
         bench, names = await idle(tmp_path, shop)
         shop.refuse(lambda passed: True, 503)
@@ -185,7 +183,7 @@ def test_a_store_that_could_not_be_read_is_read_again(tmp_path, shop, settled, m
     assert asyncio.run(play()) == (True, [])
 
 
-def test_retry_and_look_again_read_the_store(tmp_path, shop, looks, settled):
+def test_retry_and_look_again_check_the_store(tmp_path, shop, looks, settled):
     async def play():
         bench, names = await idle(tmp_path, shop)
         looks.clear()
@@ -199,7 +197,7 @@ def test_retry_and_look_again_read_the_store(tmp_path, shop, looks, settled):
     assert sorted(asyncio.run(play())) == sorted(looks[1:])
 
 
-def test_a_store_that_changed_just_now_is_read_again(tmp_path, shop, looks):
+def test_a_recently_changed_store_is_checked_again(tmp_path, shop, looks):
     async def play():
         bench, _ = await idle(tmp_path, shop, count=1)
         looks.clear()

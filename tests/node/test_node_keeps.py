@@ -1,4 +1,4 @@
-"""What must not be lost: whatever happens to the files, to the disk, and beside this node."""
+"""Models are kept despite unreadable desired state, full disks and other nodes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from tests.node.conftest import LiveNode, until
 from tests.node.shop import Shop
 from tests.proxy import Reply
 
-pytestmark = pytest.mark.integration  # nodes in processes of their own
+pytestmark = pytest.mark.integration  # nodes in child processes
 
-FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is fuller than that
+FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is above these marks
 
 
 def ended(node: LiveNode) -> None:
-    """End it as the kernel would."""
+    """Kill the node with SIGKILL."""
     assert node.worker is not None
     node.worker.stop(signal.SIGKILL)
     node.end()
 
 
 def looked(node: LiveNode) -> None:
-    """Wait until the disk was looked at, and found too full."""
+    """Wait until the disk was measured as too full."""
     until(lambda: node.metric('aimage_gc_runs_total{reason="high"}'), "a look at the disk")
 
 
-def test_a_list_that_cannot_be_read_after_a_restart_costs_nothing_on_a_full_disk(node, shop: Shop):
+def test_an_invalid_list_after_a_restart_evicts_no_model(node, shop: Shop):
     ref = shop.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
@@ -36,13 +36,13 @@ def test_a_list_that_cannot_be_read_after_a_restart_costs_nothing_on_a_full_disk
     (node.desired / "models.json").write_text('[{"reff": 1}]')
     node.start("--prune", *FULL)
     looked(node)
-    assert node.reaches(ref, "present")  # what was wanted last is wanted
+    assert node.reaches(ref, "present")  # the last valid list applies
     code, said = node.readiness()
     assert code == 200 and said["warnings"] == ["desired state invalid"]
     assert node.names() == {ref}
 
 
-def test_a_directory_that_is_mounted_late_costs_nothing(node, shop: Shop):
+def test_a_list_that_appears_after_start_evicts_no_model(node, shop: Shop):
     ref = shop.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
@@ -53,11 +53,11 @@ def test_a_directory_that_is_mounted_late_costs_nothing(node, shop: Shop):
     looked(node)
     node.want({"ref": ref})
     node.reaches(ref, "present")
-    assert shop.blobs() <= 2  # nothing was fetched again
+    assert shop.blobs() <= 2  # no blob was fetched again
     assert node.names() == {ref}
 
 
-def test_a_node_whose_list_was_never_read_is_not_ready(node, shop: Shop):
+def test_a_node_that_never_read_its_list_is_not_ready(node, shop: Shop):
     node.desired.rmdir()
     node.start()
     code, said = node.readiness()
@@ -69,7 +69,7 @@ def test_a_node_whose_list_was_never_read_is_not_ready(node, shop: Shop):
     until(lambda: node.readiness()[0] == 200, "the list to be read, and followed")
 
 
-def test_a_node_without_a_list_has_none_that_is_invalid(tmp_path, shop: Shop):
+def test_a_node_without_a_list_is_ready(tmp_path, shop: Shop):
     node = LiveNode(tmp_path / "bare")
     node.desired.rmdir()
     try:
@@ -82,7 +82,7 @@ def test_a_node_without_a_list_has_none_that_is_invalid(tmp_path, shop: Shop):
         node.end()
 
 
-def test_two_nodes_with_lists_of_their_own_leave_each_other_s_models(node, shop: Shop, tmp_path):
+def test_nodes_on_one_store_keep_each_others_models(node, shop: Shop, tmp_path):
     first, second = shop.publish("a", tag="first"), shop.publish("b", tag="second")
     other = LiveNode(tmp_path / "other", store=node.aimage.store)
     node.want({"ref": first})
@@ -103,7 +103,7 @@ def test_two_nodes_with_lists_of_their_own_leave_each_other_s_models(node, shop:
         other.end()
 
 
-def test_a_tag_that_is_gone_is_told_though_the_model_is_here(node, shop: Shop):
+def test_a_deleted_tag_of_a_present_model_is_reported(node, shop: Shop):
     ref = shop.publish("a")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()

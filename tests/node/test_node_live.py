@@ -1,4 +1,4 @@
-"""A node and a registry: what is wanted comes, stays, and is followed; what fails is said."""
+"""A live node and a registry: pulls, tag changes, pruning, failures and restarts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.proxy import Reply
 
 @pytest.fixture
 def model(author, repository, proxy):
-    """Publishes versions: ``model(tag)`` is the same each time, ``model(tag, "word")`` another."""
+    """Return a function that publishes a model; each ``word`` is another version."""
 
     def publish(tag: str = "v1", word: str = "") -> str:
         local = "tiny"
@@ -35,7 +35,7 @@ def model(author, repository, proxy):
 
 
 def manifests(proxy, since=0):
-    """The requests for manifests: method, status, whether it was conditional."""
+    """Return method, status and conditionality of the requests for manifests."""
     return [
         (each.method, each.status, "If-None-Match" in each.headers)
         for each in proxy.seen[since:]
@@ -44,7 +44,7 @@ def manifests(proxy, since=0):
 
 
 def asked(node, method, path, body=None):
-    """The status and the body of a request to the node."""
+    """Send a request to the node and return the status and the JSON of the response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(node.url + path, data=data, method=method)
     with urllib.request.urlopen(request, timeout=30) as answer:
@@ -76,7 +76,7 @@ def test_a_desired_model_is_pulled_pinned_and_makes_the_node_ready(node, model, 
 
 
 @pytest.mark.integration
-def test_an_idle_node_asks_for_no_blob_and_for_each_tag_once_an_interval(node, model, proxy):
+def test_an_idle_node_only_checks_each_tag_once_per_interval(node, model, proxy):
     first, second = model("v1"), model("v2", "second")
     every = {"refresh": 1, "pullPolicy": "Always"}
     node.want({"ref": first, **every}, {"ref": second, **every}, {"ref": model("v3"), "refresh": 0})
@@ -96,7 +96,7 @@ def test_an_idle_node_asks_for_no_blob_and_for_each_tag_once_an_interval(node, m
 
 
 @pytest.mark.integration
-def test_a_tag_that_moves_is_followed_where_that_is_wanted_and_told_where_not(node, model, proxy):
+def test_a_moved_tag_is_pulled_or_reported_as_drift_per_policy(node, model, proxy):
     followed, kept = model("follow"), model("keep")
     pinned = model("pinned")
     node.want(
@@ -136,7 +136,7 @@ def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(node, m
     (node.desired / "models.json").write_text('[{"ref": ')
     until(lambda: node.readiness()[1]["warnings"] == ["desired state invalid"], "the warning")
     assert node.metric("aimage_config_last_reload_successful") == 0
-    assert node.metric("aimage_desired_images") == 1  # the last good state holds
+    assert node.metric("aimage_desired_images") == 1  # the last valid state applies
     said = node.status()["desired"]
     assert not said["valid"] and "models.json" in said["error"]
 
@@ -174,7 +174,7 @@ def test_prune_removes_former_names_but_for_pins_and_other_pulls(node, model):
 
 
 @pytest.mark.integration
-def test_a_registry_that_is_gone_changes_nothing_about_what_is_here(node, model, proxy):
+def test_present_models_stay_ready_without_the_registry(node, model, proxy):
     ref = model()
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
@@ -185,7 +185,7 @@ def test_a_registry_that_is_gone_changes_nothing_about_what_is_here(node, model,
     assert node.readiness()[0] == 200
     node.worker.stop(signal.SIGKILL)
     node.end()
-    node.start()  # after a restart, too
+    node.start()  # also after a restart
     node.reaches(ref, "present")
     assert node.readiness()[0] == 200
     proxy.instead = None
@@ -219,7 +219,7 @@ def test_an_unauthorized_pull_is_retried_when_the_credentials_change(node, model
 
 
 @pytest.mark.integration
-def test_a_part_of_a_model_is_enough_where_no_more_is_wanted(node, model):
+def test_a_node_with_the_desired_components_is_ready(node, model):
     ref = model()
     node.want({"ref": ref, "components": ["vae"], "pin": True})
     node.start()
@@ -233,7 +233,7 @@ def test_a_part_of_a_model_is_enough_where_no_more_is_wanted(node, model):
 
 
 @pytest.mark.integration
-def test_a_pull_that_was_killed_goes_on_where_it_was(node, proxy, tmp_path, repository):
+def test_a_killed_pull_is_resumed(node, proxy, tmp_path, repository):
     whole = 60 * MIB
     pushed = push_model(tmp_path, repository, noise(whole, "killed"))
     ref = str(replace(pushed, registry=proxy.host))
@@ -251,7 +251,7 @@ def test_a_pull_that_was_killed_goes_on_where_it_was(node, proxy, tmp_path, repo
 
 
 @pytest.mark.integration
-def test_two_nodes_on_one_store_fetch_everything_once(node, model, proxy, tmp_path):
+def test_two_nodes_on_one_store_fetch_each_blob_once(node, model, proxy, tmp_path):
     ref = model()
     node.want({"ref": ref})
     other = LiveNode(tmp_path / "other", store=node.aimage.store)
@@ -269,7 +269,7 @@ def test_two_nodes_on_one_store_fetch_everything_once(node, model, proxy, tmp_pa
 
 
 @pytest.mark.integration
-def test_the_node_serves_what_it_has_as_a_registry_that_is_only_read(node, model, repository):
+def test_a_node_serves_its_models_as_a_read_only_registry(node, model, repository):
     ref = model()
     node.want({"ref": ref})
     node.start()
@@ -291,7 +291,7 @@ def test_the_node_serves_what_it_has_as_a_registry_that_is_only_read(node, model
 
 
 @pytest.mark.integration
-def test_status_is_shown_to_people(node, model):
+def test_node_status_prints_the_state_of_models(node, model):
     ref = model()
     node.want({"ref": ref})
     node.start()

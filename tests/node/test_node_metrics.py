@@ -1,4 +1,4 @@
-"""What a live node counts is what rules and dashboards speak of."""
+"""Metrics of a live node match those that rules and dashboards use."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.deploy.test_deploy import tool
 from tests.node.conftest import LiveNode
 from tests.worker.conftest import begin
 
-pytestmark = pytest.mark.integration  # nodes in processes of their own
+pytestmark = pytest.mark.integration  # nodes in child processes
 
 
 def exposed(url):
-    """The families of /metrics, with their kinds."""
+    """Return the text of /metrics, and the types of its families."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     found = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     return text, {name: kind for name, kind in found.items() if not name.endswith("_created")}
 
 
-def test_a_node_exposes_every_metric_that_is_its_own(node: LiveNode):
+def test_a_node_exposes_every_metric_of_nodes(node: LiveNode):
     node.start()
     text, found = exposed(node.url)
     wanted = {one.name: one.kind for one in METRICS if one.on_node}
@@ -34,7 +34,7 @@ def test_a_node_exposes_every_metric_that_is_its_own(node: LiveNode):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_worker_that_is_a_node_exposes_all_and_nothing_that_is_unknown(node: LiveNode):
+def test_a_worker_with_a_node_exposes_exactly_the_known_metrics(node: LiveNode):
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     node.want({"ref": "127.0.0.1:1/none:v1"})
     node.worker = begin(node.aimage, "--node", "--desired", node.desired)

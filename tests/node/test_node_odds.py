@@ -1,4 +1,4 @@
-"""Live nodes at the edges: names that nobody knows, other spellings, no hurry."""
+"""Edge cases of live nodes: one-sided neighbours, unresolvable names, spellings, prefetch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.node.conftest import LiveNode, until
 from tests.node.nodes import noise
 from tests.node.test_node_live import asked
 
-pytestmark = pytest.mark.integration  # nodes in processes of their own
+pytestmark = pytest.mark.integration  # nodes in child processes
 
-SOON = {"RES_OPTIONS": "timeout:1 attempts:1"}  # where a name server is silent
+SOON = {"RES_OPTIONS": "timeout:1 attempts:1"}  # fail fast without a name server
 ADMIN, NODES, INFER = "admin-" + "a" * 32, "nodes-" + "b" * 32, "infer-" + "c" * 32
 OTHER = "sha256:" + "ab" * 32
 
@@ -25,7 +25,7 @@ def bearer(token):
 
 
 def got(node, path, token=""):
-    """The status and the body of an answer, whatever it is."""
+    """Return the status and body of a response, errors included."""
     request = urllib.request.Request(node.url + path, headers=bearer(token))
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -36,7 +36,7 @@ def got(node, path, token=""):
 
 
 def status_of(call):
-    """What a request is answered with."""
+    """Return the status of a response, errors included."""
     try:
         return call()[0]
     except urllib.error.HTTPError as error:
@@ -45,7 +45,7 @@ def status_of(call):
 
 
 def line(node, said):
-    """The line of the log that says it."""
+    """Wait for a line of the log that contains a text."""
     return until(
         lambda: next((each for each in node.worker.lines if said in each), None), f"the log: {said}"
     )
@@ -53,7 +53,7 @@ def line(node, said):
 
 @pytest.fixture
 def other(tmp_path):
-    """A second node, that is not started yet."""
+    """Return a second node that is not started yet."""
     found = LiveNode(tmp_path / "other")
     yield found
     found.end()
@@ -61,7 +61,7 @@ def other(tmp_path):
 
 @pytest.fixture
 def tokens(tmp_path):
-    """The tokens of a fleet, in a file."""
+    """Return a file with the tokens of a fleet."""
     path = tmp_path / "tokens"
     path.write_text(f"admin {ADMIN}\nnode {NODES}\ninfer {INFER}\n")
     return path
@@ -71,7 +71,7 @@ def tokens(tmp_path):
 
 
 @pytest.mark.parametrize("has_tokens", [True], ids=["tokens"])
-def test_a_node_that_knows_no_neighbour_gives_to_one_that_knows_it(
+def test_a_node_without_neighbours_serves_a_node_that_names_it(
     node, other, shop, tokens, has_tokens
 ):
     said, token = (("--token-file", tokens), ADMIN) if has_tokens else ((), "")
@@ -103,7 +103,7 @@ def test_a_node_that_knows_no_neighbour_gives_to_one_that_knows_it(
     other.aimage("verify")
 
 
-def test_who_may_ask_a_node_without_neighbours_is_said_by_its_tokens(node, shop, tokens):
+def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(node, shop, tokens):
     ref = shop.publish("a")
     node.want({"ref": ref})
     node.start("--token-file", tokens)
@@ -119,7 +119,7 @@ def test_who_may_ask_a_node_without_neighbours_is_said_by_its_tokens(node, shop,
     assert got(node, blob, NODES) == (200, noise(shop.size, "a"))
 
 
-def test_a_neighbour_whose_name_nobody_knows_is_silent_and_costs_nothing_else(node, shop):
+def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, shop):
     ref = shop.publish("a")
     names = ("no-such.invalid:80", "dns:no-such.invalid:80", "a..b:80", "dns:a..b:80")
     node.want({"ref": ref})
@@ -149,10 +149,10 @@ def test_a_neighbour_whose_name_nobody_knows_is_silent_and_costs_nothing_else(no
 # -- spellings
 
 
-def test_a_want_is_tried_again_by_any_spelling_of_its_name(node, shop):
+def test_retry_accepts_every_spelling_of_a_name(node, shop):
     ref = shop.name("latest")
     base = ref.removesuffix(":latest")
-    node.want({"ref": base, "refresh": 0})  # nothing but a word has it looked at again
+    node.want({"ref": base, "refresh": 0})  # it is only retried on request
     node.start()
     assert node.reaches(ref, "failed")["code"] == "not_found"
 
@@ -171,10 +171,10 @@ def test_a_want_is_tried_again_by_any_spelling_of_its_name(node, shop):
     node.reaches(ref, "present")
 
 
-# -- what nobody is in a hurry for
+# -- prefetch
 
 
-def test_models_of_negative_priority_wait_for_the_others(node, shop):
+def test_models_of_negative_priority_are_pulled_last(node, shop):
     idle = shop.publish("idle", tag="a-idle")
     refs = [shop.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
     shop.proxy.hold = 1

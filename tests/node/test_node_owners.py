@@ -1,4 +1,4 @@
-"""Several nodes on one store, and lists that are lost: nobody's models go by another's mistake."""
+"""Pruning with several nodes on one store, and with unreadable records."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.node.nodes import MIB
 from tests.node.test_node_clock import Bench, want
 from tests.node.test_node_disk import names, put
 
-LONG = 3600.0  # seconds: longer than any pause before something goes
+LONG = 3600.0  # seconds; longer than any delay before removal
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Names that nobody wants are looked for at each turn."""
+    """Look for unwanted names at every turn."""
     monkeypatch.setattr(eviction, "OFTEN", 0.0)
     monkeypatch.setattr(eviction, "EVERY", 0.0)
 
 
 def files(home, name, *refs):
-    """A directory whose files want these."""
+    """Write a desired state with these models and return its directory."""
     directory = home / name
     directory.mkdir(exist_ok=True)
     beside = directory / ".new"
@@ -37,7 +37,7 @@ def files(home, name, *refs):
 
 
 async def turns(*benches, count=4):
-    """Each looks at everything some times, and finds that much time has passed."""
+    """Run several turns of each bench with long pauses."""
     for _ in range(count):
         for bench in benches:
             await bench.turn(LONG)
@@ -48,7 +48,7 @@ async def evicted(bench):
     return [item.facts["model"] for item in bench.news._items if item.kind == "evict"]
 
 
-def test_a_name_that_leaves_the_list_is_removed(tmp_path, shop):
+def test_a_name_removed_from_the_list_is_pruned(tmp_path, shop):
     one, other = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
 
     async def play():
@@ -62,7 +62,7 @@ def test_a_name_that_leaves_the_list_is_removed(tmp_path, shop):
     asyncio.run(play())
 
 
-def test_two_that_prune_leave_each_others_models_though_they_are_the_same(tmp_path, shop):
+def test_two_pruning_nodes_keep_each_others_tags_of_one_model(tmp_path, shop):
     one, other = shop.publish("a", tag="v1"), shop.publish("a", tag="v2")
 
     async def play():
@@ -80,14 +80,14 @@ def test_two_that_prune_leave_each_others_models_though_they_are_the_same(tmp_pa
     asyncio.run(play())
 
 
-def test_the_models_of_a_node_that_does_not_run_stay(tmp_path, shop):
+def test_models_of_a_stopped_node_are_not_pruned(tmp_path, shop):
     ours, theirs = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
 
     async def play():
         other = Bench(tmp_path, desired=files(tmp_path, "theirs", theirs))
         await other.turn()
         for one in other.node._models.values():
-            one.close()  # as when it is killed: no lease is left
+            one.close()  # release its leases, as if it was killed
         bench = Bench(tmp_path, desired=files(tmp_path, "ours", ours), prune=True)
         await turns(bench)
         assert names(bench.store) == {ours, theirs} and await evicted(bench) == []
@@ -95,7 +95,7 @@ def test_the_models_of_a_node_that_does_not_run_stay(tmp_path, shop):
     asyncio.run(play())
 
 
-def test_a_name_that_two_wanted_goes_with_the_last(tmp_path, shop):
+def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(tmp_path, shop):
     ref = shop.publish("a")
 
     async def play():
@@ -115,7 +115,7 @@ def test_a_name_that_two_wanted_goes_with_the_last(tmp_path, shop):
 
 @pytest.mark.parametrize("when", ["running", "at the start"])
 def test_unreadable_records_prune_nothing(tmp_path, shop, monkeypatch, when):
-    """An unreadable memory is not an empty one, also when it can be read again."""
+    """Unreadable records do not count as empty, also after they are readable again."""
     ref = shop.publish("a")
     listdir, is_lost = os.listdir, [False]
 
@@ -130,7 +130,7 @@ def test_unreadable_records_prune_nothing(tmp_path, shop, monkeypatch, when):
         bench = Bench(tmp_path, want(ref), prune=True)
         await turns(bench)
         is_lost[0] = True
-        os.utime(bench.store.root / ".aimage" / "wanted")  # so that it is read again
+        os.utime(bench.store.root / ".aimage" / "wanted")  # forces it to be read again
         if when == "at the start":
             bench.start(prune=True)
         await turns(bench)
@@ -143,7 +143,7 @@ def test_unreadable_records_prune_nothing(tmp_path, shop, monkeypatch, when):
     asyncio.run(play())
 
 
-def test_no_model_goes_for_one_that_would_not_fit_anyway(tmp_path, monkeypatch):
+def test_no_model_is_evicted_if_that_frees_too_little(tmp_path, monkeypatch):
     monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
     store = ImageLayout(tmp_path / "store")
     old, new = (put(store, name, 2 * MIB, at) for at, name in enumerate(("old", "new")))
@@ -152,5 +152,5 @@ def test_no_model_goes_for_one_that_would_not_fit_anyway(tmp_path, monkeypatch):
     done = relieve(store, 1 * MIB, (), age=0.0, is_all=True)
     assert [one.name for one in done.forgotten] == [index_name(old)]
     assert names(store) == {index_name(new)}
-    relieve(store, 5 * MIB, (), age=0.0)  # above the upper watermark, as much as may go
+    relieve(store, 5 * MIB, (), age=0.0)  # above the upper watermark, evict as much as allowed
     assert names(store) == set()

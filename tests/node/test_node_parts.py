@@ -1,4 +1,4 @@
-"""Parts of the node, one at a time: a disk that is short, patience, spellings, its event loop."""
+"""Parts of a node: abandoned downloads, spellings of names, and its event loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.node.test_node_disk import names, old_blobs, put, told
 from tests.node.test_node_live import asked
 
 __all__ = ["old_blobs"]  # a fixture
-PARTIAL = 20 * MIB  # worth keeping book of
+PARTIAL = 20 * MIB  # large enough for an ingest record
 DIGEST, OTHER = (f"sha256:{each * 32}" for each in ("ab", "cd"))
 READS = (
     "open", "stat", "lstat", "listdir", "scandir", "statvfs", "readlink", "fsync", "mkdir",
@@ -43,11 +43,11 @@ READS = (
 )  # fmt: skip
 
 
-# -- a disk that is short
+# -- lack of space
 
 
 def begun(store, age):
-    """An ingest of a download that nobody has written to for so many seconds."""
+    """Start an ingest; return it with a function that makes it ``age`` seconds old."""
     content = Descriptor("application/octet-stream", Digest.of(b"partial"), PARTIAL)
     ingest = store.ingest(content.digest.encoded, content)
     ingest.write_at(0, bytes(PARTIAL))
@@ -61,7 +61,7 @@ def begun(store, age):
 
 
 def abandoned(store, age):
-    """The same, of a process that is gone."""
+    """Leave an ingest of ``age`` seconds without a process."""
     ingest, let_age = begun(store, age)
     ingest.suspend()
     let_age()
@@ -73,14 +73,14 @@ def partials(store):
 
 @pytest.fixture
 def store(tmp_path):
-    """A model that was used long ago, which nobody wants."""
+    """Return a store with an old unwanted model."""
     store = ImageLayout(tmp_path / "store")
     put(store, "old", 5 * MIB, 0)
     return store
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_an_abandoned_download_goes_before_a_model(store):
+def test_relieve_removes_abandoned_downloads_before_models(store):
     abandoned(store, 660.0)
     done = relieve(store, PARTIAL - MIB, keep=())
     assert (done.partials, done.forgotten) == (1, [])
@@ -89,7 +89,7 @@ def test_an_abandoned_download_goes_before_a_model(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_a_download_that_broke_off_lately_stays_and_a_model_goes(store):
+def test_relieve_keeps_recent_downloads_and_evicts_a_model(store):
     abandoned(store, 300.0)
     done = relieve(store, MIB, keep=())
     assert done.partials == 0 and partials(store)
@@ -97,7 +97,7 @@ def test_a_download_that_broke_off_lately_stays_and_a_model_goes(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_a_slow_download_under_way_stays(store):
+def test_relieve_keeps_a_slow_running_download(store):
     ingest, let_age = begun(store, 86400.0)
     let_age()
     try:
@@ -108,7 +108,7 @@ def test_a_slow_download_under_way_stays(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_where_an_abandoned_download_is_not_enough_models_follow(store):
+def test_relieve_evicts_models_if_abandoned_downloads_are_too_small(store):
     abandoned(store, 660.0)
     done = relieve(store, PARTIAL + MIB, keep=())
     assert not partials(store) and not names(store)
@@ -116,7 +116,7 @@ def test_where_an_abandoned_download_is_not_enough_models_follow(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_a_node_above_its_mark_lets_abandoned_downloads_go_and_counts_them(tmp_path):
+def test_a_node_above_its_mark_removes_abandoned_downloads(tmp_path):
     total, excess = 1000 * MIB, PARTIAL - MIB
 
     async def play():
@@ -159,8 +159,7 @@ def test_is_of_accepts_each_spelling_of_a_name(ref, name, is_meant):
 
 
 class Watched:
-    """Who is at the files below ``home``: the calls on the thread of ``loop``, and how many there
-    are elsewhere. What other tests have left behind may end on any thread."""
+    """Record file system calls below ``home`` on the loop's thread, and count those elsewhere."""
 
     def __init__(self, monkeypatch, home):
         self.home = str(home)
@@ -201,7 +200,7 @@ class Watched:
 
 @contextlib.asynccontextmanager
 async def served(home):
-    """A node on this very loop, and where it is."""
+    """Run a node on the current event loop; yield its URL and the node."""
     settings = NodeSettings(desired=home / "desired")
     service = make_service(settings, ImageLayout(home / "store"), ClientOptions(docker_config=home))
     daemon = Daemon(service, settings, {})
@@ -218,7 +217,7 @@ async def served(home):
         await runner.cleanup()
 
 
-def test_no_file_is_touched_on_the_event_loop(tmp_path, shop, monkeypatch):
+def test_the_event_loop_makes_no_file_system_calls(tmp_path, shop, monkeypatch):
     ref = shop.publish("a")
     (tmp_path / "desired").mkdir()
     (tmp_path / "desired" / "models.json").write_text(json.dumps([{"ref": ref, "pin": True}]))
@@ -245,6 +244,9 @@ def test_no_file_is_touched_on_the_event_loop(tmp_path, shop, monkeypatch):
             with watched.on():
                 shutil.disk_usage(tmp_path)
                 (tmp_path / "desired" / "models.json").read_bytes()
-            assert {name for name, *_ in watched.on_loop} >= {"statvfs", "open"}  # it is seen
+            assert {name for name, *_ in watched.on_loop} >= {
+                "statvfs",
+                "open",
+            }  # the recorder works
 
     asyncio.run(play())

@@ -1,7 +1,6 @@
-"""For minutes: tags that move, collections, and readers of what is there. Nothing fails, nothing
-grows.
+"""Soak test: moving tags, garbage collection and readers cause no failures or growth.
 
-``AIMAGE_SOAK_SECONDS`` says for how long; the figures are printed (pytest -s).
+``AIMAGE_SOAK_SECONDS`` sets the duration; the figures are printed (pytest -s).
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from tests.node.nodes import MIB, noise
 from tests.process import Aimage
 from tests.worker.conftest import begin
 
-pytestmark = pytest.mark.integration  # nodes in processes of their own
+pytestmark = pytest.mark.integration  # nodes in child processes
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 SECONDS = float(os.environ.get("AIMAGE_SOAK_SECONDS", "600"))
 EVERY = 5.0  # seconds between two moves of a tag
-WARM = min(60.0, SECONDS / 4)  # seconds after which nothing is to grow
-EXTRA = MIB  # bytes that a version has for itself
-GROWTH = 48 * MIB  # bytes that a process may take more than when it was warm
-FILES = 12  # descriptors that may be open beyond those: connections under way
+WARM = min(60.0, SECONDS / 4)  # seconds of warm-up, after which nothing may grow
+EXTRA = MIB  # unique bytes of each version
+GROWTH = 48 * MIB  # bytes that a process may grow after warm-up
+FILES = 12  # additional descriptors allowed, for open connections
 BODY = {"prompt": "a dog", "steps": 1, "size": "32x32"}
 
 
 class Mover:
-    """Publishes one version after another of two tags."""
+    """Publish successive versions of tags."""
 
     def __init__(self, author: Aimage, repository: str) -> None:
         self._store, self._repository = ImageLayout(author.store), repository
@@ -56,7 +55,7 @@ class Mover:
         self.moves = 0
 
     def publish(self, tag: str) -> str:
-        """Let a tag mean something new: the model, and a file that no version had before."""
+        """Push a version with a new file under a tag, and return its name."""
         self.moves += 1
         data = noise(EXTRA, f"{tag} {self.moves}")
         layer = Descriptor.of(mediatype.AIMAGE_FILE, data)
@@ -75,7 +74,7 @@ class Mover:
 
 @dataclass
 class Readers:
-    """Whoever uses the models meanwhile."""
+    """Clients that use the models during the test."""
 
     url: str
     store: Path
@@ -85,7 +84,7 @@ class Readers:
     over: threading.Event = field(default_factory=threading.Event)
 
     def draw(self, number: int) -> None:
-        """Have one picture after the other generated."""
+        """Generate pictures until the end."""
         seed = 0
         while not self.over.is_set():
             seed += 1
@@ -106,7 +105,7 @@ class Readers:
                 self.errors.append(repr(error))
 
     def read(self, number: int) -> None:
-        """Read every blob of a model under a lease, and check it."""
+        """Read and verify every blob of the models under a lease."""
         layout = ImageLayout(self.store)
         while not self.over.is_set():
             number += 1
@@ -130,13 +129,13 @@ class Readers:
 
 @dataclass
 class Figures:
-    """What a server and its models take at a moment."""
+    """Resource usage of a server and its models at one time."""
 
     at: float
     resident: dict[str, int]
     files: dict[str, int]
     blobs: int
-    private: int  # entries in what the store keeps for itself
+    private: int  # files in the store's private directory
 
     def __str__(self) -> str:
         resident = {name: f"{size / MIB:.0f} MiB" for name, size in self.resident.items()}
@@ -147,7 +146,7 @@ class Figures:
 
 
 def processes(pid: int) -> dict[str, int]:
-    """The server, and the largest of its models' processes."""
+    """Return the process ids of the server and of its models."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {"server": pid} | {f"model {at}": int(one) for at, one in enumerate(children)}
 
@@ -161,7 +160,7 @@ def measure(pid: int, store: Path, began: float) -> Figures:
             size = int(Path(f"/proc/{one}/statm").read_text().split()[1]) * 4096
             count = sum(1 for _ in Path(f"/proc/{one}/fd").iterdir())
         except (OSError, IndexError):
-            continue  # a model that was let go
+            continue  # an unloaded model
         resident[kind] = max(resident.get(kind, 0), size)
         files[kind] = max(files.get(kind, 0), count)
     taken = 0
@@ -180,7 +179,7 @@ def usual(figures: list[Figures], what: str, kind: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_tags_move_blobs_go_and_readers_read_for_minutes(tmp_path, author, repository):
+def test_moving_tags_and_readers_cause_no_failures_or_growth(tmp_path, author, repository):
     mover = Mover(author, repository)
     refs = [mover.publish(tag) for tag in ("one", "two")]
     node = LiveNode(tmp_path / "node")
@@ -205,7 +204,7 @@ def test_tags_move_blobs_go_and_readers_read_for_minutes(tmp_path, author, repos
 
 
 def soak(node: LiveNode, mover: Mover, refs: list[str]) -> list[Figures]:
-    """Let tags move and readers read; the figures, one in every second."""
+    """Move tags while clients use the models; return the figures of each second."""
     assert node.worker is not None
     readers = Readers(node.url, node.aimage.store, refs)
     works = [(readers.draw, 0), (readers.draw, 1), (readers.draw, 2), (readers.read, 0)]
@@ -238,7 +237,7 @@ def soak(node: LiveNode, mover: Mover, refs: list[str]) -> list[Figures]:
 
 
 def tell(figures: list[Figures], readers: Readers, mover: Mover) -> None:
-    """Print what a note may quote."""
+    """Print a summary."""
     print(
         f"\n{dict(readers.counts)}, {mover.moves} versions of 2 tags, {len(readers.errors)} errors"
     )

@@ -1,4 +1,4 @@
-"""What is around a node: a store that fails, what is measured, its start, and what people see."""
+"""Failures around a node: unreadable stores, background tasks and invalid settings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_WRITABLE = {"reason": "store not writable"}
 
 @pytest.fixture
 def store(tmp_path):
-    """One that was written to."""
+    """Return a store with a pin."""
     store = ImageLayout(tmp_path / "store")
     store.pins.put("pinned:v1", {}, durable=False)
     return store
@@ -40,14 +40,14 @@ def store(tmp_path):
 # -- readiness
 
 
-def test_a_store_that_cannot_be_looked_at_is_a_reason_and_no_error(store, monkeypatch):
+def test_an_unreadable_store_is_a_readiness_reason(store, monkeypatch):
     for name in ("stat", "listdir", "open"):
         break_calls(monkeypatch, name, store.root)
     missing = {"reason": "model missing", "model": REF}
     assert Readiness(store).against([REF]) == [NOT_WRITABLE, missing]
 
 
-def test_pins_that_cannot_be_read_are_a_reason_and_no_error(store, monkeypatch):
+def test_unreadable_pins_are_a_readiness_reason(store, monkeypatch):
     missing = {"reason": "model missing", "model": "pinned:v1"}
     assert Readiness(store).against() == [missing]
     break_calls(monkeypatch, "listdir", store.root / ".aimage" / "pins")
@@ -62,7 +62,7 @@ def refused(node, method, path, body):
 
 
 @pytest.mark.integration
-def test_a_live_node_whose_store_is_closed_says_so_until_it_is_open(node, monkeypatch):
+def test_a_live_node_is_not_ready_while_its_store_is_inaccessible(node, monkeypatch):
     drop_rights(monkeypatch)
     root = node.aimage.store
     (root / ".aimage").mkdir(parents=True)
@@ -82,12 +82,12 @@ def test_a_live_node_whose_store_is_closed_says_so_until_it_is_open(node, monkey
     assert node.worker.stop()[0] == 0
 
 
-# -- what is measured
+# -- background tasks
 
 
 @pytest.fixture
 def daemon(store, monkeypatch):
-    """A node that is not served, and does not wait between two looks."""
+    """Return a node without a server that measures continuously."""
     monkeypatch.setattr(daemon_module, "EVERY", 0.001)
     store.pins.remove("pinned:v1")
     service = make_service(NodeSettings(), store, ClientOptions(docker_config=store.root))
@@ -95,13 +95,13 @@ def daemon(store, monkeypatch):
 
 
 async def comes(holds):
-    """Wait until it is true."""
+    """Wait until ``holds()`` is true."""
     async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.001)
 
 
-def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatch, caplog):
+def test_a_failing_measurement_is_logged_once_and_repeated(daemon, monkeypatch, caplog):
     readiness, looks = daemon._service.readiness, []
     real = readiness.against
     ready = daemon.node.metrics.ready._value.get
@@ -127,7 +127,7 @@ def test_a_look_that_fails_is_logged_once_and_is_not_the_last(daemon, monkeypatc
     assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
 
 
-def test_a_store_that_is_open_again_is_measured_again(daemon, store, monkeypatch):
+def test_an_accessible_store_is_ready_again(daemon, store, monkeypatch):
     ready = daemon.node.metrics.ready._value.get
 
     async def play():
@@ -144,7 +144,7 @@ def test_a_store_that_is_open_again_is_measured_again(daemon, store, monkeypatch
     asyncio.run(play())
 
 
-def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on(caplog):
+def test_a_failing_background_task_is_logged_and_others_continue(caplog):
     async def failing():
         raise OSError(errno.EIO, "Input/output error")
 
@@ -166,7 +166,7 @@ def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on(capl
     assert said.levelname == "ERROR" and said.work.endswith("failing")
 
 
-# -- at its start
+# -- start
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_work_beside_the_requests_that_fails_is_logged_and_the_rest_goes_on(capl
         ("serve", "file/below", "Not a directory"),
     ],
 )
-def test_a_place_that_can_be_no_store_is_refused_at_once(tmp_path, verb, place, reason):
+def test_a_path_that_cannot_be_a_store_is_refused_at_start(tmp_path, verb, place, reason):
     (tmp_path / "file").write_text("no directory")
     named = tmp_path / place
     done = Aimage(tmp_path, named)(verb, "--addr", "127.0.0.1:0", "--store", named, code=2)
@@ -185,22 +185,22 @@ def test_a_place_that_can_be_no_store_is_refused_at_once(tmp_path, verb, place, 
     assert done.out == "" and "--store" in done.err
 
 
-def test_a_place_where_a_store_can_be_made_is_left_as_it_was(tmp_path):
+def test_check_stores_does_not_create_the_store(tmp_path):
     check_stores([tmp_path / "deep" / "store"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_may_only_be_read_is_served(tmp_path, monkeypatch):
+def test_check_stores_accepts_a_read_only_store(tmp_path, monkeypatch):
     for name in ("mkdir", "open"):
         break_calls(monkeypatch, name, tmp_path, errno.EROFS)
     check_stores([tmp_path])
-    check_stores([tmp_path / "none", tmp_path])  # the others can be served
+    check_stores([tmp_path / "none", tmp_path])  # one store is usable
     with pytest.raises(UsageError, match="Read-only file system"):
         check_stores([tmp_path / "none"])
 
 
 @pytest.mark.parametrize("number", [errno.EIO])
-def test_a_store_that_may_come_back_is_waited_for(tmp_path, monkeypatch, number):
+def test_check_stores_accepts_a_store_with_a_temporary_error(tmp_path, monkeypatch, number):
     break_calls(monkeypatch, "scandir", tmp_path, number)
     check_stores([tmp_path])
 
@@ -221,12 +221,12 @@ def test_settings_out_of_range_are_refused_with_the_range(said, sentence):
     assert caught.value.message == sentence
 
 
-def test_figures_at_the_edge_are_taken():
+def test_settings_at_the_limits_are_accepted():
     found, _ = gather(NodeSettings, {"collect": "1s", "high": 100.0, "low": 0.0}, None)
     assert (found.collect, found.high, found.low) == (1.0, 100.0, 0.0)
 
 
-def test_files_that_are_hidden_from_the_node_are_refused_with_why(tmp_path, monkeypatch):
+def test_unreadable_files_are_refused_with_the_reason(tmp_path, monkeypatch):
     hidden, desired = tmp_path / "hidden", tmp_path / "desired"
     desired.mkdir()
     (desired / "models.json").symlink_to(hidden / "models.json")

@@ -1,5 +1,4 @@
-"""What a node does about a model between two failures: it looks, it makes room, it asks no more
-than it should, and it says when it will."""
+"""A node between failures: store checks, eviction, request limits, and the next attempt."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ __all__ = ["disk", "old_blobs"]  # fixtures
 
 
 def seconds(model):
-    """For how long it is until the status says that it is tried again."""
+    """Return the seconds until the next attempt according to the status."""
     return (datetime.fromisoformat(model["next"]) - datetime.now(UTC)).total_seconds()
 
 
 def played(test):
-    """Run a test that is a coroutine."""
+    """Run a coroutine as a test."""
 
     @functools.wraps(test)
     def run(*arguments, **named):
@@ -52,11 +51,11 @@ def here(bench):
     return now["state"], now["code"], now["next"]
 
 
-# -- what is in the store is seen there
+# -- the store
 
 
 @played
-async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop):
+async def test_a_failed_model_that_is_pulled_manually_is_noticed(tmp_path, shop):
     ref = shop.publish("a")
     shop.refuse(lambda passed: True, 404)
     bench = Bench(tmp_path, want(ref))
@@ -65,7 +64,7 @@ async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop
     asked = len(shop.proxy.seen)
     for _ in range(3):
         await bench.turn(11.0)
-    assert len(shop.proxy.seen) == asked  # a look is no question
+    assert len(shop.proxy.seen) == asked  # a check of the store sends no request
     shop.mend()
     pull(Reference.parse(ref), bench.store, ClientOptions(docker_config=tmp_path))
     asked = len(shop.proxy.seen)
@@ -75,7 +74,7 @@ async def test_a_failed_model_that_is_pulled_by_hand_is_seen_soon(tmp_path, shop
 
 
 @played
-async def test_an_index_that_is_garbled_is_a_fault_of_the_store(tmp_path, shop):
+async def test_an_invalid_index_is_a_store_failure(tmp_path, shop):
     ref = shop.publish("a")
     bench = Bench(tmp_path, want(ref, refresh=FOR_EVER))
     await bench.turn()
@@ -94,7 +93,7 @@ async def test_an_index_that_is_garbled_is_a_fault_of_the_store(tmp_path, shop):
 
 
 @played
-async def test_a_store_that_cannot_be_written_is_warned_of_once_and_serves(tmp_path, shop, caplog):
+async def test_a_store_that_is_not_writable_is_logged_once_and_served(tmp_path, shop, caplog):
     refs = [shop.publish("a", tag=tag) for tag in ("one", "other")]
     desired = tmp_path / "desired"
     desired.mkdir()
@@ -104,7 +103,7 @@ async def test_a_store_that_cannot_be_written_is_warned_of_once_and_serves(tmp_p
     for ref in refs:
         pull(Reference.parse(ref), store, ClientOptions(docker_config=tmp_path))
     bench = Bench(tmp_path, desired=desired)
-    for kind in ("wanted", "pins"):  # no directory can be made there
+    for kind in ("wanted", "pins"):  # so that the directory cannot be created
         shutil.rmtree(store.root / ".aimage" / kind, ignore_errors=True)
         (store.root / ".aimage" / kind).write_text("")
     caplog.clear()
@@ -120,11 +119,11 @@ async def test_a_store_that_cannot_be_written_is_warned_of_once_and_serves(tmp_p
     assert {key for key, _ in store.pins.items()} == set(refs)
 
 
-# -- room
+# -- space
 
 
 @played
-async def test_room_that_could_be_made_only_later_is_made_then(disk, shop, old_blobs):
+async def test_eviction_is_retried_until_it_frees_space(disk, shop, old_blobs):
     ref = shop.publish("a", size=20 * MIB)
     bench = Bench(disk.root, want(ref), marks=FULL)
     old = put(bench.store, "old", 30 * MIB, 1)
@@ -147,10 +146,10 @@ async def test_room_that_could_be_made_only_later_is_made_then(disk, shop, old_b
     assert bench.model()["state"] == "present" and names(bench.store) == {ref}
 
 
-# -- content that is wrong
+# -- wrong content
 
 
-def test_the_long_pause_doubles_up_to_a_day_and_is_never_the_same():
+def test_the_pause_after_wrong_content_doubles_up_to_a_day():
     assert [whole(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
         1,
         2,
@@ -163,7 +162,7 @@ def test_the_long_pause_doubles_up_to_a_day_and_is_never_the_same():
     assert whole(1, 0.999) < 0.8 * HOUR and whole(99, 0.5) < DAY
 
 
-def test_two_nodes_leave_the_pins_of_each_other(tmp_path):
+def test_two_nodes_keep_each_others_pins(tmp_path):
     store = ImageLayout(tmp_path / "store")
     name = index_name(put(store, "model", 1000, 1))
     nodes = [
@@ -210,7 +209,7 @@ def asking():
     return sum(each.name == "aimage-upstream" for each in threading.enumerate())
 
 
-def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_path, shop):
+def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, shop):
     other, answered = Reference.parse(shop.publish("a")), threading.Event()
 
     async def play(host):
@@ -220,7 +219,7 @@ def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_p
         assert await asyncio.wait_for(questions.ask(other, None), 60) is not None
         assert asking() <= before + 9 and not any(task.done() for task in tasks)
         for task in tasks:
-            task.cancel()  # the threads are at it still
+            task.cancel()  # the threads are still blocked
         with pytest.raises(CrowdedError):
             await questions.ask(refs[0], None, timeout=0.05)
         answered.set()
@@ -236,13 +235,15 @@ def test_a_hung_registry_keeps_a_few_threads_and_no_other_registry_waiting(tmp_p
 
 
 @played
-async def test_a_model_whose_question_waits_is_looked_at_meanwhile(tmp_path, shop, monkeypatch):
+async def test_a_model_with_a_queued_tag_check_is_still_checked_in_the_store(
+    tmp_path, shop, monkeypatch
+):
     ref = shop.publish("a")
     monkeypatch.setattr("clowder_aimage.node.reconciler.MAX_ALL", 1)
     monkeypatch.setattr("clowder_aimage.node.reconciler.LOOK", 0.05)
     bench = Bench(tmp_path, want(ref, refresh=5.0))
     await bench.turn()
-    await bench.node._reconciler._registries._all.acquire()  # as one does that is not answered
+    await bench.node._reconciler._registries._all.acquire()  # simulate a request without a response
     asked = len(shop.proxy.seen)
     await bench.turn(6.0)
     assert here(bench)[0] == "present" and len(shop.proxy.seen) == asked

@@ -1,4 +1,4 @@
-"""Requests to other nodes: what is sent, and which answers are accepted."""
+"""Requests to other nodes, and validation of their responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT = PeerTimeouts(ping=2, range=1, stall=1)
 
 @contextlib.contextmanager
 def answering(*answers):
-    """A server that sends these bytes, one per connection, and hangs up; None: it is silent."""
+    """Run a server that sends one response per connection; None means no response."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -53,7 +53,7 @@ def answering(*answers):
 
 @contextlib.contextmanager
 def answered(answer, **options):
-    """A client, and the URL of a server that gives one answer to everything."""
+    """Yield a client, and the URL of a server that always sends the same response."""
     with (
         ScriptedRegistry(lambda _: answer).running() as server,
         contextlib.closing(PeerClient(ME, "token", timeouts=SHORT, **options)) as client,
@@ -87,7 +87,7 @@ def test_a_ping_without_a_valid_answer_fails(said):
             client.ping(url)
 
 
-def test_a_span_is_requested_as_from_a_mirror_and_with_the_token_of_the_nodes():
+def test_a_span_is_requested_with_ns_range_and_token():
     with answered(Answer(206, PARTIAL, b"a range")) as (client, url, server):
         for is_stored in (False, True, False):
             reader, ends = client.open(url, SPAN, is_stored=is_stored), []
@@ -118,12 +118,12 @@ def test_a_span_is_requested_as_from_a_mirror_and_with_the_token_of_the_nodes():
         Answer(500, {}, b"x" * 100_000),
     ],
 )
-def test_another_answer_than_the_span_fails(answer):
+def test_a_response_that_does_not_match_the_span_fails(answer):
     with answered(answer) as (client, url, _), pytest.raises(PeerError):
         client.open(url, SPAN)
 
 
-def test_content_that_breaks_off_fails():
+def test_truncated_content_fails():
     said = b"HTTP/1.1 206 x\r\nContent-Range: bytes 3-9/100\r\nContent-Length: 7\r\n\r\na ran"
     with answering(said) as url, contextlib.closing(PeerClient(ME, None)) as client:
         reader = client.open(url, SPAN)
@@ -133,7 +133,7 @@ def test_content_that_breaks_off_fails():
                 pass
 
 
-def test_a_redirect_is_not_followed_and_only_ids_are_read_of_it():
+def test_a_redirect_is_not_followed_but_its_node_ids_are_read():
     headers = {"Location": "http://169.254.169.254/", "Aimage-Node": f"{OTHER}, 127.0.0.1, x"}
     with answered(Answer(307, headers)) as (client, url, server):
         refusal = client.open(url, SPAN)
@@ -141,8 +141,8 @@ def test_a_redirect_is_not_followed_and_only_ids_are_read_of_it():
         assert len(server.seen) == 1
 
 
-def test_a_connection_that_was_kept_for_too_long_is_made_anew():
-    with answering(PONG, PONG) as url:  # it hangs up after each  # noqa: SIM117
+def test_a_closed_keep_alive_connection_is_reopened():
+    with answering(PONG, PONG) as url:  # it closes each connection  # noqa: SIM117
         with contextlib.closing(PeerClient(ME, None, timeouts=SHORT)) as client:
             assert client.ping(url) == client.ping(url) == OTHER
 

@@ -1,4 +1,4 @@
-"""A pull through other nodes gets the bytes that the registry has, whatever the others send."""
+"""Pulls through other nodes are correct, whatever the other nodes send."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store():
 
 @pytest.fixture
 def node(tmp_path):
-    """A node whose only peer does not answer."""
+    """Return a node whose only peer does not respond."""
     found = Node(tmp_path / "node").start()
     found.addresses.append("127.0.0.1:9")
     yield found
@@ -49,14 +49,14 @@ def node(tmp_path):
 
 @pytest.fixture(scope="module")
 def pushed(registry, tmp_path_factory):
-    """A model in the registry."""
+    """Push a model to the registry."""
     return push_model(tmp_path_factory.mktemp("pushed"), f"{registry.host}/tests/poison", *LAYERS)
 
 
-# -- what is read
+# -- reading
 
 
-def test_any_span_read_in_any_pieces_is_right(node, store):
+def test_spans_of_any_offset_and_chunk_size_are_correct(node, store):
     source = node.sharing.near(REFERENCE)(store)
     draw = random.Random(7)
     spans = [(0, None), (RANGE, RANGE), (RANGE - 1, 2), (len(BLOB) - 1, 1), (len(BLOB), 5), (5, 0)]
@@ -79,14 +79,14 @@ def test_errors_of_the_registry_are_raised(node):
     assert not source.exists(CONTENT)
 
 
-def test_a_reader_closed_early_blocks_no_other(node, store):
+def test_a_reader_closed_early_does_not_block_others(node, store):
     source = node.sharing.near(REFERENCE)(store)
     for _ in range(40):
         with source.open(CONTENT) as reader:
             reader.read(10)
 
 
-def test_a_node_that_shuts_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path, store):
+def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path, store):
     assert IDS[1] in {ranked(IDS[:2], CONTENT.digest, number)[0] for number in range(3)}
     with fleet(tmp_path, 2, ids=IDS[:2]) as (one, other):
 
@@ -103,7 +103,7 @@ def test_a_node_that_shuts_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path
                 pass
 
 
-# -- what other nodes send
+# -- faulty peers
 
 
 def instead(answer):
@@ -130,7 +130,7 @@ def check_right(node: Node) -> None:
 
 
 def pull_from(answer, tmp_path, reference, **options):
-    """Pull with a node beside us that answers so. Both nodes, and what came from where."""
+    """Pull with a peer that responds with ``answer``; return both nodes and the bytes by source."""
     with fleet(tmp_path, 2, ids=IDS[:2], **options) as (one, other):
         other.before = instead(answer)
         one.reference = reference
@@ -189,7 +189,7 @@ async def is_missing(_, start, end):
         wrong_bytes, another_range, too_long, everything, endless, breaks_off, is_missing,
     ],
 )  # fmt: skip
-def test_a_pull_is_right_beside_a_faulty_peer(tmp_path, pushed, answer):
+def test_a_pull_with_a_faulty_peer_is_correct(tmp_path, pushed, answer):
     one, _, came = pull_from(answer, tmp_path, pushed)
     if answer not in (wrong_bytes, breaks_off):
         assert not came["neighbour"]
@@ -197,7 +197,7 @@ def test_a_pull_is_right_beside_a_faulty_peer(tmp_path, pushed, answer):
     assert bool(peer.failures) == (answer not in (wrong_bytes, is_missing))
 
 
-def test_a_wrong_blob_is_read_again_from_the_registry_alone(tmp_path, registry, pushed):
+def test_a_wrong_blob_is_read_again_from_the_registry_only(tmp_path, registry, pushed):
     async def wrong_large(_, start, end):
         return partial(bytes(end - start), start, end) if end - start > MIB else None
 
@@ -217,7 +217,7 @@ def test_a_redirect_to_an_address_is_not_followed(tmp_path, pushed):
     with ScriptedRegistry(lambda _: Answer(200)).running() as elsewhere:
 
         async def redirects(request, *_):
-            host = request.headers["Aimage-Node"]  # a node does not redirect to the one that asks
+            host = request.headers["Aimage-Node"]  # a node does not redirect to the requesting node
             headers = {"Location": f"http://{elsewhere.host}/", "Aimage-Node": f"{host},127.0.0.1"}
             return web.Response(status=307, headers=headers)
 
@@ -244,7 +244,7 @@ def test_a_redirect_leads_to_a_node_that_has_the_range(tmp_path, registry, pushe
         assert asked, "a node to which another one redirects is to fetch nothing"
 
 
-def test_redirects_in_a_circle_end(tmp_path, pushed):
+def test_circular_redirects_end(tmp_path, pushed):
     with fleet(tmp_path, 3, ids=IDS[:3], limits=SHORT) as nodes:
         for node, other in ((nodes[1], IDS[2]), (nodes[2], IDS[1])):
 
@@ -267,7 +267,7 @@ def test_an_owner_that_is_always_busy_is_left_out(tmp_path, pushed):
 
 
 @pytest.mark.parametrize("is_head", [True, False])
-def test_a_node_that_sends_a_byte_now_and_then_is_given_up(tmp_path, pushed, is_head):
+def test_a_peer_that_trickles_bytes_times_out(tmp_path, pushed, is_head):
     async def drips(request, start, end):
         if is_head:
             await asyncio.sleep(60)

@@ -1,4 +1,4 @@
-"""The other nodes: their addresses, which of them answer, and the owners of ranges."""
+"""Peers: addresses, liveness, and the owners of ranges."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = [f"{number:032x}" for number in range(16)]
 
 
 class Clients:
-    """A client whose pings are answered by ``answers``: an id, or an error to raise."""
+    """A client whose pings return or raise the values of ``answers``."""
 
     def __init__(self, **answers):
         self.answers, self.asked = answers, []
@@ -41,7 +41,7 @@ class Clients:
 
 
 class World:
-    """Peers with a clock that the test moves, and pinged in the test's own thread."""
+    """Peers with a fake clock, pinged in the thread of the test."""
 
     def __init__(self, *hosts, **answers):
         self.now, self.news = 1000.0, []
@@ -97,7 +97,7 @@ def test_an_invalid_address_is_refused_with_the_valid_forms(text):
     assert "HOST:PORT" in (caught.value.hint or "")
 
 
-def test_a_name_stands_for_its_routable_addresses(monkeypatch):
+def test_a_dns_name_is_resolved_to_its_routable_addresses(monkeypatch):
     hosts = ["10.0.0.1", "169.254.169.254", "::ffff:169.254.169.254", "fe80::1", "fd00::2", "::"]
     monkeypatch.setattr(peers, "addresses_of", lambda *_: [*hosts, "224.0.0.1"])
     found = urls_of(parse_peer("dns:nodes:8050"))
@@ -107,7 +107,7 @@ def test_a_name_stands_for_its_routable_addresses(monkeypatch):
 # -- liveness
 
 
-def test_a_node_that_answers_is_live_and_this_node_is_left_out():
+def test_a_responding_node_is_live_and_this_node_is_excluded():
     world = World("me", "other", "third", me=ME, other=OTHER, third=SILENT)
     world.ping()
     assert world.states == {"other:80": "live", "third:80": "silent"}
@@ -115,7 +115,7 @@ def test_a_node_that_answers_is_live_and_this_node_is_left_out():
     assert ("http://other:80", "live", None) in world.news
 
 
-def test_a_node_that_stops_and_comes_back_is_noticed():
+def test_a_restarted_node_is_live_with_its_new_id():
     world = World("other", other=OTHER)
     world.ping()
     world.client.answers["other"] = SILENT
@@ -127,7 +127,7 @@ def test_a_node_that_stops_and_comes_back_is_noticed():
     assert [news[1] for news in world.news] == ["live", "silent", "live"]
 
 
-def test_an_address_that_is_not_configured_any_more_is_forgotten():
+def test_an_address_removed_from_the_configuration_is_forgotten():
     world = World("other", other=OTHER)
     world.ping()
     world.peers._addresses = list
@@ -135,7 +135,7 @@ def test_an_address_that_is_not_configured_any_more_is_forgotten():
     assert not world.usable and not world.states
 
 
-def test_a_name_that_cannot_be_looked_up_keeps_its_last_addresses(monkeypatch):
+def test_a_dns_name_keeps_its_last_addresses_if_the_lookup_fails(monkeypatch):
     world = World(**{"10.0.0.1": OTHER})
     world.peers._addresses = lambda: ["dns:nodes:80"]
     found = [["10.0.0.1"]]
@@ -151,7 +151,7 @@ def test_a_name_that_cannot_be_looked_up_keeps_its_last_addresses(monkeypatch):
     assert world.usable == {OTHER}
 
 
-def test_a_node_that_fails_is_left_out_for_twice_as_long_each_time():
+def test_a_failing_node_is_excluded_with_exponential_backoff():
     world = World("other", other=OTHER)
     world.ping()
     one, pauses = world.peers.usable()[OTHER], []
@@ -170,7 +170,7 @@ def test_a_node_that_fails_is_left_out_for_twice_as_long_each_time():
     assert world.usable
 
 
-def test_a_late_answer_costs_a_minute_unless_the_node_is_started_anew():
+def test_a_late_response_excludes_a_node_for_a_minute_or_until_restart():
     world = World("other", other=OTHER)
     world.ping()
     world.peers.failed(world.peers.usable()[OTHER], "late", cost=LATE)
@@ -181,7 +181,7 @@ def test_a_late_answer_costs_a_minute_unless_the_node_is_started_anew():
     assert world.usable == {THIRD}
 
 
-def test_with_many_nodes_each_is_pinged_less_often():
+def test_the_ping_interval_grows_with_the_number_of_nodes():
     hosts = [f"h{number}" for number in range(200)]
     world = World(*hosts, **{host: f"{n:032x}" for n, host in enumerate(hosts, 5)})
     for _ in range(60):
@@ -189,7 +189,7 @@ def test_with_many_nodes_each_is_pinged_less_often():
     assert len(world.client.asked) < 200 + 60 * 13
 
 
-def test_live_nodes_find_each_other_and_notice_one_that_stops(tmp_path):
+def test_live_nodes_notice_that_a_peer_stops_and_returns(tmp_path):
     with fleet(tmp_path, 3) as nodes:
         port = int(nodes[2].address.rpartition(":")[2])
         nodes[2].hang_up()
@@ -206,7 +206,7 @@ def test_live_nodes_find_each_other_and_notice_one_that_stops(tmp_path):
         nodes[0].knows(nodes[1].address, nodes[2].address)
 
 
-def test_a_name_leads_to_a_live_node(tmp_path):
+def test_a_peer_is_found_by_its_dns_name(tmp_path):
     with contextlib.ExitStack() as stack:
         one, other = (Node(tmp_path / name).start() for name in ("one", "other"))
         stack.callback(one.stop)
@@ -215,7 +215,7 @@ def test_a_name_leads_to_a_live_node(tmp_path):
         one.knows(other.address)
 
 
-def test_nodes_with_different_tokens_are_silent_to_each_other(tmp_path):
+def test_a_node_with_another_token_is_refused(tmp_path):
     with contextlib.ExitStack() as stack:
         one = Node(tmp_path / "one").start()
         other = Node(tmp_path / "other", token="another token").start()
@@ -247,7 +247,7 @@ def test_ranges_cover_a_blob_without_gap_or_overlap(size, data):
 
 
 @pytest.mark.parametrize(("size", "number"), [(0, 0), (5, -1), (RANGE, 1)])
-def test_a_range_that_no_blob_has_is_refused(size, number):
+def test_an_impossible_range_is_refused(size, number):
     with pytest.raises(FormatError):
         BlobRange(DIGEST, size, number)
 
@@ -265,7 +265,7 @@ def test_ranges_are_spread_over_the_nodes():
     assert len(firsts) > 8
 
 
-def test_a_node_that_leaves_moves_only_the_ranges_that_it_owns():
+def test_removing_a_node_moves_only_the_ranges_that_it_owns():
     left = [node for node in IDS if node != IDS[5]]
     for number in range(200):
         before = [node for node in ranked(IDS, DIGEST, number) if node != IDS[5]]

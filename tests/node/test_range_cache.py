@@ -1,4 +1,4 @@
-"""The ranges that a node has: where they are, and how long those for peers are kept."""
+"""The range cache: lookup of ranges, fetching for peers, and eviction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bytes_of(part):
 
 
 class Upstream:
-    """Ranges of BLOB, counted; no byte comes while ``gate`` is closed."""
+    """Serve and count ranges of BLOB; reads block while ``gate`` is cleared."""
 
     def __init__(self):
         self.opened, self.fails, self.cut = [], None, None
@@ -110,10 +110,10 @@ def fetch(cache, number, seconds=20):
     return cache.fetch(span_of(CONTENT.digest, number), seconds)
 
 
-# -- the places
+# -- lookup
 
 
-def test_a_range_of_a_blob_of_the_store_is_found(layout, cache):
+def test_a_range_of_a_stored_blob_is_found(layout, cache):
     assert cache.find(PARTS[0]) is None
     layout.push(CONTENT, bytes_body(BLOB))
     for part in PARTS:
@@ -121,7 +121,7 @@ def test_a_range_of_a_blob_of_the_store_is_found(layout, cache):
     assert cache.find(BlobRange(CONTENT.digest, len(BLOB) + 1, 0)) is None, "another size"
 
 
-def test_a_range_that_a_pull_has_written_is_found_in_its_ingest(layout, cache):
+def test_a_range_written_by_a_pull_is_found_in_its_ingest(layout, cache):
     ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(PARTS[1].start, bytes_of(PARTS[1]))
     assert cache.find(PARTS[1]) is None, "not all of it may be written"
@@ -134,7 +134,7 @@ def test_a_range_that_a_pull_has_written_is_found_in_its_ingest(layout, cache):
     ingest.abort()
 
 
-def test_a_link_in_the_place_of_a_file_is_not_followed(layout, cache, tmp_path):
+def test_symbolic_links_are_not_followed(layout, cache, tmp_path):
     (tmp_path / "secret").write_bytes(BLOB)
     for place in (layout.place(CONTENT), layout.root / ".aimage/ingest" / CONTENT.digest.encoded):
         os.makedirs(os.path.dirname(place))  # noqa: PTH103, PTH120
@@ -143,17 +143,17 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(layout, cache, tmp_path):
     assert cache.find(PARTS[0]) is None
 
 
-# -- what is fetched for peers
+# -- fetching for peers
 
 
-def test_a_range_is_fetched_once_however_many_ask(cache, upstream):
+def test_concurrent_requests_fetch_a_range_once(cache, upstream):
     found = all_at_once([lambda: fetch(cache, 1)] * 8)
     assert all(read(each, PARTS[1]) == bytes_of(PARTS[1]) for each in found)
     assert read(fetch(cache, 1), PARTS[1]) == bytes_of(PARTS[1])
     assert upstream.opened == [PARTS[1]]
 
 
-def test_a_range_that_takes_longer_comes_later(cache, upstream):
+def test_a_slow_range_can_be_waited_for(cache, upstream):
     upstream.gate.clear()
     assert fetch(cache, 0, 0.05) is True
     assert upstream.asked.acquire(timeout=20)
@@ -163,7 +163,7 @@ def test_a_range_that_takes_longer_comes_later(cache, upstream):
     assert cache.wait(PARTS[1], 0.01) is False
 
 
-def test_a_range_of_which_no_byte_comes_fails(cache, upstream, monkeypatch):
+def test_a_stalled_range_fails(cache, upstream, monkeypatch):
     monkeypatch.setattr(range_cache, "_MAX_STALL", 0.05)
     upstream.gate.clear()
     with pytest.raises(NetworkError):
@@ -171,7 +171,7 @@ def test_a_range_of_which_no_byte_comes_fails(cache, upstream, monkeypatch):
     upstream.gate.set()
 
 
-def test_only_some_ranges_are_fetched_at_a_time(cache, upstream):
+def test_the_number_of_concurrent_fetches_is_limited(cache, upstream):
     upstream.gate.clear()
     digests = [Digest.of(bytes([number])) for number in range(range_cache.AT_ONCE + 1)]
     assert all(cache.fetch(span_of(digest), 0.05) is True for digest in digests)
@@ -182,7 +182,7 @@ def test_only_some_ranges_are_fetched_at_a_time(cache, upstream):
 
 
 @pytest.mark.parametrize("error", [NotFoundError("no"), AImageError("no")])
-def test_a_range_that_cannot_be_fetched_is_tried_anew(cache, upstream, error):
+def test_a_failed_range_is_fetched_again(cache, upstream, error):
     upstream.fails = error
     with pytest.raises(NotFoundError if isinstance(error, NotFoundError) else AImageError):
         fetch(cache, 0)
@@ -190,14 +190,14 @@ def test_a_range_that_cannot_be_fetched_is_tried_anew(cache, upstream, error):
     assert read(fetch(cache, 0), PARTS[0]) == bytes_of(PARTS[0])
 
 
-def test_a_range_that_ends_early_is_not_kept(cache, upstream):
+def test_a_truncated_range_is_not_kept(cache, upstream):
     upstream.cut = 1000
     with pytest.raises(NetworkError):
         fetch(cache, 0)
     assert cache.find(PARTS[0]) is None and kept(cache) == 0
 
 
-def test_the_oldest_ranges_go_first(layout, upstream):
+def test_the_oldest_ranges_are_evicted_first(layout, upstream):
     cache = cached(layout, upstream, kept=2 * RANGE)
     for number in (0, 1, 2):
         read(fetch(cache, number), PARTS[number])
@@ -208,13 +208,13 @@ def test_the_oldest_ranges_go_first(layout, upstream):
     assert kept(cache) == 0 and read(held, PARTS[1]) == bytes_of(PARTS[1]), "it is being sent"
 
 
-def test_a_range_that_a_pull_has_written_is_not_kept_any_more(cache):
+def test_a_range_written_by_a_pull_is_dropped_from_the_cache(cache):
     fetch(cache, 0).close()
     cache.wrote(PARTS[0])
     assert kept(cache) == 0
 
 
-def test_nothing_is_kept_on_a_full_disk(layout, upstream):
+def test_nothing_is_fetched_on_a_full_disk(layout, upstream):
     cache = cached(layout, upstream, spared=1 << 60)
     layout.root.mkdir()
     with pytest.raises(AImageError):
@@ -222,7 +222,7 @@ def test_nothing_is_kept_on_a_full_disk(layout, upstream):
     assert not upstream.opened
 
 
-def test_nothing_is_kept_where_a_link_leads_elsewhere(layout, cache, tmp_path):
+def test_a_symbolic_link_as_cache_directory_is_refused(layout, cache, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (layout.root / ".aimage").mkdir(parents=True)
     (layout.root / ".aimage/range").symlink_to(tmp_path / "elsewhere")
@@ -230,7 +230,7 @@ def test_nothing_is_kept_where_a_link_leads_elsewhere(layout, cache, tmp_path):
         fetch(cache, 0)
 
 
-def test_files_for_peers_have_no_names(layout, cache):
+def test_cached_ranges_are_in_unlinked_files(layout, cache):
     fetch(cache, 0).close()
     assert kept(cache) and not list((layout.root / ".aimage/range").iterdir())
 
@@ -238,7 +238,7 @@ def test_files_for_peers_have_no_names(layout, cache):
 # -- registries
 
 
-def test_a_registry_that_ignores_ranges_is_noticed(tmp_path, registry, repository):
+def test_a_registry_that_ignores_range_headers_is_detected(tmp_path, registry, repository):
     pushed = push_model(tmp_path, repository, BLOB)
     with Proxy(registry.host, ranges="ignored").running() as proxy:
         upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
@@ -250,7 +250,7 @@ def test_a_registry_that_ignores_ranges_is_noticed(tmp_path, registry, repositor
         upstream.close()
 
 
-def test_the_size_of_a_blob_is_asked_once(tmp_path, registry, repository):
+def test_the_size_of_a_blob_is_requested_once(tmp_path, registry, repository):
     pushed = push_model(tmp_path, repository, BLOB)
     with Proxy(registry.host).running() as proxy:
         upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)

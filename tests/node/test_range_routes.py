@@ -34,14 +34,14 @@ def proxy(registry):
 
 @pytest.fixture
 def pushed(tmp_path, repository, proxy):
-    """BLOB in a repository, by way of the proxy."""
+    """Push BLOB and return its reference behind the proxy."""
     found = push_model(tmp_path, repository, BLOB)
     return Reference(proxy.host, found.repository, found.tag)
 
 
 @contextlib.contextmanager
 def running(tmp_path, count=1, **options):
-    """Nodes that know each other; the first of them has BLOB."""
+    """Run nodes that are peers of each other; the first of them has BLOB."""
     with contextlib.ExitStack() as stack:
         nodes = [Node(tmp_path / f"node{number}", **options).start() for number in range(count)]
         for node in nodes:
@@ -59,7 +59,7 @@ def node(tmp_path):
 
 
 def request(node, number=0, reference=None, *, method="GET", asker=ASKER, path=None, **headers):
-    """Send a request for a range of BLOB, and return the answer unread."""
+    """Send a request for a range of BLOB and return the response unread."""
     start = number * RANGE
     host = reference.registry if reference else "registry.example.com"
     name = reference.repository if reference else "a/b"
@@ -77,14 +77,14 @@ def request(node, number=0, reference=None, *, method="GET", asker=ASKER, path=N
 
 
 def ask(*args, **options):
-    """The status, the headers and the body of the answer."""
+    """Send a request and return the status, headers and body of the response."""
     response = request(*args, **options)
     with contextlib.closing(response.connection):
         return response.status, response.headers, response.read()
 
 
 def check(answer, number=0):
-    """The answer is that range of BLOB."""
+    """Check that the response is that range of BLOB."""
     status, headers, body = answer
     data = BLOB[number * RANGE :][:RANGE]
     start = number * RANGE
@@ -92,31 +92,31 @@ def check(answer, number=0):
     assert headers["Content-Range"] == f"bytes {start}-{start + len(data) - 1}/{len(BLOB)}"
 
 
-def test_a_node_names_itself_in_the_answer_to_a_ping(node):
+def test_a_ping_response_contains_the_node_id(node):
     assert ask(node, path="/v2/")[1]["Aimage-Node"] == node.id
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer another"])
-def test_a_client_without_the_token_gets_nothing(tmp_path, authorization):
+def test_a_request_without_the_node_token_is_401(tmp_path, authorization):
     with running(tmp_path) as (node,):
         assert ask(node, Authorization=authorization)[0] == 401
 
 
-def test_a_blob_of_the_store_is_sent_range_by_range(tmp_path):
+def test_a_stored_blob_is_served_in_ranges(tmp_path):
     with running(tmp_path) as (node,):
         for number in range(3):
             check(ask(node, number), number)
         node.until(lambda: node.bytes == {"sent": len(BLOB)})
 
 
-def test_a_part_of_a_range_is_sent(tmp_path):
+def test_a_part_of_a_range_is_served(tmp_path):
     with running(tmp_path) as (node,):
         status, headers, body = ask(node, Range=f"bytes={RANGE + 5}-{RANGE + 9}")
         assert (status, body) == (206, BLOB[RANGE + 5 : RANGE + 10])
         assert headers["Content-Range"] == f"bytes {RANGE + 5}-{RANGE + 9}/{len(BLOB)}"
 
 
-def test_head_is_answered_from_the_store_alone(node, pushed, proxy):
+def test_head_is_answered_from_the_store_only(node, pushed, proxy):
     assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 404
     node.layout.push(CONTENT, bytes_body(BLOB))
     assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 200
@@ -129,17 +129,17 @@ def test_head_is_answered_from_the_store_alone(node, pushed, proxy):
         ({"path": "/v2/a/b/blobs/sha256:..%2F..%2Fetc%2Fpasswd?ns=registry.example.com"}, 400),
         ({"path": f"/v2/a/b/blobs/{CONTENT.digest}?ns=http://169.254.169.254"}, 400),
         ({"path": f"/v2/a/b/blobs/{CONTENT.digest}"}, 404),  # no registry to fetch from
-        ({"Range": f"bytes=0-{2 * RANGE}"}, 404),  # not of one range
+        ({"Range": f"bytes=0-{2 * RANGE}"}, 404),  # spans several ranges
         ({"Range": "bytes=5-3"}, 404),
-        ({"asker": "../../etc"}, 404),  # not of a node
+        ({"asker": "../../etc"}, 404),  # not a node id
     ],
 )
-def test_only_a_node_makes_this_one_fetch_a_range(node, wrong, status):
+def test_an_invalid_range_request_fetches_nothing(node, wrong, status):
     assert ask(node, **wrong)[0] == status
     assert not (node.layout.root / "blobs").exists()
 
 
-def test_a_missing_range_comes_from_the_registry_once(node, pushed, proxy):
+def test_a_missing_range_is_fetched_from_the_registry_once(node, pushed, proxy):
     for answer in all_at_once([partial(ask, node, 1, pushed) for _ in range(5)]):
         check(answer, 1)
     check(ask(node, 1, pushed), 1)
@@ -147,15 +147,13 @@ def test_a_missing_range_comes_from_the_registry_once(node, pushed, proxy):
     assert node.bytes["registry"] == RANGE and len(node.sharing.cache._files) == 1
 
 
-def test_a_missing_range_comes_from_another_node_rather_than_from_the_registry(
-    tmp_path, pushed, proxy
-):
+def test_a_missing_range_is_fetched_from_a_peer_before_the_registry(tmp_path, pushed, proxy):
     with running(tmp_path, 2) as (_, other):
         check(ask(other, 1, pushed), 1)
         assert proxy.sent() == 0 and other.bytes["received"] == RANGE
 
 
-def test_a_range_past_the_end_is_unknown(node, pushed):
+def test_a_range_past_the_end_is_404(node, pushed):
     assert ask(node, 0, pushed, Range=f"bytes={2 * RANGE}-{len(BLOB)}")[0] == 404
     assert ask(node, 0, pushed, Range=f"bytes={5 * RANGE}-{5 * RANGE}")[0] == 404
 
@@ -165,7 +163,7 @@ def test_only_if_cached_fetches_nothing(node, pushed, proxy):
     assert not proxy.seen
 
 
-def test_only_if_cached_waits_for_a_range_that_is_coming(node, pushed, proxy):
+def test_only_if_cached_waits_for_a_range_being_fetched(node, pushed, proxy):
     proxy.hold = 1000
     with ThreadPoolExecutor(2) as pool:
         cause = pool.submit(ask, node, 0, pushed)
@@ -177,7 +175,7 @@ def test_only_if_cached_waits_for_a_range_that_is_coming(node, pushed, proxy):
     assert proxy.sent() == RANGE
 
 
-def test_a_node_fetches_only_from_repositories_of_its_own_models(tmp_path, pushed, proxy):
+def test_a_node_fetches_only_from_repositories_of_its_models(tmp_path, pushed, proxy):
     with running(tmp_path, 3) as (one, other, third):
         third.has_repository = False
         asker = one.id
@@ -189,12 +187,12 @@ def test_a_node_fetches_only_from_repositories_of_its_own_models(tmp_path, pushe
     assert not proxy.seen
 
 
-def test_a_blob_that_the_registry_lacks_is_unknown(node, pushed):
+def test_a_blob_that_the_registry_lacks_is_404(node, pushed):
     path = f"/v2/{pushed.repository}/blobs/{Digest.of(b'missing')}?ns={pushed.registry}"
     assert ask(node, path=path, Range="bytes=0-6")[0] == 404
 
 
-def test_a_registry_that_does_not_answer_is_a_bad_gateway(node):
+def test_an_unreachable_registry_is_502(node):
     assert ask(node, 0, Reference.parse("127.0.0.1:9/a/b:1"))[0] == 502
 
 
@@ -202,14 +200,14 @@ def test_a_registry_that_does_not_answer_is_a_bad_gateway(node):
 
 
 def hold(node):
-    """Read the head of an answer only: its slot stays taken."""
+    """Read only the head of a response, so that its slot stays occupied."""
     return request(node, 1)
 
 
-def test_a_busy_node_redirects_to_one_that_got_the_range_from_it(tmp_path):
+def test_a_busy_node_redirects_to_a_peer_that_fetched_the_range(tmp_path):
     with running(tmp_path, 3, limits=ONE_UPLOAD) as (one, other, third):
         check(ask(one, asker=other.id))
-        check(ask(one))  # of an asker that is not known
+        check(ask(one))  # from an unknown node
         slow = hold(one)
         status, headers, _ = ask(one, asker=third.id)
         assert (status, headers["Aimage-Node"]) == (307, other.id)
@@ -226,7 +224,7 @@ def test_a_request_waits_for_a_slot(tmp_path):
         slow.connection.close()
 
 
-def test_a_request_that_waits_in_vain_is_answered_429(tmp_path, monkeypatch):
+def test_a_request_without_a_free_slot_is_429(tmp_path, monkeypatch):
     monkeypatch.setattr(range_routes, "TURN_TIMEOUT", 0.1)
     with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         slow = hold(node)
@@ -237,9 +235,7 @@ def test_a_request_that_waits_in_vain_is_answered_429(tmp_path, monkeypatch):
         check(ask(node))
 
 
-def test_a_range_that_is_still_coming_is_answered_429_with_retry_after(
-    node, pushed, proxy, monkeypatch
-):
+def test_a_range_being_fetched_is_429_with_retry_after(node, pushed, proxy, monkeypatch):
     monkeypatch.setattr(range_routes, "COMING_TIMEOUT", 0.1)
     proxy.hold = 1000
     status, headers, _ = ask(node, 0, pushed)
@@ -247,7 +243,7 @@ def test_a_range_that_is_still_coming_is_answered_429_with_retry_after(
     proxy.release()
 
 
-def test_a_client_that_takes_nothing_loses_its_slot(tmp_path, monkeypatch):
+def test_a_client_that_does_not_read_loses_its_slot(tmp_path, monkeypatch):
     monkeypatch.setattr(range_routes, "_STALL_TIMEOUT", 0.3)
     with running(tmp_path, limits=replace(LIMITS, uploads=2)) as (node,):
         slow = [hold(node), hold(node)]
@@ -256,7 +252,7 @@ def test_a_client_that_takes_nothing_loses_its_slot(tmp_path, monkeypatch):
             each.connection.close()
 
 
-def test_a_client_that_leaves_costs_no_slot(tmp_path):
+def test_a_disconnected_client_frees_its_slot(tmp_path):
     with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         for _ in range(3):
             slow = hold(node)
@@ -265,8 +261,8 @@ def test_a_client_that_leaves_costs_no_slot(tmp_path):
         check(ask(node))
 
 
-def test_work_for_clients_that_left_counts_until_it_ends(tmp_path, monkeypatch):
-    """The server cancels the request of a client that leaves; its thread goes on."""
+def test_work_for_disconnected_clients_counts_until_it_ends(tmp_path, monkeypatch):
+    """The server cancels the request of a disconnected client, but its thread continues."""
     with running(tmp_path) as (node,):
         routes, ended = node.sharing.ranges, threading.Event()
         work = [routes._aside(ended.wait) for _ in range(range_routes.MAX_REQUESTS)]
@@ -277,11 +273,11 @@ def test_work_for_clients_that_left_counts_until_it_ends(tmp_path, monkeypatch):
         assert all(task.done() for task in tasks)
 
 
-def test_a_range_of_a_running_pull_is_sent_while_it_runs(tmp_path, pushed, proxy):
+def test_ranges_of_a_running_pull_are_served(tmp_path, pushed, proxy):
     connection = ClientOptions(docker_config=tmp_path, told_jobs=1)  # one range after the other
     node = Node(tmp_path / "node", connection=connection).start()
     try:
-        node.addresses.append("127.0.0.1:9")  # there may be neighbours
+        node.addresses.append("127.0.0.1:9")  # so that ranges are shared
         proxy.hold = RANGE + 1
         with ThreadPoolExecutor(1) as pool:
             pulling = pool.submit(node.pull, pushed)
@@ -291,7 +287,7 @@ def test_a_range_of_a_running_pull_is_sent_while_it_runs(tmp_path, pushed, proxy
             proxy.release()
             pulling.result(60)
         check(first)
-        assert found == [200, 200, 404]  # the second is coming
+        assert found == [200, 200, 404]  # the second is being fetched
         assert proxy.sent() <= 1.05 * len(BLOB)
     finally:
         node.stop()

@@ -1,4 +1,4 @@
-"""The files of a node's desired state: what they mean, what is refused, when they changed."""
+"""Files of a node's desired state: parsing, refusals and change detection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOADERS = [yaml.SafeLoader, *filter(None, [getattr(yaml, "CSafeLoader", None)])]
 
 @pytest.fixture
 def loaders(monkeypatch):
-    """Each parser that PyYAML may have, in use while it is the current item."""
+    """Return an iterator over PyYAML's loaders that installs each of them."""
 
     def each():
         for loader in LOADERS:
@@ -46,7 +46,7 @@ def loaders(monkeypatch):
 
 
 def want(**said):
-    """The only want in a document."""
+    """Parse a document with one entry and return its spec."""
     (found,) = parse_specs([{"ref": "example.com/a:v1"} | said])
     return found
 
@@ -56,7 +56,7 @@ def names(directory):
 
 
 def refused(directory):
-    """The sentence with which a directory is refused."""
+    """Return the message with which a directory is refused."""
     with pytest.raises(FormatError) as caught:
         read_directory(directory)
     assert caught.value.message.isprintable()
@@ -68,10 +68,10 @@ def refused_text(tmp_path, text, name="a.yaml"):
     return refused(tmp_path).removeprefix(f"{tmp_path}/")
 
 
-# -- what an entry means
+# -- entries
 
 
-def test_all_keys_of_an_entry(tmp_path):
+def test_all_keys_of_an_entry_are_parsed(tmp_path):
     (tmp_path / "a.yml").write_text(
         f"""\
 # a comment
@@ -97,7 +97,7 @@ def test_all_keys_of_an_entry(tmp_path):
     assert (found.name, found.origin) == (f"example.com/team/a:v1@{DIGEST}", "a.yml")
 
 
-def test_defaults_of_a_spec():
+def test_a_spec_has_documented_defaults():
     found = want()
     assert (found.policy, found.priority, found.pin) == (IF_MISSING, 0, False)
     assert (found.components, found.refresh, found.origin) == ((), 300.0, "")
@@ -123,7 +123,7 @@ def test_policies_have_two_spellings():
         ({"ref": f"h.io/a@{DIGEST}"}, f"h.io/a@{DIGEST}"),
         ({"ref": f"h.io/a:v1@{DIGEST}", "digest": DIGEST}, f"h.io/a:v1@{DIGEST}"),
         ({"ref": "h.io/a:v1", "digest": DIGEST}, f"h.io/a:v1@{DIGEST}"),
-        # no tag was said, and none is made up beside a digest
+        # a digest without a tag gets no default tag
         ({"ref": "h.io/a", "digest": DIGEST}, f"h.io/a@{DIGEST}"),
     ],
 )
@@ -210,17 +210,17 @@ def test_a_document_is_a_list(document):
         parse_specs(document)
 
 
-def test_nothing_is_an_empty_list():
+def test_an_empty_document_is_an_empty_list():
     assert parse_specs(None) == parse_specs([]) == ()
 
 
-def test_schema_and_reader_agree_on_what_names_a_registry():
+def test_schema_and_parser_agree_on_references_with_a_registry():
     for ref in ("a:v1", "team/a", "localhost/a", "h/a", "h.io/a", "h:1/a", "[::1]/a", "[::1]:5/a"):
         is_valid = not list(schema.violations("desired", [{"ref": ref}]))
         assert is_valid == (Reference.parse(ref).registry is not None), ref
 
 
-# -- one model, twice
+# -- duplicates
 
 
 def test_equal_entries_are_one_spec(tmp_path):
@@ -323,7 +323,7 @@ def test_a_missing_directory_is_refused(tmp_path):
     ],
     ids=lambda text: repr(text)[:40],
 )
-def test_odd_yaml_is_refused_with_its_line(tmp_path, text, said, loaders):
+def test_invalid_yaml_is_refused_with_its_line(tmp_path, text, said, loaders):
     for _ in loaders:
         assert said in refused_text(tmp_path, text)
 
@@ -347,7 +347,7 @@ def test_an_alias_bomb_is_refused(tmp_path, loaders):
     ],
     ids=lambda text: repr(text)[:40],
 )
-def test_odd_json_is_refused_with_its_place(tmp_path, text, said):
+def test_invalid_json_is_refused_with_its_line(tmp_path, text, said):
     assert said in refused_text(tmp_path, text, "a.json")
 
 
@@ -367,17 +367,17 @@ def test_a_large_file_is_refused(tmp_path):
     assert "is larger than 1048576 bytes" in refused(tmp_path)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+def test_a_named_pipe_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "a.yaml")
     assert "a.yaml is not a regular file" in refused(tmp_path)
 
 
-def test_a_directory_called_like_a_file_is_refused(tmp_path):
+def test_a_directory_named_like_a_file_is_refused(tmp_path):
     (tmp_path / "a.yaml").mkdir()
     assert "a.yaml is not a regular file" in refused(tmp_path)
 
 
-def test_a_link_to_nothing_is_refused(tmp_path):
+def test_a_dangling_link_is_refused(tmp_path):
     (tmp_path / "a.yaml").symlink_to("gone/a.yaml")
     assert refused(tmp_path).endswith("a.yaml: its link has no target")
     (tmp_path / "a.yaml").unlink()
@@ -387,7 +387,7 @@ def test_a_link_to_nothing_is_refused(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 there")
 @pytest.mark.parametrize("name", [b"\xff.yaml", b"a\n\x1b[2Jb.yaml"])
-def test_a_file_with_an_odd_name_is_shown_without_it(tmp_path, name):
+def test_an_unprintable_file_name_is_escaped(tmp_path, name):
     path = tmp_path / os.fsdecode(name)
     path.write_text("- 5\n")
     assert ".yaml" in refused(tmp_path)
@@ -424,7 +424,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(PIECES, max_size=30).map("".join))
-def test_both_parsers_take_or_refuse_any_pieces_of_yaml(text):
+def test_both_yaml_loaders_read_or_refuse_any_input(text):
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(spec_document, "_LOADER", each)
@@ -437,7 +437,7 @@ def test_both_parsers_take_or_refuse_any_pieces_of_yaml(text):
 
 
 class Plain(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes everything out."""
+    """A dumper that writes no aliases."""
 
     def ignore_aliases(self, data):
         return True
@@ -458,7 +458,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(VALUES, st.booleans())
-def test_yaml_of_pyyaml_is_read_with_the_same_value(value, is_flow):
+def test_yaml_dumped_by_pyyaml_is_read_as_the_same_value(value, is_flow):
     text = yaml.dump(value, Dumper=Plain, default_flow_style=is_flow)
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
@@ -466,7 +466,7 @@ def test_yaml_of_pyyaml_is_read_with_the_same_value(value, is_flow):
             assert read_yaml(text, "a.yaml")[0] == value
 
 
-def test_json_lines_with_tabs():
+def test_json_lines_finds_lines_in_json_with_tabs():
     text = '[\n\t{\n\t\t"ref": "a",\n\t\t"pin": 1\n\t}\n]'
     assert json_lines(text)[0, "pin"] == 4
 
@@ -487,7 +487,7 @@ def test_plain_scalars_are_resolved_by_the_core_schema(text, value, loaders):
 
 
 def config_map(directory, version, **files):
-    """A ConfigMap as kubelet mounts it, and replaces it: links through ``..data``."""
+    """Write or replace a ConfigMap as kubelet does, with links through ``..data``."""
     (directory / version).mkdir(parents=True)
     for name, text in files.items():
         (directory / version / f"{name}.yaml").write_text(text)
@@ -520,7 +520,7 @@ def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path):
     assert not watcher.changed()
 
 
-def test_a_key_that_leaves_a_config_map_is_refused_until_its_link_is_gone(tmp_path):
+def test_a_removed_config_map_key_is_refused_until_its_link_is_removed(tmp_path):
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
     watcher = Watcher(tmp_path)
     watcher.changed()
@@ -547,7 +547,7 @@ def test_a_directory_replaced_during_the_read_is_read_again(tmp_path, monkeypatc
     assert names(tmp_path) == ["h.io/a:v2", "h.io/b:v2"]
 
 
-def test_a_file_that_vanishes_during_the_reading_is_not_missed(tmp_path, monkeypatch):
+def test_a_file_deleted_during_the_read_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
     (tmp_path / "b.yaml").write_text("- ref: h.io/b\n")
     read = spec_files._content
@@ -560,7 +560,7 @@ def test_a_file_that_vanishes_during_the_reading_is_not_missed(tmp_path, monkeyp
     assert names(tmp_path) == ["h.io/a:latest"]
 
 
-def test_files_that_never_rest_are_refused(tmp_path, monkeypatch):
+def test_files_that_change_constantly_are_refused(tmp_path, monkeypatch):
     read, count = spec_files._content, iter(range(1000))
 
     def content(path):
@@ -573,7 +573,7 @@ def test_files_that_never_rest_are_refused(tmp_path, monkeypatch):
     assert next(count) < 20
 
 
-def test_a_half_written_file_is_noticed_again_when_it_is_whole(tmp_path):
+def test_a_partly_written_file_is_noticed_again_when_complete(tmp_path):
     text = "- ref: h.io/a:v1\n  pin: true\n- ref: h.io/b:v1\n  pin: false\n"
     path, watcher = tmp_path / "a.yaml", Watcher(tmp_path)
     for end in range(len(text) + 1):
@@ -588,7 +588,7 @@ def test_a_half_written_file_is_noticed_again_when_it_is_whole(tmp_path):
     assert not watcher.changed()
 
 
-def test_a_file_that_is_replaced_whole_is_noticed_at_the_same_size_and_time(tmp_path):
+def test_a_replaced_file_of_the_same_size_and_time_is_noticed(tmp_path):
     path, beside = tmp_path / "a.yaml", tmp_path / ".a.yaml.new"
     path.write_text("- ref: h.io/a:v1\n")
     os.utime(path, (1, 1))
@@ -596,7 +596,7 @@ def test_a_file_that_is_replaced_whole_is_noticed_at_the_same_size_and_time(tmp_
     watcher.changed()
     beside.write_text("- ref: h.io/a:v2\n")
     os.utime(beside, (1, 1))
-    assert not watcher.changed()  # what is beside it does not count
+    assert not watcher.changed()  # hidden files are ignored
     beside.replace(path)
     assert watcher.changed()
     assert names(tmp_path) == ["h.io/a:v2"]
@@ -616,10 +616,10 @@ def test_new_removed_and_renamed_files_are_noticed(tmp_path):
     assert not watcher.changed()
 
 
-def test_a_directory_that_goes_and_comes_back_is_noticed(tmp_path):
+def test_a_created_and_removed_directory_is_noticed(tmp_path):
     directory = tmp_path / "desired.d"
     watcher = Watcher(directory)
-    assert watcher.changed()  # the first call, of what is not there
+    assert watcher.changed()  # the first call, for a missing directory
     assert not watcher.changed()
     directory.mkdir()
     assert watcher.changed()
@@ -640,7 +640,7 @@ def test_the_examples_are_valid_and_show_every_key():
     assert keys == set(schema.load("desired")["$defs"]["want"]["properties"])
 
 
-def test_the_example_is_read():
+def test_the_examples_are_parsed():
     found = read_directory(EXAMPLES).specs
     assert [(each.policy, each.pin, bool(each.digest)) for each in found] == [
         (IF_MISSING, True, False),

@@ -1,4 +1,4 @@
-"""The records of the desired state that outlive a node's process."""
+"""Persistent records of a node's desired state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_empty_store_has_no_records_and_stays_empty(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_names_are_remembered_until_they_are_forgotten(tmp_path):
+def test_remembered_names_persist_until_forgotten(tmp_path):
     records = SpecStore(tmp_path)
     records.remember("h.io/a:v1")
     records.remember(f"h.io/b@{DIGEST}")

@@ -1,4 +1,4 @@
-"""Several nodes pull from one registry: what the registry sends, and what a death changes."""
+"""Several nodes pull from one registry: registry traffic, and failures of nodes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def proxy(registry):
 
 
 def model(tmp_path, repository, proxy, *sizes):
-    """Push a model; its name by way of the proxy, and how many bytes its blobs have."""
+    """Push a model; return its name behind the proxy and the size of its layers."""
     layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
     pushed = push_model(tmp_path, repository, *layers)
     return Reference(proxy.host, pushed.repository, pushed.tag), sum(sizes)
 
 
-def test_four_nodes_have_the_registry_send_a_model_once(tmp_path, repository, proxy):
+def test_four_nodes_fetch_a_model_from_the_registry_once(tmp_path, repository, proxy):
     reference, size = model(tmp_path, repository, proxy, 70 * MIB + 5, 33 * MIB, 3 * MIB, 1000, 7)
     with fleet(tmp_path, 4) as nodes:
         done = all_at_once([partial(node.pull, reference) for node in nodes])
@@ -51,7 +51,7 @@ def test_four_nodes_have_the_registry_send_a_model_once(tmp_path, repository, pr
     assert came >= 2.9 * size
 
 
-def test_nodes_that_come_one_after_the_other_have_it_sent_once(tmp_path, repository, proxy):
+def test_successive_pulls_fetch_a_model_from_the_registry_once(tmp_path, repository, proxy):
     reference, size = model(tmp_path, repository, proxy, 40 * MIB, 20 * MIB, 100)
     with fleet(tmp_path, 3) as nodes:
         for node in nodes:
@@ -59,7 +59,7 @@ def test_nodes_that_come_one_after_the_other_have_it_sent_once(tmp_path, reposit
     assert size <= proxy.sent() <= 1.05 * size
 
 
-def test_nodes_that_want_a_model_one_after_the_other_have_it_sent_once(tmp_path, repository, proxy):
+def test_staggered_pulls_fetch_a_model_from_the_registry_once(tmp_path, repository, proxy):
     proxy.pace = 20 * MIB
     sizes = [40 * MIB] * 3 + [3 * MIB] * 4
     layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
@@ -68,7 +68,7 @@ def test_nodes_that_want_a_model_one_after_the_other_have_it_sent_once(tmp_path,
     size = sum(sizes)
     with fleet(tmp_path, STAGGERED) as nodes:
         for node in nodes:
-            node.has_repository = False  # it wants the model later
+            node.has_repository = False  # it pulls the model later
         hears = [threading.Event() for _ in nodes]
 
         def play(number):
@@ -86,7 +86,7 @@ def test_nodes_that_want_a_model_one_after_the_other_have_it_sent_once(tmp_path,
     assert size <= proxy.sent() <= 1.05 * size
 
 
-def test_a_node_that_joins_later_has_nothing_from_the_registry(tmp_path, repository, proxy):
+def test_a_later_node_fetches_nothing_from_the_registry(tmp_path, repository, proxy):
     reference, size = model(tmp_path, repository, proxy, 70 * MIB, 20 * MIB, 100)
     with fleet(tmp_path / "old", 1) as old, fleet(tmp_path / "new", 1) as new:
         old[0].pull(reference)
@@ -97,7 +97,7 @@ def test_a_node_that_joins_later_has_nothing_from_the_registry(tmp_path, reposit
         assert came["neighbour"] >= size
 
 
-def test_an_owner_that_dies_in_the_middle_costs_only_time(tmp_path, repository, proxy):
+def test_an_owner_that_dies_during_a_pull_does_not_affect_the_result(tmp_path, repository, proxy):
     reference, _ = model(tmp_path, repository, proxy, 90 * MIB, 40 * MIB)
     with fleet(tmp_path, 3) as nodes:
         proxy.hold = 30 * MIB
@@ -117,8 +117,8 @@ def test_an_owner_that_dies_in_the_middle_costs_only_time(tmp_path, repository, 
         assert not list((node.layout.root / ".aimage/ingest").glob("*"))
 
 
-def test_a_mirror_that_is_wrong_spoils_no_pull(tmp_path, repository, proxy):
-    """Owners send on what it sent: each node finds out for itself."""
+def test_pulls_with_a_corrupt_mirror_are_correct(tmp_path, repository, proxy):
+    """Owners forward corrupt ranges, so each node must verify them itself."""
     reference, size = model(tmp_path, repository, proxy, 70 * MIB)
     wrong = bytearray(noise(size, f"{tmp_path} 0"))
     for start in range(0, size, 16 * MIB):
@@ -158,7 +158,7 @@ def test_without_neighbours_a_pull_goes_to_the_registry(tmp_path, repository, pr
     assert not came
 
 
-def test_no_credential_of_a_registry_is_in_what_a_neighbour_sees(tmp_path, private_registry):
+def test_registry_credentials_are_not_sent_to_neighbours(tmp_path, private_registry):
     secret = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
     auths = {"auths": {private_registry.host: {"auth": secret}}}
     (tmp_path / "config.json").write_text(json.dumps(auths))

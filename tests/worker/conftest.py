@@ -1,4 +1,4 @@
-"""Workers for the tests of this directory: in this process, and as processes."""
+"""Fixtures that start workers, in this process or in child processes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Worker:
-    """``aimage serve`` in a child process, on a free port, and the store that it serves.
+    """Run ``aimage serve`` in a child process, on a free port.
 
-    ``lines`` are its lines on standard error so far.
+    ``lines`` holds the lines written to standard error so far.
     """
 
     url: str
@@ -46,7 +46,7 @@ class Worker:
     _reader: threading.Thread | None = None
 
     def start(self, *arguments: object, **environment: str) -> Worker:
-        """Start another worker on the same store; it is stopped together with this one."""
+        """Start another worker on the same store. ``end`` ends both."""
         other = begin(self.aimage, *arguments, **environment)
         self._others.append(other)
         return other
@@ -56,11 +56,11 @@ class Worker:
         return self.url.removeprefix("http://")
 
     def get(self, path: str, **headers: str) -> Any:
-        """Return the JSON at a path."""
+        """Return the JSON document at a path."""
         return get(self.url + path, headers)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Stop it; return its exit code and all of its standard error."""
+        """Send a signal, and return the exit code and all of standard error."""
         self.process.send_signal(number)
         return self.wait()
 
@@ -71,7 +71,7 @@ class Worker:
         return code, "".join(self.lines)
 
     def end(self) -> None:
-        """Stop it and those that it started, and close everything."""
+        """End this worker and those started from it, and close the pipes."""
         for other in self._others:
             other.end()
         if self.process.poll() is None:
@@ -87,8 +87,9 @@ class Worker:
 
 
 def begin(here: Aimage, *arguments: object, verb: str = "serve", **environment: str) -> Worker:
-    """Start a worker or a node; it listens on a free port of 127.0.0.1 unless ``arguments`` have
-    an address."""
+    """Start a worker or a node.
+
+    It listens on a free port of 127.0.0.1 unless ``arguments`` name an address."""
     said = [str(each) for each in arguments]
     if not {"--addr", "--socket"} & set(said) and "AIMAGE_SERVE_ADDR" not in environment:
         said = ["--addr", "127.0.0.1:0", *said]
@@ -98,7 +99,7 @@ def begin(here: Aimage, *arguments: object, verb: str = "serve", **environment: 
     worker = Worker("", here.store, here, process)
     worker._reader = threading.Thread(target=_read, args=(process, worker.lines), daemon=True)
     worker._reader.start()
-    line = process.stdout.readline()  # ends with the process, if it fails
+    line = process.stdout.readline()  # empty if the process fails to start
     if not line:
         code, errors = worker.wait()
         worker.end()
@@ -122,7 +123,7 @@ def get(url: str, headers: Mapping[str, str]) -> Any:
 
 
 def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
-    """Return the status, the headers and the body of a response, including errors."""
+    """Return the status, headers and body of a response, errors included."""
     try:
         with urllib.request.urlopen(asked, timeout=100) as answer:
             return answer.status, answer.headers, answer.read()
@@ -132,7 +133,7 @@ def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
 
 
 class LocalWorker:
-    """A worker in this process, on a free port; its event loop runs in a separate thread.
+    """Run a worker in this process, on a free port; its event loop has its own thread.
 
     ``launch`` starts ``aimage serve`` as a process, on the same store.
     """
@@ -161,27 +162,27 @@ class LocalWorker:
         return self.url.removeprefix("http://")
 
     def get(self, path: str, **headers: str) -> Any:
-        """Return the JSON at a path."""
+        """Return the JSON document at a path."""
         return get(self.url + path, headers)
 
     def start(self, *arguments: object) -> LocalWorker:
-        """Start another worker on the same store; it is stopped together with this one."""
+        """Start another worker on the same store. ``end`` ends both."""
         other = LocalWorker(self.aimage, *arguments)
         self._others.append(other)
         return other
 
     def launch(self, *arguments: object, **environment: str) -> Worker:
-        """Start another worker on the same store as a process; it is stopped with this one."""
+        """Start a worker process on the same store. ``end`` ends both."""
         other = begin(self.aimage, *arguments, **environment)
         self._others.append(other)
         return other
 
     def drain(self) -> None:
-        """Start a shutdown, and return immediately."""
+        """Begin a graceful shutdown without waiting for its end."""
         self._loop.call_soon_threadsafe(self._over.set)
 
     def end(self) -> None:
-        """Stop it and those that it started."""
+        """End this worker and those started from it."""
         for other in self._others:
             other.end()
         if self._thread.is_alive():
@@ -219,7 +220,7 @@ class LocalWorker:
 
 
 def _settings(arguments: tuple[object, ...]) -> Settings:
-    """Return the settings for options of ``aimage serve``."""
+    """Parse command line options of ``aimage serve`` into settings."""
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
 
@@ -231,7 +232,7 @@ def _settings(arguments: tuple[object, ...]) -> Settings:
 
 @pytest.fixture(scope="session")
 def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with the embedded model as ``tiny``; to be copied, not written to."""
+    """Return a store that holds the embedded model as ``tiny``. Copy it before writing."""
     home = tmp_path_factory.mktemp("stocked")
     Aimage(home, home / "store")("create", "-q", "tiny", TINY)
     return home / "store"
@@ -239,7 +240,7 @@ def stocked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
-    """Run a worker with its own store, shared by the tests of a module."""
+    """Return a worker with its own store, shared by the tests of a module."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     home = tmp_path_factory.mktemp("worker")
     shutil.copytree(stocked, home / "store")
@@ -250,7 +251,7 @@ def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Iterator[LocalWorker]:
-    """Run a worker with an empty store."""
+    """Return a worker with an empty store."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     found = LocalWorker(Aimage(tmp_path, tmp_path / "store"))
     yield found

@@ -1,9 +1,9 @@
-"""A process that runs litellm: ``python litellm_client.py``, with a Python that has litellm.
+"""Run litellm in a separate process: ``python litellm_client.py``, with litellm installed.
 
-litellm requires another release of OpenAI's SDK than the other tests, so it is installed in a
-separate virtual environment and used through two pipes. Each line of standard input is a call of
-``litellm.image_generation`` or ``litellm.aimage_generation``, each line of standard output its
-result.
+litellm requires another release of OpenAI's SDK than the rest of the suite, so it is installed in
+a separate virtual environment and driven through two pipes. Each line of standard input is a call
+of ``litellm.image_generation`` or ``litellm.aimage_generation``; each line of standard output is
+its result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import litellm
 
 
 def answer(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a call, or its error: the classes by name, and the SDK's fields."""
+    """Return the result of a call, or the class names, status and message of its exception."""
     try:
         made = getattr(litellm, function)(**arguments)
         if asyncio.iscoroutine(made):
@@ -33,7 +33,7 @@ def answer(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run calls until standard input ends. litellm's own output goes to standard error."""
+    """Serve calls until standard input ends. Output of litellm itself goes to standard error."""
     target = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

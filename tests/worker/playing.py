@@ -1,4 +1,4 @@
-"""An engine with real model processes, and clients that record its events."""
+"""Helpers that run an engine with real model processes and record the events of its clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = Reference.parse("tiny")
 
 
 def stocked(root: Path) -> LayeredStore:
-    """Return a store with two models: ``tiny``, and ``other`` with another digest."""
+    """Return a store with two models of different digests, ``tiny`` and ``other``."""
     store = LayeredStore([root])
     create(store, NAME, TINY)
     create(store, Reference.parse("other"), TINY, provenance=Provenance(source="elsewhere"))
@@ -34,7 +34,7 @@ def stocked(root: Path) -> LayeredStore:
 
 
 def job(name="tiny", steps=2, seed=1, **options):
-    """Return the arguments of ``Engine.generate``."""
+    """Return arguments for ``Engine.generate``."""
     more = options.pop("parameters", {}) | {"steps": steps, "seed": seed}
     make = lambda aimage: GenerateRequest.for_model(aimage, "a dog", **more)  # noqa: E731
     return {"reference": Reference.parse(name), "make": make} | options
@@ -46,7 +46,7 @@ async def served(engine, one):
 
 
 def played(store, play, *, free=None, **limits):
-    """Run ``play(engine)`` on a new engine, and close it."""
+    """Run ``play(engine)`` on a new engine, then close the engine."""
 
     async def run():
         metrics = Metrics()
@@ -64,7 +64,7 @@ def played(store, play, *, free=None, **limits):
 
 
 class FakeRunner:
-    """A model without a process. It makes no step while its ``is_running`` event is cleared."""
+    """Simulate a model without a process. It pauses while ``is_running`` is cleared."""
 
     pid, size, device, dtype = 0, 1000, "none", "float32"
 
@@ -83,7 +83,7 @@ class FakeRunner:
     def is_alive(self) -> bool:
         return not self.ended.done()
 
-    is_free = is_alive  # nothing runs on after a cancel
+    is_free = is_alive  # no work continues after a cancel
 
     async def generate(
         self,
@@ -105,7 +105,7 @@ class FakeRunner:
 
 
 class Client:
-    """A client that records events; ``result()`` returns them, or raises the error."""
+    """Send a request and record its events; ``result()`` returns them or raises the error."""
 
     def __init__(self, engine: Engine, one: dict[str, Any], *, loads: bool = False) -> None:
         self.heard: list[Event] = []
@@ -120,11 +120,11 @@ class Client:
         return self.heard
 
     async def hears(self, kind: type) -> None:
-        """Wait until an event of that kind has been received."""
+        """Wait until an event of that type has been received."""
         await until(lambda: any(isinstance(event, kind) for event in self.heard))
 
     async def leave(self) -> None:
-        """Disconnect, and wait until the engine has noticed."""
+        """Cancel the request, and wait until the cancellation is processed."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
@@ -133,13 +133,13 @@ class Client:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition is true; the limit is that of ``played``."""
+    """Poll until the condition holds. ``played`` sets the timeout."""
     while not condition():
         await asyncio.sleep(0.005)
 
 
 def children() -> set[int]:
-    """Return the child processes of this process that are still running."""
+    """Return the ids of the running child processes."""
     found = set()
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Who may ask what: every route is walked, with every kind of caller."""
+"""Access control: every route is requested with every kind of credentials."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from clowder_aimage.registry import ClientOptions
 ADMIN_TOKEN, INFER_TOKEN = "a" * 16, "i" * 16
 TOKENS = {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER}
 NOT_THERE = [("GET", "/nothing"), ("POST", "/../etc/passwd"), ("PUT", "/metrics")]
-# What may be asked without a right to change anything, although it is no GET
+# POST routes that change nothing and so do not need the admin scope
 HARMLESS = {("POST", "/v1/images/generations"), ("POST", "/api/generate"), ("POST", "/api/show")}
 
 
@@ -40,7 +40,7 @@ def service(tmp_path):
 
 
 def asked(service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), **headers):
-    """The answers of every route, or of ``paths``: method, path, status, headers, text."""
+    """Request every route, or ``paths``; return method, path, status, headers and text of each."""
     app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts)
     table = {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.resource.canonical))
@@ -74,12 +74,12 @@ def test_every_route_has_a_scope(service):
         Route("GET", "/x", routes[0].handler, "anyone")
 
 
-def test_what_changes_something_is_for_admins(service):
+def test_routes_that_change_state_need_the_admin_scope(service):
     for route in WorkerRole(service).routes():
         if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
             assert route.scope == ADMIN, route.path
     known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json"}
-    signed = {"/v1/files/pictures/{name}"}  # its address is the secret
+    signed = {"/v1/files/pictures/{name}"}  # the signed URL is the credential
     assert {
         route.path for route in WorkerRole(service).routes() if route.scope == OPEN
     } <= known | signed
@@ -88,7 +88,7 @@ def test_what_changes_something_is_for_admins(service):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:11434", "127.0.0.1.evil.example", "169.254.169.254", "["]
 )
-def test_another_host_is_refused(service, host):
+def test_unknown_host_headers_are_refused(service, host):
     ((_, _, status, _, text),) = asked(service, [("GET", "/healthz")], Host=host)
     assert status == 403 and "this host is not served here" in text
 
@@ -96,20 +96,20 @@ def test_another_host_is_refused(service, host):
 @pytest.mark.parametrize(
     "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://["]
 )
-def test_another_origin_is_refused(service, origin):
+def test_foreign_origin_headers_are_refused(service, origin):
     ((_, _, status, headers, _),) = asked(service, [("GET", "/healthz")], Origin=origin)
     assert status == 403
     assert not any(name.lower().startswith("access-control") for name in headers)
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_what_another_site_has_a_browser_send_changes_nothing(service, site):
+def test_state_changing_requests_from_other_sites_are_refused(service, site):
     for method, path, status, _, _ in asked(service, Sec_Fetch_Site=site):
         if method not in ("GET", "HEAD"):
             assert status == 403, (method, path)
 
 
-def test_no_answer_opens_the_worker_to_other_origins(service):
+def test_responses_have_no_cors_headers(service):
     paths = [("OPTIONS", "/v1/images/generations"), ("GET", "/metrics"), ("GET", "/nothing")]
     for _, path, _, headers, _ in asked(service, paths, Access_Control_Request_Method="POST"):
         assert not any(name.lower().startswith("access-control") for name in headers), path
@@ -119,7 +119,7 @@ def test_no_answer_opens_the_worker_to_other_origins(service):
 
 
 @pytest.mark.parametrize("shown", ["Bearer", "Bearer wrong", "Bearer \u00e9", "Basic !", "x y z"])
-def test_another_authorization_is_refused(service, shown):
+def test_invalid_authorization_headers_are_refused(service, shown):
     paths = [("GET", "/metrics")]
     ((_, _, status, headers, _),) = asked(service, paths, tokens=TOKENS, Authorization=shown)
     assert status == 401
@@ -134,7 +134,7 @@ def admins(service):
     }
 
 
-def test_an_infer_token_changes_nothing(service):
+def test_an_infer_token_is_refused_on_admin_routes(service):
     headers = {"Authorization": f"Bearer {INFER_TOKEN}"}
     refused = set()
     for method, path, status, _, _ in asked(service, tokens=TOKENS, **headers):
@@ -144,19 +144,19 @@ def test_an_infer_token_changes_nothing(service):
     assert refused == admins(service)
 
 
-def test_an_admin_token_is_a_bearer_or_a_password(service):
+def test_an_admin_token_is_accepted_as_bearer_or_basic_password(service):
     basic = "Basic " + __import__("base64").b64encode(f"me:{ADMIN_TOKEN}".encode()).decode()
     for shown in (f"Bearer {ADMIN_TOKEN}", f"bearer {ADMIN_TOKEN}", basic):
         answers = asked(service, [("GET", "/metrics")], tokens=TOKENS, Authorization=shown)
         assert [answer[2] for answer in answers] == [200]
 
 
-def test_any_key_will_do_where_no_token_is_wanted(service):
+def test_any_key_is_accepted_without_configured_tokens(service):
     answers = asked(service, [("GET", "/metrics")], Authorization="Bearer sk-whatever")
     assert answers[0][2] == 200
 
 
-def test_a_host_of_the_caller_is_allowed_where_it_was_said(service):
+def test_a_configured_host_header_is_accepted(service):
     answers = asked(
         service,
         [("GET", "/healthz")],
@@ -169,7 +169,7 @@ def test_a_host_of_the_caller_is_allowed_where_it_was_said(service):
 # -- tokens
 
 
-def test_a_file_of_tokens(tmp_path):
+def test_a_token_file_is_parsed(tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \n{'b' * 16}\n")
     assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: ADMIN}
@@ -183,7 +183,7 @@ def test_a_file_of_tokens(tmp_path):
         f"admin {'x' * 16}\ninfer {'x' * 16}\n",
     ],
 )
-def test_a_file_that_holds_no_tokens_is_refused(tmp_path, text):
+def test_an_invalid_token_file_is_refused(tmp_path, text):
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(UsageError, match=re.escape(str(path))):
@@ -193,7 +193,7 @@ def test_a_file_that_holds_no_tokens_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "worker.example:80"])
-def test_an_address_that_others_reach_needs_a_token(address):
+def test_a_non_loopback_address_requires_a_token(address):
     with pytest.raises(UsageError, match="can be reached from other machines") as caught:
         check_access(Endpoint.parse_listen(address), has_tokens=False)
     assert caught.value.remedy == "listen_without_tokens"
@@ -201,14 +201,14 @@ def test_an_address_that_others_reach_needs_a_token(address):
 
 
 @pytest.mark.parametrize("address", ["localhost:11434", "[::1]:1"])
-def test_a_loopback_address_does_not(address):
+def test_a_loopback_address_requires_no_token(address):
     check_access(Endpoint.parse_listen(address), has_tokens=False)
 
 
 # -- the unix socket
 
 
-def test_a_socket_is_its_groups_alone(tmp_path):
+def test_a_unix_socket_is_accessible_to_its_group_only(tmp_path):
     path = tmp_path / "run" / "aimage.sock"
     with listen_unix(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -221,7 +221,7 @@ def current_umask():
     return mask
 
 
-def test_a_socket_that_a_killed_worker_left_is_replaced(tmp_path):
+def test_a_stale_unix_socket_is_replaced(tmp_path):
     path = tmp_path / "s"
     listen_unix(path).close()
     assert path.exists()
@@ -229,7 +229,7 @@ def test_a_socket_that_a_killed_worker_left_is_replaced(tmp_path):
         listen_unix(path)
 
 
-def test_a_socket_takes_no_files_place(tmp_path):
+def test_a_unix_socket_does_not_replace_a_file(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for name in ("file", "link"):
@@ -238,7 +238,7 @@ def test_a_socket_takes_no_files_place(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_directory_that_anybody_may_write_to_is_no_place(tmp_path):
+def test_a_unix_socket_in_a_world_writable_directory_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o1777)
     with pytest.raises(UsageError, match="anybody may write"):
@@ -251,7 +251,7 @@ def test_a_directory_that_anybody_may_write_to_is_no_place(tmp_path):
 
 
 def over(path, text):
-    """What is answered to raw bytes on a unix socket."""
+    """Send raw bytes to a unix socket and return the status line."""
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(20)
         line.connect(str(path))
@@ -259,7 +259,7 @@ def over(path, text):
         return line.makefile("rb").readline()
 
 
-def test_a_unix_socket_is_served_and_guarded_alike(worker, tmp_path_factory):
+def test_a_unix_socket_checks_the_host_header(worker, tmp_path_factory):
     path = tmp_path_factory.mktemp("s") / "run" / "s"
     other = worker.start("--socket", path)
     assert other.urls == [f"unix://{path}"]
@@ -270,7 +270,7 @@ def test_a_unix_socket_is_served_and_guarded_alike(worker, tmp_path_factory):
     assert not path.exists()
 
 
-def test_others_are_served_by_token_alone(worker, tmp_path):
+def test_a_non_loopback_address_is_served_with_a_token_only(worker, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin {ADMIN_TOKEN}\ninfer {INFER_TOKEN}\n")
     done = worker.aimage("serve", "--addr", "0.0.0.0:0", code=2)
@@ -289,7 +289,7 @@ def test_others_are_served_by_token_alone(worker, tmp_path):
 
 
 def raw(worker, text):
-    """The first line that is answered to raw bytes on TCP."""
+    """Send raw bytes over TCP and return the status line."""
     host, port = worker.host.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
         line.sendall(text)
@@ -315,7 +315,7 @@ def request(method, path, *headers, body=b""):
     ],
     ids="line header hosts lengths length smuggled version tls".split(),
 )
-def test_what_is_no_http_or_too_long_is_refused(worker, text):
+def test_malformed_or_oversized_requests_are_refused(worker, text):
     assert raw(worker, text).split()[1:2] == [b"400"]
     assert worker.get("/healthz") == {"status": "ok"}
 
@@ -325,7 +325,7 @@ def test_a_large_body_is_refused_before_it_is_sent(worker):
     assert b" 413 " in raw(worker, head)
 
 
-def test_a_body_without_end_is_refused(worker):
+def test_an_endless_body_is_refused(worker):
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     host, port = worker.host.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
@@ -336,7 +336,7 @@ def test_a_body_without_end_is_refused(worker):
     assert worker.get("/healthz") == {"status": "ok"}
 
 
-def test_a_packed_body_is_not_unpacked_without_end(worker):
+def test_a_compressed_body_is_not_decompressed_without_limit(worker):
     import gzip
 
     body = gzip.compress(b"0" * (64 << 20))

@@ -1,4 +1,4 @@
-"""What every request passes: bodies that are read, errors that become answers."""
+"""The HTTP application: request bodies, error responses, timeouts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SECRET = "a lighthouse that nobody may know of"
 
 
 class Routes(WorkerRole):
-    """A worker with other routes."""
+    """A worker role with custom routes."""
 
     def __init__(self, service, *routes):
         super().__init__(service)
@@ -51,7 +51,7 @@ class Routes(WorkerRole):
 
 
 def talked(role, talk):
-    """What ``talk(client)`` returns, with a client of the role's application."""
+    """Return the result of ``talk(client)`` for a client of the role's application."""
 
     async def run():
         async with asyncio.timeout(60), TestClient(TestServer(app.build_app(role))) as client:
@@ -62,7 +62,7 @@ def talked(role, talk):
 
 @pytest.fixture
 def failing(tmp_path):
-    """What a client hears of a route that raises an error: status, headers, body."""
+    """Return a function that requests a failing route and returns status, headers and body."""
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
     def fail(error, path="/v1/x", **options):
@@ -98,7 +98,7 @@ def failing(tmp_path):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_every_error_has_a_status_and_a_shape(failing, capsys, error, status, code):
+def test_each_error_maps_to_a_status_and_an_error_object(failing, capsys, error, status, code):
     found, headers, body = failing(error)
     assert found == status
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -108,13 +108,13 @@ def test_every_error_has_a_status_and_a_shape(failing, capsys, error, status, co
     assert SECRET not in json.dumps(body) + said.out + said.err
 
 
-def test_ollamas_clients_read_errors_in_their_shape(failing):
+def test_errors_of_ollama_routes_have_ollamas_format(failing):
     found, headers, body = failing(BusyError(9, 30), "/api/x")
     assert (found, headers["Retry-After"]) == (503, "30")
     assert body == {"error": "9 requests wait already", "code": "overloaded"}
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(failing, monkeypatch):
+def test_a_stalled_body_times_out_with_408(failing, monkeypatch):
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.05)
 
     async def never():
@@ -124,7 +124,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(failing, monkeypatch):
     assert failing(ValueError(), data=never())[0] == 408
 
 
-def test_a_route_says_how_large_its_body_may_be(failing):
+def test_the_body_limit_of_a_route_is_enforced(failing):
     async def chunks():
         yield b"x" * 600
         yield b"x" * 401
@@ -134,7 +134,7 @@ def test_a_route_says_how_large_its_body_may_be(failing):
     assert failing(ValueError(), data=b"x" * 1000)[0] == 500
 
 
-def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path):
+def test_a_handler_that_fails_midway_truncates_the_response(tmp_path):
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
     async def handler(request):
@@ -153,12 +153,12 @@ def test_an_answer_that_breaks_off_is_no_whole_answer(tmp_path):
     assert 'route="/x"' in text
 
 
-def test_paths_of_this_machine_are_for_the_log():
+def test_error_messages_contain_no_local_paths():
     said = api_error(StoreError("cannot write /srv/secret/blobs"))
     assert (said.status, said.message) == (500, "the store cannot be used")
 
 
-def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
+def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path):
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
     service.engine.is_draining = True
 
@@ -171,7 +171,7 @@ def test_at_the_end_nothing_new_begins_and_looking_is_allowed(tmp_path):
     assert (status, after, seen, headers["Connection"]) == (503, "5", 200, "close")
 
 
-def test_a_head_that_does_not_come_is_given_up(monkeypatch):
+def test_a_stalled_request_head_closes_the_connection(monkeypatch):
     monkeypatch.setattr(server, "IDLE", 0.05)
     monkeypatch.setattr(server, "INTERVAL", 0.01)
     places = listen("127.0.0.1:0", has_tokens=False)
@@ -189,7 +189,7 @@ def test_a_head_that_does_not_come_is_given_up(monkeypatch):
     places.close()
 
 
-def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
+def test_a_client_that_stops_reading_is_disconnected(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "WRITE", 0.05)
     monkeypatch.setattr(server, "INTERVAL", 0.01)
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
@@ -217,7 +217,7 @@ def test_a_client_that_stops_reading_holds_no_model_up(tmp_path, monkeypatch):
 
 
 class Slow:
-    """A connection of which so many bytes wait."""
+    """A connection with ``waiting`` bytes in its write buffer."""
 
     def __init__(self):
         self.transport, self.waiting, self.is_aborted = self, 0, False
@@ -229,7 +229,7 @@ class Slow:
         self.is_aborted = True
 
 
-def test_a_slow_client_is_not_one_that_has_stopped():
+def test_a_slow_client_is_not_disconnected():
     now = [0.0]
     watch, slow, stopped = server.WriteTimeout(lambda: now[0]), Slow(), Slow()
     for size in range(100, 90, -1):

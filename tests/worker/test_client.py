@@ -1,4 +1,4 @@
-"""The client of a worker, against workers that do as they are told."""
+"""The worker client, against scripted workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
         ("unix:///run/a b%41?c/worker.sock", "unix:///run/a b%41?c/worker.sock"),
     ],
 )
-def test_an_address_says_where(text, where):
+def test_an_endpoint_is_parsed_from_an_address(text, where):
     assert str(Endpoint.parse(text)) == where
 
 
@@ -52,7 +52,7 @@ def test_an_address_says_where(text, where):
         "bücher",
     ],
 )
-def test_what_is_no_address_is_refused(text):
+def test_an_invalid_address_is_refused(text):
     with pytest.raises(errors.UsageError, match="not an address"):
         Endpoint.parse(text)
 
@@ -64,7 +64,7 @@ def test_credentials_in_an_address_are_refused_and_not_repeated():
     assert "secret" not in f"{caught.value} {caught.value.hint}"
 
 
-def test_json_over_tcp_with_a_token():
+def test_a_json_request_over_tcp_carries_the_token():
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         client = WorkerClient(worker.host, "open-sesame")
         assert client.ask("DELETE", "/api/delete", {"model": "ö"}) == {"models": []}
@@ -74,13 +74,13 @@ def test_json_over_tcp_with_a_token():
     assert asked.headers["Host"] == worker.host
 
 
-def test_no_token_no_header():
+def test_no_authorization_header_is_sent_without_a_token():
     with ScriptedWorker(lambda _: says({})).running() as worker:
         WorkerClient(worker.host).ask("GET", "/")
     assert "Authorization" not in worker.asked[0].headers
 
 
-def test_json_over_a_unix_socket(tmp_path):
+def test_a_json_request_is_sent_over_a_unix_socket(tmp_path):
     with ScriptedWorker(lambda _: says([1]), tmp_path / "w.sock").running() as worker:
         assert WorkerClient(worker.host).ask("GET", "/") == [1]
     assert worker.asked[0].headers["Host"] == "localhost"
@@ -92,7 +92,7 @@ def test_a_token_that_no_header_can_hold_is_refused(token):
         WorkerClient("box", token)
 
 
-def test_nothing_listens(tmp_path):
+def test_a_refused_connection_is_a_network_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     for host in (f"127.0.0.1:{port}", f"unix://{tmp_path}/none.sock", f"unix:///{'x' * 200}"):
@@ -101,7 +101,7 @@ def test_nothing_listens(tmp_path):
         assert caught.value.remedy == "no_worker"
 
 
-def test_an_empty_answer_is_nothing():
+def test_an_empty_response_is_none():
     with ScriptedWorker(lambda _: Says()).running() as worker:
         assert WorkerClient(worker.host).ask("DELETE", "/api/delete") is None
 
@@ -127,7 +127,7 @@ def openai(status: int, code: str | None = None, kind: str = "server_error") -> 
         (507, {"error": "no: 507"}, errors.NoSpaceError),
     ],
 )
-def test_a_refusal_is_an_error_of_ours(status, body, kind):
+def test_error_responses_raise_the_matching_error(status, body, kind):
     with (
         ScriptedWorker(lambda _: says(body, status)).running() as worker,
         pytest.raises(errors.AImageError) as caught,
@@ -137,7 +137,7 @@ def test_a_refusal_is_an_error_of_ours(status, body, kind):
     assert caught.value.message == f"no: {status}"
 
 
-def test_a_refusal_for_want_of_a_token_says_where_it_goes():
+def test_a_401_response_hints_at_the_token_variable():
     with (
         ScriptedWorker(lambda _: says({"error": "who?"}, 401)).running() as worker,
         pytest.raises(errors.UnauthorizedError) as caught,
@@ -146,7 +146,7 @@ def test_a_refusal_for_want_of_a_token_says_where_it_goes():
     assert "AIMAGE_TOKEN" in str(caught.value.hint)
 
 
-def test_a_busy_worker_says_when_to_come_back():
+def test_a_503_response_hints_at_retry_after():
     with (
         ScriptedWorker(lambda _: says({"error": "busy"}, 503, Retry_After="7")).running() as worker,
         pytest.raises(errors.AccessError) as caught,
@@ -167,7 +167,7 @@ def test_a_busy_worker_says_when_to_come_back():
         Says([b"x" * (1 << 20)], 500),
     ],
 )
-def test_a_refusal_by_who_is_no_worker_says_so(answer):
+def test_an_error_response_of_another_server_is_reported(answer):
     with (
         ScriptedWorker(lambda _: answer).running() as worker,
         pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
@@ -176,7 +176,7 @@ def test_a_refusal_by_who_is_no_worker_says_so(answer):
     assert "AIMAGE_HOST" in str(caught.value.hint)
 
 
-def test_an_answer_that_is_no_json_is_refused():
+def test_a_response_that_is_not_json_is_refused():
     with (
         ScriptedWorker(lambda _: Says([b"<html>"])).running() as worker,
         pytest.raises(errors.FormatError, match="is not one of a worker"),
@@ -184,7 +184,7 @@ def test_an_answer_that_is_no_json_is_refused():
         WorkerClient(worker.host).ask("GET", "/")
 
 
-def test_an_answer_without_end_is_refused():
+def test_an_endless_response_is_refused():
     def for_ever() -> Iterator[bytes]:
         while True:
             yield bytes(1 << 20)
@@ -195,7 +195,7 @@ def test_an_answer_without_end_is_refused():
         assert worker.left.wait(30)
 
 
-def test_an_answer_that_is_no_http_broke_off():
+def test_a_response_that_is_not_http_is_a_network_error():
     def speak() -> None:
         taken, _ = listening.accept()
         with taken:
@@ -210,7 +210,7 @@ def test_an_answer_that_is_no_http_broke_off():
         thread.join()
 
 
-def test_a_worker_that_says_nothing_is_given_up(monkeypatch):
+def test_a_silent_worker_times_out(monkeypatch):
     monkeypatch.setattr("clowder_aimage.engine.worker_client._SILENCE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}")
@@ -218,8 +218,8 @@ def test_a_worker_that_says_nothing_is_given_up(monkeypatch):
             list(client.events("/", {}))
 
 
-def test_lines_come_before_the_end():
-    """The second line is sent when the first one was read."""
+def test_lines_are_yielded_before_the_stream_ends():
+    """Send the second line only after the first one was read."""
     said = iter([line(completed=1), line(completed=2)])
 
     def pieces() -> Iterator[bytes]:
@@ -240,7 +240,7 @@ def answer(said: Says, _: Asked) -> Says:
     return said
 
 
-def test_lines_may_come_in_any_pieces():
+def test_lines_are_joined_from_chunks_of_any_size():
     text = line(a="ö" * 3) + b"\r\n" + line(b=1).strip()
     for size in (1, 2, 7, 1000):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -249,7 +249,7 @@ def test_lines_may_come_in_any_pieces():
 
 
 @pytest.mark.parametrize("text", [b"{\n", b"[]\n", b"3\n", b"\xff\n"])
-def test_a_line_that_is_no_object_is_refused(text):
+def test_a_line_that_is_not_an_object_is_refused(text):
     with (
         ScriptedWorker(lambda _: Says([text])).running() as worker,
         pytest.raises(errors.FormatError),
@@ -286,7 +286,7 @@ def test_an_error_in_a_stream_is_raised():
             assert type(caught.value) is kind
 
 
-def test_events_are_read_as_the_standard_says():
+def test_server_sent_events_are_parsed_per_the_standard():
     text = (
         b": keep-alive\n\n"
         b'event: progress\r\ndata: {"step": 1}\r\n\r\n'
@@ -325,7 +325,7 @@ def test_a_stream_that_breaks_off_is_an_error(said, length):
         list(WorkerClient(worker.host).lines("/", {}))
 
 
-def test_a_line_without_end_is_refused(monkeypatch):
+def test_an_endless_line_is_refused(monkeypatch):
     monkeypatch.setattr("clowder_aimage.engine.worker_client._MAX_LINE", 1000)
     whole = line(a="b" * 900)
     answer = Says([whole, whole, b"x" * 600, b"x" * 600])
@@ -337,7 +337,7 @@ def test_a_line_without_end_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("header", ["keep-alive", "close"])
-def test_closing_a_stream_hangs_up(header):
+def test_closing_a_stream_closes_the_connection(header):
     def for_ever() -> Iterator[bytes]:
         while True:
             yield event("progress", {"step": 1})
@@ -351,7 +351,7 @@ def test_closing_a_stream_hangs_up(header):
         assert worker.left.wait(30)
 
 
-def test_a_body_is_ascii_whatever_is_in_it():
+def test_a_request_body_is_ascii():
     def script(asked: Asked) -> Says:
         return says({"same": json.loads(asked.body) == {"prompt": "\udc80 ö"}})
 

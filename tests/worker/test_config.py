@@ -1,4 +1,4 @@
-"""How a worker is set up, and how that is shown."""
+"""Worker settings: where they are read from, and how they are shown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from clowder_aimage.schema import load
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
-    """A configuration to be written, and an environment that says nothing."""
+    """Return the path of a configuration file, in an environment without AIMAGE variables."""
     import os
 
     for name in os.environ:
@@ -54,22 +54,22 @@ def written(file, **worker):
         *((-1, math.inf), ("-1", math.inf), ("-5m", math.inf), ("-0", 0.0)),
     ],
 )
-def test_durations(text, seconds):
+def test_durations_are_parsed(text, seconds):
     assert duration(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "-", "m", "5x", "5 m", "1e3", "inf", "nan", math.nan, True, None, "5m3", "--5"]
 )
-def test_what_is_no_duration(text):
+def test_durations_that_are_not_valid_are_refused(text):
     with pytest.raises(ValueError, match="is not a duration"):
         duration(text)
 
 
-# -- who wins
+# -- precedence
 
 
-def test_nothing_said(file):
+def test_defaults_apply_without_any_setting(file):
     said, origins = gather(Settings, {}, file)
     assert origins == {}
     assert said.address == DEFAULT_HOST == "127.0.0.1:11434"
@@ -80,7 +80,7 @@ def test_nothing_said(file):
     assert limits.deadline == math.inf
 
 
-def test_the_command_line_wins_over_the_environment_over_the_file(file, monkeypatch):
+def test_the_command_line_overrides_the_environment_and_the_file(file, monkeypatch):
     written(file, queue=1, maxModels=2, keepAlive="1h", aliases={"gpt-image-1": "tiny"})
     monkeypatch.setenv("AIMAGE_SERVE_MAX_MODELS", "3")
     monkeypatch.setenv("AIMAGE_SERVE_KEEP_ALIVE", "2h")
@@ -96,7 +96,7 @@ def test_the_command_line_wins_over_the_environment_over_the_file(file, monkeypa
     }
 
 
-def test_lists_and_pairs_in_the_environment(file, monkeypatch):
+def test_lists_and_pairs_are_read_from_the_environment(file, monkeypatch):
     monkeypatch.setenv("AIMAGE_SERVE_ALIASES", "gpt-image-1=tiny, dall-e-3 = team/tiny:v1,")
     monkeypatch.setenv("AIMAGE_SERVE_WANTED", "tiny, team/tiny:v1")
     monkeypatch.setenv("AIMAGE_SERVE_ALLOW_HOSTS", "pictures.example")
@@ -106,7 +106,7 @@ def test_lists_and_pairs_in_the_environment(file, monkeypatch):
     assert said.allow_hosts == ("pictures.example",)
 
 
-def test_what_models_may_take_in_memory(file, monkeypatch):
+def test_memory_settings_are_parsed_from_all_sources(file, monkeypatch):
     written(file, memory="12GiB", textEncoder="keep")
     said, _ = gather(Settings, {}, file)
     assert (said.memory, said.text_encoder) == (12 << 30, "keep")
@@ -118,7 +118,7 @@ def test_what_models_may_take_in_memory(file, monkeypatch):
     assert gather(Settings, {}, written(file, memory=1000))[0].pull == "if-missing"
 
 
-def test_what_requests_do_not_say(file, monkeypatch):
+def test_request_defaults_are_read_from_all_sources(file, monkeypatch):
     written(file, pull="never", streamFormat="openai", pngFacts=False)
     said, _ = gather(Settings, {}, file)
     assert (said.pull, said.stream_format, said.png_facts) == ("never", "openai", False)
@@ -128,7 +128,7 @@ def test_what_requests_do_not_say(file, monkeypatch):
     assert (said.png_facts, origins["png_facts"]) == (False, "command line")
 
 
-def test_a_relative_path_begins_at_the_file(file):
+def test_relative_paths_are_resolved_against_the_file(file):
     written(file, socket="run/s", tokenFile="/etc/tokens", nothingWeKnow=1)
     assert read_section(file) == {
         "socket": str(file.parent / "run" / "s"),
@@ -145,7 +145,7 @@ def test_a_relative_path_begins_at_the_file(file):
         ("http://[::1]:80", "http://[::1]:80"),
     ],
 )
-def test_where_links_begin(file, said, url):
+def test_the_public_url_is_read_from_options_and_file(file, said, url):
     assert gather(Settings, {"public_url": said}, file)[0].public_url == url
     assert gather(Settings, {}, written(file, publicUrl=said))[0].public_url == url
     assert gather(Settings, {}, written(file))[0].public_url is None
@@ -174,7 +174,9 @@ def test_where_links_begin(file, said, url):
         ({}, {"AIMAGE_SERVE_MAX_MODELS": "0"}, "maxModels (AIMAGE_SERVE_MAX_MODELS): "),
     ],
 )
-def test_what_cannot_be_meant(file, monkeypatch, options, environment, sentence):
+def test_invalid_options_and_variables_are_refused_by_name(
+    file, monkeypatch, options, environment, sentence
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=re.escape(sentence)):
@@ -195,7 +197,7 @@ def test_what_cannot_be_meant(file, monkeypatch, options, environment, sentence)
         *('{"worker": {"aliases": ["a"]}}', '{"worker": {"logFormat": "xml"}}'),
     ],
 )
-def test_a_file_that_is_none_is_refused(file, text):
+def test_an_invalid_configuration_file_is_refused(file, text):
     file.write_text(text)
     with pytest.raises(UsageError, match="cannot use the configuration"):
         gather(Settings, {}, file)
@@ -204,7 +206,7 @@ def test_a_file_that_is_none_is_refused(file, text):
 # -- one set of names
 
 
-def test_the_schema_the_settings_and_the_options_know_the_same():
+def test_schema_settings_and_options_have_the_same_names():
     described = load("config")["$defs"]["worker"]["properties"]
     fields = Settings.model_fields
     assert set(described) == {camel(name) for name in fields}
@@ -213,7 +215,7 @@ def test_the_schema_the_settings_and_the_options_know_the_same():
     assert options - others - {"is_node", *NODE_OPTIONS} == set(fields)
 
 
-def test_the_schema_says_the_defaults_that_hold():
+def test_the_schema_has_the_defaults_of_the_settings():
     for name, field in Settings.model_fields.items():
         said = load("config")["$defs"]["worker"]["properties"][camel(name)].get("default")
         if said is not None:
@@ -227,7 +229,7 @@ def shown(done):
     return {one["name"]: (one["value"], one["origin"]) for one in done.value["settings"]}
 
 
-def test_everything_is_shown_with_where_it_was_said(aimage, tmp_path):
+def test_config_show_lists_every_setting_with_its_origin(aimage, tmp_path):
     here = aimage()
     file = tmp_path / "mine.json"
     registries = {"registry.example.com": {"mirrors": ["mirror.example.com"], "jobs": 4}}
@@ -250,7 +252,7 @@ def test_everything_is_shown_with_where_it_was_said(aimage, tmp_path):
     assert lines[1].split() == ["store", str(tmp_path / "other"), "command", "line"]
 
 
-def test_no_file_is_no_mistake_but_one_that_was_named_is(aimage):
+def test_only_an_explicitly_named_file_must_exist(aimage):
     here = aimage()
     done = here("config", "show", "--json").value
     assert (done["exists"], done["file"].endswith("/aimage/config.json")) == (False, True)
@@ -259,7 +261,7 @@ def test_no_file_is_no_mistake_but_one_that_was_named_is(aimage):
         assert "there is no such file" in here(*verb, code=2).err
 
 
-def test_secrets_are_not_shown(aimage):
+def test_config_show_masks_secrets(aimage):
     here = aimage()
     secret = "open-sesame"
     here.environment |= {
@@ -291,11 +293,11 @@ def test_secrets_are_not_shown(aimage):
         ("NO_PROXY", "localhost,.example.com", "localhost,.example.com"),
     ],
 )
-def test_masks(name, value, said):
+def test_credentials_in_values_are_masked(name, value, said):
     assert masked(name, value) == said
 
 
-def test_aliases_that_are_none_are_refused_wherever_they_were_said(aimage):
+def test_invalid_aliases_are_refused_from_option_and_environment(aimage):
     here = aimage()
     here.environment["AIMAGE_SERVE_ALIASES"] = "a"
     said = here("serve", "--addr", "127.0.0.1:0", code=2).err

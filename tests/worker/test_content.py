@@ -1,4 +1,4 @@
-"""Clowder's storage API: every status that it promises, against real registries."""
+"""Clowder's storage API: every documented status, against real registries."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def part(url: str) -> str:
 
 @pytest.fixture(scope="module")
 def pushed(worker: LocalWorker, registry: RealRegistry) -> str:
-    """The digest of the embedded model, which is in the registry."""
+    """Push the embedded model to the registry and return its digest."""
     return push(worker, f"{registry.host}/{PATH}")
 
 
@@ -74,13 +74,13 @@ def push(worker: LocalWorker, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def shared(worker: LocalWorker) -> Asker:
-    """A worker for what changes nothing; its store has ``tiny``."""
+    """Return a client for read-only tests; the worker's store has ``tiny``."""
     return Asker(worker)
 
 
 @pytest.fixture
 def ask(empty: LocalWorker) -> Asker:
-    """A worker whose store has nothing."""
+    """Return a client of a worker with an empty store."""
     return Asker(empty)
 
 
@@ -93,7 +93,7 @@ def proxy(registry: RealRegistry, pushed: str) -> Iterator[Proxy]:
 # -- the life of content
 
 
-def test_content_comes_is_listed_and_goes(ask, registry, pushed):
+def test_content_is_pulled_listed_and_deleted(ask, registry, pushed):
     url = f"oci://{registry.host}/{PATH}"
     assert ask.get(url)[0] == 404 and ask.listed() == []
     status, made = ask.post(url)
@@ -109,14 +109,14 @@ def test_content_comes_is_listed_and_goes(ask, registry, pushed):
     assert ask.delete(url)[0] == 404
 
 
-def test_content_is_run_by_the_same_worker(ask, registry, pushed):
+def test_pulled_content_can_generate_pictures(ask, registry, pushed):
     ask.post(f"oci://{registry.host}/{PATH}")
     body = {"model": f"{registry.host}/{PATH}", "prompt": "a dog", "steps": 1, "stream": False}
     status, answer = ask("POST", "/api/generate", body | {"width": 32, "height": 32})
     assert status == 200 and answer["image"]
 
 
-def test_what_is_pulled_is_206_with_its_progress_until_it_is_200(ask, proxy, pushed):
+def test_content_is_206_with_progress_while_it_is_pulled(ask, proxy, pushed):
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
@@ -131,7 +131,7 @@ def test_what_is_pulled_is_206_with_its_progress_until_it_is_200(ask, proxy, pus
     assert ask.get(url)[0] == 200
 
 
-def test_two_posts_at_once_make_one_pull(ask, proxy):
+def test_concurrent_posts_share_one_pull(ask, proxy):
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
@@ -143,7 +143,7 @@ def test_two_posts_at_once_make_one_pull(ask, proxy):
     assert len(blobs) == len(set(blobs)) > 10
 
 
-def test_a_pull_goes_on_when_whoever_asked_has_left(ask, proxy):
+def test_a_pull_continues_after_its_client_disconnects(ask, proxy):
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with closing(http.client.HTTPConnection(ask.worker.host, timeout=60)) as connection:
@@ -157,14 +157,14 @@ def test_a_pull_goes_on_when_whoever_asked_has_left(ask, proxy):
     assert len(blobs) == len(set(blobs))
 
 
-def test_what_is_deleted_while_it_is_pulled_does_not_come(ask, proxy):
+def test_deleting_content_cancels_its_pull(ask, proxy):
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
         posted = threads.submit(Asker(ask.worker).post, url)
         proxy.wait_until(lambda: proxy.held > 0)
         deleted = threads.submit(Asker(ask.worker).delete, url)
-        heard = any(ask.get(url)[0] == 404 for _ in range(10_000))  # the deletion was heard
+        heard = any(ask.get(url)[0] == 404 for _ in range(10_000))  # the deletion has begun
         proxy.release()
         assert heard and deleted.result() == (204, None)
         assert posted.result()[0] == 503
@@ -172,12 +172,12 @@ def test_what_is_deleted_while_it_is_pulled_does_not_come(ask, proxy):
     assert ask.post(url)[0] == 201
 
 
-def test_a_pull_that_does_not_end_cannot_be_deleted_yet(ask, proxy):
+def test_deleting_a_stalled_pull_is_409(ask, proxy):
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
         posted = threads.submit(Asker(ask.worker).post, url)
-        proxy.wait_until(lambda: proxy.held >= DEFAULT_JOBS)  # not a byte comes any more
+        proxy.wait_until(lambda: proxy.held >= DEFAULT_JOBS)  # every connection is stalled
         status, answer = ask.delete(url)
         assert status == 409 and "does not end" in answer["error"]["message"]
         assert int(ask.headers["Retry-After"]) > 0
@@ -185,7 +185,7 @@ def test_a_pull_that_does_not_end_cannot_be_deleted_yet(ask, proxy):
         assert posted.result()[0] == 503
 
 
-def test_a_part_that_is_here_is_206_and_says_what_is_missing(ask, registry, pushed):
+def test_partial_content_is_206_with_the_missing_size(ask, registry, pushed):
     name = f"{registry.host}/{PATH}"
     ask.worker.aimage("pull", "-q", name, "--component", "vae")
     status, answer = ask.get(f"oci://{name}")
@@ -198,31 +198,31 @@ def test_a_part_that_is_here_is_206_and_says_what_is_missing(ask, registry, push
 # -- names
 
 
-def test_a_digest_names_content(ask, registry, pushed):
+def test_content_is_addressed_by_digest(ask, registry, pushed):
     url = f"oci://{registry.host}/{PATH.partition(':')[0]}@{pushed}"
     assert ask.get(url)[0] == 404
     status, made = ask.post(url)
     assert (status, made["digest"], made["url"]) == (201, pushed, url)
     assert ask.get(url) == (200, made)
     by_tag = f"oci://{registry.host}/{PATH}"
-    assert ask.get(by_tag)[0] == 404  # a name of its own, which nobody has asked for
+    assert ask.get(by_tag)[0] == 404  # the tag was not pulled
     assert ask.delete(url) == (204, None)
     assert ask.get(url)[0] == 404
 
 
-def test_a_digest_that_nobody_has_is_404(shared, registry, pushed):
+def test_an_unknown_digest_is_404(shared, registry, pushed):
     url = f"oci://{registry.host}/tests/content@{Digest.of(b'nothing')}"
     assert shared.post(url)[0] == 404 and shared.get(url)[0] == 404
 
 
-def test_a_name_without_a_tag_is_the_latest(ask, registry, worker):
+def test_a_name_without_a_tag_means_latest(ask, registry, worker):
     push(worker, f"{registry.host}/tests/content-latest:latest")
     url = f"oci://{registry.host}/tests/content-latest"
     assert ask.post(url)[1]["url"] == f"{url}:latest"
     assert ask.get(url)[0] == 200 and ask.delete(url)[0] == 204
 
 
-def test_base64_of_either_alphabet_names_content(ask, registry, pushed):
+def test_both_base64_alphabets_are_accepted_in_paths(ask, registry, pushed):
     url = f"oci://{registry.host}/{PATH}"
     ask.post(url)
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
@@ -232,24 +232,26 @@ def test_base64_of_either_alphabet_names_content(ask, registry, pushed):
     assert ask("HEAD", part(url)) == (200, None)
 
 
-def test_base64_that_has_a_slash_is_understood(shared):
+def test_base64_with_a_slash_is_accepted_in_paths(shared):
     url = next(
         url
         for tag in range(1000)
         if b"/" in base64.b64encode((url := f"oci://h.example/x?{tag}").encode())
     )
     status, answer = shared("GET", "/content/" + base64.b64encode(url.encode()).decode())
-    assert status == 400 and "reference" in answer["error"]["message"]  # not 404: it was read
+    assert (
+        status == 400 and "reference" in answer["error"]["message"]
+    )  # not 404: the path was decoded
 
 
-def test_a_local_name_is_content_too_but_is_not_fetched(shared):
+def test_a_local_name_is_content_but_is_not_pulled(shared):
     assert [each["url"] for each in shared.listed()] == ["oci://tiny:latest"]
     assert shared.get("oci://tiny")[0] == 200 and shared.post("oci://tiny")[0] == 200
     status, answer = shared.post("oci://nothing")
     assert status == 400 and "registry" in answer["error"]["message"]
 
 
-def test_names_of_ollama_mean_its_registry():
+def test_ollama_urls_are_mapped_to_its_registry():
     from clowder_aimage.api.storage import parse
 
     home = "registry.ollama.ai"
@@ -262,11 +264,11 @@ def test_names_of_ollama_mean_its_registry():
         assert str(parse(said)) == meant
 
 
-# -- what cannot be meant
+# -- invalid requests
 
 
 @pytest.mark.parametrize("scheme", ["hf", "HTTP"])
-def test_what_is_not_fetched_is_422_with_what_to_do(shared, scheme):
+def test_an_unsupported_scheme_is_422_with_a_hint(shared, scheme):
     status, answer = shared.post(f"{scheme}://host.example/model/file.gguf")
     assert status == 422 and "oci://" in answer["error"]["message"]
 
@@ -278,20 +280,20 @@ def test_what_is_not_fetched_is_422_with_what_to_do(shared, scheme):
         *("oci://host.example/" + "x" * 3000, 5),
     ],
 )
-def test_a_url_that_names_nothing_is_400(shared, url):
+def test_an_invalid_url_is_400(shared, url):
     assert shared.post(url)[0] == 400
     if isinstance(url, str) and url:
         assert shared.get(url)[0] == 400 and shared.delete(url)[0] == 400
 
 
 @pytest.mark.parametrize("path", ["!", "____"])
-def test_an_address_that_is_no_base64_is_400(shared, path):
+def test_a_path_that_is_not_base64_is_400(shared, path):
     assert shared("GET", f"/content/{path}")[0] == 400
     assert shared("DELETE", f"/content/{path}")[0] == 400
 
 
 @pytest.mark.parametrize("body", ["{", "[]"])
-def test_a_body_that_is_no_request_is_400(shared, body):
+def test_an_invalid_body_is_400(shared, body):
     assert shared("POST", "/content/", body)[0] == 400
 
 
@@ -304,21 +306,21 @@ def test_other_methods_are_405(shared):
     assert shared("POST", part("oci://host.example/x"), {})[0] == 405
 
 
-# -- what goes wrong
+# -- failures
 
 
-def test_what_the_registry_has_not_is_404(shared, registry, pushed):
+def test_content_that_the_registry_lacks_is_404(shared, registry, pushed):
     url = f"oci://{registry.host}/tests/nothing:v1"
     status, answer = shared.post(url)
     assert status == 404 and "nothing" in answer["error"]["message"]
     assert shared.get(url)[0] == 404
 
 
-def test_a_registry_that_does_not_answer_is_502(shared):
+def test_an_unreachable_registry_is_502(shared):
     assert shared.post("oci://127.0.0.1:1/tests/x:v1")[0] == 502
 
 
-def test_what_is_not_what_was_promised_is_502_and_gets_no_name(ask, proxy):
+def test_content_with_a_wrong_digest_is_502_and_not_tagged(ask, proxy):
     def spoil(passed: Passed, reply: Reply) -> None:
         if passed.is_blob and reply.body:
             reply.put(bytes(len(reply.body)))
@@ -328,7 +330,7 @@ def test_what_is_not_what_was_promised_is_502_and_gets_no_name(ask, proxy):
     assert ask.listed() == []
 
 
-def test_pinned_content_is_409(ask, registry, pushed):
+def test_deleting_pinned_content_is_409(ask, registry, pushed):
     name = f"{registry.host}/{PATH}"
     ask.post(f"oci://{name}")
     ask.worker.aimage("pin", name)
@@ -337,7 +339,7 @@ def test_pinned_content_is_409(ask, registry, pushed):
     assert ask.get(f"oci://{name}")[0] == 200
 
 
-def test_a_token_that_may_only_infer_is_403(ask, tmp_path):
+def test_an_infer_token_is_403(ask, tmp_path):
     path = tmp_path / "tokens"
     path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
     other = ask.worker.start("--token-file", path)
@@ -361,7 +363,7 @@ def test_a_token_that_may_only_infer_is_403(ask, tmp_path):
 
 @pytest.fixture(scope="module")
 def private(worker: LocalWorker, private_registry: RealRegistry) -> str:
-    """What only those get who know the password."""
+    """Push the model to a registry with a password and return its URL."""
     host = private_registry.host
     worker.aimage("login", host, "-u", USER, "--password-stdin", stdin=PASSWORD)
     push(worker, f"{host}/{PATH}")
@@ -374,18 +376,18 @@ def basic(password: str) -> dict[str, str]:
     return {"credentials": credentials, "credentialsType": "Basic"}
 
 
-def test_a_registry_that_wants_credentials_is_403_without(ask, private):
+def test_a_pull_without_required_credentials_is_403(ask, private):
     status, answer = ask.post(private)
     assert status == 403 and "authentication" in answer["error"]["message"]
     assert ask.post(private, **basic("wrong"))[0] == 403
     assert ask.get(private)[0] == 404
 
 
-def test_a_password_counts_for_its_pull_alone_and_is_kept_nowhere(ask, private):
+def test_credentials_are_used_for_one_pull_and_not_stored(ask, private):
     said = basic(PASSWORD)
     assert ask.post(private, **said)[0] == 201
     assert ask.delete(private)[0] == 204
-    assert ask.post(private)[0] == 403  # it was not remembered
+    assert ask.post(private)[0] == 403  # the credentials were not kept
     home = ask.worker.aimage.home
     secrets = (PASSWORD, said["credentials"])
     for path in home.rglob("*"):
@@ -393,7 +395,7 @@ def test_a_password_counts_for_its_pull_alone_and_is_kept_nowhere(ask, private):
             assert not any(secret.encode() in path.read_bytes() for secret in secrets), path
 
 
-def test_a_token_is_shown_to_the_registry_as_it_is(ask, proxy):
+def test_a_bearer_token_is_sent_to_the_registry_unchanged(ask, proxy):
     def guard(passed: Passed) -> Reply | None:
         if passed.headers.get("Authorization") == "Bearer of-good-news":
             return None
@@ -406,7 +408,7 @@ def test_a_token_is_shown_to_the_registry_as_it_is(ask, proxy):
     assert ask.post(url, credentials="of-good-news", credentialsType="bearer")[0] == 201
 
 
-def test_another_s_wrong_credentials_fail_nobody(ask, proxy):
+def test_wrong_credentials_do_not_fail_a_pull_of_another_client(ask, proxy):
     good, bad = "Bearer of-good-news", "Bearer of-bad-news"
 
     def guard(passed: Passed) -> Reply | None:
@@ -435,14 +437,14 @@ def test_another_s_wrong_credentials_fail_nobody(ask, proxy):
         {"credentials": "bm9jb2xvbg==", "credentialsType": "Basic"},
     ],
 )
-def test_credentials_that_are_none_are_400_and_not_repeated(shared, more):
+def test_invalid_credentials_are_400_and_not_echoed(shared, more):
     status, answer = shared.post("oci://host.example/x", **more)
     assert status == 400
     said = more["credentials"]
     assert not isinstance(said, str) or len(said) < 2 or said not in json.dumps(answer)
 
 
-def test_credentials_in_a_url_are_refused_and_not_repeated(shared):
+def test_credentials_in_a_url_are_400_and_not_echoed(shared):
     for url in ("oci://user:open-sesame@host.example/x", "oci://host.example/x@open-sesame"):
         status, answer = shared.post(url)
         assert status == 400 and "open-sesame" not in json.dumps(answer)

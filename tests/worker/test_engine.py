@@ -1,4 +1,4 @@
-"""The engine with real model processes: turns, limits, cancelling, crashes, and who goes when."""
+"""The engine with real model processes: events, cancellation, crashes and moved tags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(tmp_path_factory):
     return stocked(tmp_path_factory.mktemp("engine") / "store")
 
 
-def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
+def test_a_request_yields_queue_step_and_image_events(store, tmp_path):
     async def play(engine):
         first = await served(engine, job(seed=7))
         second = await served(engine, job(seed=7))
@@ -57,7 +57,7 @@ def test_a_request_hears_of_its_turn_its_steps_and_its_picture(store, tmp_path):
     assert image.pixels.tobytes() == pixels.tobytes()
 
 
-def test_previews_and_other_encodings(store):
+def test_previews_use_the_requested_encoding(store):
     async def play(engine):
         encoding = PictureEncoding("jpeg", 80)
         asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
@@ -69,7 +69,7 @@ def test_previews_and_other_encodings(store):
     assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, events[-1]))
 
 
-def test_a_process_that_is_killed_is_a_clean_error_and_the_next_request_works(store):
+def test_a_killed_process_fails_its_request_and_is_started_again(store):
     async def play(engine):
         events = engine.generate(**job(steps=1000))
         async for event in events:
@@ -84,7 +84,7 @@ def test_a_process_that_is_killed_is_a_clean_error_and_the_next_request_works(st
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_a_process_that_was_killed_while_idle_is_started_again(store):
+def test_a_process_killed_while_idle_is_started_again(store):
     async def play(engine):
         await served(engine, job())
         runner = engine.loaded()[0].runner
@@ -96,7 +96,7 @@ def test_a_process_that_was_killed_while_idle_is_started_again(store):
     assert [type(event) for event in played(store, play)][1] is LoadingEvent
 
 
-def test_a_bad_request_is_refused_and_the_model_stays(store):
+def test_an_invalid_request_leaves_the_model_loaded(store):
     async def play(engine):
         with pytest.raises(UsageError, match="multiple of 16"):
             await served(engine, job(parameters={"width": 33}))
@@ -105,9 +105,7 @@ def test_a_bad_request_is_refused_and_the_model_stays(store):
     assert played(store, play) == 1
 
 
-def test_a_tag_that_moves_while_its_model_is_loaded_changes_nothing_for_who_asked_before(
-    tmp_path, monkeypatch
-):
+def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(tmp_path, monkeypatch):
     store = stocked(tmp_path / "store")
     before, other = store.resolve(NAME), store.resolve(Reference.parse("other"))
     assert before.digest != other.digest
@@ -134,7 +132,7 @@ def test_a_tag_that_moves_while_its_model_is_loaded_changes_nothing_for_who_aske
 # -- frames
 
 
-def test_who_stops_waiting_in_the_middle_of_a_frame_loses_nothing():
+def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data():
     whole = frame.encode({"is": "step", "index": 1}, b"x" * 100)
     script = (
         "import sys\n"
@@ -177,7 +175,7 @@ def test_who_stops_waiting_in_the_middle_of_a_frame_loses_nothing():
         (ValueError("a dog that is out of memory"), False),
     ],
 )
-def test_a_process_knows_a_want_of_memory(error, lacks):
+def test_out_of_memory_errors_are_recognized(error, lacks):
     assert _lacks_memory(error) is lacks
     if lacks:
         said = {"kind": "MemoryError", "message": "there is not enough", "hint": None}

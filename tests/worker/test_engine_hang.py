@@ -1,6 +1,6 @@
-"""The engine with model processes that hang, die, or take too long: nobody else may suffer.
+"""The engine with model processes that hang, die or are slow: other requests are unaffected.
 
-A stopped process (SIGSTOP) stands for one that a kernel, a driver or a disk does not let go on.
+SIGSTOP simulates a process that is blocked by the kernel, a driver or a disk.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def store(tmp_path_factory):
 
 
 async def at_work(engine, name="tiny", **options):
-    """A client whose request runs, and the process of its model."""
+    """Return a client whose request runs, and the process id of its model."""
     client = Client(engine, job(name, steps=1000, **options))
     await client.hears(Step)
     (model,) = (one for one in engine.loaded() if str(one.reference) == f"{name}:latest")
@@ -59,7 +59,7 @@ async def at_work(engine, name="tiny", **options):
 
 
 async def queued(engine, *names):
-    """Clients who stand in line, one after another."""
+    """Return clients whose requests are queued in this order."""
     clients = []
     for name in names:
         clients.append(Client(engine, job(name)))
@@ -68,7 +68,7 @@ async def queued(engine, *names):
 
 
 async def loading(engine, name="tiny"):
-    """A client whose model is being loaded, and the process at it, which is stopped."""
+    """Return a client whose model is being loaded, and the id of the stopped loading process."""
     before = children()
     client = Client(engine, job(name))
     await until(lambda: children() - before)
@@ -85,7 +85,7 @@ def patient(engine, deadline):
 # -- a process that dies
 
 
-def test_a_process_that_dies_when_its_client_has_left_holds_nobody_up(store):
+def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(store):
     async def play(engine):
         first, pid = await at_work(engine)
         same, other = await queued(engine, "tiny", "other")
@@ -98,7 +98,7 @@ def test_a_process_that_dies_when_its_client_has_left_holds_nobody_up(store):
     assert all(isinstance(heard[-1], ImageEvent) for heard in played(store, play))
 
 
-def test_a_model_whose_process_dies_is_not_loaded_any_more(store):
+def test_a_model_whose_process_dies_is_unloaded(store):
     async def play(engine):
         await served(engine, job())
         (model,) = engine.loaded()
@@ -116,7 +116,7 @@ def test_a_model_whose_process_dies_is_not_loaded_any_more(store):
 # -- a process that hangs
 
 
-def test_the_deadline_is_kept_though_the_process_hangs(store):
+def test_the_deadline_applies_to_a_hung_process(store):
     async def play(engine):
         await served(engine, job())
         patient(engine, 0.5)
@@ -131,7 +131,7 @@ def test_the_deadline_is_kept_though_the_process_hangs(store):
     hint, again, gone = played(store, play, cancel_timeout=0.1)
     assert "fewer steps" in hint
     assert isinstance(again[-1], ImageEvent)
-    assert gone  # it did not listen
+    assert gone  # it did not react to the cancel
 
 
 def test_the_deadline_counts_from_the_request(store):
@@ -157,8 +157,8 @@ def test_the_deadline_counts_from_the_request(store):
     assert "waiting for its turn" in waits
 
 
-def test_a_step_that_takes_long_may_end(store):
-    """Who leaves does not wait for it; who comes next does, and the model stays."""
+def test_a_cancelled_long_step_finishes_before_the_next_request(store):
+    """Return at once to the cancelled client; the next one waits, and the model stays loaded."""
 
     async def play(engine):
         client, pid = await at_work(engine)
@@ -174,12 +174,12 @@ def test_a_step_that_takes_long_may_end(store):
     assert before == after
 
 
-def test_who_is_cut_off_twice_does_no_harm_to_those_who_come_next(store):
+def test_repeated_cancellation_does_not_affect_later_requests(store):
     async def play(engine):
         wanted = [(await served(engine, job(seed=seed)))[-1].data for seed in (5, 6)]
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
-        for _ in range(3):  # a route that gives up, and a server that ends its task
+        for _ in range(3):  # the route and the server may both cancel it
             client.task.cancel()
             await asyncio.sleep(0)
         next_two = [Client(engine, job(seed=seed)) for seed in (5, 6)]
@@ -222,8 +222,8 @@ def test_stop_ends_a_load(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_stop_waits_for_a_process_that_the_system_is_slow_to_end(store, monkeypatch):
-    """One with many gigabytes is."""
+def test_stop_waits_for_a_process_that_is_slow_to_exit(store, monkeypatch):
+    """A process with many gigabytes takes long to exit."""
     kill = asyncio.subprocess.Process.kill
 
     def slowly(process):
@@ -233,16 +233,16 @@ def test_stop_waits_for_a_process_that_the_system_is_slow_to_end(store, monkeypa
 
     async def play(engine):
         client, pid = await loading(engine)
-        await asyncio.sleep(0.2)  # it is being loaded, no longer being started
+        await asyncio.sleep(0.2)  # the process has started and loads the model
         await client.leave()
-        await asyncio.sleep(0.05)  # the load is being called off
+        await asyncio.sleep(0.05)  # the load is being cancelled
         assert await engine.stop(NAME)
         return is_gone(pid)
 
     assert played(store, play)
 
 
-def test_stop_ends_a_model_whose_load_has_just_ended(store, monkeypatch):
+def test_stop_ends_a_model_that_has_just_been_loaded(store, monkeypatch):
     start, stopping = Runner.start, []
 
     async def play(engine):
@@ -264,7 +264,7 @@ def test_stop_ends_a_model_whose_load_has_just_ended(store, monkeypatch):
     assert played(store, play) == (True, [])
 
 
-def test_a_load_that_nobody_waits_for_any_more_is_called_off(store):
+def test_a_load_without_waiting_clients_is_cancelled(store):
     async def play(engine):
         client, pid = await loading(engine)
         (other,) = await queued(engine, "other")
@@ -277,7 +277,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_called_off(store):
     assert names == ["other:latest"]
 
 
-def test_a_load_that_stands_still_is_given_up(store):
+def test_a_load_without_progress_times_out(store):
     async def play():
         before = children()
         start = asyncio.create_task(
@@ -293,7 +293,7 @@ def test_a_load_that_stands_still_is_given_up(store):
     assert asyncio.run(asyncio.wait_for(play(), 60))
 
 
-def test_all_who_wait_for_a_load_hear_that_it_failed(store):
+def test_a_failed_load_fails_all_waiting_requests(store):
     async def play(engine):
         first, pid = await loading(engine)
         (second,) = await queued(engine, "tiny")
@@ -306,8 +306,8 @@ def test_all_who_wait_for_a_load_hear_that_it_failed(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_idle_models_go_before_a_load_fails_for_want_of_memory(store):
-    """A system that is out of memory kills: nothing else tells a process."""
+def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store):
+    """The kernel reports lack of memory to a process only by killing it."""
 
     async def play(engine):
         await served(engine, job("other"))
@@ -322,7 +322,7 @@ def test_idle_models_go_before_a_load_fails_for_want_of_memory(store):
     assert gone and evicted == 1
 
 
-def test_idle_models_go_where_there_is_less_memory_than_a_model_takes(store):
+def test_idle_models_are_evicted_when_free_memory_is_too_small(store):
     async def play(engine):
         await served(engine, job("other"))
         await served(engine, job("tiny"))
@@ -336,7 +336,7 @@ def test_idle_models_go_where_there_is_less_memory_than_a_model_takes(store):
 # -- the end
 
 
-def test_a_forced_end_is_no_crash(store):
+def test_closing_without_grace_stops_requests_cleanly(store):
     async def play(engine):
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
@@ -348,7 +348,7 @@ def test_a_forced_end_is_no_crash(store):
     assert played(store, play)
 
 
-def test_nothing_is_loaded_for_a_worker_that_ends(store):
+def test_a_closing_engine_loads_no_model(store):
     async def play(engine):
         client = Client(engine, job(steps=30))
         await client.hears(Step)

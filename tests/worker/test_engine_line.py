@@ -1,4 +1,4 @@
-"""The scheduler and the queue of an engine, with models that have no processes."""
+"""The scheduler and the queue of an engine, with simulated models."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _no_processes(monkeypatch):
 
 @contextmanager
 def silence():
-    """A registry that takes connections and says nothing."""
+    """Run a registry that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -65,7 +65,7 @@ def silence():
 # -- the queue and the models in memory
 
 
-def test_past_the_queue_requests_are_refused_at_once(store):
+def test_requests_beyond_the_queue_are_refused_at_once(store):
     async def play(engine):
         async def one(seed):
             try:
@@ -79,12 +79,12 @@ def test_past_the_queue_requests_are_refused_at_once(store):
         return found, after, engine.waiting
 
     found, after, waiting = played(store, play, queue=4)
-    assert found.count("served") == 5  # one at work, and four that wait
+    assert found.count("served") == 5  # one running and four queued
     assert all(retry >= 1 for retry in found if retry != "served")
     assert (after, waiting) == ("served", 0)
 
 
-def test_who_leaves_the_queue_makes_room(store):
+def test_a_cancelled_request_leaves_the_queue(store):
     async def play(engine):
         running = engine.generate(**job(steps=300))
         await anext(running)
@@ -103,7 +103,7 @@ def test_who_leaves_the_queue_makes_room(store):
     assert played(store, play, queue=1) == 0
 
 
-def test_keep_alive(store):
+def test_an_idle_model_is_unloaded_after_keep_alive(store):
     async def play(engine):
         await served(engine, job(keep_alive=0))
         gone = len(engine.loaded())
@@ -117,7 +117,7 @@ def test_keep_alive(store):
     assert played(store, play) in ((0, 1, 0), (0, 0, 0))  # slow machines take longer than 0.05 s
 
 
-def test_for_ever_is_for_ever(store):
+def test_an_infinite_keep_alive_never_expires(store):
     async def play(engine):
         await served(engine, job(keep_alive=float("inf")))
         await engine.expire()
@@ -127,7 +127,7 @@ def test_for_ever_is_for_ever(store):
     assert played(store, play, keep_alive=0.0) is None
 
 
-def test_the_model_that_was_idle_for_longest_makes_room(store):
+def test_the_longest_idle_model_is_evicted(store):
     async def play(engine):
         await served(engine, job("tiny"))
         runner = engine.loaded()[0].runner
@@ -137,7 +137,7 @@ def test_the_model_that_was_idle_for_longest_makes_room(store):
     assert played(store, play, models=1) == (False, ["other:latest"])
 
 
-def test_two_models_may_stay(store):
+def test_two_models_stay_loaded_within_the_limit(store):
     async def play(engine):
         await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))
         return sorted(str(model.reference) for model in engine.loaded())
@@ -145,7 +145,7 @@ def test_two_models_may_stay(store):
     assert played(store, play, models=2) == ["other:latest", "tiny:latest"]
 
 
-def test_stop_ends_what_runs(store):
+def test_stop_ends_a_running_request(store):
     async def play(engine):
         events = engine.generate(**job(steps=1000))
         async for event in events:
@@ -160,7 +160,7 @@ def test_stop_ends_what_runs(store):
     assert played(store, play) == (0, False)
 
 
-def test_a_deadline(store):
+def test_a_request_beyond_its_deadline_fails(store):
     async def play(engine):
         await served(engine, job())
         engine.limits = dataclasses.replace(engine.limits, deadline=1.0)
@@ -174,12 +174,12 @@ def test_a_deadline(store):
         return failed, given_up, await served(engine, job(steps=1))
 
     failed, given_up, heard = played(store, play)
-    assert (failed, given_up) == (1, 0)  # nobody has left
+    assert (failed, given_up) == (1, 0)  # no client cancelled
     assert isinstance(heard[-1], ImageEvent)
 
 
 @pytest.mark.parametrize("name", ["absent", "localhost:1/absent"])
-def test_a_model_that_is_not_here(store, name):
+def test_a_missing_model_is_not_found(store, name):
     async def play(engine):
         with pytest.raises(NotFoundError, match="there is no model"):
             await served(engine, job(name, pull="never"))
@@ -187,7 +187,7 @@ def test_a_model_that_is_not_here(store, name):
     played(store, play)
 
 
-def test_a_model_is_pulled_first_and_its_progress_is_heard(store, registry, repository, tmp_path):
+def test_a_missing_model_is_pulled_with_progress_events(store, registry, repository, tmp_path):
     from clowder_aimage.engine.event import PullingEvent
     from clowder_aimage.push import push
 
@@ -205,7 +205,7 @@ def test_a_model_is_pulled_first_and_its_progress_is_heard(store, registry, repo
     assert isinstance(events[-1], ImageEvent)
 
 
-def test_an_engine_that_ends_takes_nothing_more_and_lets_what_runs_end(store):
+def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store):
     async def play(engine):
         running = asyncio.create_task(served(engine, job(steps=50)))
         while not engine.loaded():
@@ -220,7 +220,7 @@ def test_an_engine_that_ends_takes_nothing_more_and_lets_what_runs_end(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_who_leaves_frees_the_engine_within_a_step(store):
+def test_a_cancelled_request_stops_within_one_step(store):
     async def play(engine):
         async with contextlib.aclosing(engine.generate(**job(steps=1000))) as events:
             seen = 0
@@ -245,10 +245,10 @@ def _count(engine, name):
     raise AssertionError(name)
 
 
-# -- turns
+# -- order
 
 
-def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
+def test_requests_are_served_in_order_across_models(store):
     async def play(engine):
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
@@ -271,7 +271,7 @@ def test_who_waits_for_room_is_not_passed_by_who_came_later(store):
     assert ahead == [0, 1, 2, 3]
 
 
-def test_a_load_holds_up_nobody_whose_model_is_here(store, monkeypatch):
+def test_a_load_does_not_block_requests_for_loaded_models(store, monkeypatch):
     async def play(engine):
         await served(engine, job("tiny"))
         may_load, start = asyncio.Event(), FakeRunner.start
@@ -294,10 +294,10 @@ def test_a_load_holds_up_nobody_whose_model_is_here(store, monkeypatch):
     assert isinstance(heard[-1], ImageEvent) and is_loading
 
 
-# -- those who wait for a download
+# -- downloads
 
 
-def test_downloads_that_hang_hold_up_nobody_whose_model_is_here(store):
+def test_hung_downloads_do_not_block_requests_for_loaded_models(store):
     async def play(engine):
         with silence() as host:
             pulls = [Client(engine, job(f"{host}/team/x{number}")) for number in range(3)]
@@ -316,7 +316,7 @@ def test_downloads_that_hang_hold_up_nobody_whose_model_is_here(store):
     assert all(isinstance(one[-1], ImageEvent) for one in heard)
 
 
-def test_the_deadline_counts_a_download_too(store):
+def test_the_deadline_includes_the_download(store):
     async def play(engine):
         with silence() as host, pytest.raises(DeadlineError) as caught:
             await served(engine, job(f"{host}/team/x"))
@@ -325,7 +325,7 @@ def test_the_deadline_counts_a_download_too(store):
     assert "being fetched" in played(store, play, deadline=0.3)
 
 
-def test_who_waits_for_a_download_hears_at_once_that_the_worker_ends(store):
+def test_closing_the_engine_stops_requests_that_wait_for_a_download(store):
     async def play(engine):
         with silence() as host:
             asked = Client(engine, job(f"{host}/team/x"))
@@ -341,10 +341,10 @@ def test_who_waits_for_a_download_hears_at_once_that_the_worker_ends(store):
     played(store, play)
 
 
-# -- what is asked for
+# -- requests
 
 
-def test_loading_makes_nothing_and_waits_for_no_turn(store):
+def test_a_load_request_generates_nothing_and_skips_the_queue(store):
     async def play(engine):
         first = Client(engine, job(keep_alive=0.0), loads=True)
         heard = await first.result()
@@ -358,7 +358,7 @@ def test_loading_makes_nothing_and_waits_for_no_turn(store):
 
     heard, gone, again, kept = played(store, play)
     assert [type(event) for event in heard] == [QueuedEvent, LoadingEvent]
-    assert gone  # as keep_alive says
+    assert gone  # keep_alive is 0
     assert [type(event) for event in again] == [QueuedEvent]
     assert kept == 77.0
 
@@ -382,7 +382,7 @@ def test_parameters_may_depend_on_the_model(store):
 
 
 @pytest.mark.parametrize("part", ["config", "layer", "manifest"])
-def test_a_damaged_model_is_said_to_be_damaged(tmp_path, part):
+def test_a_damaged_model_is_reported_as_damaged(tmp_path, part):
     store = LayeredStore([tmp_path / "store"])
     stocked(tmp_path / "store")
     stored = read_aimage(store, NAME)
@@ -403,10 +403,10 @@ def test_a_damaged_model_is_said_to_be_damaged(tmp_path, part):
     assert "pull or create it again" in played(store, play)
 
 
-# -- what is shown
+# -- metrics
 
 
-def test_a_model_is_shown_as_loaded_while_any_of_its_tags_is(tmp_path):
+def test_the_loaded_metric_counts_all_tags_of_a_model(tmp_path):
     store = stocked(tmp_path / "store")
     for tag, name in (("a", "tiny"), ("b", "other")):
         store.tag(store.resolve(Reference.parse(name)), Reference.parse(f"same:{tag}"))
@@ -423,7 +423,7 @@ def test_a_model_is_shown_as_loaded_while_any_of_its_tags_is(tmp_path):
     assert played(store, play, models=2) == [1, 1, 0]
 
 
-def test_there_are_not_many_labels_for_models():
+def test_the_number_of_model_labels_is_limited():
     metrics = Metrics()
     labels = {metrics.model(f"team/model-{number}") for number in range(200)}
     assert "other" in labels and len(labels) == 51
@@ -438,7 +438,7 @@ def test_there_are_not_many_labels_for_models():
 
 
 @pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
-def test_what_stays_for_ages_stays_for_ever(seconds):
+def test_a_huge_keep_alive_never_expires(seconds):
     model = ModelSlot(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
     assert model.until is None
     model.keep_alive = 60.0
@@ -449,7 +449,7 @@ def test_what_stays_for_ages_stays_for_ever(seconds):
 # -- memory
 
 
-def test_the_memory_that_is_free_is_what_the_machine_and_all_groups_leave(tmp_path):
+def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path):
     assert available(tmp_path) is None
     for name, text in {
         "proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    4000 kB\n",

@@ -1,4 +1,4 @@
-"""What a live worker does when it, its models or a registry end, hang or come late."""
+"""A live worker whose process, models or registries end, hang or are late."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def post(worker, path, body):
 
 
 def begun(worker):
-    """A long request, of which something has come, and the process of its model."""
+    """Start a long request; return its connection, its response and the process id of its model."""
     line = post(worker, "/v1/images/generations", LONG)
     answer = line.getresponse()
     while b"progress" not in answer.readline():
@@ -53,7 +53,7 @@ def begun(worker):
 
 
 def until(condition):
-    """Wait for what must come; the limit of the test itself is the runner's."""
+    """Poll until the condition holds."""
     for _ in range(3000):
         if condition():
             return
@@ -68,7 +68,7 @@ def status(worker, path="/healthz"):
         return line.getresponse().status
 
 
-# -- the end
+# -- shutdown
 
 
 @pytest.mark.integration
@@ -81,13 +81,13 @@ def status(worker, path="/healthz"):
         ("/api/pull", {"stream": False}),
     ],
 )
-def test_who_waits_for_a_download_is_sent_elsewhere(worker, path, body):
+def test_requests_that_wait_for_a_download_get_503_at_shutdown(worker, path, body):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         other = worker.launch()
         name = f"127.0.0.1:{silent.getsockname()[1]}/team/x:v1"
         line = post(other, path, body | {"model": name})
         with contextlib.closing(line):
-            accepted, _ = silent.accept()  # the worker asks
+            accepted, _ = silent.accept()  # the worker has connected
             with accepted:
                 other.process.terminate()
                 answer = line.getresponse()
@@ -105,7 +105,7 @@ def test_who_waits_for_a_download_is_sent_elsewhere(worker, path, body):
 
 @pytest.mark.integration
 @needs_proc
-def test_a_forced_end_is_told_as_an_end(worker):
+def test_a_forced_shutdown_is_reported_as_a_shutdown(worker):
     other = worker.launch("--grace", "1h")
     line, answer, pid = begun(other)
     with contextlib.closing(line):
@@ -121,7 +121,7 @@ def test_a_forced_end_is_told_as_an_end(worker):
 
 
 @pytest.mark.integration
-def test_a_hangup_ends_nothing(worker):
+def test_sighup_does_not_end_the_worker(worker):
     other = worker.launch()
     other.process.send_signal(signal.SIGHUP)
     until(lambda: any("nothing is read again" in line for line in other.lines))
@@ -133,7 +133,7 @@ def test_a_hangup_ends_nothing(worker):
 
 
 @pytest.mark.integration
-def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
+def test_a_model_process_exits_silently_after_its_worker(worker):
     process = spawn(
         [sys.executable, "-m", "clowder_aimage.engine.process"],
         stdin=subprocess.PIPE,
@@ -164,7 +164,7 @@ def test_a_process_whose_worker_is_gone_ends_without_a_word(worker):
 
 @pytest.mark.integration
 @needs_proc
-def test_what_a_process_writes_is_in_the_workers_log(worker):
+def test_stderr_of_a_model_process_is_logged_by_the_worker(worker):
     other = worker.launch("--log-format", "json", PYTHONFAULTHANDLER="1")
     line, answer, pid = begun(other)
     with contextlib.closing(line):
@@ -180,12 +180,12 @@ def test_what_a_process_writes_is_in_the_workers_log(worker):
 
 
 @pytest.mark.integration
-def test_a_wanted_model_is_tried_again_and_holds_up_no_other(worker, registry, repository):
+def test_a_failing_wanted_model_is_retried_and_does_not_block_others(worker, registry, repository):
     first = worker.aimage.home / "first"
     worker.aimage("create", "-q", repository, TINY, "--store", first)
     worker.aimage("push", "-q", repository, "--store", first)
     with Proxy(registry.host).running() as proxy:
-        proxy.instead = lambda passed: Reply(418)  # for which no request is repeated
+        proxy.instead = lambda passed: Reply(418)  # this status is not retried
         late = repository.replace(registry.host, proxy.host)
         other = worker.launch("--wanted", late, "--wanted", repository)
         until(lambda: any("cannot fetch a wanted" in line for line in other.lines))
@@ -196,12 +196,12 @@ def test_a_wanted_model_is_tried_again_and_holds_up_no_other(worker, registry, r
         assert other.stop()[0] == 0
 
 
-# -- what systemd gives
+# -- systemd sockets
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("target", ["3<&-", "3</dev/null"])
-def test_a_socket_that_is_none_is_said(worker, target):
+def test_a_passed_descriptor_that_is_not_a_socket_is_refused(worker, target):
     command = shlex.join([*PROGRAM, "serve"])
     script = f"exec {target}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
     done = subprocess.run(
@@ -216,7 +216,7 @@ def test_a_socket_that_is_none_is_said(worker, target):
     assert "Traceback" not in done.stderr
 
 
-def test_a_socket_that_does_not_listen_is_said(monkeypatch):
+def test_a_passed_socket_that_does_not_listen_is_refused(monkeypatch):
     with socket.socket() as mute:
         monkeypatch.setattr(systemd, "FIRST", os.dup(mute.fileno()))
         environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}

@@ -1,4 +1,4 @@
-"""What a PNG says of how it was made, whoever made it; and what a worker does by itself."""
+"""Generation facts in PNG files, and equal results of the CLI and the worker's APIs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ CHUNKS = (b"iTXt", b"tEXt", b"zTXt", b"eXIf")
 
 
 def ask(url: str, path: str = GENERATIONS, **fields: Any) -> tuple[int, Any, bytes]:
-    """The status, the headers and the body of an answer."""
+    """Return the status, headers and body of a response."""
     body = {"model": "tiny", "prompt": "a dog", "steps": 2, "seed": 7} | fields
     asked = urllib.request.Request(url + path, json.dumps(body).encode())
     return answer_to(asked)
 
 
 def drawn(url: str, path: str = GENERATIONS, **fields: Any) -> bytes:
-    """The picture of an answer."""
+    """Return the picture of a response."""
     status, _, body = ask(url, path, **fields)
     assert status == 200, body
     answer = json.loads(body)
@@ -59,7 +59,7 @@ def refusal(url: str, **fields: Any) -> dict[str, Any]:
 
 
 def run(worker: Any, *options: object, **environment: str) -> bytes:
-    """What 'aimage run' makes, by itself or (with AIMAGE_HOST) by a worker."""
+    """Return the picture made by 'aimage run', locally or (with AIMAGE_HOST) by a worker."""
     here = worker.aimage
     before = dict(here.environment)
     here.environment |= environment
@@ -80,8 +80,8 @@ def ollama(url: str, **fields: Any) -> bytes:
     return drawn(url, "/api/generate", stream=False, **fields)
 
 
-def test_every_way_to_a_picture_gives_the_same_file(worker):
-    """The same pixels, and the same facts: there is one code that writes both."""
+def test_all_interfaces_make_identical_files(worker):
+    """Both the pixels and the facts are the same."""
     alone = run(worker, "--steps", 2)
     assert drawn(worker.url) == alone
     assert ollama(worker.url) == alone
@@ -92,7 +92,7 @@ def test_every_way_to_a_picture_gives_the_same_file(worker):
     assert facts["digest"] in worker.aimage("show", "tiny").out
 
 
-def test_a_picture_need_not_say_how_it_was_made(worker):
+def test_png_facts_can_be_omitted(worker):
     said, silent = drawn(worker.url), drawn(worker.url, png_facts=False)
     assert facts_of(said)["seed"] == 7
     assert not [kind for kind in CHUNKS if kind in silent]
@@ -102,7 +102,7 @@ def test_a_picture_need_not_say_how_it_was_made(worker):
     assert silent[start:end] in said  # the picture is the same
 
 
-def test_what_is_no_yes_or_no_is_refused(worker):
+def test_png_facts_that_are_not_boolean_are_refused(worker):
     assert refusal(worker.url, png_facts="no")["param"] == "png_facts"
     status, _, body = ask(worker.url, "/api/generate", png_facts="no")
     assert (status, "png_facts" in json.loads(body)["error"]) == (400, True)
@@ -111,7 +111,7 @@ def test_what_is_no_yes_or_no_is_refused(worker):
 # -- sizes and shifts
 
 
-def test_all_that_run_can_be_told_a_worker_does(worker, tmp_path):
+def test_a_worker_supports_all_options_of_run(worker, tmp_path):
     options = ("--steps", 2, "--width", 48, "--shift", 1.5, "--guidance", 2, "--negative", "a cat")
     alone = run(worker, *options)
     assert run(worker, *options, AIMAGE_HOST=worker.url) == alone
@@ -128,13 +128,13 @@ def test_all_that_run_can_be_told_a_worker_does(worker, tmp_path):
     ("fields", "param"),
     [
         ({"width": 100}, "width"),
-        ({"width": 16384}, "width"),  # too large for this model, as only it knows
+        ({"width": 16384}, "width"),  # larger than this model allows
         ({"size": "16384x16"}, "size"),
         ({"size": "64x64", "height": 48}, "height"),
         ({"shift": 0}, "shift"),
     ],
 )
-def test_a_refusal_names_the_field_that_was_said(worker, fields, param):
+def test_a_refusal_names_the_field_of_the_request(worker, fields, param):
     assert refusal(worker.url, **fields)["param"] == param
 
 
@@ -150,9 +150,8 @@ TOO_LARGE = [(8192, 8192), (3840, 2160)]
 
 
 @pytest.mark.parametrize(("width", "height"), TOO_LARGE)
-def test_what_would_end_the_models_process_is_refused_everywhere(worker, width, height):
-    """The largest that OpenAI's clients may ask for is among them: it is what machines do not do,
-    not what the interface does not have."""
+def test_sizes_beyond_memory_are_refused_by_all_interfaces(worker, width, height):
+    """The limit is the machine's memory; sizes that OpenAI's API allows are refused too."""
     if (machine.memory() or 0) > 60 << 30:
         pytest.skip("this machine may have the memory")
     said = ollama_refusal(worker.url, width=width, height=height)
@@ -168,19 +167,19 @@ def test_what_would_end_the_models_process_is_refused_everywhere(worker, width, 
 
 
 def deaths(url: str) -> int:
-    """How many models' processes have ended that were not told to."""
+    """Return how many model processes have died."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     found = re.search(r'^aimage_model_evictions_total\{reason="died"\} (\S+)$', text, re.MULTILINE)
     return int(float(found[1])) if found else 0
 
 
-def test_a_side_that_makes_too_much_of_the_models_other_one_is_the_one_that_is_refused(worker):
+def test_the_side_that_exceeds_the_limit_is_refused(worker):
     assert refusal(worker.url, height=8192, width=2048, size="2048x8192")["param"] == "size"
     assert refusal(worker.url, height=8192, width=1008)["param"] == "width"
 
 
-def test_a_prompt_has_the_same_bounds_everywhere(worker):
+def test_all_interfaces_have_the_same_prompt_limit(worker):
     text = "x" * 32_001
     assert refusal(worker.url, prompt=text)["param"] == "prompt"
     assert "32000 characters" in ollama_refusal(worker.url, prompt=text)
@@ -190,8 +189,8 @@ def test_a_prompt_has_the_same_bounds_everywhere(worker):
 
 
 @pytest.mark.parametrize("case", GUIDED_AND_NOT)
-def test_a_worker_makes_the_picture_that_diffusers_makes(worker, tmp_path, case):
-    """As tests/model/oracle has it of this very model; no value may differ by more than one."""
+def test_pictures_of_a_worker_match_diffusers(worker, tmp_path, case):
+    """Compare with the pictures in tests/model/oracle; values may differ by at most one."""
     request = CASES[case]
     with np.load(ORACLE / f"{case.replace(' ', '-')}.npz") as recorded:
         expected = recorded["picture"].astype(int)
@@ -212,10 +211,10 @@ def test_a_worker_makes_the_picture_that_diffusers_makes(worker, tmp_path, case)
         assert np.abs(found - expected).max() <= 1
 
 
-# -- how the worker was set up
+# -- settings of the worker
 
 
-def test_a_worker_that_was_told_otherwise(worker):
+def test_settings_of_the_worker_apply_to_requests_without_fields(worker):
     silent = worker.start("--no-png-facts", "--stream-format", "openai", "--pull", "never")
     assert facts_of(drawn(silent.url)) == {}
     assert facts_of(drawn(silent.url, png_facts=True))["seed"] == 7
@@ -225,20 +224,20 @@ def test_a_worker_that_was_told_otherwise(worker):
         events = ask(silent.url, stream=True, **said)[2]
         assert re.findall(rb"^event: (.*)$", events, re.MULTILINE)[-1] == name
     absent = {"model": "localhost:1/absent"}
-    assert ask(silent.url, **absent)[0] == 404  # it was not asked for
+    assert ask(silent.url, **absent)[0] == 404  # it is not pulled
     assert ask(silent.url, **absent, pull="if-missing")[0] == 502  # there is no such registry
     assert ask(silent.url, "/api/generate", **absent, stream=False)[0] == 404
 
 
 @pytest.fixture
 def own(stocked, tmp_path):
-    """A command line with a store of its own."""
+    """Return a command line with its own store."""
     shutil.copytree(stocked, tmp_path / "store")
     return Aimage(tmp_path, tmp_path / "store")
 
 
 def spoil_text_encoder(store: Path) -> None:
-    """Have the text encoder's weights be none any more."""
+    """Overwrite the text encoder's weights with zeros."""
     stored = read_aimage(LayeredStore([store]), Reference.parse("tiny"))
     for layer in stored.aimage.component("text_encoder"):
         digest = layer.descriptor.digest
@@ -254,8 +253,8 @@ def spoil_text_encoder(store: Path) -> None:
         (("--memory", "40MB", "--max-models", "20"), False),
     ],
 )
-def test_a_worker_lets_the_text_encoder_go_as_it_is_told(own, options, stays):
-    """One that was let go is needed for a new prompt, and for no other."""
+def test_the_text_encoder_is_released_according_to_the_settings(own, options, stays):
+    """A released text encoder is loaded again for new prompts only."""
     worker = LocalWorker(own, *options)
     try:
         first = drawn(worker.url)

@@ -25,7 +25,7 @@ from clowder_aimage.layout import ImageLayout, index
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 
-# What dashboards and alerts are written for
+# Metrics that dashboards and alerts depend on
 NAMES = """
 aimage_build_info aimage_generation_queue_depth aimage_generation_refused_total
 aimage_generation_cancelled_total aimage_generation_step_seconds_bucket
@@ -39,7 +39,7 @@ def service(tmp_path):
 
 
 def spoken(service, talk, *, wanted=(), tokens=None):
-    """What ``talk(client, app)`` returns, with a client of the whole application."""
+    """Return the result of ``talk(client, app)`` for a client of the whole application."""
     app = build_app(WorkerRole(service), tokens=tokens)
     service.wanted = wanted
 
@@ -63,14 +63,14 @@ def test_a_worker_with_an_empty_store_is_ready(service):
     assert not service.store.root.exists()
 
 
-def test_a_store_that_cannot_be_written_is_a_reason(service):
+def test_a_store_that_is_not_writable_makes_the_worker_not_ready(service):
     service.store.root.write_text("no directory")
     status, body, retry_after = ready(service)
     assert (status, body["status"], retry_after) == (503, "unavailable", "5")
     assert body["reasons"] == [{"reason": "store not writable"}]
 
 
-def test_a_wanted_model_that_is_not_here_is_a_reason(service):
+def test_a_missing_wanted_model_makes_the_worker_not_ready(service):
     reasons = [{"reason": "model missing", "model": "team/absent:v1"}]
     assert ready(service, wanted=("team/absent:v1",))[:2] == (
         503,
@@ -78,12 +78,12 @@ def test_a_wanted_model_that_is_not_here_is_a_reason(service):
     )
 
 
-def test_who_shows_no_token_hears_no_names(service):
+def test_readiness_without_a_token_names_no_models(service):
     status, body, _ = ready(service, wanted=("team/absent:v1",), tokens={"x" * 16: "admin"})
     assert (status, body["reasons"]) == (503, [{"reason": "model missing"}])
 
 
-def test_pinned_models_are_to_be_here_whole(stocked, tmp_path):
+def test_an_incomplete_pinned_model_is_missing(stocked, tmp_path):
     shutil.copytree(stocked, tmp_path / "store")
     store = ImageLayout(tmp_path / "store")
     store.pins.put("tiny:latest", {}, durable=False)
@@ -102,14 +102,12 @@ def test_pinned_models_are_to_be_here_whole(stocked, tmp_path):
     ]
 
 
-def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
-    stocked, tmp_path, monkeypatch
-):
+def test_a_probe_checks_blobs_again_only_after_a_change(stocked, tmp_path, monkeypatch):
     shutil.copytree(stocked, tmp_path / "store")
     store, seen = ImageLayout(tmp_path / "store"), list[object]()
     store.pins.put("tiny:latest", {}, durable=False)
     exists, later = store.exists, time.time_ns() + 10**11
-    # all was long ago
+    # all changes are old
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
 
     def looked(blob):
@@ -129,7 +127,7 @@ def test_a_probe_looks_for_no_blob_again_while_none_has_come_or_gone(
     assert readiness.against() == [{"reason": "model missing", "model": "tiny:latest"}]
 
 
-def test_what_cannot_be_read_for_a_moment_is_missing_for_that_moment(stocked, monkeypatch):
+def test_a_model_is_missing_only_while_the_index_is_unreadable(stocked, monkeypatch):
     store, later = ImageLayout(stocked), time.time_ns() + 10**11
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
     readiness = Readiness(store)
@@ -139,14 +137,14 @@ def test_what_cannot_be_read_for_a_moment_is_missing_for_that_moment(stocked, mo
     assert readiness.against(["tiny"]) == []
 
 
-def test_a_model_that_is_known_to_be_missing_is_not_looked_for(stocked, monkeypatch):
+def test_a_model_known_to_be_missing_is_not_resolved(stocked, monkeypatch):
     store = ImageLayout(stocked)
     monkeypatch.setattr(store, "resolve", None)
     missing = {"reason": "model missing", "model": "tiny:latest"}
     assert Readiness(store).against(missing=["tiny:latest"]) == [missing]
 
 
-def test_a_worker_that_is_about_to_end_is_not_ready_but_alive(service):
+def test_a_draining_worker_is_not_ready_but_healthy(service):
     service.engine.is_draining = True
     status, body, _ = ready(service)
     assert (status, body["reasons"]) == (503, [{"reason": "draining"}])
@@ -166,7 +164,7 @@ async def measured(client):
     return await answer.text()
 
 
-def test_the_metrics_have_the_names_that_dashboards_know(service):
+def test_the_metrics_have_the_documented_names(service):
     async def talk(client, _):
         await client.get("/healthz")
         return await measured(client)
@@ -176,7 +174,7 @@ def test_the_metrics_have_the_names_that_dashboards_know(service):
     assert 'aimage_http_requests_total{code="200",route="/healthz"} 1.0' in text
 
 
-def test_what_clients_make_up_becomes_no_label(service):
+def test_unknown_paths_models_and_methods_become_no_label(service):
     async def talk(client, _):
         for number in range(20):
             await client.get(f"/made-up/{number}")
@@ -189,7 +187,7 @@ def test_what_clients_make_up_becomes_no_label(service):
     assert "made-up" not in text and "M7" not in text
 
 
-def test_promtool_finds_nothing_wrong_with_the_metrics(worker):
+def test_promtool_accepts_the_metrics(worker):
     promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
@@ -207,7 +205,7 @@ def test_promtool_finds_nothing_wrong_with_the_metrics(worker):
 
 
 async def heard(answer, count):
-    """So many events of a stream: id, kind, facts."""
+    """Read ``count`` events of a stream, each as id, kind and facts."""
     found = []
     fields: dict[str, str] = {}
     while len(found) < count:
@@ -222,7 +220,7 @@ async def heard(answer, count):
     return found
 
 
-def test_events_are_heard_as_they_come_and_after_an_id(service):
+def test_events_are_streamed_and_replayed_after_last_event_id(service):
     async def talk(client, _):
         service.news.tell("load", model="a")
         answer = await client.get("/v1/events")
@@ -243,7 +241,7 @@ def test_events_are_heard_as_they_come_and_after_an_id(service):
     assert second[2].items() >= {"model": "a", "reason": "idle"}.items()
 
 
-def test_an_id_that_is_none_is_refused(service):
+def test_an_invalid_last_event_id_is_refused(service):
     async def talk(client, _):
         mark = f"{service.started:.3f}-"
         headers = [{"Last-Event-ID": mark + wrong} for wrong in ("", "-1", "x", "9" * 30)]
@@ -252,7 +250,7 @@ def test_an_id_that_is_none_is_refused(service):
     assert spoken(service, talk) == [400] * 4
 
 
-def test_a_stream_of_events_ends_when_the_worker_does(service):
+def test_an_event_stream_ends_with_the_worker(service):
     async def talk(client, app):
         answer = await client.get("/v1/events")
         service.news.close()
@@ -261,7 +259,7 @@ def test_a_stream_of_events_ends_when_the_worker_does(service):
     assert spoken(service, talk) == b"retry: 2000\n\n"
 
 
-def test_head_says_what_get_would_and_no_more(service):
+def test_head_responses_have_no_body(service):
     async def talk(client, _):
         found = []
         for path in ("/healthz", "/readyz", "/metrics", "/v1/events"):

@@ -1,6 +1,6 @@
-"""A live worker for litellm, as it is: a gateway and a library that many programs stand on.
+"""A live worker as seen by the unmodified litellm library.
 
-``AIMAGE_LITELLM_PYTHON`` is a Python that has it.
+``AIMAGE_LITELLM_PYTHON`` is a Python interpreter with litellm installed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ INFER = "infer-0123456789abcdef0123456789"
 
 @dataclass
 class Litellm:
-    """litellm in a process of its own, which asks ``url``."""
+    """litellm in a separate process that sends requests to ``url``."""
 
     process: subprocess.Popen[str]
     url: str
 
     def __call__(self, function: str = "image_generation", **arguments: Any) -> dict[str, Any]:
-        """What a call returned or raised. It is tried once, unless ``arguments`` say otherwise."""
+        """Return the result or error of a call, without retries unless ``arguments`` set them."""
         said = {
             "model": "openai/tiny",
             "prompt": "a dog",
@@ -56,7 +56,7 @@ class Litellm:
         return found
 
     def made(self, **arguments: Any) -> dict[str, Any]:
-        """The answer of a call that succeeds."""
+        """Return the result of a call that must succeed."""
         found = self(**arguments)
         assert "made" in found, found
         made: dict[str, Any] = found["made"]
@@ -65,13 +65,13 @@ class Litellm:
 
 @pytest.fixture(scope="module")
 def named(worker: Worker) -> Worker:
-    """A worker with names that programs have built in."""
+    """Return a worker with aliases for OpenAI's model names."""
     return worker.start("--alias", "gpt-image-1=tiny", "--alias", "dall-e-3=tiny", "--queue", "0")
 
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """One litellm for all tests: it takes seconds to import."""
+    """Start one litellm process for all tests, because its import takes seconds."""
     python = os.environ.get("AIMAGE_LITELLM_PYTHON")
     if not python:
         missing = "AIMAGE_LITELLM_PYTHON names no Python that has litellm"
@@ -80,14 +80,14 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path_factory.mktemp("litellm")),
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else its import asks a server on the internet
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else its import sends a request to the internet
         "NO_PROXY": "127.0.0.1",
     }
     with spawn(
         [python, SCRIPT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # it is talkative there
+        stderr=subprocess.DEVNULL,  # its logs
         text=True,
         env=environment,
     ) as found:
@@ -112,21 +112,21 @@ def pictures(made: dict[str, Any]) -> list[Image.Image]:
 
 
 def kind(found: dict[str, Any]) -> str:
-    """The class of what was raised."""
+    """Return the class name of the raised exception."""
     assert "kinds" in found, found
     first: str = found["kinds"][0]
     return first
 
 
 def counted(worker: Worker) -> float:
-    """How many pictures the worker was asked for."""
+    """Return the number of generation requests that the worker has received."""
     with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if "images/generations" in line)
 
 
 @pytest.mark.integration
-def test_a_picture_equals_the_one_that_is_made_without_a_worker(litellm, named):
+def test_a_picture_equals_that_of_aimage_run(litellm, named):
     made = litellm.made(seed=7, steps=2, size="48x64")
     wishes = ("--seed", 7, "--steps", 2, "--width", 48, "--height", 64)
     own = named.aimage.home / named.aimage("run", "-q", "tiny", "a dog", *wishes).line
@@ -137,7 +137,7 @@ def test_a_picture_equals_the_one_that_is_made_without_a_worker(litellm, named):
     assert (made["size"], made["output_format"]) == ("48x64", "png")
 
 
-def test_several_pictures(litellm):
+def test_several_pictures_are_returned_for_n(litellm):
     made = litellm.made(n=2, size="32x32", quality="low", user="somebody")
     first, second = pictures(made)
     assert first.size == second.size == (32, 32)
@@ -145,12 +145,12 @@ def test_several_pictures(litellm):
     assert made["usage"]["total_tokens"] == 0
 
 
-def test_the_asynchronous_call(litellm):
+def test_the_asynchronous_call_returns_a_picture(litellm):
     made = litellm.made(function="aimage_generation", steps=1, size="32x32")
     assert [picture.size for picture in pictures(made)] == [(32, 32)]
 
 
-def test_what_it_sends_to_a_gpt_image(litellm):
+def test_parameters_of_gpt_image_are_supported(litellm):
     made = litellm.made(
         model="openai/gpt-image-1",
         output_format="jpeg",
@@ -163,8 +163,8 @@ def test_what_it_sends_to_a_gpt_image(litellm):
     assert (made["output_format"], made["background"]) == ("jpeg", "opaque")
 
 
-def test_a_link_where_it_lets_one_be_asked_for(litellm):
-    """Only to a model called like a DALL-E does it send ``response_format``."""
+def test_the_url_response_format_returns_a_link(litellm):
+    """litellm sends ``response_format`` only to models named like DALL-E."""
     (item,) = litellm.made(model="openai/dall-e-3", response_format="url")["data"]
     assert item["b64_json"] is None
     with urllib.request.urlopen(item["url"], timeout=30) as answer:
@@ -172,13 +172,13 @@ def test_a_link_where_it_lets_one_be_asked_for(litellm):
 
 
 @pytest.mark.parametrize("fields", [{"response_format": "b64_json"}, {"style": "vivid"}], ids=str)
-def test_what_it_refuses_itself_does_not_reach_the_worker(litellm, named, fields):
+def test_parameters_refused_by_litellm_are_not_sent(litellm, named, fields):
     before = counted(named)
     found = litellm(**fields)
     assert kind(found) == "litellm.exceptions.UnsupportedParamsError"
     assert next(iter(fields)) in found["message"]
     assert counted(named) == before
-    assert pictures(litellm.made(drop_params=True, **fields))  # nothing that it needs
+    assert pictures(litellm.made(drop_params=True, **fields))  # the field is not required
     assert counted(named) == before + 1
 
 
@@ -192,7 +192,7 @@ def test_what_it_refuses_itself_does_not_reach_the_worker(litellm, named, fields
     ],
     ids=["absent", "size", "transparent", "empty"],
 )
-def test_a_refusal_is_of_its_class(litellm, fields, status, name, text):
+def test_refusals_raise_the_matching_exception(litellm, fields, status, name, text):
     found = litellm(**fields)
     assert kind(found) == f"litellm.exceptions.{name}"
     assert f"openai.{name}" in found["kinds"]
@@ -200,7 +200,7 @@ def test_a_refusal_is_of_its_class(litellm, fields, status, name, text):
     assert text in found["message"]
 
 
-def test_the_key_is_the_token(litellm, worker, tmp_path):
+def test_the_api_key_is_the_token(litellm, worker, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"infer {INFER}\n")
     tokens.chmod(0o600)
@@ -211,8 +211,8 @@ def test_the_key_is_the_token(litellm, worker, tmp_path):
     assert pictures(litellm.made(api_key=INFER, steps=1))
 
 
-def test_a_full_queue_is_of_its_class_and_free_again_when_the_other_leaves(litellm, named):
-    litellm.made(steps=1)  # its import takes longer than a picture
+def test_a_full_queue_raises_service_unavailable_until_a_client_leaves(litellm, named):
+    litellm.made(steps=1)  # waits until litellm is imported
     body = {"model": "tiny", "prompt": "a cat", "stream": True, "steps": 1000, "n": 10}
     drawing = WorkerClient(named.host).events("/v1/images/generations", body)
     while next(drawing)[0] != "progress":
@@ -225,7 +225,7 @@ def test_a_full_queue_is_of_its_class_and_free_again_when_the_other_leaves(litel
         pass
 
 
-def test_it_tries_again_when_the_queue_was_full(litellm):
+def test_litellm_retries_after_a_503_response(litellm):
     picture = {"created": 1, "data": [{"b64_json": "AAAA"}]}
     busy = {"error": {"message": "2 wait", "type": "server_error", "code": "overloaded"}}
     answers = [says(busy, 503, Retry_After="1"), says(picture)]
@@ -242,7 +242,7 @@ def test_it_tries_again_when_the_queue_was_full(litellm):
     assert [asked.path for asked in scripted.asked] == ["/v1/images/generations"] * 2
 
 
-def test_a_deadline_is_of_its_class(litellm, worker):
+def test_an_exceeded_deadline_raises_a_litellm_exception(litellm, worker):
     litellm.url = worker.start("--deadline", "0.2s").url
     found = litellm(steps=1000)
     assert kind(found).startswith("litellm.exceptions.")

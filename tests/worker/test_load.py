@@ -1,4 +1,4 @@
-"""Many clients, many pictures: every request answered, and memory that does not grow."""
+"""Load tests: every request is answered, and memory does not grow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def children(pid: int) -> list[int]:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory of a process."""
+    """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
@@ -34,8 +34,8 @@ async def ask(session, url, **changes):
         return answer.status, dict(answer.headers), await answer.read()
 
 
-def test_fifty_clients_at_once(worker):
-    """A queue of eight: each is answered, with a picture or a time to come again."""
+def test_fifty_concurrent_clients_are_served_or_refused(worker):
+    """With a queue of eight, each response is a picture or a 503 with Retry-After."""
 
     async def play():
         async with aiohttp.ClientSession() as session:
@@ -57,7 +57,7 @@ def test_fifty_clients_at_once(worker):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_memory_is_flat_over_500_pictures_and_back_after_unload(worker):
+def test_memory_is_constant_over_500_pictures_and_freed_after_unload(worker):
     other = worker.launch()
 
     async def play():
@@ -69,7 +69,7 @@ def test_memory_is_flat_over_500_pictures_and_back_after_unload(worker):
                     assert status == 200
 
             server = other.process.pid
-            await many(50)  # what is made once is made
+            await many(50)  # warm up
             (model,) = children(server)
             before = resident(server), resident(model)
             await many(PICTURES)
@@ -90,7 +90,7 @@ def test_memory_is_flat_over_500_pictures_and_back_after_unload(worker):
     assert server <= before[0] * 1.1
 
 
-def test_the_picture_is_that_of_run(worker, tmp_path):
+def test_a_picture_of_the_worker_equals_that_of_run(worker, tmp_path):
     Image = pytest.importorskip("PIL.Image")
 
     async def play():

@@ -1,4 +1,4 @@
-"""How much memory models may have: what is read of the machine, and what the process does by it."""
+"""Memory limits: detection on the machine, the text encoder, and the size of pictures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 def system(root, said, **files):
-    """A directory that looks like a system whose control groups are as ``files`` say."""
+    """Create a root directory with ``/proc`` and the control group files ``files``."""
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text(said)
     for name, text in files.items():
@@ -40,12 +40,12 @@ def system(root, said, **files):
     return root
 
 
-def test_a_machine_without_groups_has_what_it_has(tmp_path):
+def test_without_control_groups_the_limit_is_physical_memory(tmp_path):
     assert machine.memory(tmp_path) == int(PHYSICAL * 0.8)
     assert machine.memory(system(tmp_path, "0::/\n")) == int(PHYSICAL * 0.8)
 
 
-def test_a_group_of_version_2_and_those_that_it_is_in(tmp_path):
+def test_limits_of_parent_groups_apply_in_cgroup_v2(tmp_path):
     files = {
         "a__memory_max": f"{GIB // 4}\n",
         "a__b__memory_max": "max\n",
@@ -54,12 +54,12 @@ def test_a_group_of_version_2_and_those_that_it_is_in(tmp_path):
     assert machine.memory(system(tmp_path, "0::/a/b\n", **files)) == int(GIB // 4 * 0.8)
 
 
-def test_a_container_sees_its_own_group_at_the_top_whatever_its_path_is(tmp_path):
+def test_the_limit_of_a_containers_root_cgroup_applies(tmp_path):
     root = system(tmp_path, "0::/kubepods/pod7\n", memory_max=f"{GIB // 2}")
     assert machine.memory(root) == int(GIB // 2 * 0.8)
 
 
-def test_a_group_of_version_1(tmp_path):
+def test_the_limit_of_cgroup_v1_applies(tmp_path):
     said = "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n"
     files = {
         "memory__x__memory_limit_bytes": f"{GIB // 8}",
@@ -69,7 +69,7 @@ def test_a_group_of_version_1(tmp_path):
 
 
 @pytest.mark.parametrize("said", ["", "nonsense", "0", "0::", "0::/../../..\n"])
-def test_a_file_that_says_something_else_is_passed_over(tmp_path, said):
+def test_invalid_cgroup_files_are_ignored(tmp_path, said):
     assert machine.memory(system(tmp_path, said, memory_max="much")) == int(PHYSICAL * 0.8)
 
 
@@ -84,7 +84,7 @@ def store(tmp_path):
 
 
 def lose_text_encoder(store):
-    """Have the text encoder's weights not be there any more."""
+    """Delete the text encoder's weights."""
     for layer in read_aimage(store, Reference.parse("tiny")).aimage.component("text_encoder"):
         digest = layer.descriptor.digest
         (store.roots[0] / "blobs" / digest.algorithm / digest.encoded).unlink(missing_ok=True)
@@ -126,7 +126,7 @@ async def two(runner):
         EngineLimits(memory=30_000_000, models=30),
     ],
 )
-def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, keep):
+def test_releasing_the_text_encoder_does_not_change_pictures(store, keep):
     stays = played(store, two, EngineLimits(text_encoder="keep"))
     assert played(store, two, keep) == stays
     assert stays[0] == stays[2] != stays[1]
@@ -136,13 +136,13 @@ def test_a_process_that_lets_the_text_encoder_go_makes_the_same_pictures(store, 
         lose_text_encoder(store)
         with pytest.raises(AImageError):
             await picture(runner, "a cat")
-        assert await picture(runner, "a dog") == first  # the text is remembered
+        assert await picture(runner, "a dog") == first  # the text embedding is cached
         return first
 
     assert played(store, without, keep) == stays[0]
 
 
-def test_a_process_with_room_keeps_the_text_encoder(store):
+def test_the_text_encoder_is_kept_with_enough_memory(store):
     async def without(runner):
         await picture(runner, "a dog")
         lose_text_encoder(store)
@@ -151,7 +151,7 @@ def test_a_process_with_room_keeps_the_text_encoder(store):
     assert played(store, without, EngineLimits())
 
 
-# -- how large a picture can be
+# -- size limits
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def refused(pipeline, width, height, **more):
 
 
 @pytest.mark.parametrize("size", [(8192, 8192), (8192, 2048), (4096, 4096), (3840, 2160)])
-def test_a_picture_that_would_end_the_process_is_refused(pipeline, size):
+def test_a_picture_beyond_memory_is_refused(pipeline, size):
     pipeline.set_memory("keep", None, 24 * GIB)
     error = refused(pipeline, *size)
     assert error.message.startswith(f"width {size[0]} and height {size[1]} make too large a")
@@ -176,11 +176,11 @@ def test_a_picture_that_would_end_the_process_is_refused(pipeline, size):
     assert error.hint.startswith("ask for a smaller one, such as ")
 
 
-def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
+def test_the_hint_suggests_the_largest_square(pipeline):
     pipeline.set_memory("keep", None, GIB)
     assert (
         pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
-    )  # as much as there is
+    )  # the largest size that fits
     error = refused(pipeline, 2048, 1024)
     found = re.search("such as ([0-9]+)x", error.hint)
     assert found is not None
@@ -191,8 +191,8 @@ def test_the_size_that_is_named_instead_is_the_largest_square(pipeline):
     assert refused(pipeline, 16, 16).hint == "ask for a smaller one"
 
 
-def test_what_mlx_would_count_wrong_is_refused_whatever_memory_there_is(pipeline):
-    """With more than 2^31 scores a CPU gives wrong numbers, and says nothing."""
+def test_attention_beyond_int32_is_refused(pipeline):
+    """MLX on a CPU silently computes wrong values for more than 2^31 scores."""
     if on_gpu():
         pytest.skip("of a CPU")
     pipeline.set_memory("keep", None, 1 << 50)
@@ -203,9 +203,9 @@ def test_what_mlx_would_count_wrong_is_refused_whatever_memory_there_is(pipeline
     assert "1712x1712" in error.hint
 
 
-def test_many_heads_and_long_texts_count(pipeline):
+def test_heads_and_text_length_increase_the_attention_size(pipeline):
     few = pipeline.arrays(GenerateRequest("a dog"), 512, 512).numbers
-    assert few == 4096**2  # of the decoder
+    assert few == 4096**2  # in the decoder
     pipeline.vae.config = dataclasses.replace(pipeline.vae.config, mid_block_add_attention=False)
     short = pipeline.arrays(GenerateRequest("a dog"), 512, 512).numbers
     assert 2 * 1024**2 < short < few
@@ -218,7 +218,7 @@ def test_many_heads_and_long_texts_count(pipeline):
     )
 
 
-def test_what_the_decoder_lays_out_counts(pipeline):
+def test_buffers_of_the_decoder_are_counted(pipeline):
     if on_gpu():
         pytest.skip("of a CPU")
     wide = pipeline.arrays(GenerateRequest("a dog"), 8192, 16).size

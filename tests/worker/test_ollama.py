@@ -1,4 +1,4 @@
-"""ollama's API, asked by ollama's own Python client, unmodified, and by plain HTTP."""
+"""ollama's API, used through ollama's unmodified Python client and plain HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(worker: LocalWorker) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ask(worker: LocalWorker) -> Callable[..., tuple[int, Any]]:
-    """``ask(path, body)``: the status and the JSON of an answer, or its lines."""
+    """Return ``ask(path, body)``, which returns the status and the JSON, JSON lines or text."""
 
     def asked(path: str, body: Any = None, method: str | None = None) -> tuple[int, Any]:
         with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
@@ -59,10 +59,10 @@ def size_of(image: str) -> tuple[int, int]:
         return picture.size
 
 
-# -- what is there
+# -- version and models
 
 
-def test_the_root_says_who_answers(ask):
+def test_the_root_names_the_server(ask):
     assert ask("/") == (200, "aimage is running")
     assert ask("/", method="HEAD") == (200, "")
 
@@ -72,7 +72,7 @@ def test_the_version_is_digits_and_dots(ask):
     assert status == 200 and [int(part) for part in answer["version"].split(".")]
 
 
-def test_the_list_has_what_clients_read(client, ask):
+def test_the_model_list_has_the_fields_that_clients_read(client, ask):
     (model,) = client.list().models
     assert model.model == "tiny:latest"
     assert model.size > 1_000_000 and re.fullmatch("[0-9a-f]{64}", model.digest)
@@ -84,7 +84,7 @@ def test_the_list_has_what_clients_read(client, ask):
     assert datetime.fromisoformat(raw["modified_at"]).tzinfo is not None
 
 
-def test_show_says_that_it_makes_pictures(client, worker):
+def test_show_lists_the_image_capability(client, worker):
     shown = client.show("tiny")
     known = worker.aimage("show", "--json", "tiny").value
     assert shown.capabilities == ["image"]
@@ -94,7 +94,7 @@ def test_show_says_that_it_makes_pictures(client, worker):
     assert "height 64" in shown.parameters
 
 
-def test_show_of_what_is_not_here_is_404(client):
+def test_show_of_a_missing_model_is_404(client):
     with pytest.raises(ollama.ResponseError, match="not found") as caught:
         client.show("nothing")
     assert caught.value.status_code == 404
@@ -103,7 +103,7 @@ def test_show_of_what_is_not_here_is_404(client):
 # -- pictures
 
 
-def test_a_picture_comes_with_its_steps(client):
+def test_a_stream_has_progress_and_the_picture(client):
     parts = list(client.generate(**DRAW, options={"seed": 7}, stream=True))
     steps = [(part.completed, part.total) for part in parts if part.completed]
     assert steps == [(1, 3), (2, 3), (3, 3)]
@@ -113,14 +113,14 @@ def test_a_picture_comes_with_its_steps(client):
     assert {part.model for part in parts} == {"tiny"}
 
 
-def test_a_picture_without_a_stream_is_the_same(client):
+def test_a_response_without_a_stream_has_the_same_picture(client):
     (*_, streamed) = client.generate(**DRAW, options={"seed": 7}, stream=True)
     plain = client.generate(**DRAW, options={"seed": 7})
     assert plain.done and plain.image == streamed.image
     assert plain.image != client.generate(**DRAW, options={"seed": 8}).image
 
 
-def test_it_is_the_picture_that_the_command_line_makes(client, worker):
+def test_a_picture_equals_that_of_the_command_line(client, worker):
     path = worker.aimage.home / "picture.png"
     sizes = ("--width", 32, "--height", 32, "--steps", 3, "--seed", 7)
     worker.aimage("run", "-q", "tiny", "a dog", *sizes, "-o", path)
@@ -129,7 +129,7 @@ def test_it_is_the_picture_that_the_command_line_makes(client, worker):
         assert ours.tobytes() == theirs.tobytes()
 
 
-def test_sizes_in_options_and_the_seed_at_the_top_count_too(ask):
+def test_sizes_in_options_and_a_top_level_seed_are_accepted(ask):
     options = {"width": 48, "height": 32.0, "steps": 1, "seed": 1}
     body = {"model": "tiny", "prompt": "a dog", "options": options, "seed": 5, "stream": False}
     status, answer = ask("/api/generate", body)
@@ -138,12 +138,12 @@ def test_sizes_in_options_and_the_seed_at_the_top_count_too(ask):
     assert answer["seed"] == 5
 
 
-def test_without_a_seed_no_two_pictures_are_the_same(ask):
+def test_a_random_seed_is_drawn_without_one(ask):
     body = DRAW | {"stream": False, "options": {"seed": -1}}
     assert ask("/api/generate", body)[1]["seed"] != ask("/api/generate", body)[1]["seed"]
 
 
-def test_the_form_type_that_curl_sends_is_taken(worker):
+def test_the_form_content_type_of_curl_is_accepted(worker):
     with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         connection.request("POST", "/api/generate", json.dumps(DRAW), headers)
@@ -156,7 +156,7 @@ def test_the_form_type_that_curl_sends_is_taken(worker):
 # -- keep_alive
 
 
-def test_ps_tells_what_is_loaded_and_until_when(client, ask):
+def test_ps_lists_loaded_models_with_their_expiry(client, ask):
     client.generate(**DRAW, keep_alive="10m")
     (model,) = client.ps().models
     assert (model.name, model.model) == ("tiny:latest", "tiny:latest") and model.size > 0
@@ -166,14 +166,14 @@ def test_ps_tells_what_is_loaded_and_until_when(client, ask):
     assert datetime.fromisoformat(raw["expires_at"]).tzinfo is not None
 
 
-def test_for_ever_is_far_away(client):
+def test_an_infinite_keep_alive_has_a_distant_expiry(client):
     client.generate(**DRAW, keep_alive=-1)
     (model,) = client.ps().models
     assert model.expires_at > datetime.now(UTC) + timedelta(days=365 * 50)
     assert model.expires_at.astimezone().year < 9000  # time zones still fit
 
 
-def test_what_the_worker_was_told_to_keep_for_thousands_of_years_is_kept_for_ever(worker):
+def test_a_huge_keep_alive_setting_has_a_distant_expiry(worker):
     other = worker.start("--keep-alive", "99999999h", "--grace", "99999999999h")
     with ollama.Client(other.url) as client:
         assert client.generate(**DRAW).image
@@ -181,7 +181,7 @@ def test_what_the_worker_was_told_to_keep_for_thousands_of_years_is_kept_for_eve
     assert model.expires_at > datetime.now(UTC) + timedelta(days=365 * 50)
 
 
-def test_an_empty_prompt_loads_and_with_keep_alive_0_unloads(client, ask):
+def test_an_empty_prompt_loads_or_unloads_the_model(client, ask):
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
     assert client.ps().models == []
     loaded = client.generate("tiny", keep_alive="1h30m")
@@ -198,7 +198,7 @@ def test_keep_alive_0_unloads_after_the_picture(client):
     assert client.ps().models == []
 
 
-def test_unloading_what_was_not_loaded_is_no_error(ask):
+def test_unloading_a_model_that_is_not_loaded_succeeds(ask):
     ask("/api/generate", {"model": "tiny", "keep_alive": 0})
     status, answer = ask("/api/generate", {"model": "tiny", "keep_alive": 0})
     assert (status, answer["done_reason"]) == (200, "unload")
@@ -206,12 +206,12 @@ def test_unloading_what_was_not_loaded_is_no_error(ask):
 
 
 @pytest.mark.parametrize("said", ["soon", True, []])
-def test_another_keep_alive_is_refused(said, ask):
+def test_an_invalid_keep_alive_is_refused(said, ask):
     status, answer = ask("/api/generate", DRAW | {"keep_alive": said})
     assert status == 400 and "keep_alive" in answer["error"]
 
 
-def test_unloading_disturbs_nobody_who_is_served(client):
+def test_unloading_does_not_interrupt_running_requests(client):
     parts = client.generate(**DRAW | {"steps": 30}, keep_alive=-1, stream=True)
     assert not next(parts).done
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
@@ -220,7 +220,7 @@ def test_unloading_disturbs_nobody_who_is_served(client):
     assert last.done_reason == "stop" and last.image
 
 
-def test_when_too_many_wait_it_is_503_with_a_time(worker):
+def test_a_full_queue_is_503_with_retry_after(worker):
     other = worker.start("--queue", 0)
     with ollama.Client(other.url) as busy:
         busy.generate("tiny")
@@ -249,11 +249,11 @@ def test_a_copy_is_listed_and_can_be_deleted(client):
     assert digests["another:v1"] == digests["tiny:latest"]
     assert client.delete("another:v1").status == "success"
     assert [model.model for model in client.list().models] == ["tiny:latest"]
-    assert client.generate(**DRAW).image  # what the other name needs is still here
+    assert client.generate(**DRAW).image  # shared blobs are kept
 
 
-def test_a_copy_of_what_is_named_by_its_digest(client, ask, worker):
-    """As pictures are made of it: by any name, or none, that goes with the digest."""
+def test_a_model_can_be_copied_by_digest(client, ask, worker):
+    """The name beside the digest is ignored, as for generation."""
     digest = worker.aimage("show", "--json", "tiny").value["digest"]
     for name in (f"tiny@{digest}", f"tiny:v7@{digest}", f"other@{digest}"):
         assert client.generate(**DRAW | {"model": name}).image
@@ -264,7 +264,7 @@ def test_a_copy_of_what_is_named_by_its_digest(client, ask, worker):
     assert ask("/api/copy", body)[0] == 404
 
 
-def test_what_is_not_here_is_neither_copied_nor_deleted(client):
+def test_copying_or_deleting_a_missing_model_is_404(client):
     with pytest.raises(ollama.ResponseError, match="nothing:latest not found") as caught:
         client.copy("nothing", "another")
     assert caught.value.status_code == 404
@@ -284,7 +284,7 @@ def test_a_pinned_name_is_not_deleted(client, worker):
     assert client.list().models
 
 
-def test_a_deleted_model_leaves_memory(client, worker):
+def test_a_deleted_model_is_unloaded(client, worker):
     worker.aimage("convert", "-q", "tiny", "gone", "--quantize", "int8")
     client.generate("gone", keep_alive=-1)
     assert [model.name for model in client.ps().models] == ["gone:latest"]
@@ -292,7 +292,7 @@ def test_a_deleted_model_leaves_memory(client, worker):
     assert client.ps().models == []
 
 
-# -- what cannot be meant
+# -- invalid requests
 
 
 @pytest.mark.parametrize(
@@ -313,12 +313,12 @@ def test_a_deleted_model_leaves_memory(client, worker):
         ({"options": {"seed": 1 << 64}}, "seed"),
     ],
 )
-def test_a_wrong_field_is_400_with_its_name(ask, change, word):
+def test_an_invalid_field_is_400_with_its_name(ask, change, word):
     status, answer = ask("/api/generate", DRAW | {"stream": False} | change)
     assert status == 400 and word in answer["error"]
 
 
-def test_what_the_model_refuses_is_told_in_a_stream_too(ask):
+def test_a_refusal_by_the_model_is_reported_in_a_stream(ask):
     status, answer = ask("/api/generate", DRAW | {"width": 33})
     told = answer[-1] if isinstance(answer, list) else {"status": status, **answer}
     assert told["status"] == 400 and "width" in told["error"]
@@ -331,7 +331,7 @@ def test_what_the_model_refuses_is_told_in_a_stream_too(ask):
         *((path, b"{") for path in ("show", "pull", "push", "copy")),
     ],
 )
-def test_a_body_that_is_no_request_is_400(ask, path, body):
+def test_an_invalid_body_is_400(ask, path, body):
     status, answer = ask(f"/api/{path}", body)
     assert status == 400 and isinstance(answer["error"], str) and answer["error"]
 
@@ -341,13 +341,13 @@ def test_a_body_that_is_too_large_is_413(ask):
     assert status == 413 and "large" in answer["error"]
 
 
-def test_a_model_that_is_not_here_is_404_before_any_line(ask):
+def test_a_missing_model_is_404_before_the_stream(ask):
     status, answer = ask("/api/generate", DRAW | {"model": "nothing"})
     assert status == 404 and "nothing:latest" in answer["error"]
 
 
 @pytest.mark.parametrize(("path", "body"), [("copy", {"source": "tiny"}), ("pull", {"model": 1})])
-def test_other_routes_refuse_wrong_fields_too(ask, path, body):
+def test_copy_and_pull_refuse_invalid_fields(ask, path, body):
     assert ask(f"/api/{path}", body)[0] == 400
 
 
@@ -357,7 +357,7 @@ def test_a_copy_needs_a_tag(ask):
     assert status == 400 and "tag" in answer["error"]
 
 
-def test_no_answer_tells_where_the_store_is(ask, worker):
+def test_responses_do_not_contain_the_store_path(ask, worker):
     for path in ("show", "generate", "push"):
         body = DRAW | {"model": "127.0.0.1:1/nothing" if path == "push" else "nothing"}
         status, answer = ask(f"/api/{path}", body)
@@ -374,13 +374,13 @@ def test_no_answer_tells_where_the_store_is(ask, worker):
         ("/content/", {"url": "oci://h.example/x", "credentials": "two words"}),
     ],
 )
-def test_every_refusal_has_a_word_for_programs(ask, path, body):
+def test_refusals_have_an_error_code(ask, path, body):
     status, answer = ask(path, body)
     said = answer if path.startswith("/api/") else answer["error"]
     assert (status, said["code"] in ("invalid_value", "unsupported_value")) == (400, True)
 
 
-def test_a_model_by_an_alias_with_the_tag_that_clients_add(worker):
+def test_an_alias_is_accepted_with_the_latest_tag(worker):
     other = worker.start("--alias", "gpt-image-1=tiny")
     with ollama.Client(other.url) as client:
         for name in ("gpt-image-1", "gpt-image-1:latest"):
@@ -390,10 +390,10 @@ def test_a_model_by_an_alias_with_the_tag_that_clients_add(worker):
             client.show("gpt-image-1:v1")
 
 
-# -- who may
+# -- scopes
 
 
-def test_who_may_only_infer_lists_and_draws_and_changes_nothing(worker):
+def test_an_infer_token_may_list_and_generate_only(worker):
     path = worker.aimage.home / "tokens"
     path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
     other = worker.start("--token-file", path)
@@ -410,7 +410,7 @@ def test_who_may_only_infer_lists_and_draws_and_changes_nothing(worker):
             with pytest.raises(ollama.ResponseError) as caught:
                 call()
             assert caught.value.status_code == 403
-        with pytest.raises(ollama.ResponseError) as caught:  # and is never a reason to pull
+        with pytest.raises(ollama.ResponseError) as caught:  # a missing model is not pulled
             infer.generate("127.0.0.1:1/x", "a dog")
         assert caught.value.status_code == 404
     with ollama.Client(other.url) as stranger, pytest.raises(ollama.ResponseError) as caught:
@@ -418,7 +418,7 @@ def test_who_may_only_infer_lists_and_draws_and_changes_nothing(worker):
     assert caught.value.status_code == 401
 
 
-def test_who_may_only_infer_neither_keeps_nor_unloads_models(worker, tmp_path):
+def test_an_infer_token_may_not_set_keep_alive_or_unload(worker, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
     other = worker.start("--token-file", tokens)

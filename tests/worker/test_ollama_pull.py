@@ -1,4 +1,4 @@
-"""Pulls and pushes by ollama's API, against a real registry: progress, joining, giving up."""
+"""Pulls and pushes with ollama's API: progress, shared pulls and cancellation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WAITED = ["verifying sha256 digest", "writing manifest", "success"]
 
 @pytest.fixture(scope="module")
 def pushed(worker: LocalWorker, registry: RealRegistry) -> str:
-    """The digest of the embedded model, which is in the registry."""
+    """Push the embedded model to the registry and return its digest."""
     name = f"{registry.host}/{PATH}"
     worker.aimage("tag", "tiny", name)
     digest: str = worker.aimage("push", "-q", name).line
@@ -48,7 +48,7 @@ def proxy(registry: RealRegistry, pushed: str) -> Iterator[Proxy]:
 
 
 class Asked:
-    """A pull under way: its lines, as they come."""
+    """A running pull and its response lines."""
 
     def __init__(self, worker: LocalWorker, name: str) -> None:
         self._connection = http.client.HTTPConnection(worker.host, timeout=60)
@@ -76,7 +76,7 @@ def post(worker: LocalWorker, path: str, body: dict[str, Any]) -> tuple[int, Any
 
 
 @pytest.mark.integration
-def test_a_pull_tells_of_every_blob_and_then_it_is_here(client, registry, pushed, empty):
+def test_a_pull_reports_every_blob_and_lists_the_model(client, registry, pushed, empty):
     name = f"{registry.host}/{PATH}"
     lines = list(client.pull(name, stream=True))
     assert lines[0].status == "pulling manifest"
@@ -92,14 +92,14 @@ def test_a_pull_tells_of_every_blob_and_then_it_is_here(client, registry, pushed
     assert client.generate(name, "a dog", width=32, height=32, steps=1).image
 
 
-def test_a_pull_of_what_is_here_says_so_again(client, registry, pushed):
+def test_a_pull_of_a_present_model_succeeds(client, registry, pushed):
     name = f"{registry.host}/{PATH}"
     assert client.pull(name).status == "success"
     assert client.pull(name) == ollama.ProgressResponse(status="success")
     assert names(client) == [name]
 
 
-def test_two_pulls_at_once_are_one(client, proxy, empty):
+def test_concurrent_pulls_share_one_transfer(client, proxy, empty):
     name = f"{proxy.host}/{PATH}"
     proxy.hold = 1
     with ExitStack() as stack:
@@ -118,7 +118,7 @@ def test_two_pulls_at_once_are_one(client, proxy, empty):
     assert names(client) == [name]
 
 
-def test_a_client_that_leaves_does_not_stop_what_another_waits_for(client, proxy, empty):
+def test_a_shared_pull_continues_after_one_client_leaves(client, proxy, empty):
     name = f"{proxy.host}/{PATH}"
     proxy.hold = 1
     with closing(Asked(empty, name)) as leaves:
@@ -130,14 +130,14 @@ def test_a_client_that_leaves_does_not_stop_what_another_waits_for(client, proxy
     assert names(client) == [name]
 
 
-def test_a_worker_that_is_to_end_does_not_wait_for_a_pull(proxy, empty):
+def test_a_shutdown_does_not_wait_for_a_pull(proxy, empty):
     proxy.hold = 1
     with closing(Asked(empty, f"{proxy.host}/{PATH}")):
         proxy.wait_until(lambda: proxy.held > 0)
         empty.end()
 
 
-def test_what_the_registry_has_not_is_an_error_in_the_stream(client, registry, pushed, empty):
+def test_a_model_that_the_registry_lacks_is_404_in_the_stream(client, registry, pushed, empty):
     name = f"{registry.host}/tests/nothing:v1"
     with pytest.raises(ollama.ResponseError, match="nothing"):
         list(client.pull(name, stream=True))
@@ -149,13 +149,13 @@ def test_what_the_registry_has_not_is_an_error_in_the_stream(client, registry, p
         assert line["status"] == 404 and "nothing" in line["error"]
 
 
-def test_a_registry_that_does_not_answer_is_502(client):
+def test_an_unreachable_registry_is_502(client):
     with pytest.raises(ollama.ResponseError) as caught:
         client.pull("127.0.0.1:1/tests/x:v1")
     assert caught.value.status_code == 502
 
 
-def test_what_is_not_what_was_promised_gets_no_name(client, proxy, empty):
+def test_content_with_a_wrong_digest_is_502_and_not_tagged(client, proxy, empty):
     def spoil(passed: Passed, reply: Reply) -> None:
         if passed.is_blob and reply.body:
             reply.put(bytes(len(reply.body)))
@@ -167,14 +167,14 @@ def test_what_is_not_what_was_promised_gets_no_name(client, proxy, empty):
     assert names(client) == []
 
 
-def test_a_name_without_a_registry_is_neither_pulled_nor_pushed(client):
+def test_pull_and_push_refuse_a_name_without_a_registry(client):
     for call in (client.pull, client.push):
         with pytest.raises(ollama.ResponseError, match="registry") as caught:
             call("tiny")
         assert caught.value.status_code == 400
 
 
-def test_a_request_does_not_switch_off_encryption(client, empty, registry, pushed):
+def test_insecure_is_refused_for_a_remote_registry(client, empty, registry, pushed):
     for path in ("/api/pull", "/api/push"):
         status, answer = post(
             empty, path, {"model": "registry.example.com/x", "insecure": True, "stream": False}
@@ -183,12 +183,12 @@ def test_a_request_does_not_switch_off_encryption(client, empty, registry, pushe
     assert client.pull(f"{registry.host}/{PATH}", insecure=True).status == "success"
 
 
-def test_a_stream_that_is_no_flag_begins_nothing(empty, proxy):
+def test_an_invalid_stream_field_starts_no_pull(empty, proxy):
     status, _ = post(empty, "/api/pull", {"model": f"{proxy.host}/{PATH}", "stream": 1})
     assert status == 400 and not proxy.seen
 
 
-def test_a_push_tells_of_its_blobs_and_can_be_pulled(worker, client, registry):
+def test_a_push_reports_its_blobs_and_can_be_pulled(worker, client, registry):
     name = f"{registry.host}/tests/ollama-push:v1"
     with ollama.Client(worker.url) as stocked:
         stocked.copy("tiny", name)
@@ -203,13 +203,13 @@ def test_a_push_tells_of_its_blobs_and_can_be_pulled(worker, client, registry):
     assert client.pull(name).status == "success"
 
 
-def test_a_push_of_what_is_not_here_is_404(client):
+def test_a_push_of_a_missing_model_is_404(client):
     with pytest.raises(ollama.ResponseError, match="not found") as caught:
         client.push("127.0.0.1:1/tests/nothing:v1")
     assert caught.value.status_code == 404
 
 
-def test_a_picture_by_a_model_that_must_be_pulled_first(client, registry, pushed):
+def test_a_missing_model_is_pulled_before_generation(client, registry, pushed):
     name = f"{registry.host}/{PATH}"
     parts = client.generate(name, "a dog", width=32, height=32, steps=2, stream=True)
     lines = [part.model_dump() for part in parts]

@@ -1,4 +1,4 @@
-"""OpenAI's interface of a live worker, for curl and for OpenAI's own SDK as it is."""
+"""OpenAI's API of a live worker, used through curl and OpenAI's unmodified SDK."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 
-PORT = "11434"  # of the commands below
+PORT = "11434"  # in the commands below
 PLAIN = """\
 curl http://localhost:11434/v1/images/generations \\
   -H "Content-Type: application/json" \\
@@ -57,12 +57,12 @@ STREAM = """\
 curl http://localhost:11434/v1/images/generations \\
   -H "Content-Type: application/json" \\
   -d '{"model": "z-image", "prompt": "a sunset", "stream": true}'"""
-STEPS = 30  # of the model that those commands mean
+STEPS = 30  # default of the model in those commands
 INFER, ADMIN = "infer-0123456789abcdef0123456789", "admin-0123456789abcdef0123456789"
 
 
 def named(store: LayeredStore, name: str, **changes: Any) -> None:
-    """Have ``name`` mean the embedded model with another config."""
+    """Tag the embedded model with a changed config as ``name``."""
     stored = read_aimage(store, Reference.parse("tiny"))
     config = encode({**stored.aimage.properties, **changes})
     manifest, config = stored.dialect.write(AImage(config, stored.aimage.layers))
@@ -73,7 +73,7 @@ def named(store: LayeredStore, name: str, **changes: Any) -> None:
 
 @pytest.fixture(scope="module")
 def live(worker):
-    """A worker with the names that clients know."""
+    """Return a worker with several models and aliases."""
     store = LayeredStore([worker.store])
     size = {"width": 64, "height": 64}
     named(store, "local/long:v1", defaults=size | {"steps": STEPS})
@@ -94,7 +94,7 @@ def client(live) -> Iterator[Any]:
 
 
 def post(url: str, body: Any, path: str = "/v1/images/generations", **headers: str) -> Any:
-    """The status, the headers and the JSON of an answer."""
+    """Return the status, headers and JSON of a response."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     asked = urllib.request.Request(url + path, data, {"Content-Type": "application/json"} | headers)
     try:
@@ -106,7 +106,7 @@ def post(url: str, body: Any, path: str = "/v1/images/generations", **headers: s
 
 
 def events(url: str, **fields: Any) -> list[tuple[str | None, Any]]:
-    """The events of a stream; comments have the name None."""
+    """Return the events of a stream; comments have the name None."""
     body = {"prompt": "a dog", "model": "tiny", "stream": True, "steps": 2} | fields
     asked = urllib.request.Request(f"{url}/v1/images/generations", json.dumps(body).encode())
     with urllib.request.urlopen(asked, timeout=100) as answer:
@@ -130,23 +130,23 @@ def pixels(data: bytes) -> np.ndarray:
 
 
 def check_same(shown: np.ndarray, other: np.ndarray) -> None:
-    """Pictures of two processes are the same, but for rounding in another BLAS thread."""
+    """Compare pictures of two processes, which may differ by rounding in BLAS threads."""
     assert np.abs(shown.astype(int) - other).max() <= 1
 
 
 def expected(live: Any, **wishes: Any) -> np.ndarray:
-    """What the same machine makes without a worker."""
+    """Return the picture that 'aimage run' makes on this machine."""
     options = [word for key, value in wishes.items() for word in (f"--{key}", value)]
     done = live.aimage("run", "-q", "tiny", "a dog", *options)
     shown, _ = load_picture(live.aimage.home / done.line)
     return shown
 
 
-# -- the commands of the documentation, as they are
+# -- commands of the documentation
 
 
 def shell(command: str, url: str, directory: Path) -> str:
-    """What a command prints in a shell where localhost:11434 is the worker."""
+    """Return the output of a shell command with localhost:11434 redirected to the worker."""
     place = url.removeprefix("http://")
     (directory / ".curlrc").write_text(f'connect-to = "localhost:{PORT}:{place}"\nsilent\n')
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "CURL_HOME": str(directory)}
@@ -164,12 +164,12 @@ def shell(command: str, url: str, directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def quick(live, worker):
-    """A worker whose z-image takes one step: pictures of 1024 by 1024 pixels take long."""
+    """Return a worker whose z-image takes one step, because 1024x1024 pictures are slow."""
     return worker.start("--alias", "z-image=short")
 
 
 @pytest.mark.integration
-def test_the_command_for_a_picture(quick, tmp_path):
+def test_the_documented_command_returns_a_picture(quick, tmp_path):
     answer = json.loads(shell(PLAIN, quick.url, tmp_path))
     assert pixels(base64.b64decode(answer["data"][0]["b64_json"])).shape == (1024, 1024, 3)
     assert list(answer)[:2] == ["created", "data"]
@@ -178,14 +178,14 @@ def test_the_command_for_a_picture(quick, tmp_path):
 
 
 @pytest.mark.integration
-def test_the_command_that_saves_a_file(quick, tmp_path):
+def test_the_documented_command_saves_a_file(quick, tmp_path):
     assert shell(TO_FILE, quick.url, tmp_path) == ""
     shown, facts = load_picture(tmp_path / "image.png")
     assert shown.shape == (1024, 1024, 3)
     assert facts["prompt"] == "a white cat"
 
 
-def test_the_command_that_streams_prints_the_events_byte_for_byte(live, tmp_path):
+def test_the_documented_command_streams_exact_events(live, tmp_path):
     text = shell(STREAM, live.url, tmp_path)
     steps = "".join(
         f'event: progress\ndata: {{"step": {step}, "total": 30}}\n\n' for step in range(1, 31)
@@ -204,7 +204,7 @@ def test_the_command_that_streams_prints_the_events_byte_for_byte(live, tmp_path
 # -- OpenAI's SDK
 
 
-def test_a_picture_equals_the_one_that_is_made_without_a_worker(client, live):
+def test_a_picture_equals_that_of_aimage_run(client, live):
     answer = client.images.generate(
         model="tiny", prompt="a dog", size="64x64", extra_body={"seed": 7, "steps": 3}
     )
@@ -216,7 +216,7 @@ def test_a_picture_equals_the_one_that_is_made_without_a_worker(client, live):
     check_same(shown, expected(live, seed=7, steps=3))
 
 
-def test_several_pictures_have_rising_seeds(client, live):
+def test_several_pictures_have_consecutive_seeds(client, live):
     body = {"seed": 7, "steps": 1}
     answer = client.images.generate(model="tiny", prompt="a dog", n=3, extra_body=body)
     assert len(answer.data) == 3
@@ -224,7 +224,7 @@ def test_several_pictures_have_rising_seeds(client, live):
     check_same(last, expected(live, seed=9, steps=1))
 
 
-def test_guidance_and_a_negative_prompt_reach_the_model(client, live):
+def test_guidance_and_a_negative_prompt_are_applied(client, live):
     wishes = {"seed": 7, "steps": 2, "guidance": 4.0}
     answer = client.images.generate(
         model="tiny", prompt="a dog", extra_body={**wishes, "negative_prompt": "a cat"}
@@ -233,7 +233,7 @@ def test_guidance_and_a_negative_prompt_reach_the_model(client, live):
     check_same(shown, expected(live, negative="a cat", **wishes))
 
 
-def test_a_seed_that_was_drawn_is_told(client):
+def test_a_random_seed_is_returned_in_a_header(client):
     raw = client.images.with_raw_response.generate(
         model="tiny", prompt="a dog", extra_body={"steps": 1}
     )
@@ -247,7 +247,7 @@ def test_a_seed_that_was_drawn_is_told(client):
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
-def test_other_formats(client, kind):
+def test_output_formats_and_compression_are_applied(client, kind):
     def made(compression):
         answer = client.images.generate(
             model="tiny",
@@ -265,8 +265,8 @@ def test_other_formats(client, kind):
         assert picture.format == kind.upper()
 
 
-def test_what_other_clients_have_built_in(client):
-    """LibreChat and others send these words, and the name of a model of OpenAI's."""
+def test_parameters_of_other_clients_are_accepted(client):
+    """LibreChat and others send these fields and the name of an OpenAI model."""
     answer = client.images.generate(
         model="gpt-image-1",
         prompt="a dog",
@@ -280,7 +280,7 @@ def test_what_other_clients_have_built_in(client):
     assert (answer.size, answer.quality) == ("64x64", "low")
 
 
-def test_a_stream_with_previews(client, live):
+def test_a_stream_has_partial_images(client, live):
     stream = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -301,14 +301,14 @@ def test_a_stream_with_previews(client, live):
     check_same(shown, expected(live, seed=7, steps=4))
 
 
-def test_a_stream_of_several_pictures(client):
+def test_a_stream_has_an_event_for_each_picture(client):
     stream = client.images.generate(
         model="tiny", prompt="a dog", stream=True, n=2, extra_body={"steps": 2}
     )
     assert [one.type for one in stream] == ["image_generation.completed"] * 2
 
 
-def test_the_asynchronous_client(live):
+def test_the_asynchronous_client_streams(live):
     async def play():
         async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
             stream = await client.images.generate(
@@ -319,7 +319,7 @@ def test_the_asynchronous_client(live):
     assert asyncio.run(play()) == ["image_generation.completed"]
 
 
-def test_models(client):
+def test_models_and_aliases_are_listed(client):
     listed = {model.id: model for model in client.models.list()}
     assert list(listed) == [
         "local/long:v1",
@@ -340,11 +340,11 @@ def test_models(client):
     "name",
     ["tiny", "z-image", "localhost:5000/team/made:latest"],
 )
-def test_a_model_by_its_name(client, name):
+def test_a_model_is_retrieved_by_name_or_alias(client, name):
     assert client.models.retrieve(name).id == name
 
 
-def test_a_model_by_a_path_with_slashes(live):
+def test_a_model_is_retrieved_by_a_path_with_slashes(live):
     assert live.get("/v1/models/local/long:v1")["id"] == "local/long:v1"
 
 
@@ -356,7 +356,7 @@ def test_a_model_that_cannot_be_run_is_not_found(client, name):
 
 
 @pytest.mark.parametrize("name", ["absent", "GPT 4", f"tiny@sha256:{'0' * 64}"])
-def test_a_picture_by_a_model_that_is_not_here(client, name):
+def test_generating_with_a_missing_model_is_not_found(client, name):
     for stream in (False, True):
         with pytest.raises(openai.NotFoundError) as caught:
             client.images.generate(model=name, prompt="a dog", stream=stream)
@@ -368,20 +368,20 @@ NO_NAMES = ["../../etc/passwd", "DALL-E 3", "tiny@sha256:0", "Füchse"]
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_what_cannot_be_a_name_is_refused(client, name):
+def test_an_invalid_model_name_is_refused(client, name):
     with pytest.raises(openai.BadRequestError, match="is not a reference") as caught:
         client.images.generate(model=name, prompt="a dog")
     assert (caught.value.param, caught.value.code) == ("model", "invalid_value")
 
 
 @pytest.mark.parametrize("name", ["another", "nothing"])
-def test_a_model_that_makes_no_pictures(client, name):
+def test_a_model_that_is_not_an_image_model_is_refused(client, name):
     with pytest.raises(openai.BadRequestError, match="makes no pictures") as caught:
         client.images.generate(model=name, prompt="a dog")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_supported")
 
 
-def test_a_registry_that_cannot_be_reached(client):
+def test_an_unreachable_registry_is_502(client):
     with pytest.raises(openai.APIStatusError) as caught:
         client.images.generate(model="localhost:1/absent", prompt="a dog")
     assert (caught.value.status_code, caught.value.code) == (502, "registry_unreachable")
@@ -395,10 +395,10 @@ def test_a_registry_that_cannot_be_reached(client):
         ({"background": "transparent"}, "background"),
         ({"extra_body": {"steps": 0}}, "steps"),
         ({"extra_body": {"negative_prompt": "a cat"}}, "negative_prompt"),
-        ({"size": "16x16000"}, "size"),  # too large for this model, as only it knows
+        ({"size": "16x16000"}, "size"),  # larger than this model allows
     ],
 )
-def test_a_bad_request_names_the_field(client, fields, param):
+def test_an_invalid_request_names_the_field(client, fields, param):
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.generate(model="tiny", prompt="a dog", **fields)
     assert caught.value.param == param
@@ -417,13 +417,13 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(client, live):
 # -- streams
 
 
-def test_steps_count_through_all_pictures(live):
+def test_progress_counts_the_steps_of_all_pictures(live):
     found = events(live.url, n=2, steps=3)
     assert found[:-1] == [("progress", {"step": step, "total": 6}) for step in range(1, 7)]
     assert len(found[-1][1]["data"]) == 2
 
 
-def test_progress_in_openais_way_is_comments_or_on_request_events(live):
+def test_progress_in_openais_format_is_in_comments_or_events(live):
     quiet = events(live.url, stream_format="openai")
     assert (None, "step 1 of 2") in quiet
     assert [name for name, _ in quiet if name] == ["image_generation.completed"]
@@ -433,14 +433,14 @@ def test_progress_in_openais_way_is_comments_or_on_request_events(live):
     assert {one["type"] for one in progress} == {"image_generation.progress"}
 
 
-def test_who_asks_for_previews_means_openais_way(live):
+def test_partial_images_select_openais_stream_format(live):
     names = [name for name, _ in events(live.url, partial_images=1, steps=3) if name]
     assert names == ["image_generation.partial_image", "image_generation.completed"]
     found = events(live.url, partial_images=1, stream_format="ollama")
     assert [name for name, _ in found] == ["progress", "progress", "done"]
 
 
-def test_the_sdk_gets_the_other_way_on_request(client):
+def test_the_sdk_reads_the_ollama_stream_format(client):
     stream = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -451,7 +451,7 @@ def test_the_sdk_gets_the_other_way_on_request(client):
 
 
 def begun(url: str, **fields: Any) -> Any:
-    """An answer that has begun to stream, after its first step."""
+    """Start a stream and return the response after its first event."""
     body = {"prompt": "a dog", "model": "tiny", "stream": True, "steps": 1000} | fields
     asked = urllib.request.Request(f"{url}/v1/images/generations", json.dumps(body).encode())
     answer = urllib.request.urlopen(asked, timeout=100)
@@ -467,7 +467,7 @@ STEPPED = "aimage_generation_step_seconds_count"
 
 
 def metric(live: Any, name: str) -> int:
-    """What the worker has counted."""
+    """Return the value of a metric of the worker."""
     with urllib.request.urlopen(f"{live.url}/metrics") as answer:
         text = answer.read().decode()
     found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
@@ -476,22 +476,22 @@ def metric(live: Any, name: str) -> int:
 
 
 def until_free(live: Any) -> None:
-    """Return when the engine serves others again."""
+    """Wait until the engine accepts requests again."""
     while (status := post(live.url, SHORT)[0]) == 503:
         pass
     assert status == 200
 
 
-def test_the_first_event_precedes_the_second_step_and_who_leaves_ends_the_work(live):
+def test_events_are_streamed_at_once_and_a_disconnect_cancels(live):
     before = metric(live, CANCELLED)
     with begun(live.url) as answer:
         assert json.loads(answer.readline().removeprefix(b"data: "))["step"] == 1
-        assert post(live.url, SHORT)[0] == 503  # of a thousand steps the most are still to come
+        assert post(live.url, SHORT)[0] == 503  # most of the thousand steps remain
     until_free(live)
     assert metric(live, CANCELLED) == before + 1
 
 
-def test_a_client_without_a_stream_that_leaves_ends_the_work(live):
+def test_a_disconnect_without_a_stream_cancels(live):
     before = metric(live, CANCELLED)
     host, _, port = live.host.rpartition(":")
     body = json.dumps({**SHORT, "steps": 1000, "n": 10}).encode()
@@ -506,7 +506,7 @@ def test_a_client_without_a_stream_that_leaves_ends_the_work(live):
     assert metric(live, CANCELLED) == before + 1
 
 
-def test_a_full_queue_is_503_with_retry_after_whether_it_streams_or_not(live, client):
+def test_a_full_queue_is_503_with_retry_after(live, client):
     with begun(live.url):
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as caught:
@@ -517,7 +517,7 @@ def test_a_full_queue_is_503_with_retry_after_whether_it_streams_or_not(live, cl
     until_free(live)
 
 
-def test_the_sdk_tries_again_when_the_queue_was_full(live):
+def test_the_sdk_retries_after_a_full_queue(live):
     with begun(live.url) as answer:
         hooks = {"response": [lambda _: answer.close()]}
         with openai.OpenAI(
@@ -532,7 +532,7 @@ def test_the_sdk_tries_again_when_the_queue_was_full(live):
     assert made.retries_taken >= 1
 
 
-def test_a_model_whose_process_is_killed_is_a_clean_error_and_the_next_request_works(live):
+def test_a_killed_model_process_is_an_error_event_and_restarts(live):
     with begun(live.url, stream_format="ollama") as answer:
         (model,) = live.service.engine.loaded()
         os.kill(model.runner.pid, signal.SIGKILL)
@@ -547,7 +547,7 @@ def test_a_model_whose_process_is_killed_is_a_clean_error_and_the_next_request_w
 # -- links
 
 
-def test_a_link_to_a_picture(client, live):
+def test_a_signed_link_returns_the_picture(client, live):
     answer = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -572,8 +572,8 @@ def test_a_link_to_a_picture(client, live):
             assert json.load(error)["error"]["code"] == "picture_not_found"
 
 
-def test_links_begin_where_the_worker_was_told(worker):
-    """Behind a proxy that has the certificate, a worker is asked by http."""
+def test_links_begin_with_the_public_url(worker):
+    """Behind a proxy that terminates TLS, requests arrive over plain HTTP."""
     place = "https://pictures.example.com:8443/worker"
     other = worker.start("--public-url", f"{place}/")
     answer = post(other.url, {**SHORT, "response_format": "url"})[2]
@@ -585,7 +585,7 @@ def test_links_begin_where_the_worker_was_told(worker):
     assert events(other.url, **fields)[-1][1]["url"].startswith(place)
 
 
-def test_links_in_streams(live):
+def test_streams_contain_links_on_request(live):
     (url,) = (one["url"] for one in events(live.url, response_format="url")[-1][1]["data"])
     with urllib.request.urlopen(url) as got:
         first = got.read()
@@ -595,10 +595,10 @@ def test_links_in_streams(live):
     assert first.startswith(b"\x89PNG")
 
 
-# -- what is sent
+# -- requests
 
 
-def test_unknown_fields_are_ignored_and_named(live):
+def test_unknown_fields_are_ignored_or_refused_with_strict(live):
     body = {"prompt": "a dog", "model": "tiny", "steps": 1, "cfg": 2, "a\r\nSet-Cookie: x": 1}
     status, headers, _ = post(live.url, body)
     assert status == 200
@@ -610,21 +610,21 @@ def test_unknown_fields_are_ignored_and_named(live):
         assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
 
 
-def test_a_request_that_names_no_model(live):
+def test_a_request_without_a_model_is_refused(live):
     status, _, answer = post(live.url, {"prompt": "a dog"})
     assert (status, answer["error"]["param"]) == (400, "model")
     assert answer["error"]["code"] == "missing_required_parameter"
 
 
-def test_a_default_model_stands_in_for_one_that_is_not_here(live, worker):
+def test_the_default_model_replaces_a_missing_model(live, worker):
     other = worker.start("--default-model", "short")
     for fields in ({}, {"model": "dall-e-3"}, {"model": "dall-e-3:latest"}, {"model": None}):
         status, headers, _ = post(other.url, {"prompt": "a dog"} | fields)
         assert (status, headers["X-Aimage-Model"]) == (200, "short:latest")
 
 
-def test_nothing_stands_in_for_a_name_that_is_exact(live, worker):
-    """Who names a digest or a registry wants that very model, not another one's picture."""
+def test_the_default_model_does_not_replace_a_digest_or_registry_name(live, worker):
+    """A name with a digest or a registry means exactly that model."""
     other = worker.start("--default-model", "short", "--alias", "dall-e-3=localhost:1/absent")
     for name in (f"tiny@sha256:{'0' * 64}", f"absent@sha256:{'0' * 64}", "localhost:1/absent"):
         body = {"prompt": "a dog", "model": name, "pull": "never"}
@@ -633,13 +633,15 @@ def test_nothing_stands_in_for_a_name_that_is_exact(live, worker):
     for name in NO_NAMES:
         assert post(other.url, {"prompt": "a dog", "model": name})[0] == 400, name
     body = {"prompt": "a dog", "model": "dall-e-3", "pull": "never"}
-    assert post(other.url, body)[1]["X-Aimage-Model"] == "short:latest"  # it named no registry
+    assert (
+        post(other.url, body)[1]["X-Aimage-Model"] == "short:latest"
+    )  # the request named no registry
     digest = LayeredStore([live.store]).resolve(Reference.parse("tiny")).digest
     status, headers, _ = post(other.url, {**SHORT, "model": f"tiny@{digest}"})
     assert (status, headers["X-Aimage-Model"]) == (200, f"tiny@{digest}")
 
 
-def test_an_alias_with_the_tag_that_clients_add(live):
+def test_an_alias_is_accepted_with_the_latest_tag(live):
     for name in ("gpt-image-1", "gpt-image-1:latest"):
         status, headers, _ = post(live.url, {**SHORT, "model": name})
         assert status == 200
@@ -649,7 +651,7 @@ def test_an_alias_with_the_tag_that_clients_add(live):
     assert post(live.url, {**SHORT, "model": "gpt-image-1:v2"})[0] == 404
 
 
-def test_run_takes_an_alias_of_the_worker_for_a_name(live):
+def test_run_accepts_an_alias_of_the_worker(live):
     here = live.aimage
     here.environment["AIMAGE_HOST"] = live.url
     try:
@@ -670,28 +672,28 @@ def test_run_takes_an_alias_of_the_worker_for_a_name(live):
         (b" " * ((1 << 20) + 1), 413),
     ],
 )
-def test_a_body_that_is_no_request(live, body, status):
+def test_an_invalid_body_is_refused(live, body, status):
     found, _, answer = post(live.url, body)
     assert found == status
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_that_unpacks_to_too_much_is_refused(live):
+def test_a_body_that_decompresses_beyond_the_limit_is_refused(live):
     bomb = gzip.compress(b" " * (64 << 20))
     status, _, answer = post(live.url, bomb, **{"Content-Encoding": "gzip"})
     assert status == 413
     assert answer["error"]["code"] == "too_large"
 
 
-def test_a_deadline_is_504(live, worker):
+def test_an_exceeded_deadline_is_504(live, worker):
     other = worker.start("--deadline", "0.2s")
     body = {"prompt": "a dog", "model": "tiny", "steps": 1000}
     status, _, answer = post(other.url, body)
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_who_may_only_make_pictures_has_none_fetched(worker, tmp_path):
+def test_an_infer_token_does_not_cause_a_pull(worker, tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(f"infer {INFER}\nadmin {ADMIN}\n")
     tokens.chmod(0o600)
@@ -725,7 +727,7 @@ def test_a_link_needs_no_token(worker, tmp_path):
         assert got.read(4) == b"\x89PNG"
 
 
-def test_a_model_is_fetched_first_and_its_bytes_are_told(live, registry, repository, aimage):
+def test_a_missing_model_is_pulled_with_progress_events(live, registry, repository, aimage):
     there = Reference.parse(f"{repository}:v1")
     store = LayeredStore([live.store])
     store.tag(store.resolve(Reference.parse("short")), there)

@@ -1,4 +1,4 @@
-"""Links to pictures: whose they are, how long they last, and how much is kept."""
+"""Links to pictures: signature, expiry and limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_kept(pictures: PictureLinks, url: str) -> bool:
     return True
 
 
-def test_a_link_gives_the_picture_back_for_an_hour() -> None:
+def test_a_link_returns_the_picture_for_an_hour() -> None:
     clock = Clock()
     pictures = PictureLinks(clock=clock)
     url = pictures.keep(b"picture", "webp")
@@ -48,12 +48,12 @@ def test_a_link_gives_the_picture_back_for_an_hour() -> None:
     assert pictures.size == 0
 
 
-def test_two_pictures_have_two_links() -> None:
+def test_equal_pictures_have_different_links() -> None:
     pictures = PictureLinks()
     assert len({pictures.keep(b"same", "png") for _ in range(50)}) == 50
 
 
-def test_a_link_that_was_changed_is_none_of_ours() -> None:
+def test_a_modified_link_is_not_found() -> None:
     clock = Clock()
     pictures = PictureLinks(clock=clock)
     name, expires, signature = parts(pictures.keep(b"one", "png"))
@@ -80,25 +80,25 @@ def test_a_link_that_was_changed_is_none_of_ours() -> None:
     assert pictures.find(name, expires, signature).data == b"one"
 
 
-def test_another_workers_link_is_none_of_ours() -> None:
+def test_a_link_of_another_worker_is_not_found() -> None:
     with pytest.raises(NotFoundError, match="no such picture"):
         find(PictureLinks(), PictureLinks().keep(b"one", "png"))
 
 
-def test_the_oldest_picture_goes_when_there_are_too_many() -> None:
+def test_the_oldest_picture_is_dropped_beyond_the_count_limit() -> None:
     pictures = PictureLinks(max_pictures=2)
     urls = [pictures.keep(b"picture", "png") for _ in range(3)]
     assert [is_kept(pictures, url) for url in urls] == [False, True, True]
 
 
-def test_the_oldest_pictures_go_when_they_are_too_large() -> None:
+def test_the_oldest_pictures_are_dropped_beyond_the_size_limit() -> None:
     pictures = PictureLinks(max_bytes=10)
     urls = [pictures.keep(data, "png") for data in (b"1234", b"1234", b"12345678")]
     assert [is_kept(pictures, url) for url in urls] == [False, False, True]
     assert pictures.size == 8
 
 
-def test_what_has_expired_is_not_kept_until_somebody_asks() -> None:
+def test_purge_drops_expired_pictures() -> None:
     clock = Clock()
     pictures = PictureLinks(clock=clock)
     pictures.keep(b"picture", "png")

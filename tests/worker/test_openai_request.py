@@ -1,4 +1,4 @@
-"""What a body may say, and what is answered where it says something else."""
+"""Parsing and validation of OpenAI image requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def aimage(**defaults: object) -> AImage:
     return AImage(json.dumps(config).encode(), ())
 
 
-def test_what_is_not_said_is_the_models_to_decide() -> None:
+def test_missing_fields_take_the_defaults_of_the_model() -> None:
     wish = read()
     own = {"width": 32, "height": 48, "steps": 9, "guidance": 2}
     assert wish.for_model(aimage(**own)) == GenerateRequest("a dog", 32, 48, 9, 42, guidance=2)
@@ -51,7 +51,7 @@ def test_what_is_not_said_is_the_models_to_decide() -> None:
     assert (wish.dimensions, wish.response_format, wish.stream) == ("auto", "b64_json", False)
 
 
-def test_everything_that_can_be_said() -> None:
+def test_all_fields_are_parsed() -> None:
     wish = read(
         model="z-image",
         size="1024x768",
@@ -83,11 +83,11 @@ def test_everything_that_can_be_said() -> None:
     assert "somebody" not in repr(wish)
 
 
-def test_null_is_as_if_it_were_not_said() -> None:
+def test_null_fields_are_treated_as_missing() -> None:
     assert read(size=None, n=None, stream=None, seed=None, steps=None, model=None) == read()
 
 
-def test_the_words_of_neighbours_mean_the_same() -> None:
+def test_diffusers_field_names_are_synonyms() -> None:
     wish = read(num_inference_steps=5, guidance_scale=1)
     parameters = wish.for_model(aimage())
     assert (parameters.steps, parameters.guidance) == (5, 1.0)
@@ -99,24 +99,24 @@ def test_the_words_of_neighbours_mean_the_same() -> None:
     ("quality", "steps"),
     [("low", 5), ("medium", 9), ("auto", 9), ("standard", 9), ("high", 18), ("hd", 18)],
 )
-def test_a_preset_is_relative_to_the_models_own_steps(quality: str, steps: int) -> None:
+def test_a_quality_preset_scales_the_steps_of_the_model(quality: str, steps: int) -> None:
     assert read(quality=quality).for_model(aimage(steps=9)).steps == steps
 
 
-def test_a_preset_of_a_model_that_says_nothing_is_relative_to_eight() -> None:
+def test_a_quality_preset_scales_eight_steps_by_default() -> None:
     assert read(quality="low").for_model(aimage()).steps == 4
 
 
-def test_a_preset_never_asks_for_more_steps_than_there_can_be_or_none() -> None:
+def test_a_quality_preset_stays_between_1_and_1000_steps() -> None:
     assert read(quality="max").for_model(aimage(steps=900)).steps == 1000
     assert read(quality="low").for_model(aimage(steps=1)).steps == 1
 
 
-def test_steps_win_over_a_preset() -> None:
+def test_steps_override_a_quality_preset() -> None:
     assert read(quality="high", steps=3).for_model(aimage(steps=9)).steps == 3
 
 
-def test_a_negative_prompt_needs_guidance_from_somewhere() -> None:
+def test_a_negative_prompt_requires_guidance() -> None:
     with pytest.raises(ApiError, match="needs guidance above 0") as caught:
         read(negative_prompt="a cat").for_model(aimage())
     assert caught.value.param == "negative_prompt"
@@ -170,38 +170,38 @@ def test_a_negative_prompt_needs_guidance_from_somewhere() -> None:
         ("strict", "yes", "invalid_type"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused_by_its_name(field: str, value: object, code: str) -> None:
+def test_invalid_fields_are_refused_by_name(field: str, value: object, code: str) -> None:
     error = refused(json.dumps({"prompt": "a dog", field: value}).encode())
     assert (error.status, error.param, error.code) == (400, field, code)
     assert len(error.message) < 200
     error.message.encode("ascii")
 
 
-def test_the_largest_seed_leaves_room_for_all_pictures() -> None:
+def test_the_largest_seed_depends_on_the_number_of_pictures() -> None:
     assert read(seed=2**64 - 10, n=10).seed == 2**64 - 10
     assert refused(seed=2**64 - 9, n=10).param == "seed"
 
 
-def test_the_largest_size() -> None:
+def test_the_largest_and_smallest_sizes_are_accepted() -> None:
     assert read(size="3840x2160").size == "3840x2160"
     assert read(size="16x16").size == "16x16"
 
 
-def test_one_side_leaves_the_other_to_the_model() -> None:
+def test_one_side_is_combined_with_the_default_of_the_model() -> None:
     wish = read(width=64)
     assert (wish.dimensions, wish.sides) == ("auto", ("width",))
     parameters = wish.for_model(aimage(width=32, height=48))
     assert (parameters.width, parameters.height) == (64, 48)
 
 
-def test_sides_make_a_size_and_may_say_the_same_as_one() -> None:
+def test_width_and_height_must_agree_with_size() -> None:
     assert read(width=64, height=48).dimensions == "64x48"
     assert read(size="64x48", width=64).size == "64x48"
     error = refused(size="64x48", height=64)
     assert (error.param, error.message) == ("height", "height is 64, but 48 in size")
 
 
-def test_sides_make_no_larger_picture_than_a_size() -> None:
+def test_width_and_height_have_the_same_pixel_limit_as_size() -> None:
     assert refused(width=3856, height=2160).param == "width"
     tall = read(height=518400)
     with pytest.raises(ApiError, match="8294400 pixels at most, not 530841600") as caught:
@@ -210,7 +210,7 @@ def test_sides_make_no_larger_picture_than_a_size() -> None:
     assert tall.for_model(aimage(width=16)).height == 518400
 
 
-def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
+def test_a_size_refusal_names_a_field_of_the_request() -> None:
     message = "width 64 and height 8192 make too large a picture here: it takes much"
     for fields, param in ({"height": 8192}, "height"), ({"size": "64x8192"}, "size"):
         error = _with_param(UsageError(message, hint="ask for a smaller one"), read(**fields))
@@ -218,7 +218,7 @@ def test_of_two_sides_that_are_too_much_one_that_was_said_is_named() -> None:
         assert (error.param, error.message) == (param, f"{message}; ask for a smaller one")
 
 
-def test_what_is_not_said_is_as_the_worker_does_it() -> None:
+def test_missing_fields_take_the_defaults_of_the_worker() -> None:
     defaults: dict[str, Any] = {"pull": "never", "stream_format": "openai", "png_facts": False}
     wish = read_request(b'{"prompt": "a"}', **defaults)
     assert (wish.pull, wish.stream_format, wish.png_facts) == ("never", "openai", False)
@@ -227,7 +227,7 @@ def test_what_is_not_said_is_as_the_worker_does_it() -> None:
     assert (wish.pull, wish.stream_format, wish.png_facts) == ("always", "auto", True)
 
 
-def test_a_request_without_a_prompt() -> None:
+def test_a_request_without_a_prompt_is_refused() -> None:
     error = refused(b'{"model": "z-image"}')
     assert (error.status, error.param, error.code) == (400, "prompt", "missing_required_parameter")
 
@@ -252,16 +252,16 @@ def test_a_request_without_a_prompt() -> None:
         b"prompt=a+dog",
     ],
 )
-def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(raw: bytes) -> None:
     error = refused(raw)
     assert (error.status, error.code) == (400, "invalid_json")
 
 
-def test_what_is_unknown_is_ignored_and_named() -> None:
+def test_unknown_fields_are_ignored_and_listed() -> None:
     assert read(watermark=True, cfg=2).ignored == ("cfg", "watermark")
 
 
-def test_what_is_unknown_is_refused_on_request() -> None:
+def test_unknown_fields_are_refused_with_strict() -> None:
     for error in (refused(strict=True, cfg=2), refused(b'{"prompt": "a", "cfg": 2, "strict": 1}')):
         assert (error.status, error.code, error.param) == (400, "unknown_parameter", "cfg")
     assert read(strict=True, style="vivid", user="x").ignored == ()
@@ -277,7 +277,7 @@ def test_what_is_unknown_is_refused_on_request() -> None:
         ("something else is wrong", None),
     ],
 )
-def test_what_the_model_refuses_is_told_by_the_name_that_the_client_used(
+def test_a_refusal_by_the_model_names_the_field_of_the_request(
     message: str, param: str | None
 ) -> None:
     error = _with_param(UsageError(message, hint="do this"), read(width=1024))

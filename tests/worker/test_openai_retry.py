@@ -1,4 +1,4 @@
-"""OpenAI's SDK tries again where it is told to, and gets its picture from a live worker."""
+"""Retries of OpenAI's SDK against a live worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.proxy import Passed, Proxy, Reply
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_the_sdk_comes_again_after_a_refusal(worker, status):
+def test_the_sdk_retries_after_429_and_503(worker, status):
     posts: list[Passed] = []
 
     def refuse_once(passed: Passed) -> Reply | None:

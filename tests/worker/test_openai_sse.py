@@ -1,4 +1,4 @@
-"""Server-sent events: how they are written, and how events are taken from who makes them."""
+"""Server-sent events: framing, keep-alive comments and cancellation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clowder_aimage.api import answer_stream
 from clowder_aimage.errors import UsageError
 
 
-def test_a_frame() -> None:
+def test_a_frame_has_event_data_and_id_lines() -> None:
     data = {"step": 1, "total": 30}
     assert (
         answer_stream.frame("progress", data)
@@ -27,7 +27,7 @@ def test_a_frame() -> None:
     assert answer_stream.frame(None, {}, mark="7") == b"id: 7\ndata: {}\n\n"
 
 
-def test_no_text_can_end_a_frame_or_begin_another() -> None:
+def test_line_breaks_in_text_do_not_end_a_frame() -> None:
     assert (
         answer_stream.frame("a", "x\n\nevent: b")
         == b"event: a\ndata: x\ndata: \ndata: event: b\n\n"
@@ -38,12 +38,12 @@ def test_no_text_can_end_a_frame_or_begin_another() -> None:
         answer_stream.frame("a\nb", {})
 
 
-def test_what_is_no_json_is_not_written() -> None:
+def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         answer_stream.frame("a", {"x": float("nan")})
 
 
-def test_silence_is_told() -> None:
+def test_ticking_yields_none_during_silence() -> None:
     async def play() -> list[int | None]:
         gate = asyncio.Event()
 
@@ -64,7 +64,7 @@ def test_silence_is_told() -> None:
     assert seen[:4] == [1, None, None, None]
 
 
-def test_closing_ends_the_events_before_it_returns() -> None:
+def test_closing_ticking_waits_for_the_generators_end() -> None:
     async def play() -> list[str]:
         ended: list[str] = []
 
@@ -73,7 +73,7 @@ def test_closing_ends_the_events_before_it_returns() -> None:
                 yield 1
                 await asyncio.Event().wait()
             finally:
-                await asyncio.sleep(0)  # the end takes its time
+                await asyncio.sleep(0)  # cleanup yields to the event loop
                 ended.append("ended")
 
         async with contextlib.aclosing(answer_stream.ticking(events())) as coming:
@@ -83,7 +83,7 @@ def test_closing_ends_the_events_before_it_returns() -> None:
     assert asyncio.run(play()) == ["ended"]
 
 
-def test_what_the_events_raise_is_raised_after_them() -> None:
+def test_ticking_reraises_the_generators_error() -> None:
     async def play() -> list[int | None]:
         async def events() -> AsyncGenerator[int, None]:
             yield 1
@@ -103,7 +103,7 @@ def served(
     listen: Callable[[Any], Coroutine[Any, Any, Any]],
     clock: Callable[[], float],
 ) -> tuple[Any, list[BaseException]]:
-    """Have ``talk`` write to a stream that ``listen`` reads; what each came to."""
+    """Run ``talk`` on a stream that ``listen`` reads; return the result and the errors."""
     failed: list[BaseException] = []
     over = asyncio.Event()
 
@@ -131,7 +131,7 @@ def served(
     return asyncio.run(run()), failed
 
 
-def test_a_comment_is_sent_after_silence_and_not_before() -> None:
+def test_a_keep_alive_comment_is_sent_only_after_silence() -> None:
     now = [0.0]
 
     async def talk(stream: answer_stream.EventStream) -> None:
@@ -151,12 +151,12 @@ def test_a_comment_is_sent_after_silence_and_not_before() -> None:
     assert answer_stream.KEEP_ALIVE < 15
 
 
-def test_what_is_sent_arrives_at_once() -> None:
+def test_events_are_flushed_at_once() -> None:
     heard = asyncio.Event()
 
     async def talk(stream: answer_stream.EventStream) -> None:
         await stream.send(answer_stream.frame("one", 1))
-        await asyncio.wait_for(heard.wait(), 30)  # nothing more is sent until it has arrived
+        await asyncio.wait_for(heard.wait(), 30)  # the second event waits for the first
         await stream.send(answer_stream.frame("two", 2))
 
     async def listen(response: Any) -> bytes:
@@ -168,7 +168,7 @@ def test_what_is_sent_arrives_at_once() -> None:
     assert (text, failed) == (b"event: one\ndata: 1\n\nevent: two\ndata: 2\n\n", [])
 
 
-def test_a_client_that_has_left_is_noticed_without_a_word_being_sent() -> None:
+def test_a_disconnected_client_is_noticed_without_sending() -> None:
     async def talk(stream: answer_stream.EventStream) -> None:
         while True:
             await stream.keep_alive()
@@ -181,7 +181,7 @@ def test_a_client_that_has_left_is_noticed_without_a_word_being_sent() -> None:
     assert isinstance(failed[0], ConnectionResetError)
 
 
-def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_stream, "STALL", 0.2)
 
     async def talk(stream: answer_stream.EventStream) -> None:

@@ -1,4 +1,4 @@
-"""The description of the API: it is of these routes, and what it says is true."""
+"""The OpenAPI document: it matches the routes and their behaviour."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def routes(tmp_path):
     return asyncio.run(make())
 
 
-def test_it_describes_every_route_and_no_other(routes):
+def test_the_document_describes_exactly_the_routes(routes):
     table = {(route.method, re.sub(r":[^}]*\}", "}", route.path)): route for route in routes}
     assert set(OPERATIONS) == set(table)
     for key, route in table.items():
@@ -56,7 +56,7 @@ def test_it_describes_every_route_and_no_other(routes):
         assert bool(OPERATIONS[key]["security"]) == (route.scope != OPEN), key
 
 
-def test_every_operation_says_who_is_refused():
+def test_every_operation_documents_its_refusals():
     names = [operation["operationId"] for operation in OPERATIONS.values()]
     assert len(names) == len(set(names))
     for key, operation in OPERATIONS.items():
@@ -67,7 +67,7 @@ def test_every_operation_says_who_is_refused():
         assert operation["summary"].endswith("."), key
 
 
-def test_errors_are_in_the_words_of_their_interface():
+def test_errors_reference_the_format_of_their_interface():
     for (_, path), operation in OPERATIONS.items():
         for code, answer in operation["responses"].items():
             if int(code) >= 400 and code != "503":
@@ -86,7 +86,7 @@ def references(value):
             yield from references(each)
 
 
-def test_every_part_is_there_and_is_used():
+def test_components_are_defined_and_used():
     used = set(references(DOCUMENT))
     there = {
         f"#/components/{kind}/{name}"
@@ -97,7 +97,7 @@ def test_every_part_is_there_and_is_used():
 
 
 def example(name, schema):
-    """A value that the description allows."""
+    """Return a value that the schema allows."""
     if name in EXAMPLES:
         return EXAMPLES[name]
     if "enum" in schema:
@@ -108,7 +108,7 @@ def example(name, schema):
     return schema["maximum"]
 
 
-def test_every_field_of_a_picture_that_is_described_is_known():
+def test_every_documented_request_field_is_accepted():
     properties = DOCUMENT["components"]["schemas"]["ImageRequest"]["properties"]
     body = {name: example(name, schema) for name, schema in properties.items()}
     body |= {"num_inference_steps": body["steps"], "seed": 0, "pull": "never"}
@@ -117,13 +117,13 @@ def test_every_field_of_a_picture_that_is_described_is_known():
     assert read_request(json.dumps(dict.fromkeys(properties) | {"prompt": "a"}).encode()).n == 1
 
 
-def test_it_is_served_as_it_is_committed(worker):
+def test_the_committed_document_is_served(worker):
     assert worker.get("/openapi.json") == DOCUMENT
 
 
-# -- what others make of it
+# -- schemathesis
 
-# What is asked for is cheap, and every other time nothing but the rest of it can be wrong.
+# Keep requests cheap, and in every other one remove fields that are often refused.
 HOOKS = """
 import schemathesis
 
@@ -158,14 +158,14 @@ CHECKS = (
 @pytest.mark.integration
 def test_schemathesis_finds_no_server_error(worker, tmp_path):
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-    stores = f"{tmp_path / 'store'}:{worker.store}"  # the model is where nothing is deleted
+    stores = f"{tmp_path / 'store'}:{worker.store}"  # the model is in the read-only second store
     said = ("--default-model", "tiny", "--token-file", tokens(tmp_path))
     other = worker.launch(*said, AIMAGE_STORE=stores)
     (tmp_path / "hooks.py").write_text(HOOKS)
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{other.url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {TOKEN}", "--checks", CHECKS, "--no-color"]
     command += ["--max-examples", "5", "--phases", "examples,coverage,fuzzing"]
-    command += ["--exclude-path", "/v1/events"]  # it does not end
+    command += ["--exclude-path", "/v1/events"]  # an endless stream
     command += ["--generation-database", "none", "--suppress-health-check", "all"]
     settings = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
@@ -185,7 +185,7 @@ def test_schemathesis_finds_no_server_error(worker, tmp_path):
     assert other.get("/healthz") == {"status": "ok"}
     asked = urllib.request.Request(f"{other.url}/metrics", headers={"Authorization": BEARER})
     with urllib.request.urlopen(asked, timeout=30) as answer:
-        assert b'"died"' not in answer.read()  # no size has ended a model's process
+        assert b'"died"' not in answer.read()  # no model process has died
 
 
 TOKEN = "t" * 20

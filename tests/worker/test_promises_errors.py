@@ -1,7 +1,7 @@
-"""What is asked wrongly of a worker or a node: it is refused, in the words of its interface.
+"""Invalid requests to a worker or a node are refused in the format of each interface.
 
-Every route is walked, those of a node and of the registry that it has inside included: what is
-guarded in one interface and open in another is no guard.
+Every route is requested, including those of the node and of its embedded registry, so that no
+interface bypasses the checks of another.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_world import plant
 
 TOKENS = {ADMIN: "a" * 16, INFER: "i" * 16, NODE: "n" * 16}
-ROUTES = 25  # at least so many there are, or the walk is none
+ROUTES = 25  # the least number of routes expected
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-# ollama's API and OpenAI's that this worker has not
+# Routes of ollama's and OpenAI's APIs that this worker does not implement
 ELSEWHERE = [
     *(("POST", f"/api/{verb}") for verb in ("chat", "embed", "embeddings", "create")),
     *((method, f"/api/blobs/sha256:{'0' * 64}") for method in ("HEAD", "POST")),
@@ -52,7 +52,7 @@ ELSEWHERE = [
 
 @dataclass(frozen=True)
 class Said:
-    """An answer, and to what."""
+    """A response and its request."""
 
     method: str
     path: str
@@ -67,7 +67,7 @@ class Said:
 
 
 class Walk:
-    """A worker that is a node as well, without a pipeline behind it."""
+    """The routes of a worker that is also a node, without a pipeline."""
 
     def __init__(self, root: Path) -> None:
         service = make_service(Settings(), ImageLayout(root / "store"), ClientOptions())
@@ -80,7 +80,7 @@ class Walk:
         self._daemon._sharing.close()
 
     def every(self) -> list[tuple[str, str]]:
-        """Each route, as it would be asked for."""
+        """Return the method and a concrete path of each route."""
         found = {(route.method, concrete(route.path)) for route in self.routes}
         assert len(found) > ROUTES
         return sorted(found)
@@ -101,7 +101,7 @@ class Walk:
         is_guarded: bool = False,
         **headers: str,
     ) -> Iterator[Said]:
-        """The answers. What streams is not read."""
+        """Send the requests and yield the responses. Streams are not read."""
         role = Role()
         role.routes = lambda: self.routes  # type: ignore[method-assign]
         tokens = self._known if is_guarded else None
@@ -141,7 +141,7 @@ def walk(tmp_path: Path) -> Iterator[Walk]:
 
 
 def check_shape(said: Said) -> None:
-    """An error as clients of that interface read it."""
+    """Check that an error has the format of its interface."""
     assert said.kind == "application/json", said
     if said.path.startswith("/api/"):
         body = json.loads(said.body)
@@ -160,7 +160,7 @@ def check_shape(said: Said) -> None:
     assert error["type"] == kinds.get(said.status, usual), said
 
 
-# -- who may
+# -- access
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,8 @@ def check_shape(said: Said) -> None:
     ],
     ids=lambda said: "".join(said.values()),
 )
-def test_another_host_or_origin_is_refused_on_every_route_of_a_node_too(
-    walk: Walk, headers: dict[str, str]
-) -> None:
-    """DNS rebinding, CVE-2024-28224: health and metrics are no exception."""
+def test_every_route_refuses_foreign_hosts_and_origins(walk: Walk, headers: dict[str, str]) -> None:
+    """DNS rebinding (CVE-2024-28224): health and metrics are checked too."""
     for said in walk.ask(walk.every(), None, is_guarded=False, **headers):
         assert said.status == 403, said
         check_shape(said)
@@ -182,8 +180,8 @@ def test_another_host_or_origin_is_refused_on_every_route_of_a_node_too(
 
 
 @pytest.mark.parametrize("shown", ["", "Bearer wrong"])
-def test_who_shows_no_token_gets_nothing_of_any_interface(walk: Walk, shown: str) -> None:
-    """Guarding /v1 and leaving /api open is what others have done."""
+def test_every_route_but_open_ones_requires_a_token(walk: Walk, shown: str) -> None:
+    """Other servers have protected /v1 but not /api."""
     headers = {"Authorization": shown} if shown else {}
     for said in walk.ask(walk.every(), None, is_guarded=True, **headers):
         if walk.scope(said.method, said.path) == OPEN:
@@ -194,7 +192,7 @@ def test_who_shows_no_token_gets_nothing_of_any_interface(walk: Walk, shown: str
 
 
 @pytest.mark.parametrize("scope", [INFER, NODE])
-def test_a_token_opens_what_is_of_its_scope_and_no_more(walk: Walk, scope: str) -> None:
+def test_a_token_is_accepted_on_routes_of_its_scope_only(walk: Walk, scope: str) -> None:
     for said in walk.ask(walk.every(), is_guarded=True, Authorization=f"Bearer {TOKENS[scope]}"):
         if walk.scope(said.method, said.path) in (scope, OPEN):
             assert said.status not in (401, 403), said
@@ -203,21 +201,21 @@ def test_a_token_opens_what_is_of_its_scope_and_no_more(walk: Walk, scope: str) 
             check_shape(said)
 
 
-# What anyone may ask, and what changes nothing though it is no GET
+# Open routes, and POST routes that change nothing
 OPENED = {"/", "/api/version", "/healthz", "/openapi.json", "/readyz", picture_link.PATH + "{name}"}
 HARMLESS = {"/v1/images/generations", "/api/generate", "/api/show"}
 
 
-def test_the_scopes_are_those_that_are_meant(walk: Walk) -> None:
-    """A node's routes too: what changes something is an administrator's."""
+def test_state_changing_routes_need_the_admin_scope(walk: Walk) -> None:
+    """This includes the routes of a node."""
     assert {route.path for route in walk.routes if route.scope == OPEN} <= OPENED
     for route in walk.routes:
         if route.method not in ("GET", "HEAD") and route.path not in HARMLESS:
             assert route.scope == ADMIN, route.path
 
 
-def test_a_node_s_token_only_reads(walk: Walk) -> None:
-    """What other nodes may ask has no way to change anything: no push, no mount, no upload."""
+def test_a_node_token_is_read_only(walk: Walk) -> None:
+    """Routes with the node scope allow no push, mount or upload."""
     assert {route.method for route in walk.routes if route.scope == NODE} == {"GET"}
     paths = ["/v2/a/blobs/uploads/", f"/v2/a/blobs/sha256:{'0' * 64}", "/v2/a/manifests/t"]
     paths.append(f"/v2/a/blobs/uploads/?mount=sha256:{'0' * 64}&from=b")
@@ -228,28 +226,28 @@ def test_a_node_s_token_only_reads(walk: Walk) -> None:
             assert said.status in (403, 404, 405), said
 
 
-def test_what_nobody_has_set_up_is_not_there_to_be_set(walk: Walk) -> None:
-    """CVE-2026-28400: no route takes settings of what runs; none is about to by accident."""
+def test_no_route_changes_settings(walk: Walk) -> None:
+    """CVE-2026-28400: no route accepts settings of the engine."""
     for route in walk.routes:
         is_setting = re.search(r"config|setting|engine|flag|option|backend|runtime", route.path)
         assert is_setting is None, route.path
         assert route.method not in ("PUT", "PATCH"), route.path
 
 
-# -- what is asked for
+# -- requests
 
 
-def test_what_this_worker_has_not_is_404_in_the_words_of_its_interface(walk: Walk) -> None:
+def test_unknown_routes_are_404_in_the_format_of_their_interface(walk: Walk) -> None:
     for said in walk.ask(ELSEWHERE, b"{}"):
         assert said.status == 404, said
         if said.method != "HEAD":
             check_shape(said)
     for said in walk.ask(ELSEWHERE, b"{}", is_guarded=True):
-        assert said.status == 401, said  # who has no token does not learn what there is
+        assert said.status == 401, said  # routes are not disclosed without a token
 
 
-def test_another_method_is_405_and_says_which_there_are(walk: Walk) -> None:
-    """A path that also has a longer name below it is the exception: what is there decides."""
+def test_an_unsupported_method_is_405_with_allow(walk: Walk) -> None:
+    """Paths with parameters are left out, because the resource decides."""
     every = walk.every()
     there = {path: {method for method, other in every if other == path} for _, path in every}
     wrong = [
@@ -278,7 +276,7 @@ BODIES: list[tuple[str, bytes, int]] = [
 @pytest.mark.parametrize(
     ("body", "status"), [one[1:] for one in BODIES], ids=[b[0] for b in BODIES]
 )
-def test_a_body_that_is_no_request_is_refused_by_every_route_that_reads_one(
+def test_every_route_with_a_body_refuses_invalid_bodies(
     walk: Walk, body: bytes, status: int
 ) -> None:
     asked = [
@@ -296,8 +294,8 @@ def test_a_body_that_is_no_request_is_refused_by_every_route_that_reads_one(
 
 
 @pytest.mark.parametrize("path", ["/api/generate", "/v1/images/generations"])
-def test_a_form_of_many_parts_is_not_taken_apart(walk: Walk, path: str) -> None:
-    """What is no JSON is refused for that, whatever it calls itself; nothing counts its parts."""
+def test_multipart_bodies_are_not_parsed(walk: Walk, path: str) -> None:
+    """A body that is not JSON is refused regardless of its content type."""
     part = b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n\r\n"
     for body, status in ((part * 15_000, 400), (part * 30_000, 413)):
         for end in (b"--x--\r\n", b""):
@@ -308,8 +306,8 @@ def test_a_form_of_many_parts_is_not_taken_apart(walk: Walk, path: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["image", "image[]", "json"])
-def test_an_edit_is_refused_in_every_form_that_clients_send(walk: Walk, form: str) -> None:
-    """No model here takes pictures: who asks for an edit is not given another picture instead."""
+def test_image_edits_are_refused_in_every_encoding(walk: Walk, form: str) -> None:
+    """An edit request must not return an unrelated picture."""
     edits = [("POST", "/v1/images/edits")]
     if form == "json":
         body, kind = b'{"model": "tiny", "prompt": "a", "image": "aGk="}', "application/json"
@@ -322,14 +320,14 @@ def test_an_edit_is_refused_in_every_form_that_clients_send(walk: Walk, form: st
     assert (said.status, json.loads(said.body)["code"]) == (400, "unsupported_value")
 
 
-def test_errors_are_answers_also_to_those_who_only_ask_for_the_head(walk: Walk) -> None:
+def test_errors_of_head_requests_have_no_body(walk: Walk) -> None:
     paths = [("HEAD", path) for path in ("/nothing", "/api/nothing", "/v1/models/nothing")]
     for said in walk.ask(paths):
         assert (said.status, said.body) == (404, b""), said
 
 
-def test_a_link_that_is_too_old_is_gone_and_one_that_is_none_is_not_found(walk: Walk) -> None:
-    """A link lasts 60 minutes; after that it is 410, and the answer says what to do."""
+def test_an_expired_link_is_410_and_an_invalid_one_is_404(walk: Walk) -> None:
+    """A link expires after 60 minutes."""
     now = [1000.0]
     images = openai.ImageRoutes(walk.service)
     images._pictures = picture_link.PictureLinks(clock=lambda: now[0])
@@ -359,10 +357,10 @@ LEFT: dict[str, bytes | None] = {  # None: the entry itself has no digest
 
 
 @pytest.mark.parametrize("data", LEFT.values(), ids=LEFT)
-def test_what_others_left_in_the_store_hides_nothing_and_is_no_model(
+def test_invalid_index_entries_are_skipped(
     stocked: Path, tmp_path: Path, data: bytes | None
 ) -> None:
-    """In index.json as in a request: what is no digest leads nowhere, and breaks no list."""
+    """An invalid digest or manifest in index.json is not followed and breaks no list."""
     shutil.copytree(stocked, tmp_path / "store")
     place = tmp_path / "store" / "index.json"
     index = json.loads(place.read_bytes())

@@ -1,7 +1,7 @@
-"""What others were attacked with, said to our servers: a worker, a node in it, and a registry.
+"""Known attacks against the servers: a worker, its node, and a registry.
 
-The client's own tests hold the same of pulls (tests/hostile, tests/registry). Here a request is the
-way in, and what is watched is what a server then asks of others, writes, and says.
+Attacks through pulls are tested in tests/hostile and tests/registry. Here the attack is a request,
+and the tests check what a server then requests, writes and returns.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ from tests.scripted import Answer, ScriptedRegistry, Seen, artifact
 
 HEX = "0123456789abcdef" * 4
 Asked = tuple[str, str, Any]  # a method, a path, and a body: JSON, or bytes
-WORST = ("climbs_in_full", "upper")  # a path, and a malformed one: the corpus is in tests/oci
+WORST = (
+    "climbs_in_full",
+    "upper",
+)  # a path, and a malformed digest; tests/oci has the whole corpus
 
 
 def spoken(
     app: web.Application, asked: list[Asked], **headers: str
 ) -> list[tuple[int, bytes, Any]]:
-    """Each answer: its status, its body, its headers."""
+    """Send the requests; return status, body and headers of each response."""
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
 
     async def ask() -> list[tuple[int, bytes, Any]]:
@@ -72,7 +75,7 @@ def spoken(
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Callable[..., list[tuple[int, bytes, Any]]]]:
-    """Asks a worker that is a node as well. ``credentials`` of nobody are on this machine."""
+    """Return a function that sends requests to a worker and node without stored credentials."""
     nowhere = ClientOptions(docker_config=tmp_path / "docker")
     service = make_service(Settings(), ImageLayout(tmp_path / "in" / "store"), nowhere)
     daemon = Daemon(service, NodeSettings(), {})
@@ -94,7 +97,7 @@ def in_base64(text: str) -> str:
 
 
 def naming(host: str, digest: str) -> list[Asked]:
-    """Every request that may name a digest, with one that is none."""
+    """Return every kind of request that may contain a digest, with this invalid one."""
     name, model = f"{host}/a/b@{digest}", {"prompt": "a dog", "stream": False}
     part = quote(digest.encode("utf-8", "surrogatepass"), safe="")
     return [
@@ -117,10 +120,10 @@ def naming(host: str, digest: str) -> list[Asked]:
 
 
 @pytest.mark.parametrize("digest", [TEXTS[kind] for kind in WORST], ids=WORST)
-def test_what_is_no_digest_is_refused_before_anything_is_asked_or_opened(
+def test_an_invalid_digest_causes_no_request_and_no_file_access(
     served: Any, tmp_path: Path, digest: str
 ) -> None:
-    """CVE-2024-37032, CVE-2024-3727, CVE-2026-7020: a digest is no path, and no URL."""
+    """CVE-2024-37032, CVE-2024-3727, CVE-2026-7020: a digest is not a path or a URL."""
     (tmp_path / "in" / "secret").parent.mkdir(exist_ok=True)
     (tmp_path / "in" / "secret").write_bytes(b"keep out")
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
@@ -132,8 +135,8 @@ def test_what_is_no_digest_is_refused_before_anything_is_asked_or_opened(
     assert {name for name in files(tmp_path) if "/.aimage/" not in name} == {"in/secret"}
 
 
-def test_who_only_looks_has_nobody_asked(served: Any, tmp_path: Path) -> None:
-    """Only what fetches or sends asks a registry, whatever a name says of where it lives."""
+def test_read_only_requests_do_not_contact_a_registry(served: Any, tmp_path: Path) -> None:
+    """Only pulls and pushes contact the registry of a name."""
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
         fetching = {"/api/pull", "/v1/images/generations"}
         for name in (f"{registry.host}/a/b:v1", f"{registry.host}/a/b@sha256:{HEX}"):
@@ -160,10 +163,8 @@ CODINGS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate"
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-def test_a_small_body_that_unpacks_to_a_large_one_is_refused_by_every_route(
-    served: Any, coding: str
-) -> None:
-    """CVE-2024-12886, the other way round."""
+def test_every_route_refuses_a_decompression_bomb(served: Any, coding: str) -> None:
+    """CVE-2024-12886, in the direction of requests."""
     bomb = CODINGS[coding](b" " * (2 << 20))
     assert len(bomb) < 1 << 14
     routes = [("POST", f"/api/{verb}") for verb in ("generate", "show", "pull", "push", "copy")]
@@ -190,7 +191,7 @@ PULLS: list[Callable[[str], Asked]] = [
 
 
 @pytest.mark.parametrize("kind", WORST)
-def test_a_manifest_that_names_no_digest_is_fetched_and_nothing_more(
+def test_a_manifest_with_an_invalid_digest_causes_no_further_request(
     served: Any, tmp_path: Path, kind: str
 ) -> None:
     manifest = wrong_manifest(TEXTS[kind])
@@ -209,9 +210,8 @@ def test_a_manifest_that_names_no_digest_is_fetched_and_nothing_more(
     assert left == set()
 
 
-def test_credentials_of_a_request_go_to_the_registry_that_it_names_alone(served: Any) -> None:
-    """CVE-2025-51471, CVE-2026-33990, CVE-2020-15157: a realm, a redirect, or the ``urls`` of a
-    layer name another server; it is told nothing."""
+def test_credentials_are_sent_to_the_named_registry_only(served: Any) -> None:
+    """CVE-2025-51471, CVE-2026-33990, CVE-2020-15157: a realm, a redirect or ``urls`` elsewhere."""
     secret = base64.b64encode(b"operator:open sesame").decode()
     raw, _ = artifact(b"{}", b"layer")
     document = json.loads(raw)
@@ -258,16 +258,14 @@ def test_credentials_of_a_request_go_to_the_registry_that_it_names_alone(served:
 
 
 @pytest.mark.parametrize("digest", [TEXTS[kind] for kind in WORST], ids=WORST)
-def test_a_cache_asks_its_upstream_for_nothing_that_is_no_digest(
-    tmp_path: Path, digest: str
-) -> None:
+def test_a_cache_sends_no_invalid_digest_upstream(tmp_path: Path, digest: str) -> None:
     part = quote(digest.encode("utf-8", "surrogatepass")[:2000], safe="")
     kinds = ("blobs", "manifests", "referrers")
     asked = [
         (method, f"/v2/a/b/{kind}/{part}", None) for kind in kinds for method in ("GET", "HEAD")
     ]
     if ":" not in digest and re.fullmatch(r"[\w.-]*", digest, re.ASCII):
-        asked = [one for one in asked if "/manifests/" not in one[1]]  # it may be a tag
+        asked = [one for one in asked if "/manifests/" not in one[1]]  # it is a valid tag
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
         upstream = UpstreamRegistry.parse(
             registry.host, ClientOptions(docker_config=tmp_path / "docker")
@@ -300,7 +298,7 @@ def every_route(app: web.Application) -> list[Asked]:
     ],
     ids=["wrong", "host", "origin"],
 )
-def test_a_registry_guards_each_of_its_routes(
+def test_a_registry_checks_access_on_every_route(
     tmp_path: Path, headers: dict[str, str], status: int
 ) -> None:
     app = registry_app(ImageLayout(tmp_path / "store"), token=TOKEN)
@@ -334,7 +332,7 @@ DOCUMENTS = [
 @pytest.mark.parametrize(
     ("raw", "kind"), [one[1:] for one in DOCUMENTS], ids=[one[0] for one in DOCUMENTS]
 )
-def test_a_registry_takes_no_document_that_is_two_things_or_promises_nonsense(
+def test_a_registry_refuses_ambiguous_or_invalid_manifests(
     tmp_path: Path, raw: bytes, kind: str
 ) -> None:
     """CVE-2021-41190, CVE-2024-12886, and the sizes of GHSA-f36w-mj3v-6jqv."""
@@ -360,9 +358,7 @@ def test_a_registry_takes_no_document_that_is_two_things_or_promises_nonsense(
     ],
     ids=["two lengths", "both", "negative", "plus", "codings", "two hosts", "spaces"],
 )
-def test_a_registry_takes_no_request_that_two_servers_read_differently(
-    tmp_path: Path, lines: tuple[str, ...]
-) -> None:
+def test_a_registry_refuses_request_smuggling(tmp_path: Path, lines: tuple[str, ...]) -> None:
     head = ["PUT /v2/a/b/manifests/t HTTP/1.1", "Host: 127.0.0.1", *lines]
     sent = "\r\n".join(head).encode() + b"\r\n\r\n0\r\n\r\nGET /v2/ HTTP/1.1\r\n\r\n"
 
@@ -371,10 +367,10 @@ def test_a_registry_takes_no_request_that_two_servers_read_differently(
         async with asyncio.timeout(60), TestServer(app) as server:
             reader, writer = await asyncio.open_connection(server.host, server.port)
             writer.write(sent)
-            answer = await reader.read()  # to the end: the connection is closed
+            answer = await reader.read()  # until the connection is closed
             writer.close()
             return answer
 
     answer = asyncio.run(ask())
     assert answer.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400")), answer
-    assert answer.count(b"HTTP/1.") == 1  # nothing after it was taken for a request
+    assert answer.count(b"HTTP/1.") == 1  # the rest was not read as a second request

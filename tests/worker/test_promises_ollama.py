@@ -1,4 +1,4 @@
-"""What ollama's clients rely on unsaid, and models that are not what they say."""
+"""Undocumented expectations of ollama's clients, and malicious models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.worker.conftest import LocalWorker
 ollama = pytest.importorskip("ollama")
 
 DRAW: dict[str, Any] = {"model": "tiny", "prompt": "a dog", "width": 32, "height": 32, "steps": 1}
-NAME = "vnd.clowder.aimage.name"  # the annotation of a layer that says which file it is
-# Of ollama's options: how its engine is to run. None of them is a request's to say here.
+NAME = "vnd.clowder.aimage.name"  # the annotation with the file name of a layer
+# Engine options of ollama. Requests cannot set any of them here.
 ENGINE = {
     "num_gpu": 99,
     "main_gpu": 7,
@@ -53,7 +53,7 @@ def client(worker: LocalWorker) -> Iterator[Any]:
 
 
 def ask(worker: LocalWorker, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    """The status and the JSON of an answer."""
+    """Return the status and the JSON of a response."""
     with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
         connection.request(method, path, None if body is None else json.dumps(body))
         answer = connection.getresponse()
@@ -70,10 +70,10 @@ def ask(worker: LocalWorker, method: str, path: str, body: Any = None) -> tuple[
         ("unknown", "0"),
     ],
 )
-def test_a_version_has_nothing_in_it_that_open_webui_cannot_count(
+def test_the_version_is_parseable_by_open_webui(
     ours: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes what is before a hyphen apart at the dots, and makes a number of each part."""
+    """Open WebUI splits the part before a hyphen at the dots and converts each part to int."""
     monkeypatch.setattr(ollama_routes, "__version__", ours)
     answer: Any = asyncio.run(ollama_routes._version(make_mocked_request("GET", "/")))
     version = json.loads(answer.text)["version"]
@@ -81,7 +81,7 @@ def test_a_version_has_nothing_in_it_that_open_webui_cannot_count(
     assert all(int(part) >= 0 for part in version.partition("-")[0].split("."))
 
 
-def test_a_model_without_a_tag_is_the_latest_wherever_it_is_named(
+def test_a_model_without_a_tag_means_latest_on_every_route(
     client: Any, worker: LocalWorker
 ) -> None:
     shown = [client.show(name).model_dump() for name in ("tiny", "tiny:latest")]
@@ -100,7 +100,9 @@ def test_a_model_without_a_tag_is_the_latest_wherever_it_is_named(
     assert client.ps().models == []
 
 
-def test_lists_have_what_open_webui_reads(client: Any, worker: LocalWorker) -> None:
+def test_model_lists_have_the_fields_that_open_webui_reads(
+    client: Any, worker: LocalWorker
+) -> None:
     client.generate(**DRAW)
     for path in ("/api/tags", "/api/ps"):
         _, answer = ask(worker, "GET", path)
@@ -112,15 +114,13 @@ def test_lists_have_what_open_webui_reads(client: Any, worker: LocalWorker) -> N
             assert datetime.fromisoformat(when).tzinfo is not None
 
 
-def test_what_makes_pictures_is_offered_for_no_chat(client: Any, worker: LocalWorker) -> None:
+def test_models_have_the_image_capability_only(client: Any, worker: LocalWorker) -> None:
     _, answer = ask(worker, "GET", "/api/tags")
     for model in answer["models"]:
         assert model["capabilities"] == client.show(model["name"]).capabilities == ["image"]
 
 
-def test_who_chats_all_the_same_is_told_in_a_way_that_the_client_reads(
-    client: Any, worker: LocalWorker
-) -> None:
+def test_unsupported_calls_are_404_errors_of_the_client(client: Any, worker: LocalWorker) -> None:
     calls = [
         lambda: client.chat("tiny", [{"role": "user", "content": "hello"}]),
         lambda: list(client.chat("tiny", [{"role": "user", "content": "hello"}], stream=True)),
@@ -137,13 +137,13 @@ def test_who_chats_all_the_same_is_told_in_a_way_that_the_client_reads(
     assert not [path for path in worker.store.rglob("*") if "secret" in path.name]
 
 
-def test_how_the_engine_runs_is_not_a_request_s_to_say(client: Any) -> None:
-    """CVE-2026-28400: flags of the engine, from a request. Here they are words without meaning."""
+def test_engine_options_of_a_request_have_no_effect(client: Any) -> None:
+    """CVE-2026-28400: engine flags in a request. They are ignored here."""
     plain = client.generate(**DRAW, options={"seed": 7}).image
     assert client.generate(**DRAW, options={"seed": 7, **ENGINE}).image == plain
 
 
-def test_what_is_ollamas_and_not_of_pictures_is_passed_over(worker: LocalWorker) -> None:
+def test_text_generation_fields_of_ollama_are_ignored(worker: LocalWorker) -> None:
     said = {"system": "be kind", "template": "{{ .Prompt }}", "raw": True, "context": [1, 2]}
     said |= {"suffix": "x", "format": "json", "think": True, "truncate": True, **ENGINE}
     body = {**DRAW, "seed": 7, "stream": False}
@@ -152,8 +152,8 @@ def test_what_is_ollamas_and_not_of_pictures_is_passed_over(worker: LocalWorker)
     assert plain[1]["image"] == other[1]["image"]
 
 
-def test_a_stream_is_lines_of_which_only_the_last_is_done(worker: LocalWorker) -> None:
-    """What clients read while a picture is made: ``completed`` of ``total``, then ``image``."""
+def test_only_the_last_line_of_a_stream_is_done(worker: LocalWorker) -> None:
+    """Clients read ``completed`` and ``total`` of each line, then ``image``."""
     with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
         connection.request("POST", "/api/generate", json.dumps(DRAW | {"steps": 4}))
         answer = connection.getresponse()
@@ -168,13 +168,13 @@ def test_a_stream_is_lines_of_which_only_the_last_is_done(worker: LocalWorker) -
         assert (line["model"], line["response"]) == ("tiny", "")
 
 
-# -- models that are not what they say
+# -- malicious models
 
 UNSAFE = re.compile(r"^\s*(import|from) (pickle|marshal|shelve|dill|runpy)\b", re.MULTILINE)
 
 
 class Trap:
-    """What a pickle does when it is read."""
+    """A pickle that creates a file when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -186,7 +186,7 @@ class Trap:
 def altered(
     worker: LocalWorker, name: str, change: Callable[[list[Any], Callable[..., Any]], None]
 ) -> None:
-    """Have ``name`` mean the embedded model with other layers; all their digests are right."""
+    """Tag the embedded model with changed layers as ``name``; all digests are valid."""
     store = ImageLayout(worker.store)
     document = json.loads(store.read(store.resolve(Reference.parse("tiny"))))
 
@@ -205,7 +205,7 @@ def is_tensor(layer: dict[str, Any]) -> bool:
 
 
 def lie(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Ways in which a file of weights may promise what it does not hold (CVE-2026-7482)."""
+    """Yield safetensors files with false sizes and offsets (CVE-2026-7482)."""
     size = int.from_bytes(data[:8], "little")
     header, values = data[8 : 8 + size], data[8 + size :]
     (name, known), *_ = (item for item in json.loads(header).items() if item[0] != "__metadata__")
@@ -221,7 +221,7 @@ def lie(data: bytes) -> Iterator[tuple[str, bytes]]:
     yield "past-the-end", told(data_offsets=[begin, end + (1 << 40)])
 
 
-def test_weights_that_lie_are_refused_and_the_worker_goes_on(worker: LocalWorker) -> None:
+def test_weights_with_false_headers_fail_and_the_worker_continues(worker: LocalWorker) -> None:
     store = ImageLayout(worker.store)
     document = json.loads(store.read(store.resolve(Reference.parse("tiny"))))
     number = next(index for index, one in enumerate(document["layers"]) if is_tensor(one))
@@ -239,9 +239,8 @@ def test_weights_that_lie_are_refused_and_the_worker_goes_on(worker: LocalWorker
     assert ask(worker, "POST", "/api/generate", DRAW | {"stream": False})[0] == 200
 
 
-def test_no_code_that_comes_with_a_model_is_run(worker: LocalWorker, tmp_path: Path) -> None:
-    """CVE-2026-5817, CVE-2025-32434: code and pickles beside the weights, and configs that name
-    them."""
+def test_code_in_a_model_is_not_executed(worker: LocalWorker, tmp_path: Path) -> None:
+    """CVE-2026-5817, CVE-2025-32434: code and pickles in layers, and configs that name them."""
     marks = [tmp_path / name for name in ("pickled", "imported")]
     code = f"open({str(marks[1])!r}, 'w')".encode()
 

@@ -1,7 +1,7 @@
-"""OpenAI's images API as its own SDK describes it, and as the programs ask it that people use.
+"""OpenAI's images API as typed by its SDK and as used by common clients.
 
-The SDK builds what it hands out without a look at it. Here its types are held to: an answer has
-what they want, of the kind that they want, and nothing that they do not know.
+The SDK does not validate responses. These tests validate them strictly against its types: every
+required field is present with the right type, and there are no unknown fields.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from tests.worker.conftest import LocalWorker, Worker, answer_to
 
 GENERATIONS = "/v1/images/generations"
 SHORT: dict[str, Any] = {"model": "tiny", "prompt": "a dog", "steps": 1, "size": "32x32"}
-MORE = frozenset({"output_tokens_details"})  # of an answer in one piece; events have it as well
-# What is taken of the words that the SDK's types list; a later SDK may list more
+MORE = frozenset(
+    {"output_tokens_details"}
+)  # typed for whole responses only; events have it as well
+# Accepted values among those that the SDK's types list; a later SDK may list more
 TAKEN = {
     "background": {"opaque", "auto"},
     "model": {"gpt-image-1", "gpt-image-2", "dall-e-2", "dall-e-3"},
@@ -61,7 +63,7 @@ def client(worker: LocalWorker) -> Iterator[Any]:
 def ask(
     worker: LocalWorker | Worker, path: str = GENERATIONS, **said: Any
 ) -> tuple[int, Any, bytes]:
-    """The status, the headers and the body of an answer. ``headers`` are sent with it."""
+    """Send a request; return the status, headers and body of the response."""
     headers = said.pop("headers", {})
     data = json.dumps(said).encode() if said else None
     asked = urllib.request.Request(worker.url + path, data, headers)
@@ -69,7 +71,7 @@ def ask(
 
 
 def told(worker: LocalWorker, **said: Any) -> list[tuple[str, Any]]:
-    """The events of a stream, without its comments: name and data."""
+    """Return name and data of the events of a stream, without its comments."""
     status, headers, body = ask(worker, **SHORT | {"stream": True} | said)
     assert (status, headers.get_content_type()) == (200, "text/event-stream")
     found = []
@@ -81,7 +83,7 @@ def told(worker: LocalWorker, **said: Any) -> list[tuple[str, Any]]:
 
 
 def check(value: Any, model: type[BaseModel], more: frozenset[str] = MORE) -> None:
-    """It is one of ``model``, strictly, and has no field that that does not know but ``more``."""
+    """Validate ``value`` strictly as a ``model`` without unknown fields other than ``more``."""
     found = model.model_validate(value, strict=True)
     assert set(value) - more <= set(model.model_fields), (model, value.keys())
     for name in model.model_fields:
@@ -95,11 +97,11 @@ def check(value: Any, model: type[BaseModel], more: frozenset[str] = MORE) -> No
                 check(raw, type(each), more)
 
 
-# -- what may be said
+# -- requests
 
 
 def words(kind: Any) -> set[str]:
-    """The texts that a type of the SDK lists."""
+    """Return the literal strings of a type of the SDK."""
     if typing.get_origin(kind) is typing.Literal:
         return {word for word in typing.get_args(kind) if isinstance(word, str)}
     return set[str]().union(*map(words, typing.get_args(kind)))
@@ -110,7 +112,7 @@ def listed() -> dict[str, set[str]]:
     return {name: found for name, kind in hints.items() if (found := words(kind))}
 
 
-def test_every_word_that_the_sdk_lists_is_taken_or_refused_by_its_field() -> None:
+def test_every_literal_of_the_sdk_is_accepted_or_refused_by_field() -> None:
     said = listed()
     assert {"background", "model", "output_format", "quality", "size"} <= set(said)
     for name in {*said, *TAKEN}:
@@ -127,7 +129,7 @@ def test_every_word_that_the_sdk_lists_is_taken_or_refused_by_its_field() -> Non
     assert caught.value.code == "unsupported_value"
 
 
-def test_a_name_that_is_built_into_a_client_means_the_default_model(worker: LocalWorker) -> None:
+def test_model_names_of_openai_mean_the_default_model(worker: LocalWorker) -> None:
     other = worker.start("--default-model", "tiny")
     names = {*words(ImageModel), "gpt-image-1", "gpt-image-1-mini", "dall-e-2", "dall-e-3"}
     assert len(names) > 8
@@ -136,9 +138,8 @@ def test_a_name_that_is_built_into_a_client_means_the_default_model(worker: Loca
         assert (status, headers["X-Aimage-Model"]) == (200, "tiny:latest"), (name, body)
 
 
-def test_a_body_of_open_webui(worker: LocalWorker) -> None:
-    """It reads ``data[].url`` first, and ``b64_json`` where there is none. An administrator's own
-    parameters are merged into what it sends; a size may be left out, or be "auto"."""
+def test_a_request_of_open_webui_succeeds(worker: LocalWorker) -> None:
+    """Open WebUI sends requests without a size, with "auto", or with additional parameters."""
     usual: dict[str, Any] = {
         "model": "tiny",
         "prompt": "a dog",
@@ -154,8 +155,8 @@ def test_a_body_of_open_webui(worker: LocalWorker) -> None:
         assert headers["X-Aimage-Ignored"] is None
 
 
-def test_a_body_of_librechat(worker: LocalWorker) -> None:
-    """The model's name is built in; so are the words."""
+def test_a_request_of_librechat_succeeds(worker: LocalWorker) -> None:
+    """LibreChat sends a fixed model name and fixed values."""
     other = worker.start("--alias", "gpt-image-1=tiny")
     body: dict[str, Any] = {
         "model": "gpt-image-1",
@@ -171,8 +172,8 @@ def test_a_body_of_librechat(worker: LocalWorker) -> None:
 
 
 @pytest.mark.parametrize("accept", ["text/event-stream"])
-def test_what_is_accepted_decides_nothing(worker: LocalWorker, accept: str) -> None:
-    """The SDK says application/json, for a stream as well: the body alone says what is meant."""
+def test_the_accept_header_has_no_effect(worker: LocalWorker, accept: str) -> None:
+    """The SDK accepts application/json even for streams, so only the body decides."""
     headers = {"Accept": accept}
     assert told(worker, headers=headers)[-1][0] == "done"
     status, answered, body = ask(worker, **SHORT, headers=headers)
@@ -181,33 +182,31 @@ def test_what_is_accepted_decides_nothing(worker: LocalWorker, accept: str) -> N
 
 
 @pytest.mark.parametrize("header", ["x-stainless-lang", "X-STAINLESS-LANG"])
-def test_an_sdk_is_known_by_its_header_however_it_is_written(
-    worker: LocalWorker, header: str
-) -> None:
+def test_the_sdk_header_selects_openais_stream_format(worker: LocalWorker, header: str) -> None:
     (name, _) = told(worker, headers={header: "js"})[-1]
     assert name == "image_generation.completed"
     assert told(worker, headers={header: "js"}, stream_format="ollama")[-1][0] == "done"
     assert told(worker, headers={header: "js"}, partial_images=0)[-1][0] == name
 
 
-def test_no_previews_are_one_event_and_three_are_three(worker: LocalWorker) -> None:
+def test_partial_images_sets_the_number_of_partial_events(worker: LocalWorker) -> None:
     assert [name for name, _ in told(worker, partial_images=0)] == ["image_generation.completed"]
     events = told(worker, partial_images=3, steps=8)
     partial = [data["partial_image_index"] for name, data in events if "partial" in name]
     assert partial == [0, 1, 2]
 
 
-# -- what is answered
+# -- responses
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2, "quality": "hd"}, {"response_format": "url"}])
-def test_an_answer_is_what_the_sdk_s_types_say(worker: LocalWorker, more: dict[str, Any]) -> None:
+def test_responses_match_the_types_of_the_sdk(worker: LocalWorker, more: dict[str, Any]) -> None:
     _, _, body = ask(worker, **SHORT | more)
     check(json.loads(body), ImagesResponse)
 
 
 @pytest.mark.parametrize("quality", ["auto", "hd"])
-def test_events_are_what_the_sdk_s_types_say(worker: LocalWorker, quality: str) -> None:
+def test_events_match_the_types_of_the_sdk(worker: LocalWorker, quality: str) -> None:
     events = told(worker, partial_images=2, steps=4, quality=quality, output_format="jpeg")
     kinds: dict[str, type[BaseModel]] = {
         "image_generation.partial_image": ImageGenPartialImageEvent,
@@ -221,12 +220,12 @@ def test_events_are_what_the_sdk_s_types_say(worker: LocalWorker, quality: str) 
         assert base64.b64decode(data["b64_json"], validate=True)
 
 
-def test_an_event_with_a_link_has_that_beside_what_the_types_say(worker: LocalWorker) -> None:
+def test_an_event_with_a_link_has_an_additional_url(worker: LocalWorker) -> None:
     (_, data) = told(worker, stream_format="openai", response_format="url")[-1]
     check(data, ImageGenCompletedEvent, frozenset({"url", *MORE}))
 
 
-def test_models_are_what_the_sdk_s_types_say(worker: LocalWorker) -> None:
+def test_models_match_the_types_of_the_sdk(worker: LocalWorker) -> None:
     answer = worker.get("/v1/models")
     assert (set(answer), answer["object"]) == ({"object", "data"}, "list")
     for each in answer["data"]:
@@ -234,8 +233,8 @@ def test_models_are_what_the_sdk_s_types_say(worker: LocalWorker) -> None:
     check(worker.get("/v1/models/tiny"), Model)
 
 
-def test_events_of_progress_do_no_harm_in_the_sdk(client: Any) -> None:
-    """They are of a class that is not theirs, but have the type that says what they are."""
+def test_the_sdk_tolerates_progress_events(client: Any) -> None:
+    """The SDK parses them into another class, but keeps their ``type``."""
     stream = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -248,10 +247,10 @@ def test_events_of_progress_do_no_harm_in_the_sdk(client: Any) -> None:
     assert completed.type == "image_generation.completed"
 
 
-# -- what is refused
+# -- refusals
 
 
-def test_what_this_worker_has_not_is_an_error_of_the_sdk(client: Any) -> None:
+def test_unsupported_calls_raise_errors_of_the_sdk(client: Any) -> None:
     picture = ("a.png", b"\x89PNG\r\n\x1a\n", "image/png")
     calls = [
         lambda: client.images.edit(model="tiny", image=picture, prompt="a dog"),
@@ -271,7 +270,7 @@ def test_what_this_worker_has_not_is_an_error_of_the_sdk(client: Any) -> None:
 
 
 @pytest.mark.parametrize("dialect", ["openai", "openai+progress", "ollama"])
-def test_what_is_refused_before_the_first_event_has_a_status(
+def test_refusals_before_the_first_event_have_an_error_status(
     worker: LocalWorker, dialect: str
 ) -> None:
     for more in ({"model": "absent"}, {"size": "7x7"}, {"n": 11}):
@@ -284,12 +283,12 @@ def test_what_is_refused_before_the_first_event_has_a_status(
         assert json.loads(body)["error"]["param"] == next(iter(more))
 
 
-# -- what is kept to oneself
+# -- privacy of logs
 
 
 @pytest.mark.integration
-def test_neither_prompt_nor_user_is_written_down_however_much_is(worker: LocalWorker) -> None:
-    """Not at debug, not of what fails, and by neither interface."""
+def test_prompts_and_users_are_not_logged_at_debug_level(worker: LocalWorker) -> None:
+    """This includes failed requests and both interfaces."""
     other = worker.launch("--log-level", "debug")
     private = {name: f"xyzzy-{name}" for name in ("prompt", "negative_prompt", "user")}
     private["safety_identifier"] = "xyzzy-safety"
@@ -306,10 +305,8 @@ def test_neither_prompt_nor_user_is_written_down_however_much_is(worker: LocalWo
 
 
 @pytest.mark.integration
-def test_no_secret_is_in_the_log_however_much_is_written(
-    worker: LocalWorker, tmp_path: Path
-) -> None:
-    """Tokens, credentials, and the signature of a link: who has it may fetch the picture."""
+def test_secrets_are_not_logged_at_debug_level(worker: LocalWorker, tmp_path: Path) -> None:
+    """Secrets are tokens, credentials and the signatures of links."""
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin {'a' * 30}-sesame\ninfer {'i' * 30}-sesame\n")
     tokens.chmod(0o600)

@@ -1,4 +1,4 @@
-"""The command line against a worker that runs."""
+"""The command line against a running worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADMIN, INFER = "a" * 32, "i" * 32
 
 @pytest.fixture
 def here(worker: LocalWorker, aimage: Callable[[], Aimage]) -> Aimage:
-    """The command line of somebody whose own store is empty, told of the worker."""
+    """Return a command line with an empty store that uses the worker."""
     found = aimage()
     found.environment["AIMAGE_HOST"] = worker.url
     return found
@@ -34,7 +34,7 @@ def here(worker: LocalWorker, aimage: Callable[[], Aimage]) -> Aimage:
 
 @pytest.fixture
 def local(worker: LocalWorker, here: Aimage) -> Aimage:
-    """The command line on the worker's store, not told of the worker."""
+    """Return a command line that uses the worker's store directly."""
     return Aimage(here.home, worker.store)
 
 
@@ -50,7 +50,7 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(picture)
 
 
-def test_a_worker_makes_the_picture_that_the_process_itself_makes(here, local):
+def test_remote_run_makes_the_same_picture_as_local_run(here, local):
     wishes = ("--seed", 7, "--steps", 3, "--width", 48, "--height", 64)
     more = ("--guidance", 2.5, "--negative", "grey", "-n", 2, "--json")
     there = here("run", "tiny", "a red fox", *wishes, *more, "-o", "there.png")
@@ -67,12 +67,12 @@ def test_a_worker_makes_the_picture_that_the_process_itself_makes(here, local):
     assert not here.store.exists()
 
 
-def test_a_workers_picture_can_be_replayed(here, local):
+def test_a_picture_of_a_worker_can_be_replayed(here, local):
     path = here.home / here("run", "tiny", "a red fox", "--steps", 2).line
     assert local.process("replay", path).line == "equal"
 
 
-def test_a_model_is_listed_while_it_is_loaded(here):
+def test_ps_lists_a_model_until_it_is_stopped(here):
     here("run", "tiny", "a red fox", "--steps", 1)
     (row,) = here("ps", "--json").value
     assert row["reference"] == "tiny:latest"
@@ -81,12 +81,12 @@ def test_a_model_is_listed_while_it_is_loaded(here):
     assert row["size"] > 1_000_000
     assert here("stop", "tiny").line == "tiny:latest"
     assert here("ps", "--json").value == []
-    assert here("stop", "tiny").line == "tiny:latest"  # nothing changes
+    assert here("stop", "tiny").line == "tiny:latest"  # stopping again succeeds
     here("stop", "nothing-there", code=3)
 
 
 @pytest.mark.integration
-def test_an_interrupt_ends_the_work_in_the_worker(here, worker):
+def test_an_interrupt_cancels_generation_in_the_worker(here, worker):
     here("run", "tiny", "a red fox", "--steps", 1, "-o", "warm.png")
     before = metric(worker, "aimage_generation_step_seconds_count")
     cancelled = metric(worker, "aimage_generation_cancelled_total")
@@ -96,7 +96,7 @@ def test_an_interrupt_ends_the_work_in_the_worker(here, worker):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    here("run", "tiny", "a red fox", "--steps", 1, "-o", "next.png")  # its turn comes at once
+    here("run", "tiny", "a red fox", "--steps", 1, "-o", "next.png")  # it is not blocked
     assert metric(worker, "aimage_generation_cancelled_total") == cancelled + 1
     assert metric(worker, "aimage_generation_step_seconds_count") < before + 900
     assert not list(here.home.glob("tiny-*"))
@@ -113,13 +113,13 @@ def test_an_interrupt_ends_the_work_in_the_worker(here, worker):
         (("pull", "--remote", "127.0.0.1:1/x"), 1),
     ],
 )
-def test_what_a_worker_refuses(here, arguments, code):
+def test_refusals_of_a_worker_map_to_exit_codes(here, arguments, code):
     said = here(*arguments, code=code)
     assert "aimage: " in said.err
     assert said.out == ""
 
 
-def test_models_come_and_go(here, local, repository):
+def test_models_are_pulled_listed_and_removed_remotely(here, local, repository):
     digest = local("tag", "tiny", repository).line
     assert local("push", repository).line == digest
     assert here("rm", "--remote", repository).line.startswith(repository)
@@ -149,14 +149,14 @@ def full_of_errors(passed: Passed, reply: Reply) -> None:
 
 
 @pytest.mark.parametrize(("change", "code"), [(spoiled_blobs, 5), (full_of_errors, 1)])
-def test_a_pull_that_fails_ends_as_one_without_a_worker(
+def test_a_failed_remote_pull_has_the_exit_code_of_a_local_one(
     here, local, registry, repository, change, code
 ):
     local("tag", "tiny", repository)
     local("push", repository)
     local("rm", repository)
     mine, its = (Aimage(here.home, here.home / name) for name in ("mine", "its"))
-    there = LocalWorker(its)  # a store without the blobs, which must be fetched
+    there = LocalWorker(its)  # its store lacks the blobs
     here.environment["AIMAGE_HOST"] = there.url
     with Proxy(registry.host, change=change).running() as proxy, running(there):
         name = repository.replace(registry.host, proxy.host)
@@ -166,17 +166,17 @@ def test_a_pull_that_fails_ends_as_one_without_a_worker(
     assert its("ls", "--json").value == []
 
 
-def test_a_private_registry_refuses_the_worker_as_it_would_this_process(here, private_registry):
+def test_a_remote_pull_without_credentials_has_exit_code_4(here, private_registry):
     name = f"{private_registry.host}/tests/private:v1"
     elsewhere = Aimage(here.home, here.home / "another")
     assert elsewhere("pull", name, code=4).out == ""
     said = here("pull", "--remote", name, code=4)
     assert private_registry.host in said.err
-    assert "aimage login" in said.err  # for the worker's user, but still what to do
+    assert "aimage login" in said.err  # the hint also applies to the worker's user
     assert here("run", name, "a fox", code=4).out == ""
 
 
-def test_a_model_that_a_worker_lacks_is_pulled_first(here, local, repository):
+def test_remote_run_pulls_a_missing_model(here, local, repository):
     local("tag", "tiny", repository)
     local("push", repository)
     here("rm", "--remote", repository)
@@ -187,7 +187,7 @@ def test_a_model_that_a_worker_lacks_is_pulled_first(here, local, repository):
     here("rm", "--remote", repository)
 
 
-def test_a_name_is_never_taken_for_the_default_model(here, worker):
+def test_remote_run_does_not_fall_back_to_the_default_model(here, worker):
     other = worker.start("--default-model", "tiny")
     here.environment["AIMAGE_HOST"] = other.url
     said = here("run", "nothing-there", "a fox", "--steps", 1, code=3)
@@ -195,13 +195,13 @@ def test_a_name_is_never_taken_for_the_default_model(here, worker):
     assert not list(here.home.glob("*.png"))
 
 
-def test_a_model_by_its_digest(here):
+def test_remote_run_accepts_a_digest(here):
     digest = here("ls", "--remote", "--json").value[0]["digest"]
     done = here("run", f"tiny@{digest}", "a fox", "--steps", 1, "--seed", 1, "--json")
     assert done.value["digest"] == digest
 
 
-def test_a_unix_socket(here, worker):
+def test_remote_verbs_work_over_a_unix_socket(here, worker):
     other = worker.start("--socket", here.home / "run" / "w.sock")
     assert other.url.startswith("unix:///")
     here.environment["AIMAGE_HOST"] = other.url
@@ -210,8 +210,8 @@ def test_a_unix_socket(here, worker):
 
 
 @pytest.mark.integration
-def test_a_worker_without_mlx_keeps_models_and_says_what_it_lacks(here, stocked):
-    """As where the extra [worker] is installed alone: what [mlx] brings cannot be imported."""
+def test_a_worker_without_mlx_lists_models_and_refuses_generation(here, stocked):
+    """Simulate an installation with the extra [worker] but not [mlx]."""
     blocked = ("mlx", "numpy", "PIL", "tokenizers", "jinja2")
     text = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
     (here.home / "sitecustomize.py").write_text(text)
@@ -227,7 +227,7 @@ def test_a_worker_without_mlx_keeps_models_and_says_what_it_lacks(here, stocked)
     assert "Traceback" not in "".join(there.lines)
 
 
-def test_tokens_and_their_scopes(here, worker):
+def test_remote_verbs_need_a_token_of_their_scope(here, worker):
     tokens = here.home / "tokens"
     tokens.write_text(f"admin {ADMIN}\ninfer {INFER}\n")
     other = worker.start("--token-file", tokens)
@@ -245,7 +245,7 @@ def test_tokens_and_their_scopes(here, worker):
 
 
 @pytest.mark.integration
-def test_stop_ends_what_the_model_is_at(worker, here):
+def test_stop_ends_a_running_generation(worker, here):
     drawing = here.start("run", "tiny", "a fox", "--steps", 1000, "--width", 256, "--height", 256)
     while not any(model["model"] for model in worker.get("/api/ps")["models"]):
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The life of a worker: where it listens, what it writes, how it ends."""
+"""The worker daemon: sockets, shutdown, logs and systemd."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ LONG = {"model": "tiny", "prompt": SECRET, "size": "256x256", "steps": 150, "str
 
 
 def post(worker, path, body, **headers):
-    """The beginning of an answer: the connection, and the response, its body unread."""
+    """Send a request; return the connection and the response with its body unread."""
     line = http.client.HTTPConnection(worker.host, timeout=60)
     line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | headers)
     return line, line.getresponse()
 
 
 def begun(worker, **more):
-    """A long request, of which something has come."""
+    """Start a long request and wait for its first event."""
     line, answer = post(worker, "/v1/images/generations", LONG | more)
     assert answer.status == 200, answer.read()
     read_until(answer, b"progress")
@@ -71,7 +71,7 @@ def status_of(worker, path="/readyz"):
 
 
 def until(found, wanted):
-    """Ask until the answer is the one that must come; the test's own limit is the runner's."""
+    """Poll until ``found()`` returns the wanted value."""
     for _ in range(2000):
         value = found()
         if value == wanted:
@@ -83,7 +83,7 @@ def until(found, wanted):
 # -- listening
 
 
-def test_the_url_is_printed_once_it_answers(worker):
+def test_the_url_is_printed_when_the_worker_is_ready(worker):
     process = worker.aimage.start("serve", "--addr", "localhost:0")
     try:
         url = process.stdout.readline().strip()
@@ -99,13 +99,13 @@ def test_the_url_is_printed_once_it_answers(worker):
     assert (process.returncode, out) == (0, ""), errors
 
 
-def test_an_address_that_is_taken_is_said(worker):
+def test_an_address_in_use_is_reported(worker):
     done = worker.aimage("serve", "--addr", worker.host, code=1)
     assert f"cannot listen on {worker.host}: Address already in use" in done.err
     assert "ollama" in done.err
 
 
-def test_it_listens_on_both(worker, tmp_path_factory):
+def test_a_worker_listens_on_tcp_and_a_unix_socket(worker, tmp_path_factory):
     path = tmp_path_factory.mktemp("s") / "run" / "s"
     other = worker.start("--addr", "127.0.0.1:0", "--socket", path)
     assert [url.partition(":")[0] for url in other.urls] == ["unix", "http"]
@@ -115,7 +115,7 @@ def test_it_listens_on_both(worker, tmp_path_factory):
     assert not path.exists()
 
 
-def test_an_interrupt_ends_it_and_is_not_a_failure(worker):
+def test_sigint_ends_the_worker_with_exit_code_0(worker):
     code, errors = worker.launch().stop(signal.SIGINT)
     assert code == 0
     assert "draining" in errors and "stopped" in errors and "Traceback" not in errors
@@ -125,7 +125,7 @@ def test_an_interrupt_ends_it_and_is_not_a_failure(worker):
 
 
 @pytest.mark.integration
-def test_what_runs_ends_and_nothing_new_begins(worker):
+def test_draining_finishes_running_requests_and_refuses_new_ones(worker):
     other = worker.launch()
     line, answer = begun(other)
     with contextlib.closing(line):
@@ -144,7 +144,7 @@ def test_what_runs_ends_and_nothing_new_begins(worker):
 
 
 @pytest.mark.integration
-def test_a_second_signal_ends_it_now(worker):
+def test_a_second_signal_ends_draining(worker):
     other = worker.launch("--grace", "1h")
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
@@ -158,7 +158,7 @@ def test_a_second_signal_ends_it_now(worker):
 
 
 @pytest.mark.integration
-def test_the_grace_is_kept_to(worker):
+def test_requests_are_stopped_after_the_grace_period(worker):
     other = worker.launch("--grace", "0")
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
@@ -169,7 +169,7 @@ def test_the_grace_is_kept_to(worker):
 
 
 class ClosedEngine(Engine):
-    """Notes the seconds of grace that it was closed with."""
+    """An engine that records the grace periods passed to ``close``."""
 
     def __init__(self, is_busy: bool) -> None:
         self.is_busy = is_busy
@@ -181,7 +181,7 @@ class ClosedEngine(Engine):
             await asyncio.Event().wait()
 
 
-def test_draining_has_two_stages():
+def test_a_second_signal_closes_the_engine_without_grace():
     async def run(is_busy):
         engine, signals = ClosedEngine(is_busy), Signals()
         signals.receive()
@@ -196,7 +196,7 @@ def test_draining_has_two_stages():
     assert asyncio.run(run(True)) == [3600.0, 0]
 
 
-def test_a_stream_of_events_holds_nothing_up(worker):
+def test_an_event_stream_does_not_delay_shutdown(worker):
     other = worker.start()
     line = http.client.HTTPConnection(other.host, timeout=60)
     with contextlib.closing(line):
@@ -213,7 +213,7 @@ def test_a_stream_of_events_holds_nothing_up(worker):
 # -- wanted models
 
 
-def test_wanted_models_make_it_ready(worker):
+def test_a_worker_is_ready_when_wanted_models_are_present(worker):
     other = worker.start("--wanted", "tiny", "--wanted", "absent")
     status, body = status_of(other)
     assert status == 503
@@ -224,7 +224,7 @@ def test_wanted_models_make_it_ready(worker):
 
 
 @pytest.mark.integration
-def test_wanted_models_are_fetched(worker, repository):
+def test_wanted_models_are_pulled(worker, repository):
     worker.aimage("create", "-q", repository, TINY, "--store", worker.aimage.home / "first")
     worker.aimage("push", "-q", repository, "--store", worker.aimage.home / "first")
     other = worker.start("--wanted", repository)
@@ -235,7 +235,7 @@ def test_wanted_models_are_fetched(worker, repository):
 # -- logs
 
 
-def test_one_line_of_json_for_each_request_and_nothing_of_what_was_said(worker):
+def test_each_request_is_logged_as_json_without_its_content(worker):
     other = worker.launch("--log-format", "json", "--log-level", "debug")
     headers = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine-1"}
     asked = {"model": "tiny", "prompt": SECRET, "user": "operator-7", "size": "32x32", "steps": 1}
@@ -269,19 +269,19 @@ def test_one_line_of_json_for_each_request_and_nothing_of_what_was_said(worker):
     assert first["seconds"] > 0 and first["timestamp"]
 
 
-def test_an_id_that_would_forge_a_line_is_not_taken(worker):
+def test_an_invalid_request_id_is_replaced(worker):
     line, answer = post(worker, "/nothing", {}, **{"X-Request-Id": "a b; c"})
     line.close()
     assert answer.headers["X-Request-Id"] != "a b; c"
 
 
-def test_what_is_told_in_confidence_is_masked():
+def test_redact_masks_prompts_and_users():
     event = redact(None, "", {"event": "x", "Prompt": SECRET, "user": "me", "model": "tiny"})
     assert event == {"event": "x", "Prompt": "***", "user": "***", "model": "tiny"}
 
 
 @pytest.mark.parametrize("kind", (CONSOLE, JSON))
-def test_a_traceback_holds_no_variables(kind, monkeypatch):
+def test_logged_tracebacks_contain_no_variables(kind, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
@@ -313,7 +313,7 @@ def test_a_quiet_worker_notifies_systemd_and_writes_nothing(worker, tmp_path_fac
         assert heard.recv(100) == b"STOPPING=1"
 
 
-def test_nobody_need_be_told():
+def test_notify_ignores_a_missing_or_invalid_socket():
     systemd.notify("READY=1", {})
     systemd.notify("READY=1", {"NOTIFY_SOCKET": "/nowhere/at/all"})
     systemd.notify("READY=1", {"NOTIFY_SOCKET": "relative"})
@@ -333,12 +333,12 @@ def test_nobody_need_be_told():
         ({"WATCHDOG_USEC": "soon"}, None),
     ],
 )
-def test_how_often_the_watchdog_wants_to_hear(environment, period):
+def test_the_watchdog_period_is_half_of_its_timeout(environment, period):
     assert systemd.watchdog(environment) == period
 
 
 def activated(worker, listening, *arguments):
-    """A worker that is started as systemd does it: with a socket at number 3."""
+    """Start a worker by socket activation, with the socket as descriptor 3."""
     command = shlex.join([*PROGRAM, "serve", "--json", *arguments])
     number = listening.fileno()
     script = f"exec 3<&{number}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
@@ -352,7 +352,7 @@ def activated(worker, listening, *arguments):
     )
 
 
-def test_a_socket_that_systemd_gives_is_listened_on(worker):
+def test_a_socket_passed_by_systemd_is_served(worker):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         process = activated(worker, listening)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -366,7 +366,7 @@ def test_a_socket_that_systemd_gives_is_listened_on(worker):
         assert process.returncode == 0
 
 
-def test_a_given_socket_that_others_reach_needs_a_token_too(monkeypatch):
+def test_a_passed_non_loopback_socket_requires_a_token(monkeypatch):
     listening = socket.create_server(("", 0))
     monkeypatch.setattr(systemd, "passed_sockets", lambda: [listening])
     with pytest.raises(UsageError, match="can be reached from other machines"):
@@ -375,7 +375,7 @@ def test_a_given_socket_that_others_reach_needs_a_token_too(monkeypatch):
 
 
 @pytest.mark.integration
-def test_who_waits_is_sent_elsewhere(worker):
+def test_queued_requests_are_refused_at_shutdown(worker):
     other = worker.launch()
     line, answer = begun(other)
     waiting, queued = post(other, "/v1/images/generations", LONG)

@@ -1,4 +1,4 @@
-"""Transfers without HTTP: who shares one, who gives up, who comes first."""
+"""The transfer queue: shared pulls, cancellation, priorities and limits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def played(tmp_path, play: Callable[[Played], Any]) -> Any:
     return asyncio.run(run())
 
 
-def test_a_pull_that_nobody_waits_for_is_given_up(tmp_path, proxy):
+def test_a_pull_without_waiting_clients_is_cancelled(tmp_path, proxy):
     reference = Reference.parse(f"{proxy.host}/{PATH}")
     proxy.hold = 1
 
@@ -95,14 +95,14 @@ def test_a_pull_that_nobody_waits_for_is_given_up(tmp_path, proxy):
         with pytest.raises(NotFoundError):
             it.store.resolve(reference)
         assert it.counted("aimage_pulls_total", outcome="stopped", registry=proxy.host) == 1
-        with it.all.pull(reference) as again:  # and can be begun again
+        with it.all.pull(reference) as again:  # it can be started again
             await again.end()
         assert it.store.resolve(reference)
 
     played(tmp_path, play)
 
 
-def test_a_pull_that_is_kept_goes_on_without_anyone(tmp_path, proxy):
+def test_a_kept_pull_continues_without_waiting_clients(tmp_path, proxy):
     reference = Reference.parse(f"{proxy.host}/{PATH}")
     proxy.hold = 1
 
@@ -125,7 +125,7 @@ def test_a_pull_that_is_kept_goes_on_without_anyone(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_a_worker_about_to_end_begins_no_transfer_and_stops_those_under_way(tmp_path, proxy):
+def test_closing_stops_transfers_and_refuses_new_ones(tmp_path, proxy):
     reference = Reference.parse(f"{proxy.host}/{PATH}")
     proxy.hold = 1
 
@@ -142,7 +142,7 @@ def test_a_worker_about_to_end_begins_no_transfer_and_stops_those_under_way(tmp_
     played(tmp_path, play)
 
 
-def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
+def test_transfers_beyond_the_limit_are_refused(tmp_path, proxy):
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
     released = threading.Event()
 
@@ -164,7 +164,7 @@ def test_too_many_transfers_at_once_are_refused(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_a_local_name_begins_no_transfer(tmp_path):
+def test_a_name_without_a_registry_is_refused(tmp_path):
     async def play(it: Played) -> None:
         local = Reference.parse("tiny")
         with pytest.raises(UsageError, match="has no registry"), it.all.pull(local):
@@ -189,11 +189,11 @@ def test_a_local_name_begins_no_transfer(tmp_path):
         (BusyError(1, 5), 503),
     ],
 )
-def test_what_the_registry_did_is_told_from_what_the_worker_did(error, status):
+def test_registry_errors_map_to_http_statuses(error, status):
     assert api_error(registry_error(error)).status == status
 
 
-def test_the_urgent_come_first_and_who_joins_makes_it_urgent(tmp_path, proxy):
+def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path, proxy):
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -207,24 +207,24 @@ def test_the_urgent_come_first_and_who_joins_makes_it_urgent(tmp_path, proxy):
                 stack.enter_context(it.all.pull(name(number), urgency=urgency, priority=priority))
                 for number, (urgency, priority) in enumerate(wanted)
             ]
-            assert not any(pull.is_begun for pull in pulls)  # others may be about to come
+            assert not any(pull.is_begun for pull in pulls)  # the queue waits for further pulls
             await asyncio.sleep(0.01)
-            # all that are desired, and of the prefetched none while two or more are at work
+            # all desired pulls, and no prefetch while two or more pulls run
             assert [pull.is_begun for pull in pulls] == 3 * [False] + 3 * [True]
             assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 3
             assert it.counted("aimage_pull_inflight") == 3
-            with it.all.pull(name(1)) as joined:  # a person asks for a prefetched one
+            with it.all.pull(name(1)) as joined:  # an interactive request joins a prefetch
                 assert joined is pulls[1] and joined.is_begun and joined.urgency == INTERACTIVE
             released.set()
             await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
         assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 0
         begun = [pull.begun for pull in pulls]
-        assert max(begun[1], *begun[3:]) < begun[2] < begun[0]  # which ends first is chance
+        assert max(begun[1], *begun[3:]) < begun[2] < begun[0]  # the order of completion is random
 
     played(tmp_path, play)
 
 
-def test_of_many_that_come_together_the_first_by_priority_begin(tmp_path, proxy):
+def test_simultaneous_pulls_start_by_priority(tmp_path, proxy):
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -248,7 +248,7 @@ def test_of_many_that_come_together_the_first_by_priority_begin(tmp_path, proxy)
     played(tmp_path, play)
 
 
-def test_a_limit_is_for_what_comes_from_the_registry(tmp_path, pushed, registry):
+def test_the_rate_limit_applies_to_registry_traffic(tmp_path, pushed, registry):
     reference = Reference.parse(f"{registry.host}/{PATH}")
     passed: list[int] = []
 
@@ -267,7 +267,7 @@ def test_a_limit_is_for_what_comes_from_the_registry(tmp_path, pushed, registry)
         played(tmp_path, play)
 
 
-def test_one_that_waits_is_forgotten_when_nobody_asks_for_it_any_more(tmp_path, proxy):
+def test_a_queued_pull_without_waiting_clients_is_removed(tmp_path, proxy):
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -289,7 +289,7 @@ def test_one_that_waits_is_forgotten_when_nobody_asks_for_it_any_more(tmp_path, 
     played(tmp_path, play)
 
 
-def test_a_pull_of_components_brings_no_more(tmp_path, proxy):
+def test_a_pull_of_components_fetches_only_their_blobs(tmp_path, proxy):
     reference = Reference.parse(f"{proxy.host}/{PATH}")
 
     async def play(it: Played) -> None:
@@ -298,7 +298,7 @@ def test_a_pull_of_components_brings_no_more(tmp_path, proxy):
         with it.all.pull(reference) as whole:
             await whole.end()
         assert 0 < part.total < whole.total
-        assert whole.sources["cache"] >= part.total - 1000  # its config is a document's
+        assert whole.sources["cache"] >= part.total - 1000  # allows for the config
         assert whole.sources["registry"] + whole.sources["cache"] == whole.total
 
     played(tmp_path, play)

@@ -1,4 +1,4 @@
-"""Pulls from several registries: none waits for ever because another registry is silent."""
+"""Pulls from several registries: a silent registry does not block the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROOM = {INTERACTIVE: 8, DESIRED: 4, PREFETCH: 2}
 
 @pytest.fixture
 def silent(monkeypatch) -> Iterator[None]:
-    """No registry says anything until the test is over, however long that takes."""
+    """Block every pull until the test ends."""
     released = threading.Event()
 
     def pull(reference: Reference, *_: object, **__: object) -> None:
@@ -44,7 +44,7 @@ def silent(monkeypatch) -> Iterator[None]:
 
 @pytest.fixture
 def silent_host(registry) -> Iterator[str]:
-    """One that takes a connection and says nothing."""
+    """Run a registry that accepts connections and does not respond."""
     released = threading.Event()
     with Proxy(registry.host).running() as proxy:
         proxy.instead = lambda passed: Reply(404) if released.wait(60) else None
@@ -53,7 +53,7 @@ def silent_host(registry) -> Iterator[str]:
 
 
 class Asked:
-    """Transfers into an empty store, and the pulls that a test asks them for."""
+    """A transfer queue with an empty store, and the pulls of a test."""
 
     def __init__(self, root, stack: ExitStack) -> None:
         self.store, self.metrics = ImageLayout(root), Metrics()
@@ -71,11 +71,11 @@ class Asked:
         )
 
     async def turn(self) -> None:
-        """Let all that was asked for have had its turn."""
+        """Let the queue start pulls."""
         await asyncio.sleep(0.01)
 
     async def time_out(self, pull: SharedTransfer) -> None:
-        """The end of a pull whose registry says nothing, without waiting for that."""
+        """Simulate the timeout of a pull from a silent registry."""
         pull.stop(is_now=True)
         with pytest.raises(StoppedError):
             await pull.end()
@@ -99,9 +99,7 @@ def begun(pulls: list[SharedTransfer]) -> int:
     return sum(pull.is_begun for pull in pulls)
 
 
-def test_a_model_comes_though_many_before_it_are_of_a_silent_registry(
-    tmp_path, silent_host, repository
-):
+def test_a_pull_is_not_blocked_by_pulls_from_a_silent_registry(tmp_path, silent_host, repository):
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
     create(first, reference, TINY)
@@ -119,7 +117,7 @@ def test_a_model_comes_though_many_before_it_are_of_a_silent_registry(
 
 
 @pytest.mark.parametrize(("urgency", "most"), [(DESIRED, 3), (PREFETCH, 1)])
-def test_a_registry_leaves_a_place_to_another_that_comes_with_it(tmp_path, silent, urgency, most):
+def test_a_slot_is_left_for_another_registry(tmp_path, silent, urgency, most):
     async def play(it: Asked) -> None:
         pulls = [it.ask("one.example", urgency, priority=1) for _ in range(12)]
         others = [it.ask("other.example", urgency) for _ in range(2)]
@@ -130,9 +128,7 @@ def test_a_registry_leaves_a_place_to_another_that_comes_with_it(tmp_path, silen
 
 
 @pytest.mark.parametrize("urgency", ROOM)
-def test_a_registry_alone_has_all_places_and_one_that_comes_later_begins_beyond_them(
-    tmp_path, silent, urgency
-):
+def test_a_second_registry_gets_a_slot_beyond_the_limit(tmp_path, silent, urgency):
     async def play(it: Asked) -> None:
         pulls = [it.ask("one.example", urgency, priority=1) for _ in range(12)]
         await it.turn()
@@ -144,7 +140,7 @@ def test_a_registry_alone_has_all_places_and_one_that_comes_later_begins_beyond_
     played(tmp_path, play)
 
 
-def test_what_is_in_no_hurry_takes_no_place_beyond_what_more_urgent_ones_have(tmp_path, silent):
+def test_a_prefetch_gets_no_slot_beyond_urgent_pulls(tmp_path, silent):
     async def play(it: Asked) -> None:
         pulls = [it.ask("one.example") for _ in range(2)]
         late = it.ask("other.example", PREFETCH, priority=9)
@@ -156,16 +152,15 @@ def test_what_is_in_no_hurry_takes_no_place_beyond_what_more_urgent_ones_have(tm
     played(tmp_path, play)
 
 
-def test_however_many_silent_registries_keep_no_model_out_for_ever(tmp_path, silent):
-    """Each of nine has more models than there are places, asks again for what timed out, and has
-    the larger priority."""
+def test_a_pull_starts_despite_many_silent_registries(tmp_path, silent):
+    """Nine silent registries have more pulls than slots, retry them, and have a higher priority."""
     hosts = [f"silent{number}.example" for number in range(9)]
 
     async def play(it: Asked) -> None:
         pulls = [it.ask(host, priority=1) for _ in range(3) for host in hosts]
         late = it.ask("good.example")
         await it.turn()
-        assert (begun(pulls), late.is_begun) == (8, False)  # there is an end to places
+        assert (begun(pulls), late.is_begun) == (8, False)  # all slots are taken
         ends = 0
         while not late.is_begun:
             oldest = next(pull for pull in pulls if pull.is_begun)
@@ -180,7 +175,7 @@ def test_however_many_silent_registries_keep_no_model_out_for_ever(tmp_path, sil
     played(tmp_path, play)
 
 
-# -- what is counted
+# -- metrics
 
 
 @pytest.mark.parametrize(
@@ -192,7 +187,7 @@ def test_however_many_silent_registries_keep_no_model_out_for_ever(tmp_path, sil
         (ValueError("x"), "failed"),
     ],
 )
-def test_a_pull_that_fails_is_counted_by_the_word_of_the_status(tmp_path, monkeypatch, error, code):
+def test_a_failed_pull_is_counted_by_its_error_code(tmp_path, monkeypatch, error, code):
     def fails(*_, **__):
         raise error
 
@@ -210,7 +205,7 @@ def test_a_pull_that_fails_is_counted_by_the_word_of_the_status(tmp_path, monkey
     assert counted.get_sample_value("aimage_pulls_total", labels) == 1
 
 
-def test_a_pull_that_is_given_up_is_no_failure(tmp_path, silent):
+def test_a_cancelled_pull_is_not_counted_as_a_failure(tmp_path, silent):
     async def play(it: Asked):
         pull = it.ask("one.example")
         await it.turn()
@@ -222,7 +217,7 @@ def test_a_pull_that_is_given_up_is_no_failure(tmp_path, silent):
     assert "aimage_pull_failures_total{" not in text
 
 
-def test_a_first_question_about_a_tag_has_all_outcomes_counted(tmp_path):
+def test_the_first_tag_check_initializes_all_outcomes(tmp_path):
     metrics = Metrics()
     metrics.tag_checked("a.example", "failed")
     metrics.tag_checked("a.example", "failed")

@@ -1,4 +1,4 @@
-"""A registry that says nothing takes no place from another one."""
+"""Pulls from a silent registry do not block other registries or shutdown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def played(root, play):
 
 @pytest.fixture
 def silent(registry):
-    """A proxy that answers nothing until its event is set."""
+    """Run a proxy that does not respond until its event is set."""
     released = threading.Event()
     with Proxy(registry.host).running() as proxy:
         proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
@@ -42,7 +42,7 @@ def silent(registry):
         released.set()
 
 
-def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silent, repository):
+def test_forty_pulls_from_a_silent_registry_leave_a_slot_for_another(tmp_path, silent, repository):
     proxy, released = silent
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
@@ -68,7 +68,7 @@ def test_forty_pulls_of_a_silent_registry_leave_room_for_another(tmp_path, silen
     assert found
 
 
-def test_the_end_waits_for_no_registry(tmp_path, silent):
+def test_closing_does_not_wait_for_a_registry(tmp_path, silent):
     proxy, released = silent
 
     async def play(transfers, _):
