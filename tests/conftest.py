@@ -23,10 +23,10 @@ TINY = ROOT / "examples" / "tiny"
 
 
 class _Sys:
-    """``sys`` for threading; ``settrace`` is retried if another thread is inside it.
+    """``sys`` as threading uses it; ``settrace`` is retried while another thread is inside it.
 
-    CPython 3.11 raises RuntimeError then, so that a thread started under coverage ends at once:
-    threads waiting for it would block forever.
+    CPython 3.11 raises RuntimeError then, so a thread started under coverage ends at once, and
+    threads that wait for it block forever.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -42,8 +42,8 @@ class _Sys:
 
 
 def pytest_configure() -> None:
-    """Draw the models to compare with diffusers once, for all workers of a run. Each worker
-    computes with one thread: many threads that spin would take three times as long."""
+    """Draw the dimensions of the parity models once per run, for all workers. Each worker computes
+    with one thread: several spinning thread pools take three times as long."""
     restore_signals()
     if sys.version_info < (3, 12):
         threading._sys = _Sys()  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark tests in quarantine; deselect those in AIMAGE_LEAVE_OUT."""
+    """Mark quarantined tests; deselect those that AIMAGE_LEAVE_OUT lists."""
     for item in items:
         if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
             item.add_marker(pytest.mark.xfail(reason=reason))
@@ -65,41 +65,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the tests that passed to the file in AIMAGE_PASSED."""
+    """Write the passed tests to the file in AIMAGE_PASSED."""
     if "AIMAGE_PASSED" in os.environ:
         passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
         Path(os.environ["AIMAGE_PASSED"]).write_text("\n".join(sorted(passed)))
 
 
 def pytest_report_header() -> str:
-    """Report the draw, so that it can be repeated."""
+    """Report the seed, so that the run can be repeated."""
     return f"AIMAGE_PARITY_SEED={os.environ['AIMAGE_PARITY_SEED']}"
 
 
 @pytest.fixture(autouse=True)
 def children() -> Iterator[None]:
-    """Kill the children that a test starts, except those of fixtures with a wider scope."""
+    """Kill the children of a test when it ends. Wider fixtures kill their own."""
     with reaped():
         yield
 
 
 @pytest.fixture(scope="session")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRegistry]:
-    """Run a registry without credentials."""
+    """Return a registry without credentials that accepts all distribution requests."""
     with find_registry(tmp_path_factory.mktemp("registry")) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def private_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRegistry]:
-    """Run a registry with the user ``operator`` and the password ``open sesame``."""
+    """Return a registry that requires the user ``operator`` and the password ``open sesame``."""
     with find_registry(tmp_path_factory.mktemp("private"), private=True) as found:
         yield found
 
 
 @pytest.fixture
 def repository(registry: RealRegistry, request: pytest.FixtureRequest) -> str:
-    """Return the name of a repository that no other test uses, with its host."""
+    """Return a repository name, with host, that no other test uses."""
     name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower()).strip("-")
     return f"{registry.host}/tests/{'-'.join(filter(None, name.split('-')))}"
 
@@ -116,7 +116,7 @@ def aimage(tmp_path: Path) -> Callable[[str], Aimage]:
 
 @pytest.fixture(scope="session")
 def tiny() -> Path:
-    """Return the directory of the embedded model: a small Z-Image with random weights."""
+    """Return the embedded model's directory: a small Z-Image with random weights."""
     return TINY
 
 

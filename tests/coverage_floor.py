@@ -1,6 +1,6 @@
 """Compare the coverage of each package with its floor: ``coverage_floor.py coverage.json``.
 
-The file is what ``coverage json`` writes after ``make test-all`` under branch coverage.
+``coverage json`` writes the file after ``make test-all`` with branch coverage.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# Per cent of lines and branches together, rounded down; the root's modules are "."
+# Per cent of lines and branches together, rounded down; "." is the root's modules
 FLOORS: dict[str, int] = {"oci": 95}  # the others are not measured yet
 COUNTS = ("num_statements", "num_branches", "covered_lines", "covered_branches")
 
 
 def coverage(report: Path) -> dict[str, float]:
-    """Return the percentage covered of each package."""
+    """Return the coverage of each package in per cent."""
     packages: dict[str, Counter[str]] = {}
     for name, found in json.loads(report.read_text())["files"].items():
         parts = Path(name).parts

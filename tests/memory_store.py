@@ -17,7 +17,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 class MemoryStore(Target):
-    """Blobs and tags in dictionaries, verified on push."""
+    """Blobs and tags in dictionaries, verified on the way in."""
 
     def __init__(self) -> None:
         self._blobs: dict[Digest, bytes] = {}
@@ -66,7 +66,7 @@ class MemoryStore(Target):
 
 
 class MemoryIngest:
-    """An ingest of a blob into ``blobs``."""
+    """An ingest that commits into ``blobs``."""
 
     def __init__(self, blobs: dict[Digest, bytes], expected: Descriptor | None) -> None:
         self._blobs = blobs

@@ -1,8 +1,8 @@
-"""Mutation testing of a package, by a sample of mutants: ``python -m tests.mutation``.
+"""Run a sample of mutants of a package against its tests: ``python -m tests.mutation``.
 
 Each mutant is one change of the syntax tree (a comparison, an operator, a constant, a condition, a
-returned value) in a copy of the checkout. A mutant is killed if the test suite fails on it. The
-same seed draws the same places in the same source.
+returned value) in a copy of the checkout. A suite kills a mutant if it fails on it. The same
+seed draws the same locations in the same source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT = 120  # seconds for the tests of one mutant; a timeout counts as killed
+TIMEOUT = 120  # timeout in seconds of one mutant's tests; a mutant that hangs counts as killed
 COMPARED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -74,7 +74,7 @@ def mutate(tree: ast.Module, number: int) -> tuple[str, int]:
 
 
 def draw(package: Path, count: int, seed: int) -> list[tuple[Path, int, str]]:
-    """Return a sample of places: file, number of the node, kind of change."""
+    """Return a sample of locations: file, node number, kind of change."""
     found = [
         (path, number, kind)
         for path in sorted(package.rglob("*.py"))
@@ -102,7 +102,7 @@ def is_killed(checkout: Path, tests: list[str]) -> bool:
 
 
 def main() -> None:
-    """Print each mutant that survives, and how many were killed."""
+    """Print each surviving mutant and the number of those killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("package", help="a package below clowder_aimage, such as tensor")
     parser.add_argument("tests", nargs="+", help="files or folders of tests")

@@ -1,4 +1,4 @@
-"""The command line under test, in this process or as a child process."""
+"""Run the command line in this process or as a child process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from clowder_aimage.cli.main import run
 
 PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
 _PROGRAM = [*PROGRAM]
-# Variables that the interpreter or a library reads only at startup
+# Variables that the interpreter or a library reads once at startup
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
-# Threads that are kept for reuse; the last two belong to servers in this process
+# Pooled threads, which remain; the last two belong to servers in this process
 POOLS = ("aimage-write", "aimage-mlx", "asyncio", "waitpid")
 THREADS_END = 20.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
@@ -34,16 +34,16 @@ _children: list[subprocess.Popen[Any]] = []
 def spawn(
     command: Sequence[object], *, is_shared: bool = False, **options: Any
 ) -> subprocess.Popen[Any]:
-    """Start a child that is killed with its descendants when the test or this process ends.
+    """Start a child that is killed when the test or this process ends, with its descendants.
 
     Args:
         command: The program and its arguments.
-        is_shared: It outlives the test; a session fixture ends it.
-        options: As for ``subprocess.Popen``. The child leads a process group of its own.
+        is_shared: The child outlives the test and is ended by a session fixture.
+        options: As for ``subprocess.Popen``. The child leads its own process group.
     """
     words = [str(word) for word in command]
     if _setpriv is not None and threading.current_thread() is threading.main_thread():
-        words = [_setpriv, "--pdeathsig", "KILL", *words]  # execs: the pid is the command's
+        words = [_setpriv, "--pdeathsig", "KILL", *words]  # exec keeps the pid
     child = subprocess.Popen(words, process_group=0, **options)
     if not is_shared:
         _children.append(child)
@@ -52,7 +52,7 @@ def spawn(
 
 @contextlib.contextmanager
 def reaped() -> Iterator[None]:
-    """Kill the children that were started inside, with their process groups."""
+    """Kill the children started inside the context, with their process groups."""
     before = len(_children)
     try:
         yield
@@ -75,7 +75,7 @@ def end(child: subprocess.Popen[Any]) -> None:
 
 
 def restore_signals() -> None:
-    """Undo a shell's settings for background jobs: children would ignore SIGINT as well."""
+    """Restore default signals: children inherit what a shell sets for background jobs."""
     for number in (signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
@@ -84,7 +84,7 @@ def restore_signals() -> None:
 
 @dataclass
 class Done:
-    """The result of a command."""
+    """A command that has ended."""
 
     code: int
     out: str
@@ -110,10 +110,10 @@ class Aimage:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
-        """Run a verb in this process; the test fails with all output on another exit code.
+        """Run a verb in this process; fail the test with all output on another exit code.
 
-        It runs as a child process if called outside the main thread, with variables that are only
-        read at startup, or with another ``PROGRAM``.
+        A child process is used outside the main thread, with variables that are read at startup,
+        or with another ``PROGRAM``.
         """
         has_own_start = any(name.startswith(AT_START) for name in self.environment)
         is_aside = threading.current_thread() is not threading.main_thread()
@@ -138,7 +138,7 @@ class Aimage:
         return done
 
     def start(self, *arguments: object, **options: Any) -> subprocess.Popen[str]:
-        """Start a verb and return immediately."""
+        """Start a verb and return at once."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         place = {"env": self.env(), "cwd": self.home}
         return spawn([*PROGRAM, *arguments], **pipes | place | options)
@@ -165,15 +165,15 @@ def _check(done: Done, code: int) -> None:
 
 
 def _join(before: set[threading.Thread], done: Done) -> None:
-    """Wait for the threads that the verb leaves behind."""
+    """Join the threads that the process would have left running."""
     until = time.monotonic() + THREADS_END
     while left := [each for each in set(threading.enumerate()) - before if _is_ours(each)]:
         assert time.monotonic() < until, f"{left[0].name} goes on: {done.out}\n{done.err}"
-        time.sleep(0.005)  # not join(): a thread that is about to start cannot be joined
+        time.sleep(0.005)  # not join(): it fails on a thread that has not started yet
 
 
 def _is_ours(thread: threading.Thread) -> bool:
-    """Return whether a verb may have started it, and not a pool or a server of the test."""
+    """Return whether a verb may have started the thread, rather than a pool or a test server."""
     return not (thread.name.startswith(POOLS) or "process_request_thread" in thread.name)
 
 
@@ -215,7 +215,7 @@ def _environment(environment: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
-    """Undo the logging configuration of a daemon."""
+    """Restore the logging configuration that a daemon changes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:
@@ -229,7 +229,7 @@ def _logging() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams(*files: BinaryIO) -> Iterator[None]:
-    """Use ``files`` as descriptors 0, 1 and 2, and as Python's standard streams."""
+    """Redirect descriptors 0, 1 and 2, and Python's files on them, to ``files``."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(number) for number in range(3)]

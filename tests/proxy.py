@@ -1,4 +1,4 @@
-"""A proxy in front of a registry that injects faults and counts bytes."""
+"""A faulty proxy in front of a registry: it delays, breaks off and alters, and counts bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Passed:
     connection: int
     sent: int = 0
     received: int = 0
-    status: int = 0  # of the response; 0 if none was sent
+    status: int = 0  # status sent; 0 without a response
     headers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -45,10 +45,10 @@ class Passed:
 
 @dataclass
 class Reply:
-    """A response: that of the registry, altered by ``change``, or one sent ``instead``.
+    """A response: the registry's, altered by ``change``, or one sent ``instead``.
 
-    With ``after`` it is sent once that many bytes of the request's body have been received, and
-    the connection is closed: after the client has stopped sending, or ``abruptly``.
+    With ``after`` it is sent once that many bytes of the request's body arrived, and the
+    connection is closed: after the client stops sending, or ``abruptly``.
     """
 
     status: int = 200
@@ -58,27 +58,27 @@ class Reply:
     abruptly: bool = False
 
     def put(self, body: bytes) -> None:
-        """Replace the body, and set its length."""
+        """Replace the body and its Content-Length."""
         self.body = body
         self.headers["Content-Length"] = str(len(body))
 
 
 @dataclass
 class Proxy:
-    """A proxy for ``upstream`` with rules that may be changed at any time.
+    """Forwards every response of ``upstream`` by these rules, which may change at any time.
 
-    ``pace`` is a limit in bytes per second and connection, ``delay`` the time before a request is
-    answered. ``cut(passed)`` returns the number of body bytes after which a response is truncated,
-    or None; with ``stall`` it stalls instead. Once ``hold`` bytes of blobs have been sent, the rest
-    waits for ``release()``. ``ranges`` is the handling of range requests for blobs: "kept",
-    "ignored", "wrong" (another range is sent), or an error status.
+    ``pace`` is a limit in bytes per second and connection, ``delay`` the time before a response.
+    ``cut(passed)`` returns the number of body bytes after which a response breaks off, or
+    None; with ``stall`` it stops sending instead. After ``hold`` bytes of blobs, nothing is
+    sent until ``release()``. ``ranges`` is the treatment of requests for a part of a
+    blob: "kept", "ignored", "wrong" (another part is sent), or an error status.
 
-    ``lost(passed)`` returns the number of bytes of a request's body after which its connection is
-    reset, or None; a response that is ``cut`` ends with a reset if ``reset`` is set.
-    ``instead(passed)`` may return a response without the registry, ``change(passed, reply)`` may
-    alter one. ``lull(passed)`` returns the seconds for which a request's body is not read.
-    With ``buffers``, a request is forwarded only once it is complete. ``adds`` are headers added
-    to forwarded requests.
+    ``lost(passed)`` returns the number of bytes of a request's body after which its connection
+    is reset, or None; with ``reset``, a response that is ``cut`` ends with a reset.
+    ``instead(passed)`` may answer without the registry, ``change(passed, reply)`` alters the
+    registry's response. ``lull(passed)`` returns for how many seconds a body is not read.
+    With ``buffers``, a request is forwarded once it is complete. ``adds`` are headers that
+    only the registry receives.
     """
 
     upstream: str
@@ -97,8 +97,8 @@ class Proxy:
     adds: dict[str, str] = field(default_factory=dict)
     tls: ssl.SSLContext | None = None
     seen: list[Passed] = field(default_factory=list)
-    held: int = 0  # responses that ``hold`` delays
-    busiest: int = 0  # the maximum number of concurrent responses with blobs
+    held: int = 0  # responses delayed by ``hold``
+    busiest: int = 0  # maximum of concurrent responses with blobs
     host: str = ""
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Proxy:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxy]:
-        """Listen on a free port of this machine."""
+        """Listen on a free local port."""
         server = _Server(("127.0.0.1", 0), _handler(self))
         if self.tls is not None:
             server.socket = self.tls.wrap_socket(
@@ -128,7 +128,7 @@ class Proxy:
     # -- counters
 
     def sent(self, digest: str = "/blobs/", *, since: int = 0) -> int:
-        """Return the bytes sent of all blobs or one, in requests from number ``since`` on."""
+        """Return the bytes sent of all blobs, or of one, from request number ``since`` on."""
         with self._changed:
             return sum(p.sent for p in self.seen[since:] if p.is_blob and digest in p.path)
 
@@ -141,22 +141,22 @@ class Proxy:
         return count
 
     def asked(self, digest: str, *, since: int = 0) -> list[str | None]:
-        """Return the requested ranges of a blob."""
+        """Return the ranges requested of a blob."""
         with self._changed:
             return [p.range for p in self.seen[since:] if p.is_blob and digest in p.path]
 
     def uploads(self, *methods: str, since: int = 0) -> list[Passed]:
-        """Return the requests that uploaded bytes of blobs, with their numbers in ``received``."""
+        """Return the requests that brought bytes of blobs; ``received`` is their number."""
         wanted = methods or ("PUT", "PATCH")
         with self._changed:
             return [p for p in self.seen[since:] if p.is_upload and p.method in wanted]
 
     def received(self, *, since: int = 0) -> int:
-        """Return the uploaded bytes of blobs."""
+        """Return the bytes of blobs received."""
         return sum(passed.received for passed in self.uploads(since=since))
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        """Wait until a condition is true; raise an AssertionError if it does not become true."""
+        """Wait until the condition holds; raise AssertionError if it does not in time."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), "it never came to pass"
 
@@ -164,7 +164,7 @@ class Proxy:
         return self.hold is not None and self._blob_bytes >= self.hold
 
     def release(self) -> None:
-        """Continue all held responses."""
+        """Resume all delayed responses."""
         with self._changed:
             self.hold = None
             self._changed.notify_all()
@@ -195,7 +195,7 @@ class Proxy:
                 self._under_way -= passed.is_blob
 
     def may_send(self, passed: Passed, count: int) -> int:
-        """Return how many of ``count`` bytes to send now, and count them. 0 ends the response."""
+        """Return how many of ``count`` bytes to send now, and count them; 0 ends the response."""
         limit = self.cut(passed) if self.cut else None
         with self._changed:
             if limit is not None:
@@ -213,7 +213,7 @@ class Proxy:
         return max(count, 0)
 
     def may_take(self, passed: Passed, left: int) -> int:
-        """Return how many of the ``left`` body bytes to read now; 0 closes the connection."""
+        """Return how many of ``left`` body bytes to read now; 0 ends the connection."""
         if self.lull and (seconds := self.lull(passed)):
             with self._changed:
                 self._changed.wait_for(lambda: self._ended, seconds)
@@ -231,12 +231,12 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def server_bind(self) -> None:
-        # small buffers, so that the bytes sent are about those received
+        # bytes sent should equal bytes received approximately; large buffers would blur the count
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BLOCK)
         super().server_bind()
 
     def handle_error(self, *_: object) -> None:
-        pass  # a client that disconnects is not an error
+        pass  # ignore clients that disconnect
 
 
 def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
@@ -285,7 +285,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
             return int(self.headers.get("Content-Length") or 0)
 
         def _body(self, passed: Passed, length: int) -> Iterator[bytes]:
-            """Yield the request's body; raise ConnectionAbortedError to abort it early."""
+            """Return the request's body; raise ConnectionAbortedError if it is to be incomplete."""
             while passed.received < length:
                 count = proxy.may_take(passed, length - passed.received)
                 block = self.rfile.read1(count) if count else b""
@@ -295,7 +295,7 @@ def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
                 yield block
 
         def _reset(self) -> None:
-            """Reset the connection, and that to the registry."""
+            """Reset the connection, and the registry's with it."""
             self.close_connection = True
             self.registry.close()
             with contextlib.suppress(OSError):

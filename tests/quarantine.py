@@ -1,6 +1,6 @@
-"""Flaky tests: each runs, but its failure does not fail the run.
+"""Unstable tests: each runs and its failure is reported, but does not fail the run.
 
-Each entry states a test and why it cannot be fixed yet. The list should be empty.
+An entry is a debt. It names the test and the reason it is not repaired yet; keep it empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real registry as a child process, or in a container if an engine is available."""
+"""Run a real registry as a child process, or in a container if an engine is available."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _REQUEST = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE) (/v2/\S*) HTTP/[0-9.]+
 
 @dataclass
 class RealRegistry:
-    """A running registry. ``host`` is its name in references; ``log`` has its access log."""
+    """``host`` is used in references; ``log`` contains the access log."""
 
     host: str
     log: Path | None = None
     root: Path | None = None
 
     def mark(self) -> int:
-        """Return the current position in the log, to count from."""
+        """Return a position in the log, to count from."""
         return self.log.stat().st_size if self.log else 0
 
     def count(self, mark: int, repository: str) -> Counter[str]:
-        """Return the requests to a repository since ``mark``, by kind: ``PUT blob`` and so on."""
+        """Count requests to a repository since ``mark`` by kind: ``PUT blob`` and so on."""
         if self.log is None:
             pytest.skip("this registry keeps no log to count in")
         path = "/v2/" + repository.partition("/")[2] + "/"
@@ -59,7 +59,7 @@ class RealRegistry:
 
 @contextlib.contextmanager
 def find_registry(directory: Path, *, private: bool = False) -> Iterator[RealRegistry]:
-    """Run docker-registry of Debian, else a container; otherwise skip, or fail in CI."""
+    """Return Debian's docker-registry or a container; else skip the test, or fail it in CI."""
     if shutil.which("docker-registry"):
         with _process(directory, private) as found:
             yield found
@@ -87,7 +87,7 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
     if private:
         (directory / "htpasswd").write_text(_HTPASSWD)
         config["auth"] = {"htpasswd": {"realm": "test", "path": str(directory / "htpasswd")}}
-    (directory / "config.yml").write_text(json.dumps(config))  # JSON is YAML
+    (directory / "config.yml").write_text(json.dumps(config))  # JSON is valid YAML
     log = directory / "log"
     with log.open("wb") as file:
         process = spawn(
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 20) -> None:
-    """Wait until the server responds."""
+    """Wait until the address accepts connections."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and process.poll() is None:
         try:

@@ -1,4 +1,4 @@
-"""``registry serve`` as an application, for tests that run it in their own process."""
+"""``registry serve`` as an application, for tests that run it in process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clowder_aimage.layout import ImageLayout
 def registry_app(
     layout: ImageLayout, *, token: str | None = None, upstream: UpstreamRegistry | None = None
 ) -> web.Application:
-    """Return the registry, which starts and stops with the application."""
+    """Return the registry; its tasks start and stop with the application."""
     role = RegistryRole(layout, upstream=upstream)
 
     async def running(_: web.Application) -> AsyncIterator[None]:

@@ -1,4 +1,4 @@
-"""A registry with scripted responses, including invalid ones."""
+"""A scripted registry, for responses that a correct one never sends."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class Seen:
     path: str
     headers: dict[str, str]
     body: bytes
-    client: tuple[str, int] = ("", 0)  # the address of the connection
+    client: tuple[str, int] = ("", 0)  # the connection of the request
 
 
 @dataclass
 class Answer:
-    """A response."""
+    """A response to send."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     cut: int | None = None  # send only this many bytes of the body, then close
     hang: bool = False  # after ``cut`` bytes, keep the connection open and silent
-    flood: int = 0  # after the body, up to this many extra bytes; then close
+    flood: int = 0  # after the body, send this many more bytes as far as they are read; then close
 
 
 Script = Callable[[Seen], Answer]
 
 
 class ScriptedRegistry:
-    """A server that runs ``script`` for every request and records the requests."""
+    """Runs ``script`` for every request and records the requests."""
 
     def __init__(self, script: Script) -> None:
         self.seen: list[Seen] = []
         self.released = threading.Event()
-        self.flooded = 0  # bytes of floods that were sent
+        self.flooded = 0  # bytes of floods sent
         registry = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -92,14 +92,14 @@ class ScriptedRegistry:
 
         class Server(ThreadingHTTPServer):
             def handle_error(self, *_: object) -> None:
-                pass  # a client that disconnects is not an error
+                pass  # ignore clients that disconnect
 
         self._server = Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
 
     def wrap(self, context: ssl.SSLContext) -> None:
-        """Enable TLS."""
+        """Use TLS."""
         self._server.socket = context.wrap_socket(
             self._server.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -141,7 +141,7 @@ def artifact(*blobs: bytes) -> tuple[bytes, dict[str, bytes]]:
 
 
 def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
-    """Return a script that serves pulls of one artifact correctly, including Range."""
+    """Return a script that serves one artifact correctly, including Range requests."""
 
     def script(seen: Seen) -> Answer:
         if "/manifests/" in seen.path:

@@ -1,4 +1,4 @@
-"""A worker with scripted responses, including invalid ones."""
+"""A scripted worker, for responses that a correct one never sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Asked:
 
 @dataclass
 class Says:
-    """A response: pieces, each sent at once. With ``is_cut`` its end is never sent."""
+    """The response: chunks, each sent at once. With ``is_cut`` it ends without a terminator."""
 
     pieces: Iterable[bytes] = ()
     status: int = 200
@@ -44,7 +44,7 @@ def says(value: object, status: int = 200, **headers: str) -> Says:
 
 
 def line(**value: object) -> bytes:
-    """Return a line of JSON, as streamed by ollama."""
+    """Return a line of JSON, as ollama streams it."""
     return json.dumps(value).encode() + b"\n"
 
 
@@ -54,8 +54,8 @@ def event(kind: str, value: object) -> bytes:
 
 
 class ScriptedWorker:
-    """A server that runs ``script`` for every request and records the requests. ``left`` is set
-    when a client disconnects before it has received all pieces."""
+    """Runs ``script`` for every request and records the requests. ``left`` is set when a client
+    disconnected before the last chunk."""
 
     def __init__(self, script: Callable[[Asked], Says], path: Path | None = None) -> None:
         self.asked: list[Asked] = []

@@ -1,4 +1,4 @@
-"""Rules of the source that no other tool holds: names, language, budgets, imports."""
+"""Rules of the source that no other tool enforces: names, language, budgets, imports."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from clowder_aimage.cli.console.remedy import REMEDIES
 
 PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
-# Lines of each package, raised only with a record in docs/adr/ (the reasons of these: 0016); the
-# root's modules are "."
+# Line budget of each package, raised only with a record in docs/adr/ (see 0016); "." is the
+# root's modules
 BUDGETS = {
     ".": 2_730,
     "api": 2_300,
@@ -34,7 +34,7 @@ BUDGETS = {
 }
 MODULES = 272  # in the whole package
 FOLDER = 25  # modules in one folder
-# Files of verbs, and the parallel files of a family of models, may share their names
+# Verb files, and parallel files of model families, may share names
 SHARED = {("cli", "verbs"), ("model", "zimage")}
 RIDDLE = re.compile(r"(What|Whether|Who|Whoever|Which|That|How|Where)\b")
 COMMAND = re.compile(r"(?<![\w-])--[a-z][a-z-]+|\baimage [a-z]{2,}\b")
@@ -66,7 +66,7 @@ def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Texts that are neither docstrings nor parts of the program's own command lines."""
+    """Return strings other than docstrings and arguments of the program's own commands."""
     told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
@@ -125,7 +125,7 @@ def test_folders_stay_small():
     assert not {
         name: count
         for name, count in folders.items()
-        if count > FOLDER and name != "cli/verbs"  # one or a few verbs a file
+        if count > FOLDER and name != "cli/verbs"  # one or a few verbs per file
     }
     assert len(TREES) <= MODULES
 

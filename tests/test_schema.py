@@ -1,4 +1,4 @@
-"""The schemas: one loader for a checkout and a wheel, messages that name the place."""
+"""JSON schemas: one loader for a checkout and a wheel, errors with a JSON path."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ LORA = {
 
 
 def places(name, document):
-    """The JSON paths of all violations."""
+    """Return the JSON paths of all violations."""
     return sorted("/".join(map(str, one.path)) for one in violations(name, document))
 
 
 def subschemas(schema, path=()):
-    """Every property's schema, and the path that leads to it."""
+    """Return every property's schema and its path."""
     if isinstance(schema, list):
         for item in schema:
             yield from subschemas(item, path)
@@ -86,7 +86,7 @@ def test_references_between_schemas_need_no_network(monkeypatch):
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     for name in names():
-        assert list(violations(name, 7))  # no schema is about a number
+        assert list(violations(name, 7))  # no schema describes a bare number
         list(violations(name, {"config": {"digest": ""}, "layers": [{}], "manifests": [{}]}))
 
 
@@ -127,7 +127,7 @@ def test_schema_and_reader_agree_on_layer_names():
         assert found == ([] if reads(name) else [mediatype.NAME]), name
 
 
-def test_load_an_unknown_schema():
+def test_loading_an_unknown_schema_fails():
     with pytest.raises(FileNotFoundError, match="no-such"):
         load("no-such")
 
@@ -195,19 +195,19 @@ BAD_CHANGES: list[tuple[dict[str, object], str]] = [
 ]
 
 
-def test_good_configs():
+def test_valid_configs_pass():
     for change in GOOD_CHANGES:
         validate("aimage-config", GOOD | change)
         assert places("aimage-config", GOOD | change) == []
 
 
-def test_bad_configs_are_refused_with_the_place():
+def test_invalid_configs_are_refused_with_a_path():
     for change, where in BAD_CHANGES:
         with pytest.raises(FormatError, match="not a valid aimage-config") as caught:
             validate("aimage-config", GOOD | change)
         assert caught.value.message.endswith(f"(at {where})")
         (place,) = places("aimage-config", GOOD | change)
-        assert place.startswith(where)  # a name that is not valid is pointed at itself
+        assert place.startswith(where)  # an invalid name is reported by its own path
 
 
 def test_violations_are_all_yielded_once():
@@ -221,8 +221,8 @@ def test_a_document_that_is_not_a_config_is_refused_at_the_top():
             validate("aimage-config", document)
 
 
-def test_an_installed_package_brings_its_own_copy(tmp_path):
-    """As the wheel lays it out: schemas/ inside the package, nothing beside it."""
+def test_an_installed_package_contains_the_schemas(tmp_path):
+    """The wheel has schemas/ inside the package, and nothing beside it."""
     package = Path(clowder_aimage.__file__).parent
     installed = tmp_path / "clowder_aimage"
     installed.mkdir()

@@ -1,4 +1,4 @@
-"""What we write is what the schemas say, and one wrong field is found in its place."""
+"""Validate written documents with the schemas, and locate one wrong field."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_clowder_dialect_writes_optional_fields(name):
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> Aimage:
-    """A store with the embedded model in all dialects, and quantized; renamed, pinned, in part."""
+    """Return a store with the embedded model: all dialects, quantized, renamed, pinned, partial."""
     home = tmp_path_factory.mktemp("written")
     here = Aimage(home, home / "store")
     for dialect in ("clowder", "ollama", "container"):
@@ -152,8 +152,8 @@ def test_an_empty_layout_is_valid(tmp_path):
 
 # -- the vectors
 
-WRONG = {"oci-unknown-fields": ["/annotations"]}  # null, as Go writes it: read, and not in the spec
-OTHERS = {"safetensors-headers"}  # no document
+WRONG = {"oci-unknown-fields": ["/annotations"]}  # null, as Go writes it: read, but not in the spec
+OTHERS = {"safetensors-headers"}  # not a document
 
 
 def test_vectors_are_valid():
@@ -172,7 +172,7 @@ GONE = object()
 
 
 def changed(document, path, new):
-    """A copy of ``document`` with another value at ``path``, or none."""
+    """Return a copy of ``document`` with another value at ``path``, or without it."""
     value = copy.deepcopy(document)
     *inner, last = path
     target = value
@@ -220,7 +220,7 @@ WRONG_IN_MANIFEST: list[tuple[tuple[str | int, ...], object, str]] = [
     (at("size"), True, "/layers/4/size"),
     (at("size"), 1 << 63, "/layers/4/size"),
     (at("data"), "e30", "/layers/4/data"),
-    (at("data"), "e30=", "/layers/4/data"),  # two bytes; the size says six
+    (at("data"), "e30=", "/layers/4/data"),  # two bytes, but the size is six
     (at("urls"), "https://example.com", "/layers/4/urls"),
     (at("platform"), {"os": "linux"}, "/layers/4/platform"),
     (at("annotations"), GONE, "/layers/4"),
@@ -256,7 +256,7 @@ WRONG_IN_MANIFEST: list[tuple[tuple[str | int, ...], object, str]] = [
     (("subject", "size"), -1, "/subject/size"),
     (("annotations", mediatype.LICENSES), 3, f"/annotations/{mediatype.LICENSES}"),
     (("annotations", mediatype.CREATED), "today", f"/annotations/{mediatype.CREATED}"),
-    (("Layers",), [], ""),  # another spelling: two readers would see two documents
+    (("Layers",), [], ""),  # another spelling: two parsers would read two documents
     (("manifests",), [], ""),
 ]
 
@@ -337,8 +337,8 @@ ANYTHING = st.sampled_from(
 
 @settings(deadline=None)
 @given(st.data())
-def test_check_finds_any_change_that_the_parser_refuses(data):
-    """And what passes is what our reader takes."""
+def test_check_reports_every_change_that_the_parser_refuses(data):
+    """A document without violations is accepted by the parser."""
     document = data.draw(st.sampled_from([GOOD, INDEX, OLLAMA, json.loads(raw("oci-index"))]))
     path: tuple[str | int, ...] = ()
     target: Any = document
@@ -357,7 +357,7 @@ def test_check_finds_any_change_that_the_parser_refuses(data):
 VALUES = st.sampled_from([None, [], {}, "x", 1, {"config": 1, "layers": 2}, {"manifests": {}}])
 
 
-def test_an_empty_config_wants_an_artifact_type():
+def test_an_empty_config_requires_an_artifact_type():
     artifact = json.loads(raw("oci-artifact"))
     assert places(artifact) == []
     assert places(changed(artifact, ("artifactType",), GONE)) == [""]
@@ -365,8 +365,8 @@ def test_an_empty_config_wants_an_artifact_type():
     assert places(changed(other, ("artifactType",), GONE)) == []
 
 
-def test_carried_content_must_be_the_content():
-    artifact = json.loads(raw("oci-artifact"))  # carries {}, its config
+def test_embedded_data_must_match_its_descriptor():
+    artifact = json.loads(raw("oci-artifact"))  # embeds {}, its config
     assert places(changed(artifact, ("config", "data"), "e10=")) == ["/config/data"]
     assert places(changed(artifact, ("config", "data"), "e30K")) == ["/config/data"]
 
@@ -391,12 +391,12 @@ def test_a_wrong_field_of_ollamas_manifest_is_found():
     assert found == [[place] for _, _, place in WRONG_IN_OLLAMA]
 
 
-def test_the_layout_file():
+def test_the_layout_file_is_validated():
     assert places({"imageLayoutVersion": "1.0.0"}) == []
     assert places({"imageLayoutVersion": "2.0.0"}) == ["/imageLayoutVersion"]
 
 
-def test_the_users_configuration(tmp_path: Path):
+def test_the_user_configuration_is_validated(tmp_path: Path):
     good = {"registries": {"localhost:5000": {"jobs": 4, "limitRate": "20M"}}}
     assert check("it", encoded(good)).schema == "config"
     assert places(good) == []

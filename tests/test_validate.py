@@ -1,4 +1,4 @@
-"""Positions in JSON texts, and texts that are not JSON."""
+"""Positions in JSON texts, and invalid JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALUES = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    # not half a surrogate pair, which cannot be written as UTF-8
+    # no lone surrogate, which UTF-8 cannot encode
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=12,
@@ -54,7 +54,7 @@ def test_positions_of_a_key_that_occurs_twice():
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 900 + "1" + "}" * 900, '{"' + "k" * 2000 + '": 1}'])
-def test_texts_without_positions_are_not_an_error(text):
+def test_texts_without_positions_are_accepted(text):
     assert check("it", text.encode(), "aimage-config").violations
 
 
@@ -82,7 +82,7 @@ def test_a_valid_document_does_not_import_yaml(monkeypatch):
         (b"[" * 3000 + b"]" * 3000, "0:0", "nested more than 100 deep"),
     ],
 )
-def test_not_json(text, place, message):
+def test_invalid_json_is_refused(text, place, message):
     (wrong,) = check("it", text).violations
     assert (wrong.pointer, wrong.message) == ("", message)
     assert f"{wrong.line}:{wrong.column}" == place

@@ -16,7 +16,7 @@ from tests.real_registry import RealRegistry
 def pushed_store(
     tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry, tiny: Path
 ) -> tuple[Path, str]:
-    """Return a store with the tiny model, and its name, which exists in the registry too."""
+    """Return a store with the tiny model, and its name, which the registry has as well."""
     home = tmp_path_factory.mktemp("pushed")
     here, name = Aimage(home, home / "store"), f"{registry.host}/cli/tiny:v1"
     here("create", name, tiny, "-q")
@@ -41,7 +41,7 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 
 @pytest.fixture
 def stocked(aimage: Callable[[], Aimage], tiny_store: Path) -> Callable[[], Aimage]:
-    """Return ``stocked()``: the command line on a new store with the tiny model as ``x``."""
+    """Return ``stocked()``: the command line on its own store with the tiny model as ``x``."""
 
     def make() -> Aimage:
         here = aimage()

@@ -1,4 +1,4 @@
-"""create and convert with other types of weights, as a user types them."""
+"""create and convert with other weight types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def model(tmp_path):
     return make_valued(tmp_path / "model", "F32")
 
 
-def test_a_summary_says_what_became_of_the_weights(aimage, model):
+def test_the_summary_lists_casts_and_quantization(aimage, model):
     here = aimage()
     done = here("create", "m", model.directory, "--quantize", "int8")
     first, second, third = done.err.splitlines()
@@ -32,7 +32,7 @@ def test_a_summary_says_what_became_of_the_weights(aimage, model):
     assert third == "the weights take 342 kB less than before"
 
 
-def test_the_summary_of_auto(aimage, model):
+def test_the_summary_of_dtype_auto(aimage, model):
     here = aimage()
     done = here("create", "m", model.directory, "--dtype", "auto")
     assert "39 tensors stored as BF16, without loss: their values are BF16" in done.err
@@ -44,13 +44,13 @@ def test_the_summary_of_auto(aimage, model):
     assert "the weights take 307 kB more than before" in done.err
 
 
-def test_programs_are_told_the_same(aimage, model):
+def test_the_json_summary_equals_the_text(aimage, model):
     here = aimage()
     arguments = ("--quantize", "transformer=int4,text_encoder=int8", "--group-size", "32")
     done = here("create", "m", model.directory, *arguments, "--dtype", "bf16", "--json", "-q")
     value = done.value
     assert (value["tensors"], value["files"]) == (39, 9)
-    # 11 of the transformer, 3 of the text encoder and the VAE: what is quantized has no such type
+    # 11 of the transformer, 3 of the text encoder and the VAE: quantized tensors are not cast
     assert value["cast"] == [{"from": "F32", "to": "BF16", "tensors": 15}]
     assert value["quantization"]["transformer"]["type"] == "int4"
     assert value["quantization"]["text_encoder"] == {
@@ -67,7 +67,7 @@ def test_programs_are_told_the_same(aimage, model):
 
 
 def data_size(store, layer):
-    """The bytes of a layer's weights, without the header."""
+    """Return the bytes of a layer's weights, without the header."""
     path = store / "blobs" / "sha256" / layer["digest"].removeprefix("sha256:")
     with path.open("rb") as file:
         return layer["size"] - 8 - int.from_bytes(file.read(8), "little")
@@ -80,7 +80,7 @@ def test_tensors_that_are_quantized_are_not_counted_as_cast(aimage, model):
     assert "transformer: 23 of 34 tensors are int8" in done.err
 
 
-def test_convert_prints_the_digest_that_create_gives(aimage, model):
+def test_convert_prints_the_same_digest_as_create(aimage, model):
     here = aimage()
     here("create", "plain", model.directory, "-q")
     done = here("convert", "plain", "team/small:int8", "--quantize", "fp8")
@@ -101,7 +101,7 @@ def test_convert_prints_the_digest_that_create_gives(aimage, model):
     ],
     ids=str,
 )
-def test_mistakes_are_said_and_nothing_is_written(aimage, model, arguments, code, said):
+def test_invalid_options_are_refused_and_nothing_is_written(aimage, model, arguments, code, said):
     here = aimage()
     assert said in here("create", "m", model.directory, *arguments, code=code).err
     assert not here.store.exists()
@@ -110,7 +110,7 @@ def test_mistakes_are_said_and_nothing_is_written(aimage, model, arguments, code
     assert [row["reference"] for row in here("ls", "--json").value] == ["plain:latest"]
 
 
-def test_mistakes_of_convert_alone(aimage, model):
+def test_invalid_options_of_convert_are_refused(aimage, model):
     here = aimage()
     here("create", "plain", model.directory, "-q")
     digest = here("convert", "plain", "q", "--quantize", "int8", "-q").line
@@ -128,14 +128,14 @@ def test_mistakes_of_convert_alone(aimage, model):
     ],
     ids=["pickled", "truncated"],
 )
-def test_a_directory_that_is_not_whole(aimage, model, spoil, said, code):
+def test_an_incomplete_directory_is_refused(aimage, model, spoil, said, code):
     here = aimage()
     spoil(model)
     assert said in here("create", "m", model.directory, "--quantize", "int8", code=code).err
     assert not here.store.exists()
 
 
-def test_weights_that_do_not_say_how_they_are_quantized(aimage, tmp_path):
+def test_weights_without_quantization_parameters_are_refused(aimage, tmp_path):
     tensors = as_dtype(transformer(), "BF16") | {
         "layers.0.x.weight": ("U32", (4, 8), bytes(128)),
         "layers.0.x.scales": ("BF16", (4, 1), bytes(8)),
@@ -148,7 +148,7 @@ def test_weights_that_do_not_say_how_they_are_quantized(aimage, tmp_path):
     assert not here.store.exists()
 
 
-def test_a_value_too_large_for_f16(aimage, tmp_path):
+def test_a_value_too_large_for_f16_is_refused(aimage, tmp_path):
     values = transformer()
     values["x_pad_token"][0, 0] = 1e9
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
@@ -159,7 +159,7 @@ def test_a_value_too_large_for_f16(aimage, tmp_path):
     assert not here.store.exists()
 
 
-# -- what it takes
+# -- memory
 
 PEAK = """
 import pathlib, resource, sys
@@ -180,7 +180,7 @@ print(f"grew by {peak() - before}", file=sys.stderr)
 
 
 def grown(here, model, *options):
-    """The bytes that creating ``model`` takes beyond the libraries."""
+    """Return the memory that creating ``model`` takes beyond the libraries."""
     arguments = ("--store", here.store, "-q", "create", "m", model.directory, *options)
     done = subprocess.run(
         [sys.executable, "-c", PEAK, *map(str, arguments)],
@@ -195,7 +195,7 @@ def grown(here, model, *options):
 @pytest.mark.integration
 @pytest.mark.parametrize("options", [("--dtype", "f16"), ("--quantize", "int8")], ids=str)
 def test_memory_hardly_grows_with_the_number_of_threads(aimage, tmp_path, options):
-    """Each has a buffer of 1 MiB, and a share of what all may cast and quantize at once."""
+    """Each thread has a buffer of 1 MiB, and all share one budget for casting and quantizing."""
     large = np.tile(bf16_values("large", (64, 1024)), (16, 1)) * np.float32(1.01)
     tensors = as_dtype({f"layers.{n}.large.weight": large + n for n in range(64)}, "F32")
     model = make_valued(tmp_path / "model", transformer=tensors)
@@ -206,7 +206,7 @@ def test_memory_hardly_grows_with_the_number_of_threads(aimage, tmp_path, option
 @pytest.mark.integration
 @pytest.mark.parametrize("options", [(), ("--quantize", "int8"), ("--dtype", "bf16")], ids=str)
 def test_memory_does_not_grow_with_the_model(aimage, tmp_path, options):
-    """Two matrices of 128 MiB as F32: neither is ever in memory as a whole."""
+    """Two matrices of 128 MiB as F32: neither is loaded as a whole."""
     large = np.tile(bf16_values("large", (64, 1024)), (512, 1))
     tensors = as_dtype({f"layers.{n}.large.weight": large + n for n in range(2)}, "F32")
     model = make_valued(tmp_path / "model", transformer=tensors)

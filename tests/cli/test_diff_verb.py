@@ -1,4 +1,4 @@
-"""``aimage diff``: what differs, from manifests and configs alone."""
+"""``aimage diff``: compare manifests and configs without reading weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name(store, raw, media_type, called):
 
 
 def make(store, called, *layers, dialect="clowder", **config):
-    """Put an AImage of those layers there; its digest."""
+    """Store an AImage of those layers; return its digest."""
     for layer, data in layers:
         put(store, data, layer.descriptor.media_type)
     aimage = AImage(encode({"schemaVersion": 1} | config), tuple(layer for layer, _ in layers))
@@ -50,7 +50,7 @@ def make(store, called, *layers, dialect="clowder", **config):
 
 
 def artifact(store, called, config, *layers, **fields):
-    """Put an artifact of another kind there."""
+    """Store an artifact of another kind."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
@@ -71,7 +71,7 @@ def here(aimage):
 
 @pytest.fixture
 def pair(here):
-    """Two AImages with a difference of each kind."""
+    """Return a store with two AImages that differ in every kind of entry."""
     same = [tensor(f"vae/same{number}") for number in range(3)]
     make(
         here.store,
@@ -99,7 +99,7 @@ def pair(here):
     return here
 
 
-def test_each_kind_of_difference(pair):
+def test_each_kind_of_difference_is_listed(pair):
     value = pair("--json", "diff", "a", "b").value
     counts = {
         kind: {word: list(one.values())[:3] for word, one in value[kind].items()}
@@ -132,11 +132,11 @@ def test_each_kind_of_difference(pair):
         {"path": ["components", "vae", "tensors"], "a": 6, "b": 7},
         {"path": ["license"], "a": "apache-2.0"},
     ]
-    assert value["annotations"] == []  # they say the licence once more
+    assert value["annotations"] == []  # the annotations repeat the licence
     assert value["differ"] is True
 
 
-def test_the_text(pair):
+def test_the_text_output(pair):
     lines = pair("diff", "a", "b").out.splitlines()
     assert lines[0].split("  ")[:2] == ["a", "a:latest"]
     assert lines[1].endswith("clowder, in the store")
@@ -167,13 +167,13 @@ def test_the_text(pair):
 
 def fetched(pair):
     value = pair("--json", "diff", "a", "b").value
-    config = value["fetch"]["size"] - 50 - 100 - 7 - 8  # what is only called otherwise is there
+    config = value["fetch"]["size"] - 50 - 100 - 7 - 8  # renamed files are not counted
     assert 0 < config < 200
     return value["fetch"]["size"]
 
 
 @pytest.mark.parametrize("arguments", [("a", "b"), ("b", "a")])
-def test_the_bytes_to_pull_are_those_that_a_pull_says(arguments, pair, aimage, registry):
+def test_the_bytes_to_pull_equal_those_of_a_pull(arguments, pair, aimage, registry):
     old, new = (f"{registry.host}/diff/{name}-{arguments[0]}:v1" for name in arguments)
     for short, name in zip(arguments, (old, new), strict=True):
         pair("tag", short, name)
@@ -199,7 +199,7 @@ def test_dialects_do_not_differ(dialect, here):
     assert value["config"] == value["annotations"] == []
 
 
-def test_the_exit_code_only_where_it_is_asked_for(pair):
+def test_differences_set_the_exit_code_only_on_request(pair):
     pair("diff", "a", "b")
     pair("diff", "a", "b", "--exit-code", code=1)
     pair("diff", "a", "a", "--exit-code")
@@ -208,7 +208,7 @@ def test_the_exit_code_only_where_it_is_asked_for(pair):
     assert text.endswith("0 blobs\n")  # no lists
 
 
-def test_lists_are_short_unless_they_are_asked_for(here):
+def test_lists_are_shortened_without_the_option(here):
     make(here.store, "a", *(tensor(f"t/{number:04}", b"a%d" % number) for number in range(30)))
     make(here.store, "b", *(tensor(f"t/{number:04}", b"b%d" % number) for number in range(30)))
     lines = here("diff", "a", "b").out.splitlines()
@@ -221,12 +221,12 @@ def test_lists_are_short_unless_they_are_asked_for(here):
     assert len(value["tensors"]["changed"]["layers"]) == 30
 
 
-# -- where they are
+# -- sources
 
 
 @contextmanager
 def serving(store, called, *, script=None):
-    """A registry that holds what a store does, under one tag."""
+    """Serve the content of a store under one tag."""
     layout = ImageLayout(store)
     root = layout.resolve(Reference.parse(called))
     kinds = {str(content.digest): content.media_type for _, content in layout.entries()}
@@ -244,7 +244,7 @@ def serving(store, called, *, script=None):
         yield registry
 
 
-def test_no_weights_are_fetched(pair, aimage):
+def test_diff_fetches_no_weights(pair, aimage):
     there = aimage("empty")
     with serving(pair.store, "b") as registry:
         value = there(
@@ -263,7 +263,7 @@ def blob(here, digest):
     return (here.store / "blobs" / "sha256" / digest.removeprefix("sha256:")).read_bytes()
 
 
-def test_the_store_is_asked_first_and_the_registry_on_demand(pair):
+def test_the_store_takes_precedence_over_the_registry(pair):
     with serving(pair.store, "b") as registry:
         name = f"{registry.host}/team/x:v1"
         pair("tag", "a", name)
@@ -278,7 +278,7 @@ def test_the_store_is_asked_first_and_the_registry_on_demand(pair):
         assert len(registry.seen) == asked
 
 
-def test_names_that_are_nowhere(pair):
+def test_unknown_names_fail(pair):
     assert "no c:latest in the store" in pair("diff", "a", "c", code=3).err
     assert "has no registry host" in pair("diff", "a", "b", "--remote", code=2).err
     with serving(pair.store, "b", script=lambda seen: Answer(404)) as registry:
@@ -287,7 +287,7 @@ def test_names_that_are_nowhere(pair):
         pair("diff", "a", f"{registry.host}/x", code=4)
 
 
-def test_a_config_that_the_store_lacks(pair):
+def test_a_config_missing_in_the_store_fails(pair):
     value = pair("--json", "diff", "a", "b").value
     manifest = json.loads(blob(pair, value["b"]["digest"]))
     encoded = manifest["config"]["digest"].removeprefix("sha256:")
@@ -295,7 +295,7 @@ def test_a_config_that_the_store_lacks(pair):
     assert "pull the AImage again" in pair("diff", "a", "b", code=3).err
 
 
-def test_layers_need_not_be_there(pair):
+def test_missing_layers_do_not_fail_a_diff(pair):
     before = pair("diff", "a", "b").out
     value = pair("--json", "diff", "a", "b").value
     for side in ("a", "b"):
@@ -306,7 +306,7 @@ def test_layers_need_not_be_there(pair):
 
 
 @pytest.mark.parametrize("where", ["store", "registry"])
-def test_an_index_means_one_of_it(where, pair):
+def test_an_index_resolves_to_one_manifest(where, pair):
     a, b = (Digest.parse(pair("--json", "show", name).value["digest"]) for name in "ab")
     children = [
         Descriptor(mediatype.OCI_MANIFEST, digest, len(blob(pair, str(digest)))).to_json()
@@ -329,10 +329,10 @@ def test_an_index_means_one_of_it(where, pair):
             assert value["a"]["digest"] == str(b)
 
 
-# -- what is no AImage, and what is strange
+# -- other artifacts, and odd content
 
 
-def test_artifacts_of_other_kinds(here):
+def test_artifacts_of_other_kinds_are_compared(here):
     artifact(here.store, "a", b'{"k": {"x": 1}}', ("one", b"1"), ("two", b"22"), (None, b"333"))
     artifact(
         here.store,
@@ -359,14 +359,14 @@ def test_artifacts_of_other_kinds(here):
     assert "  twice over  5 B" in lines
 
 
-def test_titles_that_several_layers_have_tell_nothing(here):
+def test_ambiguous_titles_are_compared_by_digest(here):
     artifact(here.store, "a", b"{}", ("same", b"1"), ("same", b"2"))
     artifact(here.store, "b", b"{}", ("same", b"2"), ("same", b"3"), ("same", b"3"))
     files = here("--json", "diff", "a", "b").value["files"]
     assert [files[word]["count"] for word in files] == [1, 0, 1, 1]
 
 
-def test_configs_that_are_no_objects(here):
+def test_configs_that_are_not_objects_are_compared(here):
     artifact(here.store, "a", b"\x00binary", (None, b"1"))
     artifact(here.store, "b", b"[1]", (None, b"1"))
     artifact(here.store, "c", b"[" * 100_000, (None, b"1"))
@@ -377,7 +377,7 @@ def test_configs_that_are_no_objects(here):
     here("diff", "a", "c", "--exit-code", code=1)
 
 
-def test_an_aimage_and_another_kind(here):
+def test_an_aimage_is_compared_with_another_kind(here):
     make(here.store, "a", tensor("vae/x", b"data"))
     artifact(here.store, "b", b"{}", ("vae/x", b"data"))
     value = here("--json", "diff", "a", "b").value
@@ -386,8 +386,8 @@ def test_an_aimage_and_another_kind(here):
 
 
 @pytest.mark.parametrize("depth", [15, 20_000])
-def test_configs_that_are_nested(depth, here):
-    """Compared as deeply as is sensible, and no further; never a crash."""
+def test_deeply_nested_configs_are_compared(depth, here):
+    """Comparison stops at a maximum depth and never fails."""
     deep = [b'{"x":' * depth + value + b"}" * depth for value in (b"1", b"2")]
     artifact(here.store, "a", deep[0], (None, b"1"))
     artifact(here.store, "b", deep[1], (None, b"1"))
@@ -397,7 +397,7 @@ def test_configs_that_are_nested(depth, here):
     assert field["path"] == (["x"] * min(depth, 17) if depth < 1000 else ["digest"])
 
 
-def test_one_is_neither_true_nor_a_fraction(here):
+def test_config_values_of_different_types_differ(here):
     make(here.store, "a", file("x", b"x"), n=1, m=1, o={}, p=[1, 2], same={"k": []})
     make(here.store, "b", file("x", b"x"), n=True, m=1.0, p=[2, 1], q=None, same={"k": []})
     fields = here("--json", "diff", "a", "b").value["config"]
@@ -407,15 +407,15 @@ def test_one_is_neither_true_nor_a_fraction(here):
     assert "  q: (none) -> null" in here("diff", "a", "b").out.splitlines()
 
 
-def test_a_long_value_is_cut_for_people(here):
+def test_a_long_value_is_shortened_in_the_text(here):
     make(here.store, "a", file("x", b"x"), text="l" * 1000)
     make(here.store, "b", file("x", b"x"), text="m" * 1000)
     assert all(len(line) < 150 for line in here("diff", "a", "b").out.splitlines())
     assert len(here("--json", "diff", "a", "b").value["config"][0]["a"]) == 1000
 
 
-def test_a_real_model_that_was_trained_on(here, tiny, tmp_path):
-    """One bit of one tensor: that tensor's blob is all that differs."""
+def test_one_changed_tensor_of_a_model_is_one_difference(here, tiny, tmp_path):
+    """One bit of one tensor: only that tensor's blob differs."""
     other = tmp_path / "model"
     shutil.copytree(tiny, other)
     path = sorted((other / "vae").glob("*.safetensors"))[0]

@@ -1,4 +1,4 @@
-"""``aimage gc``, ``pin`` and ``unpin``, as a user types them."""
+"""``aimage gc``, ``pin`` and ``unpin`` on the command line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DAY = 86400
 
 @pytest.fixture
 def stored(aimage):
-    """A store with two names that share a blob, used one and two days ago."""
+    """Return a store with two names that share a blob, used one and two days ago."""
     here = aimage()
     here.layout = ImageLayout(here.store)
     here.made = {
@@ -38,16 +38,16 @@ def total(here):
 
 
 def own(made):
-    """The bytes that only this one needs: its layer, its config and its manifest."""
+    """Return the bytes of blobs that only this AImage needs: layer, config and manifest."""
     return 1000 + made.config.size + len(made.raw)
 
 
-def test_what_was_removed_is_said(stored):
+def test_gc_reports_removed_and_kept_blobs(stored):
     stored("rm", "b:v1")
     left, whole = total(stored) - own(stored.made["b:v1"]), total(stored)
     out = stored("gc").out
     assert out.startswith("removed: 0 blobs, 0 B\n")
-    assert "left: 3 blobs" in out  # they came a moment ago
+    assert "left: 3 blobs" in out  # they are younger than the grace period
     assert "--grace 0" in out
     assert total(stored) == whole
     assert stored("gc", "--grace", "0").out.startswith("removed: 3 blobs, ")
@@ -56,7 +56,7 @@ def test_what_was_removed_is_said(stored):
     assert total(stored) == left
 
 
-def test_json(stored):
+def test_gc_json_output(stored):
     stored("rm", "b:v1")
     freed, left = own(stored.made["b:v1"]), total(stored) - own(stored.made["b:v1"])
     young = stored("--json", "gc").value
@@ -75,7 +75,7 @@ def test_json(stored):
     assert stored("--json", "gc", "--grace", "0").value == wanted
 
 
-def test_a_trial_says_what_it_would_do(stored):
+def test_a_dry_run_reports_and_removes_nothing(stored):
     before = {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")}
     out = stored("gc", "--dry-run", "--grace", "0", "--max-age", "36h").out
     assert "would be forgotten: b:v1 (not used for 2 days)" in out
@@ -83,40 +83,40 @@ def test_a_trial_says_what_it_would_do(stored):
     assert {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")} == before
 
 
-def test_a_limit_of_age(stored):
+def test_max_age_removes_unused_names(stored):
     value = stored("--json", "gc", "--grace", "0", "--max-age", "36h").value
     assert value["forgotten"] == [{"reference": "b:v1", "reason": "not used for 2 days"}]
     assert value["blobs"] == 3
     assert names(stored) == ["a:v1"]
 
 
-def test_a_limit_of_size(stored):
+def test_max_size_removes_the_least_recently_used_name(stored):
     done = stored("--json", "gc", "--grace", "0", "--max-size", total(stored) - 1)
     assert [one["reference"] for one in done.value["forgotten"]] == ["b:v1"]
     assert done.value["left"] == total(stored)
     assert done.err == ""
 
 
-def test_a_limit_that_cannot_be_kept_is_told(stored):
+def test_an_unreachable_max_size_is_reported(stored):
     stored("pin", "a:v1", "b:v1")
     done = stored("gc", "--grace", "0", "--max-size", "1KB")
     assert "more than 1 kB" in done.err
     assert names(stored) == ["a:v1", "b:v1"]
 
 
-def test_names_to_keep(stored):
+def test_kept_names_are_not_removed(stored):
     stored("gc", "--grace", "0", "--max-age", "0", "--keep", "b:*", "--keep", "x*")
     assert names(stored) == ["b:v1"]
 
 
 @pytest.mark.parametrize("wrong", [("--max-size", "lots"), ("--max-age", "7")])
-def test_what_cannot_be_meant(stored, wrong):
+def test_invalid_limits_are_refused(stored, wrong):
     assert "is not a" in stored("gc", *wrong, code=2).err
     assert names(stored) == ["a:v1", "b:v1"]
 
 
 @pytest.mark.parametrize("wishes", [(), ("--dry-run",)])
-def test_a_damaged_manifest_stops_it(stored, wishes):
+def test_a_damaged_manifest_stops_gc(stored, wishes):
     stray = put(stored.layout, b"stray")
     path = stored.layout.path(stored.made["b:v1"].descriptor)
     path.chmod(0o644)
@@ -130,7 +130,7 @@ def test_a_damaged_manifest_stops_it(stored, wishes):
     assert stored.layout.exists(stray)
 
 
-def test_a_missing_manifest_stops_it_until_its_name_is_gone(stored):
+def test_a_missing_manifest_stops_gc_until_it_is_untagged(stored):
     stray = put(stored.layout, b"stray")
     stored.layout.path(stored.made["b:v1"].descriptor).unlink()
     err = stored("gc", "--grace", "0", code=5).err
@@ -143,7 +143,7 @@ def test_a_missing_manifest_stops_it_until_its_name_is_gone(stored):
     assert stored.layout.exists(stored.made["a:v1"].layers[1])
 
 
-def test_no_store(aimage):
+def test_gc_without_a_store(aimage):
     here = aimage()
     assert here("gc").out == "removed: 0 blobs, 0 B\n"
     assert here("--json", "gc", "--max-size", "0", "--max-age", "0").value["left"] == 0
@@ -151,14 +151,14 @@ def test_no_store(aimage):
     assert not here.store.exists()
 
 
-def test_an_empty_store(aimage):
+def test_gc_of_an_empty_store(aimage):
     here = aimage()
     here.store.mkdir()
     assert here("--json", "gc", "--grace", "0").value["blobs"] == 0
     assert here("ls").code == 0
 
 
-def test_what_is_pinned_is_not_taken(stored):
+def test_pinned_names_are_not_removed(stored):
     assert stored("pin", "b:v1").line == "b:v1"
     assert stored("--json", "pin").value == {"pinned": ["b:v1"]}
     stored("gc", "--grace", "0", "--max-age", "0")
@@ -172,7 +172,7 @@ def test_what_is_pinned_is_not_taken(stored):
     assert names(stored) == []
 
 
-def test_a_pin_holds_a_name_and_not_what_it_names(stored):
+def test_a_pin_protects_the_name_and_not_the_manifest(stored):
     stored("pin", "a:v1")
     stored("tag", "b:v1", "a:v1")
     stored("gc", "--grace", "0", "--max-age", "0")
@@ -188,7 +188,7 @@ def test_a_short_name_is_pinned_in_full(stored):
     stored("unpin", "a:latest")
 
 
-def test_all_or_none_are_pinned_unpinned_and_removed(stored):
+def test_pin_unpin_and_rm_are_atomic(stored):
     stored("pin", "a:v1", "absent:v1", code=3)
     assert stored("pin").out.strip() == ""
     stored("pin", "a:v1")
@@ -198,7 +198,7 @@ def test_all_or_none_are_pinned_unpinned_and_removed(stored):
     assert stored("pin").line == "a:v1"
 
 
-def test_a_pinned_name_that_another_tool_dropped_comes_back(stored):
+def test_a_pinned_name_dropped_by_another_tool_is_restored(stored):
     stored("pin", "a:v1")
     path = stored.store / "index.json"
     path.write_text(json.dumps({"schemaVersion": 2, "manifests": []}))
@@ -206,8 +206,8 @@ def test_a_pinned_name_that_another_tool_dropped_comes_back(stored):
     assert names(stored) == ["a:v1"]
 
 
-def test_showing_and_tagging_do_not_count_as_much_as_a_pull_does(stored):
-    """What is named anew was used; what is listed was not."""
+def test_tagging_counts_as_use_and_listing_does_not(stored):
+    """``tag`` updates the time of last use; ``ls`` does not."""
     stored("ls")
     stored("tag", "b:v1", "c:v1")
     stored("gc", "--grace", "0", "--max-age", "12h")

@@ -1,4 +1,4 @@
-"""Likely mistakes get a sentence and an exit code (tests.process refuses tracebacks)."""
+"""Likely mistakes produce a message and an exit code (tests.process rejects tracebacks)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _one_sentence(err: str) -> str:
     [(("push", "x"), 2), (("rm", "x"), 3), (("run", "x", "a prompt"), 3)],
     ids=["push", "rm", "run"],
 )
-def test_an_unknown_reference(arguments, code, aimage):
+def test_an_unknown_reference_fails(arguments, code, aimage):
     done = aimage()(*arguments, code=code)
     assert "x:latest" in _one_sentence(done.err)
     assert done.out == ""
 
 
-def test_push_of_a_name_that_is_not_here(aimage):
+def test_push_of_an_unknown_name_fails(aimage):
     done = aimage()("push", "localhost:1/x", code=3)
     assert "no localhost:1/x:latest in the store" in done.err
 
@@ -64,7 +64,7 @@ def test_invalid_names_are_refused(name, said, aimage, tiny):
     assert not here.store.exists()
 
 
-def test_a_registry_that_is_down_is_said_at_once(aimage):
+def test_an_unreachable_registry_fails_at_once(aimage):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -74,13 +74,13 @@ def test_a_registry_that_is_down_is_said_at_once(aimage):
     assert f"cannot reach 127.0.0.1:{port}: Connection refused" in done.err
 
 
-def test_a_host_that_does_not_exist(aimage):
+def test_an_unknown_host_fails(aimage):
     done = aimage()("pull", "registry.invalid/x", code=1)
     assert "cannot reach registry.invalid" in done.err
 
 
 @pytest.mark.integration
-def test_a_registry_that_never_answers_is_given_up_within_ten_seconds(aimage):
+def test_a_silent_registry_times_out_within_ten_seconds(aimage):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -90,15 +90,15 @@ def test_a_registry_that_never_answers_is_given_up_within_ten_seconds(aimage):
     assert "accepts connections but does not answer" in done.err
 
 
-def test_tls_where_there_is_none(aimage, registry):
+def test_tls_to_a_plain_http_registry_fails(aimage, registry):
     port = registry.host.rpartition(":")[2]
-    # Not a loopback name by the rule, though it resolves to this machine.
+    # Not a loopback name, although it resolves to this machine.
     done = aimage()("pull", f"localhost.localdomain:{port}/x", code=1)
     assert "localhost.localdomain" in done.err
 
 
 @pytest.mark.integration
-def test_wrong_credentials(aimage, private_registry, tiny):
+def test_wrong_credentials_fail(aimage, private_registry, tiny):
     here = aimage()
     host = private_registry.host
     reference = f"{host}/team/x"
@@ -119,7 +119,7 @@ def test_wrong_credentials(aimage, private_registry, tiny):
 
 
 @pytest.mark.integration
-def test_a_credential_helper_is_asked(aimage, private_registry, tiny, tmp_path):
+def test_a_credential_helper_is_used(aimage, private_registry, tiny, tmp_path):
     helpers = tmp_path / "bin"
     helpers.mkdir()
     helper = helpers / "docker-credential-test"
@@ -137,14 +137,14 @@ def test_a_credential_helper_is_asked(aimage, private_registry, tiny, tmp_path):
     here("push", f"{host}/helped/x")
 
 
-def test_a_broken_docker_config(aimage):
+def test_a_broken_docker_config_fails(aimage):
     here = aimage()
     (here.home / "docker").mkdir()
     (here.home / "docker" / "config.json").write_text("{")
     assert "config.json" in here("pull", "localhost:1/x", code=1).err
 
 
-def test_a_store_that_is_a_file(aimage, tiny):
+def test_a_store_that_is_a_file_fails(aimage, tiny):
     here = aimage()
     here.store.write_text("hello")
     for arguments in (("ls",), ("create", "x", tiny), ("show", "x")):
@@ -153,7 +153,7 @@ def test_a_store_that_is_a_file(aimage, tiny):
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "setresuid"), reason="needs a user")
-def test_a_store_without_permission(aimage, tiny, tmp_path):
+def test_a_store_without_permission_fails(aimage, tiny, tmp_path):
     here = aimage()
     here.store.mkdir()
     here.store.chmod(0o500)
@@ -162,15 +162,15 @@ def test_a_store_without_permission(aimage, tiny, tmp_path):
     assert "Permission denied" in here("create", "x", tiny, code=1).err
 
 
-def test_an_index_that_is_not_one(aimage):
+def test_an_invalid_index_fails(aimage):
     here = aimage()
     here.store.mkdir()
     (here.store / "index.json").write_text("[]")
     assert "is not an OCI index" in here("ls", code=5).err
 
 
-def test_a_full_disk(aimage, tiny):
-    """A limit on the size of files stands in for the disk; the kernel answers EFBIG or ENOSPC."""
+def test_a_full_disk_fails_without_partial_blobs(aimage, tiny):
+    """A file size limit simulates the full disk: the kernel returns EFBIG or ENOSPC."""
     here = aimage()
     small = _on_small_disk(here)
     if small is None:
@@ -194,15 +194,15 @@ def _on_small_disk(here):
 
 
 @pytest.mark.integration
-def test_ctrl_c_in_the_middle_of_a_pull(aimage):
-    """130, at once, and nothing half-written under a final name."""
+def test_ctrl_c_during_a_pull(aimage):
+    """The exit code is 130, at once, without incomplete files under final names."""
     manifest, blobs = artifact(b"{}", b"x" * 3_000_000)
     right = serving(manifest, blobs)
 
     def script(seen):
         answer = right(seen)
         if len(answer.body) > 1000 and "bytes=0-" not in seen.headers.get("Range", ""):
-            answer.cut, answer.hang = 1000, True  # all but the first part stand still
+            answer.cut, answer.hang = 1000, True  # all but the first chunk stall
         return answer
 
     here = aimage()
@@ -227,8 +227,8 @@ def test_ctrl_c_in_the_middle_of_a_pull(aimage):
 
 
 @pytest.mark.integration
-def test_ctrl_c_in_the_middle_of_a_create(aimage, tiny, tmp_path):
-    """A pipe for a weight file would hang; a slow disk is played by a stopped process."""
+def test_ctrl_c_during_a_create(aimage, tiny, tmp_path):
+    """A stopped process simulates a slow disk; a pipe as a weight file would block."""
     here = aimage()
     process = here.start("create", "x", tiny)
     end = time.monotonic() + 20
@@ -236,7 +236,7 @@ def test_ctrl_c_in_the_middle_of_a_create(aimage, tiny, tmp_path):
         time.sleep(0.001)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
-    assert process.returncode in (130, 0)  # 0: it was done before the signal came
+    assert process.returncode in (130, 0)  # 0: it ended before the signal arrived
     layout = ImageLayout(here.store)
     for blob in (here.store / "blobs" / "sha256").iterdir():
         assert Descriptor.of("", blob.read_bytes()).digest.encoded == blob.name
@@ -244,7 +244,7 @@ def test_ctrl_c_in_the_middle_of_a_create(aimage, tiny, tmp_path):
         assert list(layout.tags()) == []
 
 
-def test_a_closed_pipe_is_no_error(stocked):
+def test_a_closed_pipe_is_not_an_error(stocked):
     here = stocked()
     shell = " ".join(PROGRAM) + " show x --layers | head -1"
     done = subprocess.run(
@@ -256,7 +256,7 @@ def test_a_closed_pipe_is_no_error(stocked):
     assert done.stderr == ""
 
 
-def test_usage(aimage):
+def test_usage_errors_exit_with_2(aimage):
     here = aimage()
     for arguments in (("frobnicate",), ("pull",), ("pull", "x", "--jobs", "0"), ("ls", "--what")):
         done = here(*arguments, code=2)
@@ -274,27 +274,27 @@ def test_usage(aimage):
         (("-o", "x.jpg"), "PNG"),
     ],
 )
-def test_invalid_options_of_a_picture(arguments, said, stocked):
+def test_invalid_image_options_are_refused(arguments, said, stocked):
     here = stocked()
     done = here("run", "x", "a fox", *arguments, code=2)
     assert said in done.err
     assert not list(here.home.glob("*.png"))
 
 
-def test_an_output_place_that_is_not_there(stocked):
+def test_a_missing_output_directory_fails(stocked):
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
     assert "there is no directory no/such/place" in done.err
 
 
-def test_replay_of_a_file_that_is_not_a_picture(aimage):
+def test_replay_of_a_file_that_is_not_an_image_fails(aimage):
     here = aimage()
     (here.home / "x.png").write_bytes(b"not a picture")
     assert "not a PNG" in here("replay", "x.png", code=2).err
     assert "there is no picture" in here("replay", "y.png", code=3).err
 
 
-def test_a_damaged_store_is_found_out_before_it_spreads(aimage, tiny, repository):
+def test_a_damaged_blob_is_detected_before_it_is_pushed(aimage, tiny, repository):
     here = aimage()
     here("create", repository, tiny)
     layers = here("show", repository, "--json").value["layers"]
@@ -310,7 +310,7 @@ def test_a_damaged_store_is_found_out_before_it_spreads(aimage, tiny, repository
 
 @pytest.mark.integration
 def test_run_with_256_open_files(stocked):
-    """256 open files are macOS's default."""
+    """256 open files are the default on macOS."""
     here = stocked()
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
     done = subprocess.run(
@@ -342,7 +342,7 @@ def test_login_without_a_terminal_needs_options(aimage):
     ],
     ids=str,
 )
-def test_an_invalid_config(change, stocked):
+def test_an_invalid_config_fails(change, stocked):
     """Configs from a registry neither crash a command nor control the terminal."""
     here = stocked()
     layout = ImageLayout(here.store)
@@ -357,7 +357,7 @@ def test_an_invalid_config(change, stocked):
     assert here("run", "evil", "a fox", "--steps", 1, code=code).code == code
 
 
-def test_a_model_does_not_choose_the_prompt_or_the_seed(stocked):
+def test_a_model_does_not_set_the_prompt_or_the_seed(stocked):
     here = stocked()
     layout = ImageLayout(here.store)
     stored = read_aimage(layout, Reference.parse("x"))
@@ -371,7 +371,7 @@ def test_a_model_does_not_choose_the_prompt_or_the_seed(stocked):
     assert facts["dtype"] == "float32"
 
 
-def test_a_picture_on_a_full_disk(stocked):
+def test_an_image_on_a_full_disk_fails(stocked):
     here = stocked()
     small = here.home / "small"
     small.mkdir()

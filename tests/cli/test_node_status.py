@@ -74,7 +74,7 @@ def cells(row):
 
 
 def run(answer, *arguments, host=None, **environment):
-    """Return the verb's result, and the requests that the node got."""
+    """Return the verb's result, and the requests that the node received."""
     script = answer if callable(answer) else lambda asked: says(answer)
     with ScriptedWorker(script).running() as worker:
         done = CliRunner().invoke(
@@ -141,7 +141,7 @@ def test_answers_that_are_not_a_status(answer, error, text):
     assert isinstance(done.exception, error) and text in done.exception.message
 
 
-def test_nothing_listens_there(tmp_path):
+def test_an_unreachable_node_fails(tmp_path):
     done, _ = run(NODE, host=f"unix://{tmp_path}/none.sock")
     assert isinstance(done.exception, NetworkError)
     assert "aimage node" in (done.exception.hint or "")
@@ -172,7 +172,7 @@ def test_nothing_listens_there(tmp_path):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_states_in_words(facts, words):
+def test_states_are_printed_as_words(facts, words):
     assert state_of(model(**facts), NOW) == words
 
 
@@ -195,14 +195,14 @@ def test_models_are_a_table():
         ({"mirror": 1, "neighbour": 10**12}, "neighbour 99 %, mirror 1 %"),
     ],
 )
-def test_the_sources_of_a_model(sources, words):
+def test_the_sources_of_a_model_are_printed(sources, words):
     assert cells(shown(model(sources=sources))[-1])[2] == words
 
 
 # -- the node
 
 
-def test_a_ready_node():
+def test_a_ready_node_is_printed():
     neighbour = {"url": "http://10.0.0.2:8050", "id": "ab", "state": "live"}
     assert shown(neighbours=[neighbour]) == [
         "node        3f2a91c0, ready, began 2 h ago",
@@ -214,7 +214,7 @@ def test_a_ready_node():
     ]
 
 
-def test_a_node_that_is_not_ready_has_reasons():
+def test_a_node_that_is_not_ready_is_printed_with_reasons():
     reasons = [{"reason": "model missing", "model": "h.io/a:v1"}, {"reason": "store not writable"}]
     assert shown(ready=False, reasons=reasons)[0].endswith(
         "not ready: model missing (h.io/a:v1); store not writable, began 2 h ago"
@@ -236,16 +236,16 @@ def test_a_node_that_is_not_ready_has_reasons():
         ({"directory": None, "files": 0, "loaded": None}, "no directory, 0 files"),
     ],
 )
-def test_the_desired_state(facts, words):
+def test_the_desired_state_is_printed(facts, words):
     assert shown(desired=NODE["desired"] | facts)[1] == f"desired  {words}"
 
 
-def test_a_disk_that_cannot_be_measured_is_left_out():
+def test_a_disk_without_measurements_is_omitted():
     disk = {"total": None, "free": None, "used": None, "high": 0.85, "low": 0.8}
     assert not any(line.startswith("disk") for line in shown(disk=disk))
 
 
-def test_neighbours_that_do_not_answer_are_named():
+def test_unreachable_peers_are_listed():
     neighbours = [
         {"url": "http://10.0.0.2:8050", "id": "ab", "state": "live", "reason": None},
         {"url": "http://10.0.0.3:8050", "id": None, "state": "silent", "reason": None},
@@ -264,10 +264,10 @@ def test_warnings_are_on_stderr(is_json):
     assert ("warning: desired state invalid" in done.stderr) is not is_json
 
 
-# -- words
+# -- formatting
 
 
-def test_no_control_character_is_printed():
+def test_control_characters_are_not_printed():
     evil = "a\x1b[2J\x9b\u202e\r\nready"
     answer = NODE | {
         "warnings": [evil],

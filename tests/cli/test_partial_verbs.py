@@ -1,4 +1,4 @@
-"""What the verbs make of an AImage that is here in part, and what a part can be."""
+"""Verbs on a partial AImage, and the selection of a part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MANIFEST, _ = DIALECTS["clowder"].write(AIMAGE)
 
 
 def put(store, *names):
-    """Put the manifest, the config and these layers into a store."""
+    """Store the manifest, the config and these layers."""
     store.push(MANIFEST.config, bytes_body(CONFIG))
     for name in names:
         store.push(layer(name).descriptor, bytes_body(DATA[name]))
@@ -38,7 +38,7 @@ def put(store, *names):
 
 @pytest.fixture
 def part(aimage):
-    """The command line on a store that has some layers of NAME."""
+    """Return the command line on a store with some layers of NAME."""
     here = aimage()
     layout = ImageLayout(here.store)
     put(layout, "top.json", "net/a", "vae/a", "vae/b")
@@ -49,20 +49,20 @@ def part(aimage):
 # -- verbs
 
 
-def test_a_list_says_that_it_is_partial(part):
+def test_ls_marks_a_partial_aimage(part):
     assert "clowder (partial)" in part("ls").out
     (row,) = part("ls", "--json").value
     assert (row["kind"], row["partial"]) == ("clowder", True)
 
 
-def test_a_mark_on_what_is_whole_is_not_believed(part):
-    """Another name may have brought the rest."""
+def test_a_stale_partial_mark_is_ignored(part):
+    """A pull of another name may have completed it."""
     put(ImageLayout(part.store), *DATA)
     (row,) = part("ls", "--json").value
     assert "partial" not in row
 
 
-def test_a_list_of_a_partial_name_without_its_manifest(part):
+def test_ls_of_a_partial_name_without_its_manifest(part):
     layout = ImageLayout(part.store)
     part("tag", NAME, "other")
     layout.path(MANIFEST.descriptor).unlink()
@@ -70,7 +70,7 @@ def test_a_list_of_a_partial_name_without_its_manifest(part):
     assert all(row["partial"] for row in rows)
 
 
-def test_what_is_here_is_kept_and_checked(part):
+def test_present_layers_are_kept_and_verified(part):
     part("gc", "--grace", "0s")
     part("verify")
     layout = ImageLayout(part.store)
@@ -81,7 +81,7 @@ def test_what_is_here_is_kept_and_checked(part):
     assert "damaged" in part("verify", code=5).out
 
 
-def test_a_run_says_what_is_missing(part, tmp_path):
+def test_run_lists_missing_layers(part, tmp_path):
     pytest.importorskip("mlx.core")
     part("tag", NAME, "mine")
     err = part("run", "mine", "a fox", "-o", tmp_path / "x.png", code=3).err
@@ -92,7 +92,7 @@ def test_a_run_says_what_is_missing(part, tmp_path):
     assert "pull or create it again" in err
 
 
-def test_a_registry_that_is_gone_is_no_reason_to_hide_what_is_missing(part):
+def test_run_lists_missing_layers_without_the_registry(part):
     pytest.importorskip("mlx.core")
     part("tag", NAME, "127.0.0.1:1/x:v1")
     err = part("run", "127.0.0.1:1/x:v1", "a fox", code=1).err
@@ -100,7 +100,7 @@ def test_a_registry_that_is_gone_is_no_reason_to_hide_what_is_missing(part):
     assert "the store lacks net (1 of 2 layers)" in err
 
 
-# -- what a part can be
+# -- the selection of a part
 
 
 def chosen(layers, components=(), patterns=()):
@@ -108,7 +108,7 @@ def chosen(layers, components=(), patterns=()):
     return sorted(LayerSelection(tuple(components), tuple(patterns)).names(aimage, NAME))
 
 
-def test_files_at_the_top_come_with_a_component_and_weights_do_not():
+def test_a_component_includes_top_level_files_without_weights():
     layers = [
         layer("model.gguf", mediatype.AIMAGE_GGUF),
         layer("lora.safetensors", mediatype.AIMAGE_LORA),
@@ -125,7 +125,7 @@ def test_files_at_the_top_come_with_a_component_and_weights_do_not():
     ]
 
 
-def test_a_component_may_be_a_part_of_a_larger_one():
+def test_a_nested_component_is_selected():
     layers = [layer(f"adapters/{name}/w") for name in ("style", "styles", "other")]
     assert chosen(layers, ["adapters/style"]) == ["adapters/style/w"]
     assert chosen(layers, ["adapters/style/"]) == ["adapters/style/w"]
@@ -138,7 +138,7 @@ def test_unknown_components_are_refused(name):
         chosen(AIMAGE.layers, [name])
 
 
-def test_all_that_is_not_there_is_said_at_once_and_not_too_long():
+def test_all_unknown_components_are_listed_up_to_a_limit():
     layers = [layer(f"part{i:02}/w") for i in range(25)]
     with pytest.raises(NotFoundError) as caught:
         chosen(layers, ["part01", "x"], ["y*", "part02/*"])
@@ -150,11 +150,11 @@ def test_all_that_is_not_there_is_said_at_once_and_not_too_long():
         chosen([], ["x"])
 
 
-# -- underneath
+# -- the plan
 
 
-def test_a_plan_of_a_part_names_nothing(aimage):
-    """Only who knows that it is a part may name it."""
+def test_a_partial_plan_does_not_tag(aimage):
+    """Only the caller that marks it as partial may tag it."""
     source, layout = MemoryStore(), ImageLayout(aimage().store)
     put(source, *DATA)
     source.tag(MANIFEST.descriptor, NAME)
@@ -171,14 +171,14 @@ def test_a_plan_of_a_part_names_nothing(aimage):
 
 
 class _Meanwhile(ImageLayout):
-    """A layout that another process completes in the moment before a name is given."""
+    """A layout that another process completes just before a name is set."""
 
     def tag(self, content, reference, /, *, is_partial=False):
         put(ImageLayout(self.root), *DATA)
         super().tag(content, reference, is_partial=is_partial)
 
 
-def test_what_another_pull_completes_meanwhile_is_not_marked(aimage):
+def test_an_aimage_completed_by_another_pull_is_not_marked(aimage):
     layout = _Meanwhile(aimage().store)
     put(layout, "net/a")
     source = MemoryStore()
@@ -189,7 +189,7 @@ def test_what_another_pull_completes_meanwhile_is_not_marked(aimage):
     assert mediatype.PARTIAL not in layout.resolve(NAME).annotations
 
 
-def test_compressed_layers_that_are_not_here_are_left_alone(aimage):
+def test_missing_compressed_layers_are_skipped(aimage):
     layout = ImageLayout(aimage().store)
     manifest, config = DIALECTS["container"].write(AIMAGE)
     layout.push(manifest.config, bytes_body(config))

@@ -1,4 +1,4 @@
-"""Each verb once as a process of its own: its imports, its exit code, its two streams."""
+"""Each verb once as a child process: imports, exit code, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from clowder_aimage.cli.main import VERBS
 
-# verb: arguments and exit code, in a store that has nothing
+# verb: arguments and exit code, in an empty store
 CALLS = {
     "create": ("x missing", 1),
     "convert": ("x y --dtype bf16", 3),
@@ -44,12 +44,12 @@ CALLS = {
 }
 
 
-def test_the_table_has_every_verb():
+def test_the_table_lists_every_verb():
     assert list(CALLS) == list(VERBS)
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_process_of_a_verb(verb, aimage):
+def test_each_verb_runs_as_a_process(verb, aimage):
     text, code = CALLS[verb]
     done = aimage().process(verb, *text.split(), code=code)
     assert bool(done.err) == bool(code)

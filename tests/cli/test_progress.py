@@ -25,12 +25,12 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.process import PROGRAM, spawn
 
 REFERENCE = Reference.parse("registry.example.com/team/model:v1")
-NEVER = 3600.0  # the tests look themselves
+NEVER = 3600.0  # the tests redraw themselves
 
 
 @pytest.fixture(autouse=True)
 def terminal(monkeypatch):
-    """The environment of a terminal of 80 by 24, without colours."""
+    """Return the environment of a terminal of 80 by 24, without colours."""
     for name, value in {"COLUMNS": "80", "LINES": "24", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
 
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A terminal of 80 by 24 that remembers what is written to it."""
+    """A terminal of 80 by 24 that records what is written to it."""
 
     encoding = "utf-8"
 
@@ -57,7 +57,7 @@ class Terminal(io.StringIO):
 
 
 def shown(text: str) -> list[str]:
-    """What a terminal shows in the end: the few movements that bars make are understood."""
+    """Return the final screen; only the cursor movements of bars are interpreted."""
     rows, row, column = [""], 0, 0
     for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|.", text, re.DOTALL):
         if part == "\r":
@@ -89,7 +89,7 @@ def plan(*blobs: Descriptor) -> CopyEvent:
 
 
 class Watched:
-    """A progress whose clock and looks are ours."""
+    """A progress with an injected clock and manual redraws."""
 
     def __init__(self, kind: type[BarView | LineView | JsonView]) -> None:
         self.stream = Terminal()
@@ -102,7 +102,7 @@ class Watched:
         self.progress.on_event(CopyEvent(kind, content, count))
 
     def after(self, seconds: float) -> list[str]:
-        """What the terminal shows after that time."""
+        """Return the screen after that time."""
         self.clock.now += seconds
         self.progress.refresh()
         return self.stream.screen
@@ -112,7 +112,7 @@ class Watched:
         return [json.loads(line) for line in self.stream.getvalue().splitlines()]
 
 
-def test_many_small_blobs_are_one_calm_line():
+def test_many_small_blobs_share_one_line():
     watched = Watched(BarView)
     blobs = [blob(i, 10_000) for i in range(1200)]
     frames = []
@@ -123,16 +123,16 @@ def test_many_small_blobs_are_one_calm_line():
             watched.tell("progress", content, content.size)
             watched.tell("done", content, content.size)
             watched.clock.now += 0.005
-            if number % 20 == 19:  # each tenth of a second, as the thread does
+            if number % 20 == 19:  # every tenth of a second, like the thread
                 frames.append(watched.after(0))
-    assert watched.stream.getvalue().count("pulling") <= 62  # a frame each, and not 3600
+    assert watched.stream.getvalue().count("pulling") <= 62  # one frame each, and not 3600
     drawn = [lines for lines in frames if lines]
     assert {len(lines) for lines in drawn} == {1}
     assert "1180/1200 blobs" in drawn[-2][0]
     assert watched.stream.screen == []
 
 
-def test_slow_blobs_get_a_line_each_until_they_are_done():
+def test_slow_blobs_have_a_line_each_until_they_complete():
     watched = Watched(BarView)
     named = blob(1, 50_000_000, **{"org.opencontainers.image.title": "vae/weights.safetensors"})
     nameless = blob(2, 50_000_000)
@@ -156,7 +156,7 @@ def test_slow_blobs_get_a_line_each_until_they_are_done():
     assert watched.stream.screen == ["pulled 2 blobs, 100 MB in all"]
 
 
-def test_a_stalled_transfer_is_seen_to_stall():
+def test_a_stalled_transfer_shows_no_speed():
     watched = Watched(BarView)
     content = blob(1, 100_000_000)
     with watched.progress as progress:
@@ -169,7 +169,7 @@ def test_a_stalled_transfer_is_seen_to_stall():
         assert "ETA -:--" in watched.after(100)[0]
 
 
-def test_a_retry_does_not_move_the_total_back():
+def test_a_retry_does_not_decrease_the_total():
     watched = Watched(BarView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
@@ -188,8 +188,8 @@ def test_a_retry_does_not_move_the_total_back():
         assert "7 MB of   10 MB" in watched.after(1)[0]
 
 
-def test_a_retry_does_not_move_the_events_back():
-    """Programs draw bars of them, too; what must be done again is an event of its own."""
+def test_a_retry_does_not_decrease_event_progress():
+    """Programs draw bars of events, so repeated bytes have their own event."""
     watched = Watched(JsonView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
@@ -275,7 +275,7 @@ def test_events_have_stable_names():
     ]
 
 
-def test_a_log_gets_lines():
+def test_a_log_file_receives_lines():
     watched = Watched(LineView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
@@ -300,7 +300,7 @@ def test_steps_have_a_position_a_rate_and_an_eta():
     assert stream.screen == []
 
 
-def test_an_interrupt_while_a_bar_begins_is_an_interrupt(monkeypatch):
+def test_an_interrupt_while_a_bar_starts_is_raised(monkeypatch):
     def interrupted(_: threading.Thread) -> None:
         raise KeyboardInterrupt
 
@@ -313,7 +313,7 @@ def test_an_interrupt_while_a_bar_begins_is_an_interrupt(monkeypatch):
         progress.begin(3)
 
 
-def test_nothing_is_lost_between_threads():
+def test_updates_of_several_threads_are_all_counted():
     blobs = [blob(i, 100_000) for i in range(8)]
     with Progress("pulling") as progress:
         progress.on_event(plan(*blobs))
@@ -333,7 +333,7 @@ def test_nothing_is_lost_between_threads():
     assert json.loads(view._line)["done"] == 800_000
 
 
-def test_a_terminal_that_is_gone_stops_nothing():
+def test_a_closed_terminal_does_not_stop_the_transfer():
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w", buffering=1)
@@ -348,7 +348,7 @@ def test_a_terminal_that_is_gone_stops_nothing():
 
 
 @pytest.mark.parametrize("columns", [20, 80])
-def test_titles_of_any_kind_fit_the_terminal(columns, monkeypatch):
+def test_titles_are_truncated_to_the_terminal(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     watched = Watched(BarView)
     titles = ["模型" * 40, "e\u0301" * 60, "[red]\x1b[2J\nb", "long/name" * 30]
@@ -369,7 +369,7 @@ def test_duration_formats_seconds():
 
 
 class OnTerminal:
-    """A command whose stderr is a real terminal of 80 by 24."""
+    """A command whose stderr is a pseudo-terminal of 80 by 24."""
 
     def __init__(self, here, *arguments: object) -> None:
         self._master, slave = pty.openpty()
@@ -386,11 +386,11 @@ class OnTerminal:
         self.text = ""
 
     def read_until(self, pattern: str) -> bool:
-        """Read until that is there, or the command has ended."""
+        """Read until the text appears or the command ends."""
         while not re.search(pattern, self.text):
             try:
                 data = os.read(self._master, 65536)
-            except OSError:  # as a pseudo-terminal says that it is closed
+            except OSError:  # the end of file of a pseudo-terminal
                 data = b""
             if not data:
                 return False
@@ -398,7 +398,7 @@ class OnTerminal:
         return True
 
     def end(self) -> tuple[int, list[str]]:
-        """The exit code, and what the terminal shows when it has ended."""
+        """Return the exit code and the final screen."""
         self.read_until("(?!)")
         os.close(self._master)
         self.process.communicate(timeout=60)
@@ -426,14 +426,14 @@ def test_an_interrupt_leaves_the_terminal_clean(aimage, pushed):
     assert [line for line in screen if line] == ["aimage: interrupted; what was complete is kept"]
 
 
-def test_a_pull_that_has_nothing_to_do_draws_nothing(aimage, pushed):
+def test_an_up_to_date_pull_draws_nothing(aimage, pushed):
     aimage("there")("pull", pushed, "-q")
     done = aimage("there")("pull", pushed)
     assert re.fullmatch("pulled 0 blobs, 293 already there, .* in all\n", done.err)
 
 
 @pytest.mark.integration
-def test_a_dumb_terminal_gets_no_movements(aimage, pushed):
+def test_a_dumb_terminal_receives_no_cursor_movements(aimage, pushed):
     here = aimage("there")
     here.environment["TERM"] = "dumb"
     master, slave = pty.openpty()
@@ -477,11 +477,11 @@ def test_notes_and_summaries_are_events_with_json(aimage, tiny, repository):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("options", [("-q",), ("-q", "--json")], ids=" ".join)
-def test_quiet_is_silent(options, aimage, pushed):
+def test_quiet_prints_nothing(options, aimage, pushed):
     assert aimage("there")("pull", pushed, *options).err == ""
 
 
-def test_bars_are_imported_on_a_terminal_only():
+def test_bars_are_only_imported_on_a_terminal():
     code = "import clowder_aimage.cli.verbs.pull, sys; print('rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""What a pull may be told: to fetch nothing, to go slowly, and when it cannot fit."""
+"""Options of pull: dry run, rate limit, and the check of free space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_dry_run_fetches_only_manifests(aimage, tiny, registry, repository):
 
 
 @pytest.mark.integration
-def test_a_limit_is_kept(aimage, pushed):
+def test_a_rate_limit_is_respected(aimage, pushed):
     begun = time.monotonic()
     aimage()("pull", pushed, "--limit-rate", "500k")
     assert time.monotonic() - begun > 1.2e6 / 500e3
@@ -37,7 +37,7 @@ def test_an_invalid_rate_is_refused(aimage):
     assert "is not a rate" in aimage()("pull", "a.example.com/x", "--limit-rate", "0", code=2).err
 
 
-def test_a_pull_that_does_not_fit_is_not_begun(aimage, registry, pushed):
+def test_a_pull_without_enough_space_is_not_started(aimage, registry, pushed):
     there = aimage("there")
     there.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(there.store)]

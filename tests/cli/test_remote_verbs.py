@@ -42,14 +42,14 @@ def step(index: int, total: int) -> bytes:
 
 
 def drawing(asked: Asked) -> Says:
-    """A worker that makes any picture in two steps."""
+    """Return a script of a worker that generates any image in two steps."""
     facts = {"seed": asked.value["seed"], "prompt": "Füchse"}
     return Says([step(1, 2), step(2, 2), done(png(**facts))])
 
 
 @pytest.fixture
 def at(aimage: Callable[[], Aimage]) -> Callable[[ScriptedWorker], Aimage]:
-    """``at(worker)``: the command line, told of a worker."""
+    """Return ``at(worker)``: the command line configured for a worker."""
 
     def make(worker: ScriptedWorker) -> Aimage:
         here = aimage()
@@ -62,7 +62,7 @@ def at(aimage: Callable[[], Aimage]) -> Callable[[ScriptedWorker], Aimage]:
 # -- run
 
 
-def test_run_asks_for_what_was_asked_for(at):
+def test_run_sends_the_given_options(at):
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         here.environment["AIMAGE_TOKEN"] = "open-sesame"
@@ -91,7 +91,7 @@ def test_run_asks_for_what_was_asked_for(at):
     }
 
 
-def test_run_leaves_to_the_model_what_was_not_asked_for(at):
+def test_run_omits_options_that_were_not_given(at):
     with ScriptedWorker(drawing).running() as worker:
         said = at(worker)("run", "x", "a fox", "--width", 64)
     asked = worker.asked[0].value
@@ -101,7 +101,7 @@ def test_run_leaves_to_the_model_what_was_not_asked_for(at):
     assert f"the worker at http://{worker.host} computes" in said.err.splitlines()
 
 
-def test_the_bytes_of_a_picture_are_the_workers(at):
+def test_run_writes_the_worker_s_bytes(at):
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         value = here("run", "x", "a fox", "--seed", 5, "--json", "-o", "y").value
@@ -110,7 +110,7 @@ def test_the_bytes_of_a_picture_are_the_workers(at):
     assert not list(here.home.glob(".y*"))
 
 
-def test_several_pictures_have_rising_seeds_and_one_bar(at):
+def test_several_images_have_rising_seeds_and_one_bar(at):
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", "--seed", 5, "-n", 3, "-o", "y.png", "--json")
@@ -122,7 +122,7 @@ def test_several_pictures_have_rising_seeds_and_one_bar(at):
     assert plans == [{"event": "plan", "task": "rendering", "steps": 6}]
 
 
-def test_what_is_finished_is_kept_when_the_next_one_fails(at):
+def test_finished_images_are_kept_when_the_next_one_fails(at):
     def script(asked: Asked) -> Says:
         busy = says({"error": {"message": "2 requests wait"}}, 503, Retry_After="9")
         return drawing(asked) if asked.value["seed"] == 5 else busy
@@ -135,7 +135,7 @@ def test_what_is_finished_is_kept_when_the_next_one_fails(at):
     assert len(worker.asked) == 2
 
 
-def test_a_pull_before_the_picture_is_shown(at):
+def test_a_pull_before_the_image_is_displayed(at):
     pull = [event("pull", {"completed": done, "total": 10}) for done in (0, 4, 10)]
 
     def script(_: Asked) -> Says:
@@ -149,7 +149,7 @@ def test_a_pull_before_the_picture_is_shown(at):
         {"event": "plan", "task": "pulling", "reference": reference, "size": 10},
         {"event": "plan", "task": "rendering", "steps": 1},
     ]
-    assert said.value == {"pictures": [{"path": "x-1.png", "seed": 1}]}  # no facts came
+    assert said.value == {"pictures": [{"path": "x-1.png", "seed": 1}]}  # no metadata was sent
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_pull_before_the_picture_is_shown(at):
         (Says([done(png())], headers={"X-Aimage-Model": "other:latest"}), 3, "other:latest"),
     ],
 )
-def test_a_worker_that_fails_leaves_no_picture(at, answer, code, text):
+def test_a_failing_worker_leaves_no_image(at, answer, code, text):
     with ScriptedWorker(lambda _: answer).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", "--seed", 1, code=code)
@@ -212,7 +212,7 @@ def test_invalid_options_of_run_send_no_request(at, options):
     assert not worker.asked
 
 
-def test_an_interrupt_hangs_up_and_keeps_nothing(at):
+def test_an_interrupt_disconnects_and_writes_nothing(at):
     is_drawing = threading.Event()
 
     def for_ever() -> Iterator[bytes]:
@@ -232,13 +232,13 @@ def test_an_interrupt_hangs_up_and_keeps_nothing(at):
     assert not list(here.home.glob("*.png"))
 
 
-def test_without_a_named_worker_the_process_itself_is_asked(aimage):
+def test_run_is_local_without_a_configured_worker(aimage):
     here = aimage()
     here.environment |= {"AIMAGE_HOST": " ", "AIMAGE_TOKEN": ""}
     assert "in the store" in here("run", "nothing", "a fox", code=3).err
 
 
-def test_a_worker_that_is_not_there(aimage):
+def test_an_unreachable_worker_fails(aimage):
     here = aimage()
     here.environment["AIMAGE_HOST"] = "127.0.0.1:1"
     for arguments in (
@@ -270,7 +270,7 @@ def in_seconds(count: int) -> str:
     return (datetime.now(UTC) + timedelta(seconds=count)).isoformat()
 
 
-def test_ps(at):
+def test_ps_lists_loaded_models(at):
     loaded = [
         TINY | {"device": "cpu (openblas)", "expires_at": in_seconds(90)},
         TINY | {"name": "b:1", "details": {"device": "gpu"}, "expires_at": "2400-01-01T00:00:00Z"},
@@ -300,7 +300,7 @@ def test_ps(at):
     assert [row["until"] for row in value[1:3]] == [None, None]
 
 
-def test_nothing_is_loaded(at):
+def test_empty_model_lists(at):
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         assert at(worker)("ps").out.split() == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]
         assert at(worker)("ls", "--remote", "--json").value == []
@@ -317,7 +317,7 @@ def test_an_invalid_list_is_refused(at, answer):
             assert "lists no models" in here(*arguments, code=5).err
 
 
-def test_stop(at):
+def test_stop_unloads_a_model(at):
     with ScriptedWorker(lambda _: says({"done": True})).running() as worker:
         here = at(worker)
         assert here("stop", "tiny").line == "tiny:latest"
@@ -327,7 +327,7 @@ def test_stop(at):
     assert first.value == {"model": "tiny:latest", "prompt": "", "stop": True, "stream": False}
 
 
-def test_stop_what_is_not_there(at):
+def test_stop_of_an_unknown_model_fails(at):
     with ScriptedWorker(lambda _: says({"error": "no x"}, 404)).running() as worker:
         assert "no x" in at(worker)("stop", "x", code=3).err
 
@@ -335,13 +335,13 @@ def test_stop_what_is_not_there(at):
 # -- ls, rm, pull
 
 
-def test_ls_of_a_worker(at):
+def test_ls_lists_the_worker_s_models(at):
     found = [TINY, TINY | {"name": "a:1", "details": {"family": "z-image"}}]
     with ScriptedWorker(lambda _: says({"models": found})).running() as worker:
         here = at(worker)
         rows = [text.split() for text in here("ls", "--remote").out.splitlines()]
         value = here("ls", "--remote", "--json").value
-        assert here("ls", "--json").value == []  # its own store
+        assert here("ls", "--json").value == []  # the local store
     assert worker.asked[0].path == "/api/tags"
     assert rows == [
         ["NAME", "DIGEST", "SIZE", "FAMILY"],
@@ -356,7 +356,7 @@ def test_ls_of_a_worker(at):
     }
 
 
-def test_rm_at_a_worker(at):
+def test_rm_removes_the_worker_s_models(at):
     models = {"models": [TINY, TINY | {"name": "a:1"}]}
     with ScriptedWorker(
         lambda asked: says(models) if asked.method == "GET" else Says()
@@ -367,7 +367,7 @@ def test_rm_at_a_worker(at):
         assert deleted == [{"model": "tiny:latest"}, {"model": "a:1"}]
         assert worker.asked[-1].path == "/api/delete"
         assert "has no b:latest" in here("rm", "--remote", "tiny", "b", code=3).err
-        assert sum(asked.method == "DELETE" for asked in worker.asked) == 2  # not one more
+        assert sum(asked.method == "DELETE" for asked in worker.asked) == 2  # no further request
 
 
 def pulling(*last: bytes) -> Says:
@@ -384,7 +384,7 @@ def pulling(*last: bytes) -> Says:
     )
 
 
-def test_pull_by_a_worker(at):
+def test_pull_runs_on_the_worker(at):
     name = "localhost:5000/team/x:v1"
     models = {"models": [TINY, TINY | {"name": name, "digest": "ef" * 32}]}
 
@@ -405,13 +405,13 @@ def test_pull_by_a_worker(at):
 
 
 def sizes(said: Done) -> list[int]:
-    """What a bar was told that there is to do."""
+    """Return the totals that a bar was given."""
     events = [json.loads(text) for text in said.err.splitlines()]
     return [each["size"] for each in events if each["event"] == "plan"]
 
 
 @pytest.mark.parametrize("size", [{"size": 1000}, {}], ids=["known", "unknown"])
-def test_the_size_of_a_pull_by_a_worker_is_told_seldom(at, size):
+def test_the_total_of_a_worker_s_pull_is_updated_rarely(at, size):
     blobs = [
         line(digest=str(i), total=10, completed=done, **size)
         for i in range(100)
@@ -441,7 +441,7 @@ def test_the_size_of_a_pull_by_a_worker_is_told_seldom(at, size):
         (line(status="pulling", digest="x", total="many", completed=None), 1, "hung up before"),
     ],
 )
-def test_a_pull_that_fails_at_a_worker(at, last, code, text):
+def test_a_failing_pull_on_a_worker_fails(at, last, code, text):
     with ScriptedWorker(lambda _: pulling(last)).running() as worker:
         said = at(worker)("pull", "--remote", "localhost:5000/x", code=code)
     assert text in said.err
@@ -459,17 +459,17 @@ def test_a_pull_that_fails_at_a_worker(at, last, code, text):
         ("--store", "s", "ls", "--remote"),
     ],
 )
-def test_options_about_this_machine_are_not_for_a_worker(at, arguments):
+def test_local_options_are_refused_with_a_worker(at, arguments):
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         said = at(worker)(*arguments, code=2)
     assert "does not apply to a worker" in said.err
     assert not worker.asked
 
 
-# -- what it costs
+# -- imports
 
 
-def test_a_worker_is_asked_without_anything_heavy(at, monkeypatch):
+def test_remote_verbs_import_no_heavy_modules(at, monkeypatch):
     with ScriptedWorker(drawing).running() as worker:
         for name, value in at(worker).env().items():
             monkeypatch.setenv(name, value)

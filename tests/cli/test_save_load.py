@@ -1,4 +1,4 @@
-"""``aimage save`` and ``aimage load`` as a user types them, and with the archives of skopeo."""
+"""``aimage save`` and ``aimage load``, also with archives of skopeo."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leftovers(directory):
     return [path.name for path in directory.iterdir() if path.name.startswith(".")]
 
 
-def test_there_and_back(here, aimage):
+def test_save_and_load_round_trip(here, aimage):
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     done = here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "out.tar")
     assert done.line == "out.tar"
@@ -48,7 +48,7 @@ def test_there_and_back(here, aimage):
     assert there("--json", "verify").value["problems"] == []
 
 
-def test_json(here, aimage):
+def test_save_and_load_json_output(here, aimage):
     done = here("save", "tiny", "-o", "out.tar", "--json")
     data = (here.home / "out.tar").read_bytes()
     manifest = {"reference": "tiny:latest", "mediaType": mediatype.OCI_MANIFEST}
@@ -66,12 +66,12 @@ def test_json(here, aimage):
     assert aimage("there")("load", "out.tar", "--json").value == [manifest]
 
 
-def test_quiet(here, aimage):
+def test_save_and_load_quiet(here, aimage):
     assert here("save", "tiny", "-o", "out.tar", "-q").err == ""
     assert aimage("there")("load", "out.tar", "-q").err == ""
 
 
-def test_a_pipe_from_one_to_the_other(here, aimage):
+def test_save_pipes_into_load(here, aimage):
     there = aimage("there")
     save, load = (" ".join(PROGRAM) + f" {verb}" for verb in ("save tiny -o -", "load -"))
     shell = f"{save} | tee x.tar | gzip | AIMAGE_STORE={there.store} {load} --json"
@@ -90,7 +90,7 @@ def test_a_pipe_from_one_to_the_other(here, aimage):
     assert (here.home / "x.tar").read_bytes() == (here.home / "y.tar").read_bytes()
 
 
-def test_stdout_has_the_archive_alone(here):
+def test_save_writes_only_the_archive_to_stdout(here):
     command = [*PROGRAM, "save", "tiny", "-o", "-", "--json"]
     done = subprocess.run(command, env=here.env(), capture_output=True, timeout=120)
     last = json.loads(done.stderr.splitlines()[-1])
@@ -98,7 +98,7 @@ def test_stdout_has_the_archive_alone(here):
     assert last["digest"] == f"sha256:{hashlib.sha256(done.stdout).hexdigest()}"
 
 
-def test_a_reader_that_leaves_is_told(here):
+def test_a_closed_pipe_fails_a_save(here):
     shell = f"{' '.join(PROGRAM)} save tiny -o - | head -c 1000 | wc -c; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], env=here.env(), capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (1, "1000")
@@ -107,7 +107,7 @@ def test_a_reader_that_leaves_is_told(here):
 
 
 @pytest.mark.parametrize("arguments", [("save", "tiny", "-o", "-"), ("load", "-")], ids=" ".join)
-def test_a_terminal_is_no_place_for_an_archive(here, arguments):
+def test_save_to_a_terminal_is_refused(here, arguments):
     leader, follower = pty.openpty()
     try:
         done = subprocess.run(
@@ -126,7 +126,7 @@ def test_a_terminal_is_no_place_for_an_archive(here, arguments):
     assert "an archive" in done.stderr
 
 
-def test_usage(here):
+def test_usage_errors_of_save_and_load(here):
     assert "Usage:" in here("save", "tiny", code=2).err
     assert "Usage:" in here("save", "-o", "x.tar", code=2).err
     assert "Usage:" in here("load", code=2).err
@@ -137,7 +137,7 @@ def test_usage(here):
     assert not (here.home / "x.tar").exists()
 
 
-def test_a_damaged_store_makes_no_archive(here):
+def test_a_damaged_store_writes_no_archive(here):
     path = max((here.store / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
@@ -148,11 +148,11 @@ def test_a_damaged_store_makes_no_archive(here):
     assert (here.home / "x.tar").read_text() == "old"
 
 
-def test_a_damaged_archive_names_nothing(here, aimage):
+def test_a_damaged_archive_tags_nothing(here, aimage):
     here("save", "tiny", "-o", "x.tar")
     file = here.home / "x.tar"
     data = bytearray(file.read_bytes())
-    data[-1500] ^= 1  # in the last blob: before the end, and the padding
+    data[-1500] ^= 1  # in the last blob: before the end marker and the padding
     file.write_bytes(data)
     there = aimage("there")
     assert "is damaged" in there("load", "x.tar", code=5).err
@@ -162,7 +162,7 @@ def test_a_damaged_archive_names_nothing(here, aimage):
     assert "x.tar" in there("load", "x.tar", code=5).err
 
 
-def test_what_is_whole_is_printed_before_what_is_not(here, aimage):
+def test_intact_names_are_printed_before_the_error(here, aimage):
     layout = ImageLayout(here.store)
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"away")])
     layout.push(away.descriptor, bytes_body(away.raw), Reference.parse("half"))
@@ -173,7 +173,7 @@ def test_what_is_whole_is_printed_before_what_is_not(here, aimage):
     assert "half:latest lacks sha256:" in done.err
 
 
-def test_an_index_says_what_it_leaves_out(here, aimage):
+def test_save_of_an_index_reports_omitted_manifests(here, aimage):
     layout = ImageLayout(here.store)
     away = artifact.manifest(artifact.blob(b"{}"), [])
     both = artifact.index([layout.resolve(Reference.parse("tiny")), away.descriptor])
@@ -190,7 +190,7 @@ def small_disk(place):
         pytest.skip("no small disk can be mounted here")
 
 
-def test_a_full_disk(here, aimage):
+def test_save_on_a_full_disk_fails(here, aimage):
     small = here.home / "small"
     small_disk(small)
     try:
@@ -210,8 +210,8 @@ def test_a_full_disk(here, aimage):
         subprocess.run(["umount", str(small)], check=True)
 
 
-def test_ctrl_c_leaves_nothing(here):
-    """A pipe that nobody reads keeps the archive from being finished."""
+def test_ctrl_c_during_a_save_leaves_no_file(here):
+    """A pipe without a reader keeps the archive incomplete."""
     read_end, write_end = os.pipe()
     layout = ImageLayout(here.store)
     artifact.put_artifact(layout, "large", os.urandom(4_000_000))
@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_nothing(here):
         env=here.env(),
     )
     os.close(write_end)
-    assert os.read(read_end, 1)  # it is at work
+    assert os.read(read_end, 1)  # the save has started
     process.send_signal(signal.SIGINT)
     begun = time.monotonic()
     _, err = process.communicate(timeout=20)
@@ -234,8 +234,8 @@ def test_ctrl_c_leaves_nothing(here):
 
 
 @pytest.mark.integration
-def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
-    """A pipe in which no more comes: nothing half-written is left, and nothing is named."""
+def test_ctrl_c_during_a_load_leaves_no_name(here, aimage):
+    """The pipe stalls: no partial blob remains, and nothing is tagged."""
     artifact.put_artifact(ImageLayout(here.store), "large", b"1" * 9_000_000)
     here("save", "large", "-o", "x.tar")
     there = aimage("there")
@@ -244,7 +244,7 @@ def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
     )
     assert process.stdin is not None
     process.stdin.write((here.home / "x.tar").read_bytes()[:5_000_000])
-    process.stdin.flush()  # all but what the pipe holds has been read
+    process.stdin.flush()  # everything except the pipe's buffer was read
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130, err
@@ -255,7 +255,7 @@ def test_ctrl_c_in_the_middle_of_a_load(here, aimage):
 
 
 @pytest.mark.integration
-def test_skopeo_reads_what_we_save(here, skopeo):
+def test_skopeo_reads_a_saved_archive(here, skopeo):
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "x.tar")
     for name in ("tiny:latest", "localhost:5000/team/tiny:v1"):
@@ -276,7 +276,7 @@ def test_skopeo_reads_what_we_save(here, skopeo):
 
 
 @pytest.mark.integration
-def test_we_load_what_skopeo_writes(here, aimage, skopeo):
+def test_load_reads_an_archive_of_skopeo(here, aimage, skopeo):
     for name in (":named:v1", ":v1", ""):
         (here.home / "x.tar").unlink(missing_ok=True)
         source, target = f"oci:{here.store}:tiny:latest", f"oci-archive:x.tar{name}"
@@ -292,8 +292,8 @@ def test_we_load_what_skopeo_writes(here, aimage, skopeo):
 
 
 @pytest.mark.integration
-def test_what_skopeo_compressed_is_unpacked(here, aimage, skopeo, tiny):
-    """As after a pull: the AImage in a container's clothes can be run and pushed."""
+def test_load_decompresses_layers_of_skopeo(here, aimage, skopeo, tiny):
+    """As after a pull: an AImage in the container dialect can be run and pushed."""
     here("create", "boxed", tiny, "--dialect", "container")
     source = f"oci:{here.store}:boxed:latest"
     command = [skopeo, "copy", "-q", "--dest-compress", source, "oci-archive:x.tar:boxed:v1"]

@@ -1,4 +1,4 @@
-"""show says what of an AImage is quantized, and nothing where nothing is."""
+"""show lists the quantization of components, and omits it without quantization."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tests.importer.valued import make_valued
 
 
 def rows(text: str) -> dict[str, str]:
-    """The lines of the table of components, by their first word."""
+    """Return the lines of the component table by their first word."""
     table = text[text.index("COMPONENT") :].splitlines()
     return {line.split()[0]: line for line in table}
 
 
-def test_components_say_what_is_quantized(aimage, tmp_path):
+def test_show_lists_the_quantization_of_components(aimage, tmp_path):
     here, model = aimage(), make_valued(tmp_path / "model", "F32")
     here("create", "m", model.directory, "--quantize", "transformer=int8,text_encoder=int4")
     found = rows(here("show", "m").out)
@@ -28,7 +28,7 @@ def test_components_say_what_is_quantized(aimage, tmp_path):
     assert facts["transformer"]["quantization"]["tensors"] == 23
 
 
-def test_nothing_is_said_where_nothing_is_quantized(aimage, tmp_path):
+def test_show_omits_quantization_of_plain_models(aimage, tmp_path):
     here, model = aimage(), make_valued(tmp_path / "model", "F32")
     here("create", "m", model.directory)
     found = rows(here("show", "m").out)
@@ -46,5 +46,5 @@ def test_nothing_is_said_where_nothing_is_quantized(aimage, tmp_path):
         ({"quantization": {"type": "a\nb", "tensors": 3}, "tensors": 3}, "a b (3 of 3 tensors)"),
     ],
 )
-def test_configs_of_others_may_say_less(part, said):
+def test_show_accepts_configs_without_quantization_details(part, said):
     assert _quantized(part) == said

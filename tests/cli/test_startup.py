@@ -1,4 +1,4 @@
-"""A verb does not import modules that it does not need."""
+"""Verbs import only the modules that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAVY = {
 
 
 def imported(*arguments: str) -> set[str]:
-    """The modules that a command line imports, as Python itself reports them."""
+    """Return the modules that a command line imports, as reported by Python."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "clowder_aimage.cli", *arguments],
         capture_output=True,
@@ -29,19 +29,19 @@ def imported(*arguments: str) -> set[str]:
     [("--help",), ("pull", "--help"), ("run", "--help")],
     ids=" ".join,
 )
-def test_help_is_light(arguments):
+def test_help_imports_no_heavy_modules(arguments):
     modules = imported(*arguments)
-    assert "click" in modules  # the list is a real one
+    assert "click" in modules  # the list is not empty
     assert not {m for m in modules if m.partition(".")[0] in HEAVY}
 
 
-def test_the_version_is_lighter():
+def test_version_imports_fewer_modules_than_help():
     modules = imported("--version")
     assert "click" in modules
     assert "clowder_aimage.oci" not in modules
 
 
-def test_verbs_of_the_store_are_light(stocked):
+def test_store_verbs_import_no_heavy_modules(stocked):
     here = stocked()
     store = str(here.store)
     for arguments in (("ls",), ("tag", "x", "y")):
@@ -52,7 +52,7 @@ def test_verbs_of_the_store_are_light(stocked):
 
 @pytest.mark.integration
 def test_the_base_install_can_create_push_and_pull(aimage, tiny, repository):
-    """Nothing of the extras is imported on the way."""
+    """No extra is imported."""
     here = aimage()
     extras = {"mlx", "numpy", "PIL", "jinja2", "tokenizers", "aiohttp"}
     for arguments in (

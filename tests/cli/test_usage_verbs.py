@@ -1,4 +1,4 @@
-"""``aimage du`` and ``aimage df``: what names take on disk, and what they would free."""
+"""``aimage du`` and ``aimage df``: disk usage of names, and what their removal would free."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOB = "application/vnd.example.blob"
 
 
 class Store:
-    """A layout that is written by hand, as another tool may have written it."""
+    """A layout written directly, as another tool may write it."""
 
     def __init__(self, root):
         self.root, self.entries = root, []
@@ -45,7 +45,7 @@ class Store:
         return self.document(value, mediatype.OCI_MANIFEST)
 
     def name(self, entry, name=None):
-        """Name it; without a name it is only listed."""
+        """Tag it; without a name it is only listed in the index."""
         said = {"annotations": {mediatype.REF_NAME: name}} if name else {}
         self.entries.append(entry | said if isinstance(entry, dict) else entry)
         self.save()
@@ -67,12 +67,12 @@ class Store:
 
     @property
     def sizes(self):
-        """The sizes of all blobs, by digest."""
+        """Return the sizes of all blobs by digest."""
         paths = (self.root / "blobs" / "sha256").iterdir()
         return {f"sha256:{path.name}": path.stat().st_size for path in paths}
 
     def collected(self):
-        """The bytes that a collection would free now."""
+        """Return the bytes that a collection would free now."""
         return Collector(self.layout, grace=0, dry_run=True).run().size
 
 
@@ -83,7 +83,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def two(stocked, tiny):
-    """Two AImages that share all layers, one of them with two names."""
+    """Return two AImages that share all layers, one of them with two names."""
     here = stocked()
     here("create", "y", tiny, "--license", "mit")
     here("tag", "x", "also")
@@ -105,17 +105,17 @@ def test_each_blob_counts_once_in_the_total(two):
         assert row["size"] == row["unique"] + row["shared"]
     assert value["total"]["unique"] == sum(row["unique"] for row in value["manifests"])
     shared = {row["shared"] for row in value["manifests"]}
-    assert shared == {value["total"]["shared"]}  # the layers, which both have
+    assert shared == {value["total"]["shared"]}  # the layers, which both share
 
 
-def test_unique_is_what_rm_and_gc_free(two):
+def test_unique_equals_the_bytes_freed_by_rm_and_gc(two):
     (row,) = two("--json", "du", "y").value["manifests"]
     assert 0 < row["unique"] < row["shared"]
     two("rm", "y")
     assert gc_size(two) == row["unique"]
 
 
-def test_two_names_of_one_manifest_go_together(two):
+def test_two_names_of_one_manifest_are_one_row(two):
     (row,) = two("--json", "du", "x", "also").value["manifests"]
     assert row["references"] == ["also:latest", "x:latest"]
     two("rm", "x")
@@ -124,14 +124,14 @@ def test_two_names_of_one_manifest_go_together(two):
     assert gc_size(two) == row["unique"]
 
 
-def test_what_several_would_free_together(two):
+def test_several_names_report_what_they_free_together(two):
     total = two("--json", "du", "x", "y").value["total"]
     assert total["freed"] == total["size"] > total["unique"]
     value = two("--json", "du", "x").value
     assert value["total"]["freed"] == value["manifests"][0]["unique"]
 
 
-def test_the_table(two):
+def test_du_table(two):
     lines = two("du").out.splitlines()
     assert lines[0].split() == ["NAME", "SIZE", "UNIQUE", "SHARED"]
     assert lines[lines.index("  and x:latest") - 1].startswith("also:latest  ")
@@ -140,18 +140,18 @@ def test_the_table(two):
     assert "freed if all of these were removed: " in two("du", "x").out.splitlines()[-1]
 
 
-def test_the_largest_unique_stands_first(store):
+def test_rows_are_sorted_by_unique_size(store):
     config = store.blob(b"{}")
     for name, count in (("b", 500), ("c", 1000), ("a", 500)):
         store.name(store.manifest(config, store.blob(name.encode() * count)), name)
     assert [share.names for share in store.usage.shares] == [("c",), ("a",), ("b",)]
 
 
-def test_a_name_that_is_not_there(two):
+def test_du_of_an_unknown_name_fails(two):
     assert "no z:latest in the store" in two("du", "x", "z", code=3).err
 
 
-def test_an_empty_store_stays_unmade(aimage):
+def test_a_missing_store_is_not_created(aimage):
     here = aimage()
     assert here("--json", "du").value["total"]["size"] == 0
     assert here("du").out.splitlines()[1].split() == ["total", *["0", "B"] * 3]
@@ -161,14 +161,14 @@ def test_an_empty_store_stays_unmade(aimage):
     assert not here.store.exists()
 
 
-def test_a_store_that_is_a_file(aimage):
+def test_a_store_that_is_a_file_fails(aimage):
     here = aimage()
     here.store.write_text("?")
     for verb in ("du", "df"):
         assert "is not a directory" in here(verb, code=1).err
 
 
-def test_neither_needs_the_network(two):
+def test_du_and_df_import_no_network_modules(two):
     from tests.cli.test_startup import HEAVY, imported
 
     for verb in ("du", "df"):
@@ -180,7 +180,7 @@ def test_neither_needs_the_network(two):
 # -- partly pulled
 
 
-def test_missing_layers_are_said_and_not_counted(two):
+def test_missing_layers_are_reported_and_not_counted(two):
     before = two("--json", "du", "x").value["manifests"][0]
     manifest = json.loads(
         (two.store / "blobs" / "sha256" / before["digest"].partition(":")[2]).read_bytes()
@@ -201,7 +201,7 @@ def test_missing_layers_are_said_and_not_counted(two):
     assert "  3 blobs, " in table[1]
 
 
-def test_a_missing_manifest_or_config(store):
+def test_a_missing_manifest_or_config_is_reported(store):
     config, layer = store.blob(b"{}" * 50), store.blob(b"layer")
     store.name(store.manifest(config, layer), "x")
     store.path(config["digest"]).unlink()
@@ -212,7 +212,7 @@ def test_a_missing_manifest_or_config(store):
     assert (share.size, share.missing, share.missing_size) == (0, 1, manifest["size"])
 
 
-def test_a_truncated_blob_counts_as_it_lies_there(store):
+def test_a_truncated_blob_counts_with_its_actual_size(store):
     layer = store.blob(b"layer" * 100)
     store.name(store.manifest(store.blob(b"{}"), layer), "x")
     before = store.share("x").size
@@ -220,17 +220,17 @@ def test_a_truncated_blob_counts_as_it_lies_there(store):
     assert store.share("x").size == before - 495
 
 
-# -- what other tools write
+# -- stores of other tools
 
 
-def test_an_index_needs_what_its_children_need(store):
+def test_an_index_includes_the_blobs_of_its_children(store):
     config = store.blob(b"{}")
     here = store.manifest(config, store.blob(b"a" * 1000))
     absent = {"mediaType": mediatype.OCI_MANIFEST, "digest": "sha256:" + "b" * 64, "size": 7}
     index = store.document({"manifests": [here, absent]}, mediatype.OCI_INDEX)
     store.name(index, "x")
     assert store.share("x").size == sum(store.sizes.values())
-    assert store.share("x").missing == 0  # a variant that nobody has fetched is not missing
+    assert store.share("x").missing == 0  # a variant that was never fetched is not missing
     store.name(here, "y")
     assert store.share("y").unique == 0
     assert store.share("x").unique == index["size"]
@@ -240,8 +240,8 @@ def test_an_index_needs_what_its_children_need(store):
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
-def test_indexes_in_indexes(outer_first, store):
-    """What one needs does not depend on which was looked at first, however deep it lies."""
+def test_nested_indexes_are_counted_in_any_order(outer_first, store):
+    """The result does not depend on the order of the indexes, whatever their depth."""
     document = store.manifest(store.blob(b"{}"), store.blob(b"layer" * 99))
     chain = [document]
     for number in range(9):
@@ -256,7 +256,7 @@ def test_indexes_in_indexes(outer_first, store):
         assert store.share(f"n{number}").size == model + sum(sizes[: number + 1])
 
 
-def test_foreign_entries_count_too(store):
+def test_foreign_entries_are_counted(store):
     config = store.blob(b"{}")
     kinds = ("application/vnd.example.odd", "", mediatype.DOCKER_MANIFEST)
     for number, kind in enumerate(kinds):
@@ -274,7 +274,7 @@ def test_foreign_entries_count_too(store):
     assert store.share("text").unique == 19 * 9
 
 
-def test_what_nobody_named(aimage, tmp_path):
+def test_entries_without_a_name_are_listed(aimage, tmp_path):
     here = aimage()
     store = Store(here.store)
     config = store.blob(b"{}")
@@ -288,12 +288,12 @@ def test_what_nobody_named(aimage, tmp_path):
     value = {row["digest"]: row for row in here("--json", "du").value["manifests"]}
     assert (value[one["digest"]]["references"], value[one["digest"]]["unnamed"]) == ([], True)
     assert value[other["digest"]]["references"] == ["named\nin two lines"]
-    assert value[other["digest"]]["unnamed"]  # so that rm alone frees nothing
+    assert value[other["digest"]]["unnamed"]  # ``rm`` alone frees nothing
     assert here("--json", "df").value[0]["names"] == 1
 
 
-def test_a_compressed_layer_and_what_it_unpacks_to(store):
-    """The config says so; a collection keeps both."""
+def test_a_compressed_layer_and_its_decompressed_blob_are_counted(store):
+    """The config references both, and a collection keeps both."""
     plain = store.blob(b"plain" * 99)
     config = store.blob(json.dumps({"rootfs": {"diff_ids": [plain["digest"]]}}).encode())
     store.name(store.manifest(config, store.blob(b"compressed")), "x")
@@ -301,7 +301,7 @@ def test_a_compressed_layer_and_what_it_unpacks_to(store):
 
 
 def scramble(store, seed):
-    """Documents that mention each other without sense; the names of some."""
+    """Store documents that reference each other at random; return the names of some."""
     draw = random.Random(seed)
     known = [store.blob(b"%d" % number * draw.randrange(1, 99)) for number in range(25)]
     documents = []
@@ -329,8 +329,8 @@ def scramble(store, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_collections_agree(seed, store):
-    """``unique`` is what goes when all entries of a manifest do, whatever they mention."""
+def test_unique_equals_the_bytes_freed_by_collect(seed, store):
+    """``unique`` is freed when all entries of a manifest are removed, whatever they reference."""
     scramble(store, seed)
     found, entries, before = store.usage, store.entries, store.collected()
     filled = disk_usage(store.layout)
@@ -358,7 +358,7 @@ def names_of(found):
 # -- the store as a whole
 
 
-def test_how_full_it_is(two):
+def test_df_reports_the_usage_of_a_store(two):
     (row,) = two("--json", "df").value
     files = list((two.store / "blobs" / "sha256").iterdir())
     assert row["store"] == str(two.store)
@@ -374,7 +374,7 @@ def test_how_full_it_is(two):
     assert text[4].startswith("unneeded    2 blobs, ")
 
 
-def test_a_sparse_blob_takes_less_than_it_has(store):
+def test_a_sparse_blob_allocates_less_than_its_size(store):
     path = store.path("sha256:" + "c" * 64)
     with path.open("wb") as file:
         file.truncate(1 << 30)
@@ -383,7 +383,7 @@ def test_a_sparse_blob_takes_less_than_it_has(store):
     assert found.allocated == path.stat().st_blocks * 512 < 1 << 20
 
 
-def test_unfinished_downloads(store):
+def test_df_reports_unfinished_downloads(store):
     ingest = store.root / ".aimage" / "ingest"
     ingest.mkdir(parents=True)
     with (ingest / ("d" * 64)).open("wb") as file:
@@ -398,7 +398,7 @@ def test_unfinished_downloads(store):
     assert 100_000 <= taken < 1 << 20
 
 
-def test_what_is_no_blob_is_none(store):
+def test_files_that_are_not_blobs_are_not_counted(store):
     blobs = store.root / "blobs"
     store.blob(b"one")
     (blobs / "sha256" / "notes.txt").write_text("x")
@@ -410,7 +410,7 @@ def test_what_is_no_blob_is_none(store):
     assert (disk_usage(store.layout).blobs, disk_usage(store.layout).size) == (1, 3)
 
 
-def test_several_stores(aimage, tiny, tmp_path):
+def test_df_lists_several_stores(aimage, tiny, tmp_path):
     first, second = aimage("first"), aimage("second")
     second("create", "x", tiny)
     first("create", "y", tiny, "--license", "mit")
@@ -427,7 +427,7 @@ def test_several_stores(aimage, tiny, tmp_path):
     assert value["total"]["size"] < on_disk(first) + on_disk(second)  # one of two copies
 
 
-# -- what it costs
+# -- cost
 
 
 def test_each_document_is_read_once(store, monkeypatch):
@@ -453,7 +453,7 @@ def test_each_document_is_read_once(store, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_a_thousand_aimages_of_1200_layers(aimage):
+def test_du_of_a_thousand_aimages_with_1200_layers(aimage):
     """90 % of the layers are shared: 120,000 blobs, 400 MB of manifests."""
     here = aimage()
     store = Store(here.store)
@@ -476,5 +476,5 @@ def test_a_thousand_aimages_of_1200_layers(aimage):
     took = time.monotonic() - start
     assert len(value["manifests"]) == 1000
     assert value["total"]["blobs"] == 1080 + 1000 * 122
-    assert took < 30, took  # seconds; 3 on a machine with nothing else to do
+    assert took < 30, took  # seconds; 3 on an idle machine
     assert Reference.parse(value["manifests"][0]["references"][0]).repository.startswith("team/")

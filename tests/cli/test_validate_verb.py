@@ -1,4 +1,4 @@
-"""``aimage validate``: all that is wrong with a document, each with its place."""
+"""``aimage validate``: list all violations of a document with their positions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def document(here, name, text):
 
 
 def named(here, name, manifest, *blobs):
-    """A store in which ``name`` is a manifest (its bytes, or a value) beside those blobs."""
+    """Return a store in which ``name`` is a manifest (bytes or a value) with those blobs."""
     data = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     layout = ImageLayout(here.store)
     for blob in blobs:
@@ -57,12 +57,12 @@ def pointers(done):
 # -- files
 
 
-def test_a_valid_file(here):
+def test_a_valid_file_passes(here):
     done = here("validate", HERE / "oci-manifest.json")
     assert (done.line, done.err) == (f"{HERE / 'oci-manifest.json'}: valid oci-manifest", "")
 
 
-def test_all_violations_are_listed_each_with_its_line_and_place(here):
+def test_all_violations_are_listed_with_line_and_path(here):
     path = document(
         here,
         "config.json",
@@ -85,7 +85,7 @@ def test_all_violations_are_listed_each_with_its_line_and_place(here):
     assert done.err == ""
 
 
-def test_as_json(here):
+def test_violations_as_json(here):
     path = document(here, "c.json", '{"schemaVersion": 1, "components": {},\n "context": 0}')
     done = here("validate", path, "--json", code=5)
     assert done.value == {
@@ -108,19 +108,19 @@ def test_as_json(here):
     assert (good["valid"], good["schema"], good["violations"]) == (True, "oci-index", [])
 
 
-def test_stdin(here):
+def test_stdin_is_validated(here):
     done = here("validate", "-", stdin='{"schemaVersion":1,\n"components":[]}', code=5)
     assert done.line == "stdin:2:1: /components: [] is not of type 'object'"
     assert here("validate", "-", stdin=CONFIG.decode()).line == "stdin: valid aimage-config"
 
 
-def test_a_file_that_is_not_json(here):
+def test_a_file_that_is_not_json_fails(here):
     path = document(here, "it.json", '{\n  "a": 1\n  "b": 2\n}')
     done = here("validate", path, code=5)
     assert (done.line, done.err) == (f"{path}:3:3: not JSON: Expecting ',' delimiter", "")
 
 
-def test_a_key_that_stands_twice_is_pointed_at(here):
+def test_a_duplicate_key_is_located(here):
     text = (
         '{"schemaVersion": 1,\n "components": {"vae": {"size": 1,\n "size": 2}},\n'
         ' "components": {}}'
@@ -132,12 +132,12 @@ def test_a_key_that_stands_twice_is_pointed_at(here):
     ]
 
 
-def test_an_escaped_pointer(here):
+def test_a_pointer_is_escaped(here):
     path = document(here, "it.json", '{"schemaVersion":1,"components":{"a/b~c":{}}}')
     assert pointers(here("validate", path, "--json", code=5)) == ["/components/a~1b~0c"]
 
 
-def test_two_layers_of_one_name(here):
+def test_two_layers_of_one_name_are_reported(here):
     manifest, _ = written(layers=(FILE, Layer(FILE.descriptor, "vae/other.json")))
     manifest["layers"][1]["annotations"][mediatype.NAME] = FILE.name
     done = here("validate", document(here, "m.json", json.dumps(manifest)), code=5)
@@ -145,7 +145,7 @@ def test_two_layers_of_one_name(here):
     assert "/layers/0/" in done.line
 
 
-def test_what_should_be_there_may_be_said(here):
+def test_the_schema_can_be_given(here):
     path = document(here, "it.json", "{}")
     done = here("validate", path, code=2)
     assert (done.out, "not a document that a schema is known for" in done.err) == ("", True)
@@ -154,7 +154,7 @@ def test_what_should_be_there_may_be_said(here):
     assert len(here("validate", path, "--schema", "aimage-config", code=5).out.splitlines()) == 2
 
 
-def test_a_schema_that_is_not_there(here):
+def test_an_unknown_schema_fails(here):
     path = document(here, "it.json", "{}")
     for name in ("nonsense", "../config", ""):
         done = here("validate", path, "--schema", name, code=2)
@@ -165,8 +165,8 @@ def test_a_schema_that_is_not_there(here):
     )
 
 
-def test_a_damaged_document_is_still_known(here):
-    """So that what is wrong is told of it, and not that nobody knows it."""
+def test_the_schema_of_a_damaged_document_is_detected(here):
+    """The violation is reported rather than an unknown document."""
     manifest, _ = written()
     for key, new in (("mediaType", "application/wrong"), ("artifactType", 7), ("config", None)):
         path = document(here, "m.json", json.dumps(manifest | {key: new}))
@@ -175,20 +175,20 @@ def test_a_damaged_document_is_still_known(here):
         assert pointers(done) == [f"/{key}"]
 
 
-def test_a_manifest_that_registries_would_not_take(here):
+def test_an_oversized_manifest_is_reported(here):
     manifest, _ = written()
     manifest["x"] = "x" * (4 << 20)
     done = here("validate", document(here, "m.json", json.dumps(manifest)), code=5)
     assert "of which registries accept 4194304" in done.line
 
 
-def test_a_file_without_end_is_not_read_whole(here):
+def test_an_endless_file_is_not_read_in_full(here):
     if not Path("/dev/zero").exists():
         pytest.skip("no /dev/zero")
     assert "too large for a document" in here("validate", "/dev/zero", code=5).line
 
 
-def test_a_pipe_is_read(here):
+def test_a_named_pipe_is_validated(here):
     command = " ".join([*PROGRAM, "validate", "<(cat oci.json)"])
     document(here, "oci.json", (HERE / "oci-index.json").read_text())
     done = subprocess.run(
@@ -205,10 +205,10 @@ def test_a_pipe_is_read(here):
 # -- safetensors
 
 
-def test_a_safetensors_file(here, tiny):
+def test_a_safetensors_file_passes(here, tiny):
     (path,) = (tiny / "vae").glob("*.safetensors")
     assert here("validate", path).line == f"{path}: valid safetensors"
-    blob = here.home / "blob"  # what a layer is called tells nothing
+    blob = here.home / "blob"  # the layer's name is not used
     blob.write_bytes(path.read_bytes())
     assert here("validate", blob, "--json").value["schema"] == "safetensors"
 
@@ -221,7 +221,7 @@ def test_a_safetensors_file(here, tiny):
         (encode_header([("a", "F32", [2])]) + b"1234", "the tensors fill 8 bytes"),
     ],
 )
-def test_a_bad_safetensors_file(here, data, why):
+def test_a_damaged_safetensors_file_fails(here, data, why):
     path = here.home / "model.safetensors"
     path.write_bytes(data)
     done = here("validate", path, code=5)
@@ -231,7 +231,7 @@ def test_a_bad_safetensors_file(here, data, why):
 # -- names
 
 
-def test_a_name_with_its_config(here, tiny):
+def test_a_name_is_validated_with_its_config(here, tiny):
     here("create", "tiny", tiny)
     done = here("validate", "tiny", "--json")
     assert done.value["document"] == "tiny:latest"
@@ -242,7 +242,7 @@ def test_a_name_with_its_config(here, tiny):
     assert len(here("validate", "tiny").out.splitlines()) == 2
 
 
-def test_what_is_wrong_with_a_config_is_told_by_its_digest(here):
+def test_a_violation_in_a_config_is_reported_with_its_digest(here):
     manifest, config = written(config=b'{"schemaVersion":1,"components":{},"context":0}')
     named(here, "bad", manifest, config)
     done = here("validate", "bad", code=5)
@@ -250,7 +250,7 @@ def test_what_is_wrong_with_a_config_is_told_by_its_digest(here):
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
-def test_an_aimage_config_that_travels_in_another(here, dialect):
+def test_an_aimage_config_embedded_in_another_is_validated(here, dialect):
     manifest, config = written(dialect, b'{"schemaVersion":1,"components":{},"context":0}')
     named(here, "bad", manifest, config)
     done = here("validate", "bad", "--json", code=5)
@@ -259,7 +259,7 @@ def test_an_aimage_config_that_travels_in_another(here, dialect):
     assert wrong["document"] == f"vnd.clowder.aimage.config in {manifest['config']['digest']}"
 
 
-def test_a_container_whose_layers_are_not_those_of_its_config(here):
+def test_a_container_with_layers_missing_in_its_config_fails(here):
     manifest, config = written("container")
     manifest["layers"][0]["digest"] = "sha256:" + "0" * 64
     manifest["layers"].append(manifest["layers"][0])
@@ -268,7 +268,7 @@ def test_a_container_whose_layers_are_not_those_of_its_config(here):
     assert "another number of diff_ids" in here("validate", "bad", code=5).line
 
 
-def test_a_container_image_of_others_is_no_broken_aimage(here):
+def test_a_foreign_container_image_passes(here):
     config = b'{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":[]}}'
     manifest = {
         "schemaVersion": 2,
@@ -282,7 +282,7 @@ def test_a_container_image_of_others_is_no_broken_aimage(here):
     assert "not checked, no schema is known for application/vnd.oci.image.config" in lines[1]
 
 
-def test_a_config_of_another_size_and_digest(here):
+def test_a_config_of_another_size_and_digest_fails(here):
     manifest, config = written()
     named(here, "bad", manifest, config)
     path = here.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
@@ -291,7 +291,7 @@ def test_a_config_of_another_size_and_digest(here):
     assert pointers(here("validate", "bad", "--json", code=5)) == ["/config/size", "/config/digest"]
 
 
-def test_a_manifest_that_is_damaged_in_the_store(here):
+def test_a_damaged_manifest_in_the_store_fails(here):
     manifest, config = written()
     content = named(here, "bad", manifest, config)
     path = here.store / "blobs" / str(content.digest).replace(":", "/")
@@ -302,7 +302,7 @@ def test_a_manifest_that_is_damaged_in_the_store(here):
     assert "hashes to" in done.value["violations"][1]["message"]
 
 
-def test_an_index_and_each_of_its_manifests(here):
+def test_an_index_is_validated_with_its_manifests(here):
     good, config = written()
     bad, other = written(config=b'{"schemaVersion":1,"components":{},"size":-1}')
     blobs = [json.dumps(value).encode() for value in (good, bad)]
@@ -328,8 +328,8 @@ def test_an_index_and_each_of_its_manifests(here):
     ]
 
 
-def test_an_index_that_names_itself_ends(here):
-    """No digest can, but a damaged blob may say so."""
+def test_an_index_that_references_itself_terminates(here):
+    """No digest can do so, but a damaged blob may."""
     index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
     content = named(here, "loop", index)
     path = here.store / "blobs" / str(content.digest).replace(":", "/")
@@ -340,7 +340,7 @@ def test_an_index_that_names_itself_ends(here):
     assert len(done.value["documents"]) == 1
 
 
-def test_a_name_that_is_not_there(here):
+def test_an_unknown_name_fails(here):
     done = here("validate", "nothing", code=3)
     assert (done.out, "no nothing:latest in the store" in done.err) == ("", True)
     assert "there is no file nothing" in done.err
@@ -349,14 +349,14 @@ def test_a_name_that_is_not_there(here):
         assert f"there is no file {what}" in done.err
 
 
-def test_a_file_is_meant_before_a_name(here, tiny):
+def test_a_file_takes_precedence_over_a_name(here, tiny):
     here("create", "tiny", tiny)
     document(here, "tiny", CONFIG.decode())
     assert here("validate", "tiny").line == "tiny: valid aimage-config"
     assert here("validate", "tiny:latest").out.startswith("tiny:latest: valid aimage-manifest")
 
 
-def test_a_name_says_itself_what_it_is(here, tiny):
+def test_schema_is_refused_with_a_name(here, tiny):
     here("create", "tiny", tiny)
     assert "--schema" in here("validate", "tiny", "--schema", "oci-manifest", code=2).err
 
@@ -364,7 +364,7 @@ def test_a_name_says_itself_what_it_is(here, tiny):
 # -- layouts
 
 
-def test_a_layout(here, tiny):
+def test_a_layout_passes(here, tiny):
     here("create", "tiny", tiny)
     lines = here("validate", here.store).out.splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == [
@@ -377,7 +377,7 @@ def test_a_layout(here, tiny):
     assert f"{here.store}/blobs/sha256/" in lines[2]
 
 
-def test_a_broken_index_is_pointed_at(here):
+def test_a_violation_in_the_index_is_located(here):
     manifest, config = written()
     content = named(here, "tiny", manifest, config)
     path = here.store / "index.json"
@@ -392,7 +392,7 @@ def test_a_broken_index_is_pointed_at(here):
     assert str(content.digest.encoded) in done.value["documents"][2]["document"]
 
 
-def test_a_layout_without_its_files(here):
+def test_a_layout_without_its_files_fails(here):
     place = here.home / "layout"
     place.mkdir()
     (place / "index.json").write_text("{")
@@ -401,8 +401,8 @@ def test_a_layout_without_its_files(here):
     assert lines[1].startswith(f"{place}/index.json:1:2: not JSON")
 
 
-def test_a_layout_with_a_pipe_in_the_place_of_a_file(here):
-    """Which nobody writes to: reading it would wait for ever."""
+def test_a_layout_with_a_named_pipe_does_not_block(here):
+    """The pipe has no writer: reading it would block forever."""
     place = here.home / "layout"
     place.mkdir()
     (place / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
@@ -410,19 +410,19 @@ def test_a_layout_with_a_pipe_in_the_place_of_a_file(here):
     assert "index.json: the file is missing" in here("validate", place, code=5).line
 
 
-def test_a_config_that_is_too_large_for_a_document_is_not_read(here):
+def test_an_oversized_config_is_not_read(here):
     manifest, _ = written()
     manifest["config"]["size"] = 1 << 40
     named(here, "large", manifest)
     assert "not checked, it is too large" in here("validate", "large").out
 
 
-def test_a_directory_that_is_no_layout(here, tiny):
+def test_a_directory_that_is_not_a_layout_fails(here, tiny):
     done = here("validate", tiny, code=2)
     assert "is a directory, but not an OCI image layout" in done.err
 
 
-def test_nothing_is_written(here):
+def test_validate_writes_nothing(here):
     manifest, config = written()
     named(here, "tiny", manifest, config)
     before = sorted((path, path.stat().st_mtime_ns) for path in here.store.rglob("*"))
@@ -431,14 +431,14 @@ def test_nothing_is_written(here):
     assert sorted((path, path.stat().st_mtime_ns) for path in here.store.rglob("*")) == before
 
 
-def test_what_a_document_says_moves_no_cursor(here):
+def test_control_characters_of_a_document_are_not_printed(here):
     path = document(
         here, "it.json", json.dumps({"schemaVersion": 1, "components": {"\x1b[2J": {}}})
     )
     assert "\x1b" not in here("validate", path, code=5).out
 
 
-def test_the_help_needs_no_json_schema(here):
+def test_help_does_not_import_jsonschema(here):
     code = (
         "import sys, clowder_aimage.cli.verbs.validate as v, clowder_aimage.validate;"
         "print([m for m in sys.modules if m.startswith(('jsonschema', 'requests', 'mlx'))])"

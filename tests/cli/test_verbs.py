@@ -1,4 +1,4 @@
-"""The verbs on a local store, as a user types them."""
+"""The verbs on a local store."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import pytest
 from PIL import Image
 
 
-def test_stdout_is_the_digest_alone(aimage, tiny):
+def test_stdout_is_only_the_digest(aimage, tiny):
     done = aimage()("create", "x", tiny)
     assert done.line.startswith("sha256:")
     assert "284 tensors" in done.err
     assert "0 of 292 blobs" in done.err
 
 
-def test_quiet_is_silent(aimage, tiny):
+def test_quiet_prints_nothing(aimage, tiny):
     here = aimage()
     assert here("create", "x", tiny, "-q").err == ""
     assert here("-q", "create", "y", tiny).err == ""
 
 
-def test_common_options_stand_before_or_after_the_verb(aimage, tiny):
+def test_common_options_are_accepted_before_and_after_the_verb(aimage, tiny):
     here = aimage()
     elsewhere = here.home / "elsewhere"
     here("--store", elsewhere, "create", "x", tiny)
@@ -35,14 +35,14 @@ def test_common_options_stand_before_or_after_the_verb(aimage, tiny):
         assert [row["reference"] for row in here(*arguments).value] == ["x:latest"]
 
 
-def test_the_store_is_the_platforms_place_by_default(aimage, tiny):
+def test_the_default_store_is_the_platform_s_data_directory(aimage, tiny):
     here = aimage()
     here.environment["AIMAGE_STORE"] = ""
     here("create", "x", tiny)
     assert (here.home / "data" / "aimage" / "index.json").is_file()
 
 
-def test_create_where_you_stand(aimage, tiny, tmp_path):
+def test_create_defaults_to_the_current_directory(aimage, tiny, tmp_path):
     here = aimage()
     plain = here("create", "x", tiny).line
     here.home = tiny
@@ -50,7 +50,7 @@ def test_create_where_you_stand(aimage, tiny, tmp_path):
     assert here("create", "x").line == plain
 
 
-def test_a_created_time_only_when_given(aimage, tiny):
+def test_the_created_time_is_only_set_when_given(aimage, tiny):
     here = aimage()
     plain = here("create", "x", tiny).line
     here.environment["SOURCE_DATE_EPOCH"] = "1700000000"
@@ -63,14 +63,14 @@ def test_a_created_time_only_when_given(aimage, tiny):
         assert "--created" in here("create", "x", tiny, "--created", nonsense, code=2).err
 
 
-def test_what_the_directory_cannot_tell(aimage, tiny):
+def test_create_stores_license_and_source(aimage, tiny):
     here = aimage()
     here("create", "x", tiny, "--license", "MIT", "--source", "https://example.com/model")
     config = here("show", "x", "--json").value["config"]
     assert (config["license"], config["source"]) == ("MIT", "https://example.com/model")
 
 
-def test_show(aimage, tiny):
+def test_show_prints_a_model(aimage, tiny):
     here = aimage()
     digest = here("create", "x", tiny).line
     value = here("show", "x", "--json").value
@@ -85,7 +85,7 @@ def test_show(aimage, tiny):
     assert "292 layers" in text
 
 
-def test_ls_tag_rm(aimage, tiny):
+def test_ls_tag_and_rm(aimage, tiny):
     here = aimage()
     assert here("ls", "--json").value == []
     digest = here("create", "x", tiny).line
@@ -98,14 +98,14 @@ def test_ls_tag_rm(aimage, tiny):
     assert "localhost:5000/team/x:v1" in here("ls").out
 
 
-def test_pictures(aimage, tiny):
+def test_run_writes_images(aimage, tiny):
     here = aimage()
     here("create", "team/x:v2", tiny)
     done = here("run", "team/x:v2", "a fox", "--seed", 5, "--steps", 1, "-n", 2, "--json")
     paths = [picture["path"] for picture in done.value["pictures"]]
     assert paths == ["x-5.png", "x-6.png"]
     with Image.open(here.home / "x-5.png") as picture:
-        assert picture.size == (64, 64)  # the model's size
+        assert picture.size == (64, 64)  # the model's default size
         facts = json.loads(picture.info["aimage"])
         assert picture.info["Description"] == "a fox"
     assert facts["prompt"] == "a fox"
@@ -120,7 +120,7 @@ def test_pictures(aimage, tiny):
     assert (here.home / "named-2.png").exists()
 
 
-def test_a_drawn_seed_is_told(stocked):
+def test_a_random_seed_is_printed(stocked):
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "one.png")
     (seed,) = [line.split()[1] for line in done.err.splitlines() if line.startswith("seed ")]
@@ -128,7 +128,7 @@ def test_a_drawn_seed_is_told(stocked):
     assert (here.home / "one.png").read_bytes() == (here.home / "two.png").read_bytes()
 
 
-def test_replay_tells_a_changed_picture(stocked):
+def test_replay_detects_a_changed_image(stocked):
     here = stocked()
     path = here.home / here("run", "x", "a fox", "--steps", 2, "--width", 96).line
     assert here("replay", path).line == "equal"
@@ -149,7 +149,7 @@ def test_replay_tells_a_changed_picture(stocked):
     assert "by up to 8/255" in here("replay", path, code=5).out
 
 
-def test_progress_is_plain_without_a_terminal(stocked):
+def test_progress_is_plain_text_without_a_terminal(stocked):
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "--seed", 1)
     assert "\r" not in done.err

@@ -1,4 +1,4 @@
-"""``aimage verify`` finds and names damage, and repairs it."""
+"""``aimage verify`` detects, names and repairs damage."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 
-GONE = "127.0.0.1:1"  # nothing listens there
+GONE = "127.0.0.1:1"  # an unused port
 
 
 @pytest.fixture
 def stored(aimage, pushed_store):
-    """A store with an AImage that its registry has too, under two names."""
+    """Return a store with an AImage under two names that its registry has too."""
     here = aimage()
     store, here.name = pushed_store
     shutil.copytree(store, here.store)
@@ -42,7 +42,7 @@ def path_of(here, encoded):
 
 
 def flip(path):
-    """Change one bit, and nothing that a look at the file's size or time would tell."""
+    """Flip one bit, keeping the file's size and time."""
     times = path.stat()
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
@@ -56,14 +56,14 @@ def kinds(done):
     return sorted((problem["kind"], problem["what"][:19]) for problem in done.value["problems"])
 
 
-def test_an_intact_store(stored):
+def test_an_intact_store_passes(stored):
     done = stored("--json", "verify")
     assert done.value["problems"] == []
     assert done.value["blobs"] == len(set(blobs(stored))) + 2  # the config and the manifest
     assert "blobs intact" in stored("verify", "mine").line
 
 
-def test_one_flipped_bit(stored):
+def test_a_flipped_bit_is_reported(stored):
     encoded = blobs(stored)[7]
     flip(path_of(stored, encoded))
     done = stored("--json", "verify", code=5)
@@ -71,9 +71,9 @@ def test_one_flipped_bit(stored):
     assert done.value["problems"][0]["names"] == [stored.name, "mine:latest"]
 
 
-def test_only_the_named_aimages_are_read(stored, tiny):
+def test_only_the_named_aimages_are_verified(stored, tiny):
     stored("create", "other", tiny, "--license", "mit")
-    flip(path_of(stored, digest(stored)))  # its manifest: the other one is another
+    flip(path_of(stored, digest(stored)))  # its manifest differs from the other's
     stored("verify", "other")
     assert "damaged" in stored("verify", "mine", code=5).out
 
@@ -105,7 +105,7 @@ def test_repair_fetches_by_digest_when_the_tag_has_moved(stored, tiny):
     stored("verify")
 
 
-def test_a_blob_that_no_registry_has_stays_missing(stocked):
+def test_a_blob_missing_in_every_registry_is_reported(stocked):
     here = stocked()
     here.name = "x"
     path_of(here, blobs(here)[0]).unlink()
@@ -125,18 +125,18 @@ def test_a_damaged_blob_that_nothing_needs_is_removed(stored):
     assert set_aside(stored.store) == []
 
 
-# -- what cannot be mended
+# -- repairs that fail
 
 
 def set_aside(store):
-    """Damaged blobs that were moved away and not back."""
+    """Return damaged blobs that were moved away and not restored."""
     return list((store / ".aimage").glob("damaged.*"))
 
 
 @pytest.mark.parametrize(
     ("name", "what"), [(f"{GONE}/team/x:v1", "layer"), ("x", "config"), ("x", "manifest")]
 )
-def test_a_damaged_blob_stays_where_no_registry_has_it(name, what, aimage, tiny):
+def test_a_damaged_blob_missing_in_every_registry_is_kept(name, what, aimage, tiny):
     here = aimage()
     here("create", name, tiny)
     here.name = name
@@ -156,8 +156,8 @@ def test_a_damaged_blob_stays_where_no_registry_has_it(name, what, aimage, tiny)
     assert set_aside(here.store) == []
 
 
-def test_repair_goes_on_after_a_blob_that_cannot_be_fetched(stored, tiny):
-    """The registry has lost one of two blobs."""
+def test_repair_continues_after_a_blob_that_cannot_be_fetched(stored, tiny):
+    """The registry lost one of two blobs."""
     other = f"{GONE}/team/other:v1"
     stored("create", other, tiny, "--license", "mit")
     mine = json.loads(path_of(stored, digest(stored)).read_bytes())["config"]["digest"]
@@ -175,7 +175,7 @@ def test_repair_goes_on_after_a_blob_that_cannot_be_fetched(stored, tiny):
     assert kinds(stored("--json", "verify", code=5)) == [("damaged", f"sha256:{theirs[:12]}")]
 
 
-def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(stocked, monkeypatch):
+def test_a_damaged_blob_is_restored_when_its_repair_fails(stocked, monkeypatch):
     here = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
@@ -185,7 +185,7 @@ def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(stocked, monkeypa
     report = verify.verify(layout)
 
     def fetch(*_):
-        assert not path.exists()  # it would be in the way
+        assert not path.exists()  # the damaged blob was moved away
         raise KeyboardInterrupt
 
     monkeypatch.setattr(verify, "_fetch", fetch)
@@ -197,7 +197,7 @@ def test_a_damaged_blob_is_put_back_when_its_repair_ends_early(stocked, monkeypa
 
 @pytest.fixture
 def refused(stocked, monkeypatch):
-    """A store with an intact blob that cannot be opened: ``refused(errno)``."""
+    """Return a store with an intact blob that cannot be opened: ``refused(errno)``."""
     here = stocked()
     here.name = "x"
 
@@ -224,14 +224,14 @@ def refused(stocked, monkeypatch):
     ],
     ids=["permission", "disk"],
 )
-def test_a_blob_that_cannot_be_read(code, kind, refused):
+def test_an_unreadable_blob_is_reported(code, kind, refused):
     store, path = refused(code)
     (problem,) = verify.verify(ImageLayout(store)).problems
     assert (problem.kind, problem.what) == (kind, f"sha256:{path.name}")
     assert os.strerror(code) in problem.message
 
 
-def test_a_manifest_that_may_not_be_read(refused):
+def test_an_unreadable_manifest_is_reported(refused):
     store, path = refused(errno.EACCES, "manifest")
     problems = verify.verify(ImageLayout(store)).problems
     assert ("unreadable", f"sha256:{path.name}") in [(one.kind, one.what) for one in problems]
@@ -250,7 +250,7 @@ def test_repair_leaves_a_blob_without_permission(repair, refused, capsys):
     assert set_aside(store) == []
 
 
-def test_a_directory_in_the_place_of_a_blob_is_left(stocked):
+def test_a_directory_in_place_of_a_blob_is_kept(stocked):
     here = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
@@ -263,10 +263,10 @@ def test_a_directory_in_the_place_of_a_blob_is_left(stocked):
     assert set_aside(here.store) == []
 
 
-# -- what is no blob
+# -- other files
 
 
-def test_a_file_that_is_not_a_blob_is_noted_and_left(stored):
+def test_a_file_that_is_not_a_blob_is_reported_and_kept(stored):
     (stored.store / "blobs" / "sha256" / "README").write_text("hello")
     done = stored("verify")
     assert "README" in done.out
@@ -274,7 +274,7 @@ def test_a_file_that_is_not_a_blob_is_noted_and_left(stored):
     assert (stored.store / "blobs" / "sha256" / "README").exists()
 
 
-def test_a_link_among_the_blobs_is_not_followed(stored):
+def test_a_symlink_among_the_blobs_is_not_followed(stored):
     secret = stored.home / "secret"
     secret.write_text("x")
     path_of(stored, "cd" * 32).symlink_to(secret)
@@ -282,15 +282,15 @@ def test_a_link_among_the_blobs_is_not_followed(stored):
     assert [problem["kind"] for problem in done.value["problems"]] == ["foreign"]
 
 
-def test_an_unknown_name(stored):
+def test_verify_of_an_unknown_name_fails(stored):
     stored("verify", "nothing", code=3)
 
 
-def test_an_empty_store(aimage):
+def test_verify_of_an_empty_store(aimage):
     assert aimage()("--json", "verify").value == {"blobs": 0, "size": 0, "problems": []}
 
 
-def test_blobs_that_may_be_changed_are_noted_and_closed(stored):
+def test_writable_blobs_are_reported_and_made_read_only(stored):
     path = path_of(stored, blobs(stored)[0])
     path.chmod(0o644)
     done = stored("--json", "verify")
@@ -300,14 +300,14 @@ def test_blobs_that_may_be_changed_are_noted_and_closed(stored):
     assert stored("--json", "verify").value["problems"] == []
 
 
-def test_an_aimage_that_is_here_in_part_may_lack_blobs(stored):
+def test_a_partial_aimage_may_lack_blobs(stored):
     layout = ImageLayout(stored.store)
     reference = Reference.parse(stored.name)
     layout.untag(Reference.parse("mine"))
     layout.tag(layout.resolve(reference), reference, is_partial=True)
     path_of(stored, blobs(stored)[0]).unlink()
     stored("verify")
-    stored("tag", stored.name, "part")  # another name does not make it whole
+    stored("tag", stored.name, "part")  # another name does not complete it
     stored("verify")
     layout.tag(layout.resolve(reference), Reference.parse("whole"))
     assert "missing" in stored("verify", code=5).out

@@ -1,4 +1,4 @@
-"""Small artifacts for tests of stores, and stores with faults."""
+"""Small artifacts for stores, and faulty stores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def blob(data: bytes, media_type: str = BLOB, **fields: Any) -> Descriptor:
 
 
 def manifest(config: Descriptor, layers: Iterable[Descriptor], **fields: Any) -> Manifest:
-    """Return a manifest of the config and layers."""
+    """Return a manifest over these blobs."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
@@ -33,7 +33,7 @@ def manifest(config: Descriptor, layers: Iterable[Descriptor], **fields: Any) ->
 
 
 def index(children: Iterable[Descriptor], **fields: Any) -> Index:
-    """Return an index of the children."""
+    """Return an index over these manifests."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_INDEX,
@@ -61,7 +61,7 @@ def put_artifact(store: Any, name: str, *layers: bytes, **fields: Any) -> Manife
 
 
 class Recorder(MemoryStore):
-    """A store that records the order of pushes."""
+    """Records the order of pushes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Recorder(MemoryStore):
 
 
 class Broken(io.RawIOBase):
-    """A stream that returns ``data`` and then fails."""
+    """Returns ``data`` and then fails."""
 
     def __init__(self, data: bytes, error: Exception) -> None:
         self._data = io.BytesIO(data)

@@ -1,4 +1,4 @@
-"""Disable the deadline of Hypothesis: the machine may be busy."""
+"""Disable hypothesis deadlines: the machine may be busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a blob is worth another connection."""
+"""The decision to open another connection for a blob."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZE = 8 * 1024**3
 
 
 class Ingest(MemoryIngest):
-    """An ingest of ``SIZE`` bytes that are all missing."""
+    """An ingest of ``SIZE`` missing bytes."""
 
     def missing(self):
         return [(0, SIZE)]
@@ -34,7 +34,7 @@ def blob(clock):
 
 def test_no_connection_joins_before_the_speed_is_known(blob, clock):
     taken = blob.claim(3)
-    clock[0] += 5  # the registry took its time
+    clock[0] += 5  # the registry was slow to respond
     assert not blob.may_be_joined
     blob.began(ranges=True)
     assert not blob.may_be_joined
@@ -43,14 +43,14 @@ def test_no_connection_joins_before_the_speed_is_known(blob, clock):
     assert blob.may_be_joined
 
 
-def test_a_connection_that_nothing_holds_back_stays_alone(blob, clock):
+def test_an_unthrottled_connection_is_not_joined(blob, clock):
     taken = blob.claim(3)
     blob.began(ranges=True)
     clock[0] += 1
     taken.at += int(1.1 * PLENTY)
     assert blob.is_fast
     assert not blob.may_be_joined
-    clock[0] += 1  # and then it is held back
+    clock[0] += 1  # and then it is throttled
     assert not blob.is_fast
     assert blob.may_be_joined
 

@@ -1,4 +1,4 @@
-"""How many connections the engine uses on large blobs, by what they bring."""
+"""The number of connections used for large blobs, by measured throughput."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1024 * 1024
 
 
 def run(limit, rate_of, seconds=20.0):
-    """Blocks of 1 MiB from ``width`` connections whose rate in all is ``rate_of(width)``."""
+    """Return blocks of 1 MiB from ``width`` connections with the total rate ``rate_of(width)``."""
     width, now = ConcurrencyProbe(limit), 0.0
     seen = [width.value]
     while now < seconds and not width.settled:
@@ -28,25 +28,25 @@ def test_capped_connections_are_all_used(limit):
 
 
 @pytest.mark.parametrize("limit", [4, 16])
-def test_a_full_link_is_left_as_it_is(limit):
+def test_connections_are_not_added_to_a_full_link(limit):
     width, seen, _ = run(limit, lambda _: 100 * MIB)
     assert width.value == START
     assert width.settled
-    assert max(seen) == min(limit, 2 * START)  # it was tried
+    assert max(seen) == min(limit, 2 * START)  # another connection was tried
 
 
-def test_connections_that_nothing_holds_back_are_enough():
+def test_unthrottled_connections_are_not_increased():
     width, seen, _ = run(16, lambda n: n * 500 * MIB)
     assert max(seen) == START
     assert width.settled
 
 
-def test_a_link_that_six_connections_fill():
+def test_six_connections_that_fill_the_link_are_kept():
     width, _, _ = run(16, lambda n: min(n, 6) * 50 * MIB)
     assert 4 <= width.value <= 6
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_a_small_budget_is_the_width(limit):
+def test_a_small_budget_limits_the_connections(limit):
     width = ConcurrencyProbe(limit)
     assert (width.value, width.settled) == (limit, True)

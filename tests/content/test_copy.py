@@ -1,4 +1,4 @@
-"""The one way to move an artifact: what goes over, in which order, and what does not."""
+"""Copy of artifacts between stores: content, order and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = Reference.parse("a:v1")
 
 
 def watched(source, target, **options):
-    """Copy and return the events, too."""
+    """Copy and return the events as well."""
     events = []
     copy(source, NAME, target, on_event=events.append, **options)
     return events
@@ -45,7 +45,7 @@ def total(events, *kinds):
     return sum(event.count for event in events if event.kind in kinds)
 
 
-def test_everything_arrives_and_is_named_last():
+def test_copy_transfers_all_blobs_and_tags_last():
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"one", b"two")
     found = copy(source, NAME, target)
@@ -57,7 +57,7 @@ def test_everything_arrives_and_is_named_last():
     assert target.resolve(NAME) == made.descriptor
 
 
-def test_under_another_name():
+def test_copy_under_another_name():
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"one")
     copy(source, NAME, target, Reference.parse("b:v2"))
@@ -66,7 +66,7 @@ def test_under_another_name():
         target.resolve(NAME)
 
 
-def test_blobs_of_the_target_are_skipped_and_counted():
+def test_existing_blobs_are_skipped_and_counted():
     source, target = MemoryStore(), Recorder()
     put_artifact(source, "a:v1", b"x" * 1000, b"y" * 500, b"z" * 70)
     put(target, b"y" * 500)
@@ -82,7 +82,7 @@ def test_blobs_of_the_target_are_skipped_and_counted():
     assert 500 not in {content.size for content in target.pushed}
 
 
-def test_a_second_copy_moves_nothing_but_the_root():
+def test_a_repeated_copy_transfers_only_the_root():
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"one", b"two")
     copy(source, NAME, target)
@@ -91,7 +91,7 @@ def test_a_second_copy_moves_nothing_but_the_root():
     assert target.pushed == [made.descriptor]
 
 
-def test_a_digest_that_stands_twice_moves_once():
+def test_a_repeated_digest_is_copied_once():
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"same", b"same", b"other", b"same")
     events = watched(source, target)
@@ -102,7 +102,7 @@ def test_a_digest_that_stands_twice_moves_once():
 
 @pytest.mark.parametrize("sizes", [(4, 5), (5, 4)])
 def test_a_digest_with_two_sizes_is_refused(sizes):
-    """The true size must not hide the lie, whichever comes first."""
+    """The correct size must not hide the wrong one, whatever their order."""
     source, target = MemoryStore(), MemoryStore()
     data = put(source, b"four")
     layers = [Descriptor(BLOB, data.digest, size) for size in sizes]
@@ -113,7 +113,7 @@ def test_a_digest_with_two_sizes_is_refused(sizes):
     assert not target.exists(made.descriptor)
 
 
-def test_the_largest_go_first():
+def test_large_blobs_are_copied_first():
     source, target = MemoryStore(), Recorder()
     put_artifact(source, "a:v1", b"1" * 1, b"2" * 200, b"3" * 30)
     copy(source, NAME, target, concurrency=1)
@@ -122,7 +122,7 @@ def test_the_largest_go_first():
 
 
 class Failing(MemoryStore):
-    """Cannot be read where it holds ``bad``."""
+    """A store in which ``bad`` cannot be read."""
 
     def __init__(self, bad: bytes) -> None:
         super().__init__()
@@ -136,20 +136,20 @@ class Failing(MemoryStore):
         return super().open(content, offset, length)
 
 
-def test_the_first_failure_stops_the_rest_and_names_nothing():
+def test_the_first_failure_stops_the_copy_without_a_tag():
     source, target = Failing(b"x" * 1000), Recorder()
     made = put_artifact(source, "a:v1", *(bytes([i]) * i for i in range(1, 100)), b"x" * 1000)
     with pytest.raises(NetworkError, match="the line is dead"):
         copy(source, NAME, target, concurrency=1)
     assert not target.exists(made.descriptor)
-    assert target.pushed == []  # the largest failed; the others never began
+    assert target.pushed == []  # the largest failed; the others never started
     with pytest.raises(NotFoundError):
         target.resolve(NAME)
     source.bad = blob(b"nothing of it")
     assert copy(source, NAME, target) == made.descriptor
 
 
-def test_damage_in_the_source_is_found():
+def test_damage_in_the_source_is_detected():
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"true")
     source._blobs[made.layers[0].digest] = b"fals"
@@ -158,7 +158,7 @@ def test_damage_in_the_source_is_found():
     assert not target.exists(made.layers[0])
 
 
-def test_a_damaged_manifest_is_found_before_anything_moves():
+def test_a_damaged_manifest_fails_before_any_transfer():
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"one")
     source._blobs[made.digest] = made.raw.replace(b"2", b"3", 1)
@@ -167,7 +167,7 @@ def test_a_damaged_manifest_is_found_before_anything_moves():
     assert target.pushed == []
 
 
-def test_a_missing_layer_is_not_found():
+def test_a_missing_layer_raises_not_found():
     source, target = MemoryStore(), MemoryStore()
     made = manifest(put(source, b"{}"), [blob(b"absent")])
     source.push(made.descriptor, bytes_body(made.raw), NAME)
@@ -177,7 +177,7 @@ def test_a_missing_layer_is_not_found():
 
 
 def tree(source: MemoryStore):
-    """An index of a manifest and of an index that has the same manifest and another."""
+    """Return an index of a manifest and of an index with the same manifest and another."""
     one = put_artifact(source, "x:one", b"one", b"common")
     two = put_artifact(source, "x:two", b"two", b"common")
     inner = index([one.descriptor, two.descriptor], annotations={"a": "inner"})
@@ -187,7 +187,7 @@ def tree(source: MemoryStore):
     return one, two, inner, outer
 
 
-def test_an_index_goes_over_whole_children_before_parents_each_once():
+def test_an_index_is_copied_children_first_and_each_once():
     source, target = MemoryStore(), Recorder()
     one, two, inner, outer = tree(source)
     copy(source, NAME, target)
@@ -200,7 +200,7 @@ def test_an_index_goes_over_whole_children_before_parents_each_once():
             assert place[child.digest] < place[parent.digest]
 
 
-def test_a_child_with_a_type_unknown_to_us_goes_over_as_it_is():
+def test_a_child_of_unknown_type_is_copied_unchanged():
     source, target = MemoryStore(), MemoryStore()
     odd = put(source, b"?", "application/vnd.example.manifest.v9")
     made = index([odd])
@@ -209,7 +209,7 @@ def test_a_child_with_a_type_unknown_to_us_goes_over_as_it_is():
     assert target.exists(odd)
 
 
-def test_a_layer_that_calls_itself_a_manifest_goes_over_as_a_blob():
+def test_a_layer_with_a_manifest_media_type_is_copied_as_a_blob():
     source, target = MemoryStore(), Recorder()
     odd = put(source, b"not JSON at all", mediatype.OCI_MANIFEST)
     made = manifest(put(source, b"{}"), [odd])
@@ -223,13 +223,13 @@ def test_a_layer_that_calls_itself_a_manifest_goes_over_as_a_blob():
 def nested(source: MemoryStore, depth: int) -> None:
     document: Manifest | Index = put_artifact(source, "x:leaf", b"leaf")
     for level in range(depth):
-        # each level many times: a naive walk would take a thousand to the power of the depth
+        # each level repeated: a naive walk would take a thousand to the power of the depth
         document = index([document.descriptor] * 1000, annotations={"level": str(level)})
         source.push(document.descriptor, bytes_body(document.raw))
     source.tag(document.descriptor, NAME)
 
 
-def test_indexes_of_indexes_are_read_once_each_and_end_somewhere():
+def test_nested_indexes_are_read_once_each_up_to_a_depth():
     source, target = MemoryStore(), MemoryStore()
     nested(source, 5)
     assert target.exists(copy(source, NAME, target))
@@ -239,7 +239,7 @@ def test_indexes_of_indexes_are_read_once_each_and_end_somewhere():
 
 
 def test_an_interrupt_stops_the_copy_between_two_reads():
-    """Ctrl-C in the caller's thread: what is being read ends with the read it is in."""
+    """Ctrl-C in the caller's thread: each transfer ends with its current read."""
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"x" * 100, b"x" * 50)
     reading, left, reads = threading.Barrier(3), threading.Event(), []
@@ -281,8 +281,8 @@ def test_an_interrupt_stops_the_copy_between_two_reads():
     assert not any(target.exists(child) for child in (made.descriptor, *made.layers))
 
 
-def test_a_failure_among_many_is_told_at_once():
-    """What was cancelled is not waited for."""
+def test_a_failure_among_many_blobs_is_raised_at_once():
+    """Cancelled transfers are not awaited."""
     source = Failing(b"x" * 1000)
     put_artifact(source, "a:v1", *(bytes([i]) * i for i in range(1, 50)), b"x" * 1000)
     start = time.monotonic()
@@ -291,7 +291,7 @@ def test_a_failure_among_many_is_told_at_once():
     assert time.monotonic() - start < 0.9
 
 
-def test_a_retry_counts_back():
+def test_a_retry_reduces_the_progress():
     source = MemoryStore()
     made = put_artifact(source, "a:v1", b"x" * 100)
 
@@ -310,7 +310,7 @@ def test_a_retry_counts_back():
     assert sum(counts) == 100
 
 
-def test_a_failing_watcher_fails_the_copy():
+def test_a_failing_observer_fails_the_copy():
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"x")
 
@@ -323,7 +323,7 @@ def test_a_failing_watcher_fails_the_copy():
     assert not target.exists(made.descriptor)
 
 
-def test_an_overlay_shows_its_documents_and_what_lies_below():
+def test_an_overlay_store_reads_its_documents_and_the_base():
     below = MemoryStore()
     made = put_artifact(below, "a:v1", b"layer")
     other = manifest(blob(b"config", "application/x"), made.layers)

@@ -1,4 +1,4 @@
-"""The download engine against a source in memory that counts and misbehaves."""
+"""The download engine on an in-memory source with counters and faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1024 * 1024
 
 
 def noise(size, seed=b"seed"):
-    """Bytes that differ from place to place."""
+    """Return bytes without repetition."""
     return hashlib.shake_128(seed).digest(size)
 
 
@@ -36,9 +36,9 @@ CONTENT = blob(BIG)
 
 
 class Counted(Source):
-    """Blobs by digest, every opening and every byte of them counted.
+    """Blobs by digest, with all opened readers and bytes counted.
 
-    ``together`` readers must have been opened before any of them (but the first) gets a byte.
+    ``together`` readers must be open before any except the first receives a byte.
     """
 
     def __init__(self, *blobs, together=1, ranges=True):
@@ -46,12 +46,12 @@ class Counted(Source):
         self.opened = []  # (digest, offset, length)
         self.bytes = Counter()
         self.busiest = 0
-        self.fail = None  # called with (digest, offset) before bytes are given
+        self.fail = None  # called with (digest, offset) before bytes are returned
         self.lock = threading.Condition()
         self.under_way = 0
         self.together = together
         self.ranges = ranges
-        self.whole = set()  # digests that were sent from the front instead of a range
+        self.whole = set()  # digests that are sent from the start instead of a range
 
     def resolve(self, reference, /):
         raise NotFoundError(f"no {reference}")
@@ -80,7 +80,7 @@ class Counted(Source):
 
 
 class Zeros(Counted):
-    """Blobs of zeros, of any size."""
+    """Blobs of zeros of any size."""
 
     def give(self, content, start, end):
         return bytes(end - start)
@@ -91,7 +91,7 @@ class Reader(io.RawIOBase):
         self.source, self.content, self.offset, self.end = source, content, offset, end
         self.first = first
         is_part = (offset, end) != (0, content.size) or content.size > SMALL
-        if not source.ranges and is_part:  # it had to pass over what comes before
+        if not source.ranges and is_part:  # skipped the preceding bytes
             source.whole.add(content.digest)
             source.bytes[content.digest] += offset
 
@@ -120,7 +120,7 @@ class Reader(io.RawIOBase):
 
 
 class Watch:
-    """Adds up events, and knows when progress went wrong."""
+    """Sums events, and verifies that progress is consistent."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -144,7 +144,7 @@ def layout(tmp_path):
 
 @pytest.fixture
 def slow_network(monkeypatch):
-    """No connection is ever so fast that it keeps its blob to itself."""
+    """Prevent connections from being fast enough to keep a blob to themselves."""
     monkeypatch.setattr(parts, "PLENTY", math.inf)
 
 
@@ -159,13 +159,13 @@ def left_over(layout):
     return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
 
-# -- who fetches what
+# -- distribution of connections
 
 
 def test_idle_connections_join_the_largest_blob(layout, slow_network):
     source = Counted(BIG, together=3)
     watch = fetch(source, layout, CONTENT, connections=4)
-    assert source.busiest >= 3  # they waited for each other: else the source has complained
+    assert source.busiest >= 3  # they waited for each other; otherwise the source fails
     assert layout.path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size  # every byte once
     assert watch.done == CONTENT.size
@@ -183,8 +183,8 @@ def test_parts_shrink_towards_the_end(layout, slow_network):
     assert len(lengths) <= CONTENT.size // SMALLEST_PART + 1
 
 
-def test_half_of_what_a_slow_connection_has_before_it_is_taken_over(layout, monkeypatch):
-    """Every blob has its connection; the first to be free joins the one that is slow."""
+def test_half_of_a_slow_connection_s_rest_is_taken_over(layout, monkeypatch):
+    """Each blob has a connection; the first free one joins the slow one."""
     monkeypatch.setattr(parts, "WORTH_SHARING", 0.01)
     smalls = [noise(1000, bytes([i])) for i in range(3)]
     source = Counted(BIG, *smalls, together=2)
@@ -192,7 +192,7 @@ def test_half_of_what_a_slow_connection_has_before_it_is_taken_over(layout, monk
 
     def fail(digest, offset):
         if digest != CONTENT.digest:
-            assert begun.wait(20)  # so that there is more to do when the large one is taken
+            assert begun.wait(20)  # so that there is work left when the large one starts
         elif offset > 20 * MIB:
             joined.set()
         elif offset:
@@ -205,10 +205,10 @@ def test_half_of_what_a_slow_connection_has_before_it_is_taken_over(layout, monk
     assert source.lengths(CONTENT)[0] == CONTENT.size
     assert len(source.lengths(CONTENT)) >= 2
     assert watch.done == CONTENT.size + 3000
-    assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was told in time to stop
+    assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
 
 
-def test_small_blobs_take_one_connection_each_and_travel_side_by_side(layout):
+def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(layout):
     blobs = [noise(500_000, bytes([i])) for i in range(12)]
     source = Counted(*blobs, together=3)
     contents = [blob(data) for data in blobs]
@@ -228,8 +228,8 @@ def test_the_budget_is_never_exceeded(connections, layout):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_parts_that_come_out_of_order_hash_right(algorithm, layout):
-    """The connection that has the front is the last to come."""
+def test_parts_received_out_of_order_are_hashed_correctly(algorithm, layout):
+    """The connection with the first part arrives last."""
     content = Descriptor(BLOB, Digest.of(BIG, algorithm), len(BIG))
     source = Counted(BIG, together=3)
     source.blobs = {content.digest: BIG}
@@ -246,7 +246,7 @@ def test_parts_that_come_out_of_order_hash_right(algorithm, layout):
     assert layout.path(content).read_bytes() == BIG
 
 
-def test_memory_does_not_depend_on_the_size(layout):
+def test_memory_is_independent_of_the_blob_size(layout):
     peaks = []
     for size in (20 * MIB, 80 * MIB):
         hasher = hashlib.sha256()
@@ -262,10 +262,10 @@ def test_memory_does_not_depend_on_the_size(layout):
             tracemalloc.stop()
         layout.path(content).unlink()
     assert peaks[1] < peaks[0] + 4 * MIB
-    assert peaks[1] < 16 * MIB  # for four connections: a buffer each, and what the source makes
+    assert peaks[1] < 16 * MIB  # for four connections: a buffer each, and the source's data
 
 
-def test_an_empty_blob_is_asked_for_by_nobody(layout):
+def test_an_empty_blob_is_not_requested(layout):
     source = Counted(b"")
     fetch(source, layout, blob(b""))
     assert source.opened == []
@@ -276,7 +276,7 @@ def test_an_empty_blob_is_asked_for_by_nobody(layout):
 
 
 def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout):
-    """At most the first part is sent twice: the whole had to be asked for again after it."""
+    """At most the first part is sent twice, as the whole blob is requested after it."""
     source = Counted(BIG, ranges=False)
     watch = fetch(source, layout, CONTENT, connections=8)
     assert layout.path(CONTENT).read_bytes() == BIG
@@ -285,8 +285,8 @@ def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout):
     assert watch.done == CONTENT.size
 
 
-def test_a_source_that_begins_to_ignore_ranges(layout):
-    """A server behind a load balancer that is not like the others."""
+def test_a_source_that_starts_to_ignore_ranges(layout):
+    """One server behind a load balancer may differ from the others."""
     source = Counted(BIG, together=3)
 
     def fail(_, offset):
@@ -300,11 +300,11 @@ def test_a_source_that_begins_to_ignore_ranges(layout):
     assert source.busiest == 3
 
 
-# -- failures, and what is left for the next time
+# -- failures and resumption
 
 
 class Failing:
-    """Lets ``count`` bytes of a blob pass, then raises for everybody."""
+    """Delivers ``count`` bytes of a blob, then fails for every reader."""
 
     def __init__(self, count, error):
         self.left = count
@@ -318,7 +318,7 @@ class Failing:
                 raise self.error
 
 
-def test_after_a_failure_what_came_is_not_asked_for_again(layout):
+def test_a_fetch_after_a_failure_requests_only_missing_bytes(layout):
     source, watch = Counted(BIG, together=3), Watch()
     source.fail = Failing(25 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError, match="gone"):
@@ -329,12 +329,12 @@ def test_after_a_failure_what_came_is_not_asked_for_again(layout):
     again = Counted(BIG, together=1)
     watch = fetch(again, layout, CONTENT, connections=4)
     assert again.bytes[CONTENT.digest] == CONTENT.size - first
-    assert watch.sums["progress"] == CONTENT.size  # what was there counts, once
+    assert watch.sums["progress"] == CONTENT.size  # existing bytes count once
     assert layout.path(CONTENT).read_bytes() == BIG
     assert left_over(layout) == []
 
 
-def test_a_small_blob_leaves_nothing_behind(layout):
+def test_a_failed_small_blob_leaves_no_partial(layout):
     data = BIG[: 3 * MIB]
     source = Counted(data)
     source.fail = Failing(2 * MIB, NetworkError("gone"))
@@ -355,7 +355,7 @@ def test_a_finished_fetch_leaves_the_partial_of_another_blob(layout):
     assert left_over(layout) == partial
 
 
-def test_wrong_bytes_are_thrown_away(layout):
+def test_wrong_bytes_are_discarded(layout):
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
     with pytest.raises(VerificationError, match="hashes to"):
@@ -366,8 +366,8 @@ def test_wrong_bytes_are_thrown_away(layout):
     assert layout.exists(CONTENT)
 
 
-def test_wrong_bytes_are_not_asked_for_twice(layout):
-    """There is no other place to have them from."""
+def test_wrong_bytes_are_not_requested_twice(layout):
+    """There is no other source."""
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
     with pytest.raises(VerificationError, match="hashes to"):
@@ -376,7 +376,7 @@ def test_wrong_bytes_are_not_asked_for_twice(layout):
 
 
 def resumed(layout, data):
-    """What an earlier fetch of the large blob left."""
+    """Return the remains of an earlier fetch of the large blob."""
     ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(0, data)
     ingest.suspend()
@@ -393,7 +393,7 @@ def test_a_damaged_partial_is_fetched_again_at_once(layout):
     assert left_over(layout) == []
 
 
-def test_a_partial_that_is_damaged_in_full_is_fetched_again(layout):
+def test_a_complete_but_damaged_partial_is_fetched_again(layout):
     resumed(layout, b"?" * CONTENT.size)
     source = Counted(BIG)
     fetch(source, layout, CONTENT)
@@ -401,7 +401,7 @@ def test_a_partial_that_is_damaged_in_full_is_fetched_again(layout):
     assert source.bytes[CONTENT.digest] == CONTENT.size
 
 
-def test_a_damaged_partial_of_what_is_wrong_everywhere_is_fetched_again_once(layout):
+def test_a_damaged_partial_of_a_wrong_blob_is_fetched_again_once(layout):
     resumed(layout, b"?" * (25 * MIB))
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
@@ -412,7 +412,7 @@ def test_a_damaged_partial_of_what_is_wrong_everywhere_is_fetched_again_once(lay
 
 
 def test_an_empty_blob_of_another_digest_is_refused(layout):
-    """A manifest may call anything empty."""
+    """A manifest may declare any digest with size zero."""
     content = Descriptor(BLOB, Digest.of(b"something"), 0)
     engine = BlobDownload(Counted(), layout, [content], CopyOptions(2, Watch()))
     with pytest.raises(VerificationError, match="hashes to"):
@@ -420,7 +420,7 @@ def test_an_empty_blob_of_another_digest_is_refused(layout):
 
 
 def ended(engine):
-    """Run an engine to its end; an AssertionError when there is none."""
+    """Run an engine to its end; raise AssertionError on a timeout."""
     errors = []
 
     def run():
@@ -442,8 +442,8 @@ def ended(engine):
 
 
 def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
-    """There was something left when it came, and nothing when it took its part: those that had
-    it all are gone by then."""
+    """Bytes were left when it joined, and none when it took its part: the connections that received
+    them have ended by then."""
     late = threading.Event()
 
     class Late(BlobDownload):
@@ -466,15 +466,15 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
     assert left_over(layout) == []
 
 
-def test_a_source_that_ends_early(layout):
+def test_a_source_that_ends_early_fails(layout):
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-5]
     with pytest.raises(VerificationError, match="ends after"):
         fetch(source, layout, CONTENT)
 
 
-def test_a_full_disk_in_the_middle(layout, monkeypatch):
-    """The disk is full for data and for the journal; what was noted before is still good."""
+def test_a_full_disk_keeps_journaled_bytes(layout, monkeypatch):
+    """The disk is full for data and journal; earlier journal entries remain valid."""
     real, writes = os.pwrite, Failing(30 * MIB, OSError(errno.ENOSPC, "No space left on device"))
 
     def pwrite(fd, data, offset):
@@ -493,16 +493,16 @@ def test_a_full_disk_in_the_middle(layout, monkeypatch):
     assert layout.path(CONTENT).read_bytes() == BIG
 
 
-def test_a_failure_is_told_though_the_journal_cannot_be_written(layout, monkeypatch):
-    """And no blob stays locked: the same process may well try again."""
+def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(layout, monkeypatch):
+    """No blob stays locked: the same process may retry."""
     other = noise(20 * MIB, b"other")
 
     def full(_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = Counted(BIG, other, together=2)
-    source.fail = Failing(3 * MIB, NetworkError("gone"))  # before a first part is whole
-    fetch(Counted(b"first"), layout, blob(b"first"))  # the directories are there
+    source.fail = Failing(3 * MIB, NetworkError("gone"))  # before the first part is complete
+    fetch(Counted(b"first"), layout, blob(b"first"))  # the directories exist
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(NetworkError, match="gone"):
@@ -512,7 +512,7 @@ def test_a_failure_is_told_though_the_journal_cannot_be_written(layout, monkeypa
     assert layout.path(blob(other)).read_bytes() == other
 
 
-def test_an_interrupt_ends_it_and_keeps_what_came(layout):
+def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(layout):
     source = Counted(BIG)
 
     class Interrupt(KeyboardInterrupt):
@@ -526,7 +526,7 @@ def test_an_interrupt_ends_it_and_keeps_what_came(layout):
     assert again.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB
 
 
-# -- one download for all
+# -- shared downloads
 
 
 def test_two_fetches_of_one_blob_share_a_download(layout):
@@ -552,10 +552,10 @@ def test_two_fetches_of_one_blob_share_a_download(layout):
     assert second_source.opened == []
     assert source.bytes[CONTENT.digest] == CONTENT.size
     assert watches[0].done == CONTENT.size
-    assert watches[1].sums["skip"] == CONTENT.size  # what it saw of the other counts as that
+    assert watches[1].sums["skip"] == CONTENT.size  # bytes of the other process count as existing
 
 
-def test_a_fetch_that_waits_shows_how_far_the_other_is(layout):
+def test_a_waiting_fetch_reports_the_progress_of_the_other(layout):
     at_work = layout.ingest(CONTENT.digest.encoded, CONTENT)
     at_work.write_at(0, BIG[: 8 * MIB])
     seen, source, watch = threading.Event(), Counted(BIG), Watch()
@@ -573,13 +573,13 @@ def test_a_fetch_that_waits_shows_how_far_the_other_is(layout):
     thread.start()
     assert seen.wait(20)
     assert source.opened == []
-    at_work.abort()  # it was killed: the other begins anew, and what it saw counts no more
+    at_work.abort()  # killed: the fetch restarts, and the observed progress is subtracted
     thread.join(30)
     assert watch.done == CONTENT.size
     assert layout.exists(CONTENT)
 
 
-def test_when_the_first_fails_the_second_takes_over(layout):
+def test_the_second_fetch_takes_over_when_the_first_fails(layout):
     first, second = Counted(BIG), Counted(BIG)
     reached, fails = threading.Event(), threading.Event()
 
@@ -616,8 +616,8 @@ def test_when_the_first_fails_the_second_takes_over(layout):
     layout.ingest = watched
     two = threading.Thread(target=fetch, args=(second, layout, CONTENT))
     two.start()
-    assert busy.wait(20)  # it has met the first one
-    assert not spins.wait(0.3)  # it looks again now and then, not all the time
+    assert busy.wait(20)  # it waits for the first one
+    assert not spins.wait(0.3)  # it polls now and then, not continuously
     assert second.opened == []
     fails.set()
     with second.lock:
@@ -629,7 +629,7 @@ def test_when_the_first_fails_the_second_takes_over(layout):
     assert second.bytes[CONTENT.digest] == CONTENT.size - first.bytes[CONTENT.digest]
 
 
-# -- a limit on the rate
+# -- rate limit
 
 
 class Clock:
@@ -651,10 +651,10 @@ def test_a_rate_holds_on_average():
     for _ in range(50):
         rate.passed(100)
     assert clock.now == pytest.approx(105)
-    assert max(clock.waits) == pytest.approx(0.1)  # fair small waits
+    assert max(clock.waits) == pytest.approx(0.1)  # short fair delays
 
 
-def test_idle_time_is_no_credit():
+def test_idle_time_gives_no_credit():
     clock = Clock()
     rate = Rate(1000, clock=clock, sleep=clock.sleep)
     rate.passed(1000)
@@ -663,7 +663,7 @@ def test_idle_time_is_no_credit():
     assert clock.now == pytest.approx(162)
 
 
-def test_a_fetch_keeps_to_the_rate(layout):
+def test_a_fetch_respects_the_rate(layout):
     clock = Clock()
     limit = 4 * MIB
     rate = Rate(limit, clock=clock, sleep=clock.sleep)

@@ -1,4 +1,4 @@
-"""Several threads at one job: who is stopped, and which error is told."""
+"""Several threads on one job: cancellation and the error that is raised."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.errors import NetworkError
 
 
-def test_nothing_begins_after_a_failure(monkeypatch):
-    """Also when whoever waits for the threads is slow to notice."""
+def test_no_call_starts_after_a_failure(monkeypatch):
+    """Even if the waiting thread notices late."""
     stopped, begun = threading.Event(), []
     monkeypatch.setattr(parallel, "wait", lambda futures, **_: wait(futures, timeout=10))
 
@@ -29,7 +29,7 @@ def test_nothing_begins_after_a_failure(monkeypatch):
     assert begun == []
 
 
-def test_the_failure_is_told_and_not_that_others_were_stopped():
+def test_the_failure_is_raised_rather_than_a_cancellation():
     stopped, both = threading.Event(), threading.Barrier(2)
 
     def fail():
@@ -45,7 +45,7 @@ def test_the_failure_is_told_and_not_that_others_were_stopped():
         in_parallel([other, fail], 2, stopped.set)
 
 
-def test_all_calls_are_made_so_many_at_a_time():
+def test_concurrency_is_limited():
     lock, under_way, most, done = threading.Lock(), [], [], []
     full = threading.Barrier(3)
 

@@ -1,4 +1,4 @@
-"""Verification while bytes stream past."""
+"""Verification of a byte stream while it is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.content.artifact import BLOB, blob
 
 
 class Drip:
-    """Gives as few bytes at a time as it is told, and has only ``read``."""
+    """Returns few bytes at a time, and only implements ``read``."""
 
     def __init__(self, data: bytes, sizes: list[int]) -> None:
         self._data = io.BytesIO(data)
@@ -31,7 +31,7 @@ class Drip:
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 50)), st.integers(1, 64))
-def test_true_bytes_pass_in_any_portions(data, sizes, size):
+def test_correct_bytes_pass_in_reads_of_any_size(data, sizes, size):
     with VerifyingReader(cast(BinaryIO, Drip(data, sizes)), blob(data)) as reader:
         parts = []
         while part := reader.read(size):
@@ -40,7 +40,7 @@ def test_true_bytes_pass_in_any_portions(data, sizes, size):
 
 
 @given(st.binary(max_size=50), st.binary(max_size=50))
-def test_other_bytes_never_reach_their_end(promised, sent):
+def test_wrong_bytes_fail_before_the_end(promised, sent):
     if promised == sent:
         return
     with (
@@ -50,7 +50,7 @@ def test_other_bytes_never_reach_their_end(promised, sent):
         reader.readall()
 
 
-def test_the_byte_too_many_is_the_last_that_is_read():
+def test_at_most_one_excess_byte_is_read():
     content = blob(b"x" * 10)
     source = io.BytesIO(b"x" * 1000)
     with VerifyingReader(source, content) as reader:
@@ -60,25 +60,25 @@ def test_the_byte_too_many_is_the_last_that_is_read():
         assert source.tell() == 11
 
 
-def test_a_short_source_says_how_short():
+def test_the_error_of_a_short_source_has_both_sizes():
     reader = VerifyingReader(io.BytesIO(b"xx"), blob(b"xxx"))
     with pytest.raises(VerificationError, match="has 2 bytes instead of the 3"):
         reader.readall()
 
 
-def test_reading_nothing_is_not_the_end():
+def test_a_read_of_zero_bytes_is_not_the_end():
     with VerifyingReader(io.BytesIO(b"abc"), blob(b"abc")) as reader:
         assert reader.read(0) == b""
         assert reader.read(3) == b"abc"
 
 
-def test_closing_it_closes_what_it_reads():
+def test_closing_closes_the_source():
     source = io.BytesIO(b"")
     VerifyingReader(source, blob(b"")).close()
     assert source.closed
 
 
-def test_read_all_refuses_a_huge_size_before_it_reads():
+def test_read_all_refuses_a_huge_size_before_reading():
     class Untouchable(io.BytesIO):
         def readinto(self, buffer: object) -> int:
             raise AssertionError("it was read")
@@ -91,7 +91,7 @@ def test_read_all_refuses_a_huge_size_before_it_reads():
     assert read_all(io.BytesIO(b"123"), blob(b"123"), 3) == b"123"
 
 
-def test_read_all_stops_a_source_without_an_end():
+def test_read_all_stops_at_an_endless_source():
     class Endless(io.BytesIO):
         given = 0
 
@@ -106,7 +106,7 @@ def test_read_all_stops_a_source_without_an_end():
     assert source.given < 10_000_000
 
 
-def test_bodies_open_anywhere_and_again(tmp_path):
+def test_bodies_can_be_opened_repeatedly_at_any_offset(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     for body in (file_body(path), bytes_body(b"0123456789")):

@@ -1,4 +1,4 @@
-"""A store and the commands that are interrupted on it."""
+"""A store for crash tests, and the commands that are interrupted on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.real_registry import RealRegistry
 
 VERBS = "tag retag rm pin gc forget pull create".split()  # in a store of ours
 NEW = "pull-new create-new".split()  # ... without a store
-FOREIGN = "tag-foreign pin-foreign".split()  # ... in one that another tool wrote
+FOREIGN = "tag-foreign pin-foreign".split()  # ... in a store of another tool
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +63,7 @@ def remote(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def make_job(request: pytest.FixtureRequest, template: Path, machines: Machines, tmp_path_factory):
-    """Return ``make_job(verb)``: a command, and its result without faults."""
+    """Return ``make_job(verb)``: a command with a record of its undisturbed run."""
     made: dict[str, Job] = {}
     places = Places(tmp_path_factory.mktemp("measured"), machines)
     foreign = places.new(template).store
@@ -96,12 +96,12 @@ def make_job(request: pytest.FixtureRequest, template: Path, machines: Machines,
 
 
 def sampled(verbs: list[str], *sample: str) -> list[Any]:
-    """Return the verbs as parameters; those outside the sample run only in ``make test-all``."""
+    """Return the verbs as parameters; those outside the sample are left to ``make test-all``."""
     rest = [verb for verb in verbs if verb not in sample]
     return [*sample, *(pytest.param(verb, marks=pytest.mark.integration) for verb in rest)]
 
 
 @pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "pull"))
 def job(request: pytest.FixtureRequest, make_job) -> Job:
-    """Return a job for each of the commands."""
+    """Return each of the commands."""
     return make_job(request.param)

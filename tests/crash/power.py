@@ -1,8 +1,8 @@
-"""A model of a disk after a power failure, computed from recorded calls.
+"""Possible disk contents after a power cut: a pure model of recorded calls.
 
-Only synced data are guaranteed: the bytes of a file after its fsync, a name after the fsync of
-its directory. Any later change may or may not be on disk, independently. ``Disk`` applies the
-calls; ``violations`` lists possible states that break a guarantee of the store.
+Only synchronised data is guaranteed: a file's bytes after its fsync, a name after the fsync of
+its directory. Each later change may be present or not, independently. ``Disk`` replays the
+calls; ``violations`` lists where a possible state would break a guarantee of the store.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Span = tuple[int, int]
 
 @dataclass(eq=False)
 class Node:
-    """A file or directory. ``sure`` is its content after a power failure."""
+    """A file or a directory. ``sure`` is what is guaranteed after a power cut."""
 
     is_directory: bool
     mode: int = 0o644
     data: bytearray = field(default_factory=bytearray)
     sure: bytes = b""
-    unsure: list[Span] = field(default_factory=list)  # written since the last sync
+    unsure: list[Span] = field(default_factory=list)  # written since the last synchronisation
     entries: Entries = field(default_factory=dict)
     sure_entries: Entries = field(default_factory=dict)
-    changes: dict[str, list[Change]] = field(default_factory=dict)  # since the last sync, by name
+    changes: dict[str, list[Change]] = field(default_factory=dict)  # changed since then, by name
 
     @property
     def is_clean(self) -> bool:
@@ -54,14 +54,14 @@ class Node:
         return change
 
     def settle(self, change: Change) -> None:
-        """Record that a change is on disk, with earlier ones of the same name."""
+        """Mark a change as on disk, with all earlier changes of the same name."""
         found = self.changes.get(change.name, [])
         if change in found:
             _set(self.sure_entries, change.name, change.node)
             del found[: found.index(change) + 1]
 
     def candidates(self, name: str) -> list[Node | None]:
-        """Return all possible targets of a name after a power failure."""
+        """Return everything that the name may refer to after a power cut."""
         later = [change.node for change in self.changes.get(name, ())]
         return list(dict.fromkeys([self.sure_entries.get(name), *later]))
 
@@ -80,8 +80,8 @@ class Node:
 
 @dataclass(eq=False)
 class Change:
-    """A change of a name in a directory. The two changes of a rename are atomic, because file
-    systems have a journal."""
+    """A change of a directory entry. Both changes of a rename are on disk or neither: file systems
+    journal them."""
 
     place: Node
     name: str
@@ -97,7 +97,7 @@ def _set(entries: Entries, name: str, node: Node | None) -> None:
 
 
 class Disk:
-    """The files in a directory, as seen by processes and as possibly on disk."""
+    """The files in a directory, as seen by processes and as possible on disk."""
 
     def __init__(self) -> None:
         self.top = Node(True, 0o755)
@@ -105,7 +105,7 @@ class Disk:
 
     @classmethod
     def of(cls, directory: Path) -> Disk:
-        """Return the current contents, all of them synced."""
+        """Return the current files as fully synchronised."""
         disk = cls()
         for path in sorted(directory.rglob("*")):
             status = path.lstat()
@@ -126,14 +126,14 @@ class Disk:
         return node, name
 
     def find(self, path: str) -> Node | None:
-        """Return the node at a path, as seen by processes."""
+        """Return what processes see under a path."""
         node: Node | None = self.top
         for part in PurePosixPath(path).parts:
             node = node.entries.get(part) if node else None
         return node
 
     def possible(self, path: str) -> list[Node | None]:
-        """Return all possible nodes at a path after a power failure."""
+        """Return everything that a path may refer to after a power cut."""
         found: list[Node | None] = [self.top]
         for part in PurePosixPath(path).parts:
             below = [node.candidates(part) if node else [None] for node in found]
@@ -141,16 +141,16 @@ class Disk:
         return found
 
     def surely(self, path: str) -> Node | None:
-        """Return the node at a path that is guaranteed with its bytes, or None."""
+        """Return what a path is guaranteed to refer to, with its bytes, or None."""
         found = self.possible(path)
         return found[0] if len(found) == 1 and found[0] and found[0].is_clean else None
 
     def walk(self) -> Iterator[tuple[str, Node]]:
-        """Yield all nodes as seen by processes."""
+        """Return all files that processes see."""
         return _walk(self.top, "", lambda node: node.entries)
 
     def apply(self, call: dict[str, Any], data: bytes = b"") -> None:
-        """Apply a call; ``data`` is what it wrote."""
+        """Replay a call; ``data`` is what it wrote."""
         op, path = call["op"], call["path"]
         if op in ("create", "mkdir"):
             parent, name = self._parent(path)
@@ -179,20 +179,20 @@ class Disk:
         elif op != "utime":
             raise AssertionError(f"{op} has no place in the model")
 
-    # -- possible states
+    # -- states after a power cut
 
     def pessimistic(self) -> Iterator[tuple[str, Node, bytes]]:
-        """Yield only what is guaranteed to be on disk."""
+        """Return what is guaranteed, and nothing else."""
         for path, node in _walk(self.top, "", lambda node: node.sure_entries):
             yield path, node, node.sure
 
     def torn(self) -> Iterator[tuple[str, Node, bytes]]:
-        """Yield every name that existed; unsynced bytes are zeros."""
+        """Return every former name; unsynchronised data is zeros."""
         for path, node in self.walk():
             yield path, node, node.sure[: len(node.data)].ljust(len(node.data), b"\0")
 
     def empty(self) -> Iterator[tuple[str, Node, bytes]]:
-        """Yield every name that existed; unsynced files have their last synced content."""
+        """Return every former name; unsynchronised files have their former length."""
         for path, node in self.walk():
             yield path, node, node.sure
 
@@ -205,7 +205,7 @@ def _walk(node: Node, path: str, entries: Callable[[Node], Entries]) -> Iterator
 
 
 def write_down(state: Iterable[tuple[str, Node, bytes]], directory: Path) -> None:
-    """Write a state as files."""
+    """Write the state to files."""
     for path, node, data in state:
         place = directory / path
         if node.is_directory:
@@ -216,7 +216,7 @@ def write_down(state: Iterable[tuple[str, Node, bytes]], directory: Path) -> Non
 
 
 def check_replayed(disk: Disk, directory: Path) -> None:
-    """Check that the replayed calls give the actual contents of the directory."""
+    """Verify that the replayed calls produce the actual files."""
     there = {str(path.relative_to(directory)): path for path in directory.rglob("*")}
     seen = {path: node for path, node in disk.walk() if path != "."}
     assert seen.keys() == there.keys()
@@ -230,8 +230,8 @@ def check_replayed(disk: Disk, directory: Path) -> None:
 
 
 def violations(disk: Disk, calls: Sequence[tuple[dict[str, Any], bytes]]) -> list[str]:
-    """Return possible faults after a power failure at any time; ``disk`` is the state before the
-    first of ``calls``, which end with those of a successful command."""
+    """Return the violations possible after a power cut at any moment; ``disk`` is the state before
+    the first of ``calls``, which end with those of a successful command."""
     watch = _Watch(disk)
     for number, (call, data) in enumerate(calls):
         watch.before(call, data)
@@ -252,7 +252,7 @@ class _Watch:
         self.found: list[str] = []
         self.told: dict[str, int] = {}
 
-    # -- before a call: forbidden ones
+    # -- before a call: forbidden calls
 
     def before(self, call: dict[str, Any], data: bytes) -> None:
         if call["op"] == "rename" and call["to"] == f"{STORE}/index.json":
@@ -261,7 +261,7 @@ class _Watch:
             self._check_journal(call, data)
 
     def _check_records(self, new: Node | None) -> None:
-        """Check that names are synced, or removed, before the index refers to this."""
+        """Verify that names are recorded, or removed, before the index is written."""
         old = self._named(self._disk.find(f"{STORE}/index.json"))
         named = self._named(new)
         for name, digest in (named.items() | old.items()) - (named.items() & old.items()):
@@ -324,7 +324,7 @@ class _Watch:
             self.found.append(f"{digest} is not what its name says")
 
     def at_the_end(self) -> None:
-        """Check that a successful command has synced its result."""
+        """Verify that a successful command's changes are durable."""
         for path in ("index.json", "oci-layout"):
             if self._disk.surely(f"{STORE}/{path}") is None:
                 self.found.append(f"at the end: {path} may be lost")
@@ -362,7 +362,7 @@ def record_path(name: str) -> str:
 
 
 def read_log(log: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Return the calls logged by a recorder, with the bytes that they wrote."""
+    """Return the calls that a recorder logged, with the data written."""
     data = log.with_name(f"{log.name}.data").read_bytes()
     calls = [json.loads(line) for line in log.read_text().splitlines()]
     return [

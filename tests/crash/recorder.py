@@ -1,17 +1,17 @@
-"""The command line over a file system with call recording and fault injection.
+"""Run the command line over a file system that is recorded, fills up, or stops at a call.
 
 ``python -m tests.crash.recorder`` reads orders from stdin, one JSON object per line, runs each in
-a fork of this process, and writes ``{"code": ...}``. An order has
-``argv``, ``environ``, ``cwd`` and ``out`` (the file for stdout and stderr); ``top``, the directory
-whose files are recorded; and optional faults:
+a process forked from this one, and answers ``{"code": ...}``. An order has ``argv``,
+``environ``, ``cwd`` and ``out`` (the file for stdout and stderr); ``top``, the directory
+whose files are watched; and these optional fields:
 
-log      every writing call is logged in this file, its bytes in the one beside it (.data)
-kill     the process sends itself SIGKILL before the writing call of this number
-torn     ... and if that is a write, half of it is done first
-full     the allocating call of this number fails because the disk is full
-ever     ... and so do all later ones; half of a write is still done
+log      log every writing call to this file, and the data to the one beside it (.data)
+kill     end by SIGKILL before the writing call of this number
+torn     ... and if that is a write, do half of it first
+full     fail the allocating call of this number with a full disk
+ever     ... and all later ones; of a write, half still fits
 locks    false: flock has no effect
-after    the process is killed after this many seconds
+after    kill the process after this number of seconds
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import Any
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _WRITING = set("wax+")
-# Not used by the commands, or slow to import
+# Unused by the commands, or slow to import
 _APART = tuple(
     f"clowder_aimage.{name}"
     for name in "api cli.__main__ distribution engine generate http model node".split()
@@ -44,7 +44,7 @@ _APART = tuple(
 
 
 class Layer:
-    """A layer between the process and the files in ``top``. Calls are serialized."""
+    """A layer between the process and the files in ``top``. Calls are serialised."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.top = os.path.realpath(order["top"])
@@ -54,15 +54,15 @@ class Layer:
         if log := order.get("log"):
             self._log, self._data = (os.open(p, _FLAGS, 0o600) for p in (log, f"{log}.data"))
         self._write, self._stat, self._fstat = os.write, os.stat, os.fstat
-        self._noted = 0  # bytes of data logged
+        self._noted = 0  # bytes of data
         self._calls = self._allocations = 0
         self._files: dict[int, tuple[str, int]] = {}
         self._lock = threading.Lock()
 
-    # -- recorded files
+    # -- watched files
 
     def inside(self, path: Any) -> str | None:
-        """Return a path relative to ``top``, or None if it is elsewhere."""
+        """Return a path relative to ``top``, or None for one elsewhere."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
         whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
@@ -71,7 +71,7 @@ class Layer:
         return os.path.relpath(whole, self.top)
 
     def known(self, fd: int) -> str | None:
-        """Return the path of an open file, if it is recorded."""
+        """Return the path of an open file, if it is watched."""
         if fd in self._files:
             path, ino = self._files[fd]
             with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ class Layer:
         after: Callable[[Any], dict[str, Any]] = lambda result: {},
         data: Any = b"",
     ) -> Any:
-        """Do a writing call, unless a fault prevents it, and log it."""
+        """Perform a writing call unless a fault prevents it, and log it."""
         with self._lock:
             if self._calls == self._kill:
                 if half is not None and self._torn:
@@ -119,10 +119,10 @@ class Layer:
             done += self._write(fd, data[done:])
         return done
 
-    # -- the calls
+    # -- calls
 
     def install(self) -> None:
-        """Replace the calls of this process."""
+        """Replace the functions that the process calls."""
         for name in ("fsync", "fdatasync"):
             if hasattr(os, name):
                 self._wrap_sync(name)
@@ -193,7 +193,7 @@ class Layer:
                 return real_pwrite(fd, data, offset)
             view = memoryview(data).cast("B")
             call = {"op": "write", "path": path, "ino": self._fstat(fd).st_ino, "offset": offset}
-            left = view[: len(view) // 2 & -4096 or len(view) // 2]  # direct I/O: only whole pages
+            left = view[: len(view) // 2 & -4096 or len(view) // 2]  # direct I/O: whole pages only
             half = (lambda: real_pwrite(fd, left, offset)) if len(view) > 1 else None
             return self.pass_on(
                 call, lambda: real_pwrite(fd, view, offset), allocates=True, half=half, data=view
@@ -259,7 +259,7 @@ class Layer:
         def wrapped(source: Any, path: Any, **rest: Any) -> None:
             if (inner := self.inside(path)) is None:
                 return real(source, path, **rest)
-            call = {"op": name, "path": inner}  # not used by aimage
+            call = {"op": name, "path": inner}  # our code creates none
             return self.pass_on(call, lambda: real(source, path, **rest), allocates=True)
 
         setattr(os, name, wrapped)
@@ -278,7 +278,7 @@ class Layer:
         setattr(os, name, wrapped)
 
     def _refuse(self) -> None:
-        """Reject calls that aimage does not use on recorded files and that would not be logged."""
+        """Refuse calls that our code never makes on watched files, and that are not recorded."""
         for name in ("writev", "pwritev", "sendfile", "copy_file_range", "posix_fallocate"):
             if real := getattr(os, name, None):
                 setattr(os, name, self._refusing(name, real))
@@ -294,7 +294,7 @@ class Layer:
         return wrapped
 
     def _wrap_files(self) -> None:
-        """Make Python's file objects write through ``os`` if opened for writing."""
+        """Files opened for writing are written in Python, through ``os``."""
         real = io.open
 
         def wrapped(file: Any, mode: str = "r", *arguments: Any, **rest: Any) -> Any:
@@ -331,7 +331,7 @@ class Layer:
 
 
 def _become(order: dict[str, Any]) -> None:
-    """Set up the process like a newly started command line. Raises SystemExit."""
+    """Continue as if the command line had been started like this. Raises SystemExit."""
     from clowder_aimage.cli.main import run
 
     for number, name in ((0, os.devnull), (1, f"{order['out']}.out"), (2, f"{order['out']}.err")):
@@ -365,7 +365,7 @@ def _import_all() -> None:
 
 
 def serve() -> None:
-    """Run orders until stdin ends."""
+    """Execute orders until the end of input."""
     _import_all()
     for line in sys.stdin:
         order = json.loads(line)

@@ -1,4 +1,4 @@
-"""Stores and commands for crash tests, and the invariants of a store after a crash."""
+"""Stores for crash tests, commands on them, and their invariants."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.process import Aimage, Done, spawn
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1024 * 1024
-BIG = hashlib.shake_128(b"big").digest(20 * MIB)  # more than 16 MiB: it has a journal
+BIG = hashlib.shake_128(b"big").digest(20 * MIB)  # more than 16 MiB, so that it has a journal
 SMALL = [hashlib.shake_128(b"%d" % number).digest(100_000) for number in range(3)]
 KILLED = -9
 WORKERS = 2
 
 
 class Machine:
-    """A process that forks from one in which everything is imported."""
+    """Processes forked from one that has imported everything."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -70,7 +70,7 @@ class Machine:
 
 
 class Machines:
-    """A pool of machines; each command uses a free one."""
+    """Several machines; each command uses a free one."""
 
     def __init__(self, directory: Path, count: int) -> None:
         self._all, self._free = [], queue.SimpleQueue()
@@ -93,7 +93,7 @@ class Machines:
 
 @dataclass
 class Place:
-    """A store in its own directory ``top``, and a separate home."""
+    """A store alone in a directory ``top``, and a home elsewhere."""
 
     directory: Path
     machines: Machines
@@ -107,7 +107,7 @@ class Place:
         return self.top / "store"
 
     def run(self, *arguments: str, **order: Any) -> Done:
-        """Run a verb; ``order`` has the faults to inject, as in recorder.py."""
+        """Run a verb; ``order`` has the faults, as in recorder.py."""
         here = Aimage(self.directory / "home", self.store)
         order = {key: str(v) if isinstance(v, Path) else v for key, v in order.items()}
         done = self.machines.run(
@@ -127,7 +127,7 @@ class Place:
 
 
 class Places:
-    """A factory of places."""
+    """Creates places."""
 
     def __init__(self, directory: Path, machines: Machines) -> None:
         self._directory = directory
@@ -135,7 +135,7 @@ class Places:
         self._numbers = itertools.count()
 
     def new(self, template: Path | None = None) -> Place:
-        """Return a place with a copy of a store. Blobs are immutable, so they are linked."""
+        """Return a place with a copy of a store. Blobs are hard-linked, as they never change."""
         place = Place(self._directory / str(next(self._numbers)), self.machines)
         (place.directory / "home").mkdir(parents=True)
         place.top.mkdir()
@@ -158,7 +158,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def names(store: Path) -> dict[str, str]:
-    """Return the names in the store, as displayed to users."""
+    """Return the names in the store, as the command line lists them."""
     return {name: str(found.digest) for name, found in ImageLayout(store).tags()}
 
 
@@ -167,8 +167,8 @@ def blobs(store: Path) -> set[str]:
 
 
 def check_sound(store: Path, *, keeps: dict[str, str]) -> dict[str, str]:
-    """Check that every blob matches its digest, all named artifacts are complete, and names in
-    ``keeps`` are unchanged. Return the current names."""
+    """Verify every blob, and that all names are complete and former ones unchanged. Return the
+    names."""
     report = verify(ImageLayout(store))
     assert report.problems == []
     found = names(store)
@@ -179,8 +179,8 @@ def check_sound(store: Path, *, keeps: dict[str, str]) -> dict[str, str]:
 def check_finished(
     store: Path, wanted: dict[str, str], *, foreign: frozenset[str] = frozenset()
 ) -> None:
-    """Check the names, including for tools that only read index.json. Names in ``foreign``
-    were written by another tool."""
+    """Verify the names and their spelling, also for tools that read index.json only. ``foreign``
+    names were set by another tool."""
     assert check_sound(store, keeps={}) == wanted
     index = json.loads((store / "index.json").read_bytes())
     name = "io.containerd.image.name"
@@ -192,7 +192,7 @@ def check_finished(
 
 
 def check_idle(store: Path, wanted: dict[str, str]) -> None:
-    """Check that no incomplete data are left; gc removes a journal without a blob and
+    """Verify that no unfinished ingest is left; a collection removes journals without a blob and
     leases without a process, and nothing else."""
     private = store / ".aimage"
     assert {path.suffix for path in private.glob("ingest/*")} <= {".journal"}
@@ -206,17 +206,17 @@ def check_idle(store: Path, wanted: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A command on a copy of a store, and the names expected after it. ``loses`` are the names
-    that it removes or changes."""
+    """A command on a copy of a store, and the names expected after it. ``loses`` are the names that
+    it removes or changes."""
 
     verb: str
     argv: tuple[str, ...]
     template: Path | None
     before: dict[str, str] = field(default_factory=dict)
     wanted: dict[str, str] = field(default_factory=dict)
-    foreign: frozenset[str] = frozenset()  # names written by another tool
+    foreign: frozenset[str] = frozenset()  # names of another tool
     blobs: frozenset[str] = frozenset()
-    calls: int = 0  # number of calls that write
+    calls: int = 0  # writing calls
     allocations: int = 0
 
     @property
@@ -225,12 +225,12 @@ class Job:
         return dict(self.before.items() & self.wanted.items())
 
     def check_broken(self, place: Place) -> None:
-        """Check a crashed command: each name has its old or its new target."""
+        """Verify that after an interruption each name has its former or its final value."""
         found = check_sound(place.store, keeps=self.keeps)
         assert found.items() <= self.before.items() | self.wanted.items()
 
     def finish(self, place: Place) -> None:
-        """Check that the command completes when it is run again."""
+        """Complete the job by running the same command again."""
         done = place.run(*self.argv)
         gone = self.verb == "rm" and self.wanted == place.names()
         assert done.code == 0 or (gone and done.code == 3), done.err
@@ -243,7 +243,7 @@ class Job:
 
 
 def measured(job: Job, places: Places) -> tuple[Job, Place]:
-    """Return the job with its calls in a run without faults, and the place of that run."""
+    """Return the job with the record of its undisturbed run."""
     place = places.new(job.template)
     before, records = place.names(), MetadataFiles(place.store, "names")
     foreign = frozenset(before.keys() - {name for name, _ in records.items()})
@@ -266,7 +266,7 @@ def measured(job: Job, places: Places) -> tuple[Job, Place]:
 
 
 def fill(store: Path) -> None:
-    """Add two AImages that share a blob, a third with two names, and unreferenced blobs."""
+    """Create two AImages that share a blob, a third with two names, and unneeded blobs."""
     layout = ImageLayout(store)
     put_artifact(layout, "keep:v1", b"shared", b"kept", SMALL[0])
     put_artifact(layout, "old:v1", b"shared", b"old")
@@ -289,7 +289,7 @@ def put_in(host: str, path: str, docker: Path, *layers: bytes) -> str:
 
 
 def side_by_side(calls: Sequence[Any]) -> None:
-    """Run all of them, a few at a time; raise the first failure."""
+    """Run all, a few at a time; raise the first failure."""
     with ThreadPoolExecutor(WORKERS) as pool:
         for future in [pool.submit(call) for call in calls]:
             future.result()

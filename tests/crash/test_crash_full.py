@@ -1,5 +1,5 @@
-"""The disk is full at each call that needs room: exit code 6 and a sentence, nothing half-written
-under a final name, all that was there intact, and the same command goes on where there is room."""
+"""A full disk at each allocating call: exit code 6 and a message, no partial file under a final
+name, existing data intact, and the same command succeeds once there is space."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.crash.conftest import sampled
 from tests.crash.scene import Job, Places, check_finished, side_by_side
 
 VERBS = "tag retag pin pull create pull-new create-new tag-foreign pin-foreign".split()
-FEW = 2  # moments of a command
+FEW = 2  # call numbers of a command
 NO_SPACE = 6
 TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 
 
 @pytest.fixture(params=sampled(VERBS, "tag"))
 def writer(request, make_job) -> Job:
-    """Each of the commands that need room."""
+    """Return each of the commands that allocate space."""
     return make_job(request.param)
 
 
@@ -30,7 +30,7 @@ def fill_up(job: Job, places: Places, codes: Counter[int], number: int, *, ever:
     done = place.run(*job.argv, full=number, ever=ever)
     codes[done.code] += 1
     try:
-        if done.code == 0:  # it was room for what may be missing: which AImage was used when
+        if done.code == 0:  # optional data was skipped: the time of last use
             check_finished(place.store, job.wanted, foreign=job.foreign)
         else:
             assert done.code == NO_SPACE, f"{done.code}: {done.err}"
@@ -57,11 +57,11 @@ def fill_up_at(job: Job, places: Places, numbers: range) -> None:
     assert codes[NO_SPACE] > codes[0]
 
 
-def test_the_disk_is_full_at_some_calls(writer, places):
+def test_a_full_disk_at_sampled_calls(writer, places):
     stride = max(1, writer.allocations // FEW)
     fill_up_at(writer, places, range(random.randrange(stride), writer.allocations, stride))
 
 
 @pytest.mark.slow
-def test_the_disk_is_full_at_every_call(writer, places):
+def test_a_full_disk_at_every_call(writer, places):
     fill_up_at(writer, places, range(writer.allocations))

@@ -1,5 +1,5 @@
-"""kill -9 before every call that writes, and at moments of its own: nothing named is lost, what is
-there is right, and the same command finishes the job."""
+"""kill -9 before every writing call, and at random: no name is lost, the data is valid, and the
+same command completes the job."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from tests.crash.scene import KILLED, Job, Places, check_sound, names, side_by_side
 
-FEW = 3  # kills of a command
+FEW = 3  # kills per command
 
 
 def break_off(job: Job, places: Places, number: int, *, torn: bool = False) -> None:
     place = places.new(job.template)
     done = place.run(*job.argv, kill=number, torn=torn)
-    assert done.code in (KILLED, 0), done.err  # threads: it may have had fewer calls this time
+    assert done.code in (KILLED, 0), done.err  # threads: this run may have fewer calls
     try:
         job.check_broken(place)
         job.finish(place)
@@ -29,24 +29,24 @@ def break_off(job: Job, places: Places, number: int, *, torn: bool = False) -> N
     places.drop(place)
 
 
-def test_killed_at_some_calls(job, places):
-    """Spread evenly over the command, from another place each time."""
+def test_kill_at_sampled_calls(job, places):
+    """Calls are sampled evenly over the command, with a random start."""
     stride = max(1, job.calls // FEW)
     numbers = range(random.randrange(stride), job.calls, stride)
     side_by_side([partial(break_off, job, places, n, torn=n % 2 == 1) for n in numbers])
 
 
 @pytest.mark.slow
-def test_killed_at_every_call(job, places):
+def test_kill_at_every_call(job, places):
     for torn in (False, True):
         side_by_side([partial(break_off, job, places, n, torn=torn) for n in range(job.calls)])
 
 
-# -- at random
+# -- random kills
 
 
 def live_through(places: Places, make_job, seed: int, kills: int) -> None:
-    """One store, one killed command after the other, and none of them is run again at once."""
+    """Kill commands on one store in succession, without repeating any of them at once."""
     draw = random.Random(seed)
     place = places.new(make_job("tag").template)
     (remote, pulled), (made, created) = (
@@ -94,8 +94,8 @@ def live_through(places: Places, make_job, seed: int, kills: int) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kills", [25, pytest.param(200, marks=pytest.mark.slow)])
-def test_killed_at_random(places, make_job, kills):
-    """Half of them in each of two stores."""
+def test_kill_at_random(places, make_job, kills):
+    """Half of the kills in each of two stores."""
     halves = (kills // 2, kills - kills // 2)
     for verb in ("pull-new", "create-new", "tag"):
         make_job(verb)

@@ -1,5 +1,5 @@
-"""File systems where flock has no effect. Some bytes may be fetched twice; no byte is wrong,
-and no name is lost."""
+"""File systems where flock has no effect: bytes may be fetched twice, but no byte is wrong and
+no name is lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(place: Place, *argv: str) -> Done:
 
 
 def together(*calls) -> None:
-    """Each in a thread of its own; they begin at the same time."""
+    """Start all at the same time, each in its own thread."""
     barrier = threading.Barrier(len(calls))
 
     def one(call) -> None:
@@ -59,8 +59,8 @@ def together(*calls) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("locks", [True, False])
-def test_a_lock_without_effect_is_noticed(place: Place, make_job, locks):
-    """Else the other tests would show nothing: a blob then comes in under a name of its own."""
+def test_an_ineffective_lock_uses_anonymous_ingests(place: Place, make_job, locks):
+    """A precondition of the other tests: a blob then has a private ingest file."""
     job = make_job("pull")
     assert place.run(*job.argv, kill=job.calls // 2, locks=locks).code == KILLED
     left = {path.suffix for path in (place.store / ".aimage" / "ingest").iterdir()}
@@ -68,7 +68,7 @@ def test_a_lock_without_effect_is_noticed(place: Place, make_job, locks):
 
 
 @pytest.mark.integration
-def test_four_that_tag_and_pull_at_once(place, remote, make_job):
+def test_concurrent_tags_and_pulls_without_locks(place, remote, make_job):
     before = place.names()
     pulled = make_job("pull-new").wanted
 
@@ -80,7 +80,7 @@ def test_four_that_tag_and_pull_at_once(place, remote, make_job):
     together(*(lambda who=who: one(who) for who in range(PROCESSES)))
     tagged = {f"who{who}:v{n}": before["keep:v1"] for who in range(PROCESSES) for n in range(NAMES)}
     wanted = before | pulled | tagged
-    assert check_sound(place.store, keeps={}) == wanted  # our verbs see all of them already
+    assert check_sound(place.store, keeps={}) == wanted  # our verbs already list all of them
     last = place.run("tag", "keep:v1", "last:v1")
     assert last.code == 0
     wanted |= {"last:v1": before["keep:v1"]}
@@ -90,7 +90,7 @@ def test_four_that_tag_and_pull_at_once(place, remote, make_job):
 
 
 def collect_beside(place: Place, *arguments: str, pull) -> None:
-    """Collections, one after the other, until four have done ``pull``."""
+    """Collect repeatedly until four processes have done ``pull``."""
     ended = threading.Event()
 
     def collect() -> None:
@@ -107,8 +107,8 @@ def collect_beside(place: Place, *arguments: str, pull) -> None:
 
 
 @pytest.mark.integration
-def test_collections_beside_four_that_pull(place, remote, make_job):
-    """At the grace period that they have unless told otherwise."""
+def test_concurrent_collections_and_pulls_without_locks(place, remote, make_job):
+    """With the default grace period."""
     wanted = place.names() | make_job("pull-new").wanted
     collect_beside(place, pull=lambda: run(place, "-q", "pull", remote))
     assert check_sound(place.store, keeps={}) == wanted
@@ -116,7 +116,7 @@ def test_collections_beside_four_that_pull(place, remote, make_job):
 
 @pytest.mark.integration
 def test_blobs_taken_by_collections_without_grace_are_fetched_again(place, remote, make_job):
-    """Nothing keeps a collection from looking away while a pull begins."""
+    """Nothing stops a collection from missing a pull that starts meanwhile."""
     before = place.names()
     collect_beside(place, "--grace", "0", pull=lambda: place.run("-q", "pull", remote, locks=False))
     report = verify(ImageLayout(place.store))

@@ -1,4 +1,4 @@
-"""The order of writes and synchronisations: a power cut at any moment breaks no promise."""
+"""The order of writes and synchronisations: a power cut at any moment breaks no guarantee."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.crash.power import (
 )
 from tests.crash.scene import Job, Places, side_by_side
 
-FEW = 1  # moments of a command
+FEW = 1  # call numbers of a command
 STATES = ["pessimistic", "torn", "empty"]
 
 
 def record(job: Job, places: Places):
-    """A command's calls, and the disk before them."""
+    """Return a command's calls, and the disk before them."""
     place = places.new(job.template)
     disk, log = Disk.of(place.top), place.directory / "log"
     done = place.run(*job.argv, log=log)
@@ -35,8 +35,8 @@ def record(job: Job, places: Places):
     return place, disk, read_log(log)
 
 
-def test_a_power_cut_breaks_no_promise(job, places):
-    """As the recorder saw the calls, and it missed none."""
+def test_a_power_cut_breaks_no_guarantee(job, places):
+    """For the recorded calls, which are complete."""
     place, disk, calls = record(job, places)
     assert calls
     assert violations(copy.deepcopy(disk), calls) == []
@@ -46,7 +46,7 @@ def test_a_power_cut_breaks_no_promise(job, places):
 
 
 def cut(job: Job, places: Places, before: Disk, calls, number: int, state: str) -> None:
-    """The power goes before a call; then the same command is run again."""
+    """Cut the power before a call; then run the same command again."""
     disk = copy.deepcopy(before)
     for call, data in calls[:number]:
         disk.apply(call, data)
@@ -72,12 +72,12 @@ def cut_at(job: Job, places: Places, numbers: range | list[int]) -> None:
     )
 
 
-def test_after_a_power_cut_the_command_finishes_its_job(job, places):
+def test_the_command_completes_after_a_power_cut(job, places):
     cut_at(job, places, random.sample(range(job.calls + 1), FEW))
 
 
 @pytest.mark.slow
-def test_after_a_power_cut_at_any_moment_the_command_finishes_its_job(job, places):
+def test_the_command_completes_after_a_power_cut_at_any_call(job, places):
     cut_at(job, places, range(job.calls + 1))
 
 
@@ -85,7 +85,7 @@ def test_after_a_power_cut_at_any_moment_the_command_finishes_its_job(job, place
 
 
 class Calls:
-    """Calls on a disk that was empty, made up."""
+    """Synthetic calls on an empty disk."""
 
     def __init__(self) -> None:
         self.calls: list = []
@@ -144,7 +144,7 @@ def prepare(made):
 
 
 def name_one():
-    """An artifact comes and is named, in the right order."""
+    """Write an artifact and its name in the right order."""
     made = Calls()
     prepare(made)
     for data, path in zip((CHILD, CONFIG, MANIFEST), PLACED, strict=True):
@@ -172,18 +172,18 @@ def found(calls):
     return violations(Disk(), calls)
 
 
-def test_the_right_order_breaks_no_promise():
+def test_the_right_order_breaks_no_guarantee():
     assert found(name_one().calls) == []
     assert found(name_and_forget().calls) == []
 
 
-SPARE = {(INGEST, 0), (BLOBS, 0), (NAMES, 0)}  # nothing was in them yet
+SPARE = {(INGEST, 0), (BLOBS, 0), (NAMES, 0)}  # the directories were empty
 
 
 @pytest.mark.parametrize(
     ("make", "spare"), [(name_one, SPARE), (name_and_forget, {*SPARE, ("store", 1)})]
 )
-def test_every_synchronisation_that_is_left_out_is_missed(make, spare):
+def test_every_omitted_synchronisation_is_a_violation(make, spare):
     calls = make().calls
     times: Counter[str] = Counter()
     for number, (call, _) in enumerate(calls):
@@ -216,13 +216,13 @@ def test_one_call_may_synchronise_everything():
     ],
     ids=["written", "blob removed", "manifest removed", "forgotten", "index in place"],
 )
-def test_violations_names_what_breaks_a_promise(change, said):
+def test_violations_names_the_broken_guarantee(change, said):
     made = name_one()
     change(made)
     assert any(said in text for text in found(made.calls))
 
 
-def test_violations_names_a_blob_of_another_name():
+def test_violations_names_a_blob_under_another_name():
     made = Calls()
     prepare(made)
     made.write(f"{INGEST}/x", b"other")
@@ -242,7 +242,7 @@ def test_violations_names_a_blob_of_another_name():
         ("data sync data note", "the journal notes 0-10"),
     ],
 )
-def test_a_journal_notes_what_is_on_the_disk(order, said):
+def test_a_journal_entry_requires_synchronised_data(order, said):
     made = Calls()
     prepare(made)
     for step in order.split():
@@ -258,7 +258,7 @@ def test_a_journal_notes_what_is_on_the_disk(order, said):
     assert said in str(told) if said else told == []
 
 
-def test_states_of_a_disk_after_a_power_cut():
+def test_possible_states_after_a_power_cut():
     disk, made = Disk(), Calls()
     prepare(made)
     made.write(PARTIAL, b"01234")
@@ -277,7 +277,7 @@ def test_states_of_a_disk_after_a_power_cut():
     assert left["torn"][f"{INGEST}/y"] == bytes(5)
 
 
-def test_a_rename_is_on_the_disk_with_both_ends():
+def test_a_rename_is_durable_with_both_entries_or_neither():
     disk, made = Disk(), Calls()
     prepare(made)
     made.write(PARTIAL, CHILD)

@@ -1,4 +1,4 @@
-"""The layer under the other tests: it sees all that is written, and does what it is told."""
+"""The recording layer under the other tests: it sees every write and injects the faults."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(top: Path, program: str, **order) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_everything_that_is_written_is_seen(top, tmp_path):
+def test_every_write_is_recorded(top, tmp_path):
     done = run(top, EVERYTHING, log=str(tmp_path / "log"))
     assert done.returncode == 0, done.stderr
     disk, calls = Disk(), read_log(tmp_path / "log")
@@ -88,7 +88,7 @@ def test_everything_that_is_written_is_seen(top, tmp_path):
     assert len(calls) > 30
 
 
-def test_calls_that_are_not_watched_are_refused(top):
+def test_unrecorded_calls_are_refused(top):
     done = run(top, "os.writev(os.open('x', os.O_WRONLY | os.O_CREAT), [b'x'])")
     assert "AssertionError: writev is not watched" in done.stderr
 
@@ -100,7 +100,7 @@ def test_calls_that_are_not_watched_are_refused(top):
         ({"kill": 3, "torn": True}, b"012345"),
     ],
 )
-def test_the_process_is_killed_before_a_call(top, order, left):
+def test_kill_ends_the_process_before_a_call(top, order, left):
     program = """
 fd = os.open("x", os.O_WRONLY | os.O_CREAT)
 os.write(fd, b"0123")
@@ -118,7 +118,7 @@ os.write(fd, b"4567")
         ({"full": 1, "ever": True}, "2 28 28"),
     ],
 )
-def test_the_disk_is_full_at_a_call(top, order, said):
+def test_full_fails_a_call(top, order, said):
     program = """
 def write():
     try:

@@ -1,4 +1,4 @@
-"""A client for workers started by the files in deploy/."""
+"""A client of a worker that was started as deploy/ describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Unix(http.client.HTTPConnection):
 
 @dataclass(frozen=True)
 class Client:
-    """A client of the worker at ``place``: ``http://HOST:PORT`` or ``unix://PATH``."""
+    """``place`` is ``http://HOST:PORT`` or ``unix://PATH``."""
 
     place: str
     token: str | None = None
@@ -49,7 +49,7 @@ class Client:
         return answer.status, json.loads(said) if said[:1] in (b"{", b"[") else said
 
     def picture(self, **wishes: object) -> bytes:
-        """Return a picture, requested through the OpenAI API."""
+        """Return an image by OpenAI's API."""
         body = {"prompt": "a red circle", "response_format": "b64_json", **wishes}
         status, answer = self.ask("POST", "/v1/images/generations", body)
         assert status == 200, answer

@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes, as files and as built by kustomize."""
+"""The manifests of deploy/kubernetes, as files and as built by kustomize."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KUBERNETES = DEPLOY / "kubernetes"
 GUIDE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = sorted(path.parent for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
-# Secrets that users create themselves (docs/kubernetes.md).
+# Absent from the files: created by whoever applies them (docs/kubernetes.md).
 SECRETS = frozenset({"aimage-node", "aimage-worker", "aimage-metrics", "aimage-registry"})
 
 Manifest = dict[str, Any]
@@ -27,7 +27,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod specification, and the object that contains it."""
+    """The specification of a pod, whatever its owner."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class Pod:
 
 @cache
 def read(path: Path) -> tuple[Manifest, ...]:
-    """Return the documents of a file. Do not modify them."""
+    """Return the documents of a file. They must not be changed."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     return tuple(found for found in yaml.safe_load_all(path.read_text()) if found)
 
@@ -52,14 +52,14 @@ def kustomization(path: Path) -> Manifest:
 
 
 def files() -> list[Path]:
-    """Return all files with manifests, without kustomizations and lists of models."""
+    """Return every file with manifests: no kustomization, no list of models."""
     told = {file for path in KUSTOMIZATIONS for file in generated_from(path)}
     every = set(KUBERNETES.rglob("*.yaml")) - set(KUSTOMIZATIONS) - told
     return sorted(every)
 
 
 def generated_from(path: Path) -> Iterator[Path]:
-    """Yield the files from which a kustomization generates ConfigMaps."""
+    """Return the files that a kustomization puts into ConfigMaps."""
     for generator in kustomization(path).get("configMapGenerator", ()):
         for file in generator["files"]:
             yield path.parent / file.rpartition("=")[2]
@@ -71,7 +71,7 @@ def manifests() -> list[Manifest]:
 
 @cache
 def built(overlay: Path, program: str) -> str:
-    """Return the output of ``kubectl kustomize``; the test fails with its error output."""
+    """Return the output of ``kubectl kustomize`` for an overlay; fail the test with its errors."""
     command = [program, "kustomize", str(overlay)]
     environment = {**os.environ, "KUBECONFIG": os.devnull}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -80,7 +80,7 @@ def built(overlay: Path, program: str) -> str:
 
 
 def kubectl() -> str:
-    """Return the path of kubectl or skip, since versions of distributions are too old."""
+    """Return the path of kubectl, which many machines lack: distributions' versions are too old."""
     return shutil.which("kubectl") or pytest.skip("there is no kubectl")
 
 
@@ -101,7 +101,7 @@ def pods(among: list[Manifest]) -> list[Pod]:
 
 
 def _owners(value: object) -> Iterator[dict[str, Any]]:
-    """Yield objects whose ``spec`` has containers."""
+    """Return the objects whose ``spec`` has containers."""
     if isinstance(value, dict):
         spec = value.get("spec")
         if isinstance(spec, dict) and "containers" in spec:
@@ -118,7 +118,7 @@ def is_selected(pod: Pod, selector: dict[str, str]) -> bool:
 
 
 def complaints(pod: Pod) -> list[str]:
-    """Return where a pod is less hardened than the Pod Security Standard "restricted", and more."""
+    """Return violations of the Pod Security Standards' "restricted" level and further rules."""
     found = []
     outer = pod.spec.get("securityContext", {})
     for key in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"):
@@ -170,6 +170,6 @@ def of_kind(kind: str, among: list[Manifest] | None = None) -> list[Manifest]:
 
 
 def listens_on(container: Manifest) -> int:
-    """Return the port in a command line."""
+    """Return the port on a command line."""
     (address,) = [a for a in container["args"] if a.startswith("--addr=")]
     return int(address.rpartition(":")[2])

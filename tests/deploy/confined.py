@@ -1,8 +1,8 @@
 """Run a program under a unit's seccomp filters, as systemd would: ``confined.py UNIT PROGRAM ...``.
 
-systemd.exec(5) documents the effect of SystemCallFilter=, MemoryDenyWriteExecute= and
-RestrictAddressFamilies=; ``systemd-analyze syscall-filter`` lists the names in each ``@group``. The
-rules are loaded by libseccomp (seccomp_rule_add_array(3)). Exit code 77: unsupported here.
+systemd.exec(5) defines SystemCallFilter=, MemoryDenyWriteExecute= and RestrictAddressFamilies=;
+the names in ``@group`` are listed by ``systemd-analyze syscall-filter``. The rules are loaded by
+libseccomp (seccomp_rule_add_array(3)). Exit code 77: not supported on this machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Filter:
         self._context = ctypes.c_void_p(self._library.seccomp_init(ctypes.c_uint32(default)))
 
     def add(self, action: int, name: str, *arguments: Argument) -> None:
-        """Add a rule for a system call, or skip one that this machine lacks."""
+        """Add a rule for a system call; skip one that this machine does not have."""
         number = self._library.seccomp_syscall_resolve_name(name.encode())
         if number < 0:
             return
@@ -54,7 +54,7 @@ class Filter:
             raise OSError(-code, f"seccomp rule for {name}: {os.strerror(-code)}")
 
     def load(self) -> None:
-        """Activate the filter for this process and its children."""
+        """Load the filter into the kernel, for children too."""
         code = self._library.seccomp_load(self._context)
         if code:
             raise OSError(-code, os.strerror(-code))
@@ -68,7 +68,7 @@ def settings(unit: Path) -> list[tuple[str, str]]:
 
 
 def members(group: str) -> set[str]:
-    """Return the system calls of a name, or of an ``@group``."""
+    """Return the system calls of a name; ``@group`` for those of a group."""
     if not group.startswith("@"):
         return {group}
     command = ["systemd-analyze", "syscall-filter", "--no-pager", group]
@@ -91,7 +91,7 @@ def allowed(lines: list[tuple[str, str]]) -> set[str]:
 
 
 def confine(unit: Path) -> None:
-    """Load the filters of ``unit``. Raises OSError if this fails."""
+    """Load the filters of ``unit``. Raises OSError if that is not possible."""
     lines = settings(unit)
     calls = Filter(REFUSE)
     for name in sorted(allowed(lines)):
@@ -109,7 +109,7 @@ def confine(unit: Path) -> None:
             other.add(REFUSE, "socket", Argument(0, EQUAL, number, 0))
     if ctypes.CDLL(None, use_errno=True).prctl(38, 1, 0, 0, 0):  # PR_SET_NO_NEW_PRIVS
         raise OSError(ctypes.get_errno(), "no_new_privs")
-    other.load()  # first: the second removes the permission to load filters
+    other.load()  # first: the second forbids loading another one
     calls.load()
 
 

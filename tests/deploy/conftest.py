@@ -1,4 +1,4 @@
-"""Mark all tests here as ``integration``: they require other programs."""
+"""Mark these tests as integration: they need other programs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Schemas of the two custom resources in deploy/kubernetes, limited to what is used there.
+"""Schemas of the two custom resources in deploy/kubernetes, limited to the fields used there.
 
-They are written by hand from the definitions: names and types of properties, required ones, and
-no additional ones. Clusters validate the rest.
+Transcribed from the definitions: property names, types, required properties, and no other
+properties. The API servers of clusters have the full definitions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _RULES = _object(
 )
 
 # kedacore/keda, config/crd/bases/keda.sh_scaledobjects.yaml; keda.sh, "ScaledObject specification"
-# and "Prometheus" (2.15): the allowed metadata of a trigger.
+# and "Prometheus" (2.15): the names in a trigger's metadata.
 SCALED_OBJECT = _object(
     {
         "apiVersion": {"const": "keda.sh/v1alpha1"},
@@ -170,6 +170,6 @@ SCHEMAS = {"ScaledObject": SCALED_OBJECT, "ServiceMonitor": SERVICE_MONITOR}
 
 
 def faults(document: dict[str, Any]) -> list[str]:
-    """Return the properties of a custom resource that violate its schema."""
+    """Return the violations of a custom resource's definition."""
     validator = jsonschema.Draft202012Validator(SCHEMAS[document["kind"]])
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)]

@@ -1,7 +1,7 @@
-"""The metrics exposed by nodes and workers, for checks of rules and dashboards.
+"""The metrics that rules and dashboards may use: those of a running node and a running worker.
 
-Types and labels are as in Prometheus' text format; the samples of counters and histograms have
-separate names (Prometheus, "Metric types").
+Kinds and labels follow Prometheus' text format; the samples of counters and histograms have
+their own names (Prometheus, "Metric types").
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric: its type, its labels, and whether nodes expose it or only workers."""
+    """One metric: its kind, its labels, and whether nodes expose it or workers only."""
 
     name: str
     kind: str
@@ -80,10 +80,10 @@ METRICS = (
     Metric("aimage_desired_failed", "gauge", ("code",)),
     Metric("aimage_config_last_reload_successful", "gauge"),
     Metric("aimage_config_last_reload_success_timestamp_seconds", "gauge"),
-    # neighbours
+    # peers
     Metric("aimage_neighbours", "gauge", ("state",)),
     Metric("aimage_neighbour_bytes_total", "counter", ("direction",)),
-    # pictures
+    # images
     Metric("aimage_generation_queue_depth", "gauge", on_node=False),
     Metric("aimage_generation_refused_total", "counter", on_node=False),
     Metric("aimage_generation_cancelled_total", "counter", on_node=False),
@@ -97,13 +97,13 @@ SAMPLES = {sample: metric for metric in METRICS for sample in metric.samples}
 
 
 def names(expression: str) -> set[str]:
-    """Return the names of the samples in an expression."""
+    """Return the samples that an expression uses."""
     text = re.sub(r"'[^']*'|\"[^\"]*\"", "", expression)
     return {word for word in _WORD.findall(text) if word.startswith("aimage_") or word == "up"}
 
 
 def wrong_labels(expression: str) -> set[str]:
-    """Return labels that an expression selects by but that the samples lack."""
+    """Return the labels in an expression's selectors that the samples do not have."""
     found = set()
     for name, matchers in _SELECTOR.findall(expression):
         metric = SAMPLES.get(name)
@@ -130,7 +130,7 @@ def panels(dashboard: Path = DASHBOARD) -> list[dict[str, Any]]:
 
 
 def expressions(dashboard: Path = DASHBOARD) -> dict[str, str]:
-    """Return the expressions of a dashboard, by the panel's title and the query's letter."""
+    """Return the queries of a dashboard by the panel's title and the query's letter."""
     return {
         f"{panel['title']}, {target['refId']}": target["expr"]
         for panel in panels(dashboard)

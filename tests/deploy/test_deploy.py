@@ -1,4 +1,4 @@
-"""What is in deploy/ and docker-compose.yml is valid, hardened, and says what the program knows."""
+"""deploy/ and docker-compose.yml are valid, hardened, and consistent with the program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.deploy.written import (
 
 LARGEST_EXPOSURE = 3.0
 USER = "10001:10001"
-# launchd.plist(5): the keys that an agent of ours may have, and what they hold
+# launchd.plist(5): the keys allowed in our agent, and their types
 KEYS: dict[str, type] = {
     "Label": str,
     "ProgramArguments": list,
@@ -63,9 +63,9 @@ def name(path: Path) -> str:
 
 
 def tool(program: str) -> str:
-    """Where a program is: beside this Python, else on PATH.
+    """Return the path of a program: beside this Python, else on PATH.
 
-    Without it the test is skipped, or fails where AIMAGE_REQUIRE_TOOLS=1 says that all are there.
+    Without it the test is skipped, or fails with AIMAGE_REQUIRE_TOOLS=1.
     """
     beside = Path(sys.executable).with_name(program)
     found = str(beside) if beside.is_file() else shutil.which(program)
@@ -76,7 +76,7 @@ def tool(program: str) -> str:
 
 
 def run(*command: object) -> str:
-    """What a program says; the test fails with that if the program does."""
+    """Return a program's output; fail the test with it if the program fails."""
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
     said = done.stdout + done.stderr
     assert done.returncode == 0, f"exit code {done.returncode}: {said}"
@@ -84,20 +84,20 @@ def run(*command: object) -> str:
 
 
 def is_pinned(image: str) -> bool:
-    """Whether an image's name has a tag with a version in it, or a digest."""
+    """Return whether an image's name has a tag with a version, or a digest."""
     _, colon, tag = image.rpartition("/")[2].partition(":")
     return "@sha256:" in image or (bool(colon) and tag[:1].isdigit())
 
 
 def seconds(text: str) -> float:
-    """A time as compose and systemd write it, as far as we do."""
+    """Return the seconds of a duration of compose or systemd, in the formats used here."""
     return float(text.removesuffix("s"))
 
 
-# -- all of it
+# -- all files
 
 
-def test_every_command_line_is_one_that_the_program_takes() -> None:
+def test_every_command_line_is_accepted_by_the_program() -> None:
     lines = typed()
     assert len(lines) >= 6
     for where, arguments in lines.items():
@@ -112,7 +112,7 @@ def test_every_command_line_is_one_that_the_program_takes() -> None:
             pytest.fail(f"{where}: {error.format_message()}")
 
 
-def test_the_worker_takes_every_value() -> None:
+def test_the_worker_accepts_every_value() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
@@ -126,7 +126,7 @@ def test_the_worker_takes_every_value() -> None:
         )  # raises UsageError
 
 
-def test_nobody_kills_a_worker_that_still_lets_pictures_be_finished() -> None:
+def test_stop_timeouts_exceed_the_worker_s_drain_timeout() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     from clowder_aimage.engine.settings import Settings
 
@@ -139,7 +139,7 @@ def test_nobody_kills_a_worker_that_still_lets_pictures_be_finished() -> None:
     assert {k: v for k, v in limits.items() if v < grace + 10} == {}
 
 
-def test_extras_that_are_installed_exist() -> None:
+def test_installed_extras_exist() -> None:
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for path in (*DOCKERFILES, DEPLOY / "README.md"):
         asked = re.findall(r"(?:\$\{wheel\}|checkout)\[([\w,]+)\]", path.read_text())
@@ -165,7 +165,7 @@ def test_no_tag_is_latest() -> None:
             assert ":latest" not in path.read_text(), path
 
 
-def test_the_judge_of_pins_can_refuse() -> None:
+def test_is_pinned_refuses_unpinned_images() -> None:
     assert is_pinned("python:3.13-slim")
     assert is_pinned("registry.example:5000/a/b:2")
     assert not is_pinned("python")
@@ -176,12 +176,12 @@ def test_the_judge_of_pins_can_refuse() -> None:
 # -- images
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_reports_nothing() -> None:
     for path in DOCKERFILES:
         assert run(tool("hadolint"), "--failure-threshold", "style", path) == ""
 
 
-def test_an_image_is_one_users_who_is_not_root() -> None:
+def test_images_run_as_one_user_other_than_root() -> None:
     for path in DOCKERFILES:
         assert last(path, "USER") == USER
         words = [word for word, _ in instructions(path)]
@@ -194,25 +194,25 @@ def test_an_image_is_one_users_who_is_not_root() -> None:
         assert last(path, "VOLUME") == "/var/lib/aimage"
 
 
-def test_an_image_has_one_port_and_says_so_everywhere() -> None:
+def test_an_image_uses_one_port_everywhere() -> None:
     for path in DOCKERFILES:
         (port,) = re.findall(r"0\.0\.0\.0:(\d+)", last(path, "CMD"))
         assert last(path, "EXPOSE") == port
         assert re.findall(r"http://127\.0\.0\.1:(\d+)/healthz", last(path, "HEALTHCHECK")) == [port]
 
 
-def test_both_images_run_the_same() -> None:
+def test_both_images_run_the_same_command() -> None:
     for word in ("USER", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT", "CMD"):
         assert len({last(path, word) for path in DOCKERFILES}) == 1, word
 
 
 def copied(path: Path) -> list[str]:
-    """What a Dockerfile takes out of the context."""
+    """Return the files that a Dockerfile copies from the context."""
     copies = [rest.split() for word, rest in instructions(path) if word == "COPY"]
     return [source for words in copies if "--from=build" not in words for source in words[:-1]]
 
 
-def test_the_context_holds_what_is_copied_and_nothing_else() -> None:
+def test_the_context_contains_only_the_copied_files() -> None:
     for path in DOCKERFILES:
         lines = [line for line in IGNORE.read_text().splitlines() if line and line[0] != "#"]
         assert lines[0] == "*"
@@ -220,8 +220,8 @@ def test_the_context_holds_what_is_copied_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=name)
-def test_what_is_copied_makes_the_whole_wheel(path: Path, tmp_path: Path) -> None:
-    """``pip wheel`` of the context, by the build backend that pyproject.toml names."""
+def test_the_copied_files_build_the_complete_wheel(path: Path, tmp_path: Path) -> None:
+    """Run ``pip wheel`` on the context, with the build backend of pyproject.toml."""
     pytest.importorskip("hatchling", reason="hatchling is not installed")
     for source in copied(path):
         if (ROOT / source).is_dir():
@@ -244,7 +244,7 @@ def test_what_is_copied_makes_the_whole_wheel(path: Path, tmp_path: Path) -> Non
 # -- compose
 
 
-def test_the_compose_file_keeps_to_its_schema() -> None:
+def test_the_compose_file_matches_its_schema() -> None:
     run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
@@ -255,7 +255,7 @@ def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None
     assert subprocess.run(command, capture_output=True).returncode == 1
 
 
-def test_a_plain_start_is_the_registry_alone() -> None:
+def test_the_default_profile_starts_only_the_registry() -> None:
     services = compose()["services"]
     assert [key for key, value in services.items() if not value.get("profiles")] == ["registry"]
     assert {key for key, value in services.items() if "worker" in value.get("profiles", ())} == {
@@ -265,7 +265,7 @@ def test_a_plain_start_is_the_registry_alone() -> None:
 
 
 @pytest.mark.parametrize("service", ["registry", "init", "worker"])
-def test_a_container_may_do_little(service: str) -> None:
+def test_containers_are_hardened(service: str) -> None:
     found: dict[str, Any] = compose()["services"][service]
     assert found["read_only"] is True
     assert found["cap_drop"] == ["ALL"]
@@ -286,7 +286,7 @@ def test_a_container_may_do_little(service: str) -> None:
 
 
 def test_the_worker_waits_for_the_token_and_the_model() -> None:
-    """By the condition that ``up --wait`` knows for what ends (docker/compose, start.go)."""
+    """``up --wait`` has a condition for services that exit (docker/compose, start.go)."""
     services = compose()["services"]
     assert services["worker"]["depends_on"]["init"]["condition"] == "service_completed_successfully"
     assert services["init"]["depends_on"]["registry"]["condition"] == "service_healthy"
@@ -296,14 +296,14 @@ def test_the_worker_waits_for_the_token_and_the_model() -> None:
     assert f"{shared}:/run/aimage:ro" in services["worker"]["volumes"]
 
 
-def test_what_compose_builds_is_there() -> None:
+def test_build_contexts_of_compose_exist() -> None:
     for service in compose()["services"].values():
         if "build" in service:
             assert (ROOT / service["build"]["dockerfile"]) in DOCKERFILES
             assert service["pull_policy"] == "build"
 
 
-def test_the_configuration_of_containers_keeps_to_our_schema() -> None:
+def test_the_configuration_of_containers_matches_our_schema() -> None:
     document = json.loads((DEPLOY / "docker" / "config.json").read_text())
     schema.validate("config", document)
     init = compose()["services"]["init"]["environment"]
@@ -317,28 +317,28 @@ def test_the_configuration_of_containers_keeps_to_our_schema() -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The units as they would lie in a system that has a program at their ExecStart."""
+    """Return the units as installed in a system that has a program at their ExecStart."""
     for path in (*UNITS, SOCKET):
         (tmp_path / path.name).write_text(path.read_text().replace(PROGRAM, "/bin/true"))
     return tmp_path
 
 
-def test_systemd_understands_every_line(installed: Path) -> None:
+def test_systemd_accepts_every_line(installed: Path) -> None:
     units = sorted(installed.iterdir())
     said = run(tool("systemd-analyze"), "--man=no", "verify", *units)
     assert [
         line for line in said.splitlines() if "aimage" in line
-    ] == []  # others are the machine's
+    ] == []  # others belong to the machine
 
 
-def test_systemd_would_say_that_it_does_not_understand(installed: Path) -> None:
+def test_systemd_reports_an_unknown_line(installed: Path) -> None:
     unknown = installed / "aimage.service"
     unknown.write_text(unknown.read_text().replace("KillMode=", "KilMode="))
     command = [tool("systemd-analyze"), "--man=no", "verify", str(unknown)]
     assert "KilMode" in subprocess.run(command, capture_output=True, text=True).stderr
 
 
-def test_a_service_is_hardly_exposed() -> None:
+def test_services_have_a_low_exposure_level() -> None:
     for path in UNITS:
         said = run(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
         found = re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)
@@ -346,7 +346,7 @@ def test_a_service_is_hardly_exposed() -> None:
         assert float(found[1]) <= LARGEST_EXPOSURE
 
 
-def test_services_share_one_user_and_write_nowhere_else() -> None:
+def test_services_share_one_user_and_write_only_their_directories() -> None:
     for path in UNITS:
         found = unit(path)
         assert found["User"] == found["Group"] == "aimage", path.name
@@ -355,14 +355,14 @@ def test_services_share_one_user_and_write_nowhere_else() -> None:
         assert "Environment=AIMAGE_STORE=/var/lib/aimage" in path.read_text().splitlines()
 
 
-def test_a_stop_is_told_to_the_worker_and_not_to_its_models() -> None:
-    """The worker ends its model processes itself, when pictures are done; one that was killed for
-    memory is no reason to stop the rest (systemd.kill(5), OOMPolicy= in systemd.service(5))."""
+def test_stop_signals_only_the_main_process_of_the_worker() -> None:
+    """The worker ends its model processes itself once images are finished; one that was killed for
+    memory does not stop the others (systemd.kill(5), OOMPolicy= in systemd.service(5))."""
     found = unit(WORKER)
     assert (found["KillMode"], found["OOMPolicy"], found["Type"]) == ("mixed", "continue", "notify")
 
 
-def test_the_socket_is_for_its_group_and_this_machine() -> None:
+def test_the_socket_is_limited_to_its_group_and_this_machine() -> None:
     found = unit(SOCKET)
     assert (found["SocketUser"], found["SocketGroup"]) == ("aimage", "aimage")
     assert (found["SocketMode"], found["DirectoryMode"]) == ("0660", "0750")
@@ -370,7 +370,7 @@ def test_the_socket_is_for_its_group_and_this_machine() -> None:
     assert places == ["/run/aimage/aimage.sock", "127.0.0.1:11434"]
 
 
-def test_users_and_directories_are_made(tmp_path: Path) -> None:
+def test_users_and_directories_are_created(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may give directories away")
     users, directories = (
@@ -397,7 +397,7 @@ def test_users_and_directories_are_made(tmp_path: Path) -> None:
 # -- launchd
 
 
-def test_the_agent_has_only_keys_that_launchd_knows() -> None:
+def test_the_agent_has_only_keys_of_launchd() -> None:
     found = plist()
     assert found["Label"] == PLIST.stem
     for key, value in found.items():
@@ -408,13 +408,13 @@ def test_the_agent_has_only_keys_that_launchd_knows() -> None:
     assert found["Umask"] == 0o077
 
 
-def test_the_agent_listens_on_this_machine_alone() -> None:
+def test_the_agent_listens_only_on_this_machine() -> None:
     arguments = plist()["ProgramArguments"]
     assert Path(arguments[0]).is_absolute() and all(isinstance(a, str) for a in arguments)
     assert [a for a in arguments if a.startswith("--addr")] == ["--addr=127.0.0.1:11434"]
 
 
-def test_the_command_of_the_readme_makes_the_agent(tmp_path: Path) -> None:
+def test_the_command_of_the_readme_creates_the_agent(tmp_path: Path) -> None:
     (command,) = re.findall(
         r"^sed .*?(?=^\S|\Z)", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )[:1]

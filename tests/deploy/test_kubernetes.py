@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes are valid, belong together, and give pods what they need."""
+"""The manifests in deploy/kubernetes are valid, consistent, and sufficient for their pods."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tests.deploy.cluster import (
 )
 from tests.deploy.metrics import SAMPLES, names, wrong_labels
 
-# The oldest in which image volumes are on where the runtime has them is 1.35; ours need no more
-# than 1.33, and the newest that the validator knows shows what is gone.
+# Image volumes are enabled by default from 1.35; our manifests need no more than 1.33, and
+# the newest version of the validator shows removed fields.
 VERSIONS = ("1.33", "1.37")
 
 
@@ -45,7 +45,7 @@ def build(overlay: Path) -> list[dict[str, Any]]:
 
 
 def validate(file: Path, version: str) -> subprocess.CompletedProcess[str]:
-    """``kubernetes-validate --strict``; without it the test is skipped, as ``tool`` does."""
+    """Run ``kubernetes-validate --strict``; without it skip the test, as ``tool`` does."""
     if importlib.util.find_spec("kubernetes_validate") is None:
         missing = "kubernetes-validate is not installed"
         pytest.fail(missing) if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1" else pytest.skip(
@@ -58,7 +58,7 @@ def validate(file: Path, version: str) -> subprocess.CompletedProcess[str]:
 # -- kustomize
 
 
-def test_what_a_kustomization_lists_is_there() -> None:
+def test_files_of_a_kustomization_exist() -> None:
     for path in KUSTOMIZATIONS:
         found = kustomization(path)
         for entry in (*found.get("resources", ()), *found.get("components", ())):
@@ -73,7 +73,7 @@ def test_what_a_kustomization_lists_is_there() -> None:
         )
 
 
-def test_no_manifest_is_forgotten() -> None:
+def test_every_manifest_is_in_a_kustomization() -> None:
     listed = {
         (path.parent / entry).resolve()
         for path in KUSTOMIZATIONS
@@ -87,7 +87,7 @@ def test_no_manifest_is_forgotten() -> None:
     assert {p.parent for p in KUSTOMIZATIONS} - set(OVERLAYS) <= listed
 
 
-def test_kustomize_puts_an_overlay_together() -> None:
+def test_kustomize_builds_an_overlay() -> None:
     for overlay in OVERLAYS:
         found = build(overlay)
         assert {"Namespace", "DaemonSet", "ServiceAccount", "NetworkPolicy"} <= {
@@ -101,7 +101,7 @@ def test_kustomize_puts_an_overlay_together() -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=name)
-def test_kubernetes_knows_every_key(overlay: Path, version: str, tmp_path: Path) -> None:
+def test_manifests_match_kubernetes_schemas(overlay: Path, version: str, tmp_path: Path) -> None:
     file = tmp_path / "built.yaml"
     file.write_text(built(overlay, kubectl()))
     done = validate(file, version)
@@ -114,7 +114,7 @@ def test_kubernetes_knows_every_key(overlay: Path, version: str, tmp_path: Path)
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("file", sorted((KUBERNETES / "examples").iterdir()), ids=name)
-def test_kubernetes_knows_every_key_of_an_example(file: Path, version: str) -> None:
+def test_examples_match_kubernetes_schemas(file: Path, version: str) -> None:
     done = validate(file, version)
     assert done.returncode == 0 and "passed for resource" in done.stdout, done.stdout + done.stderr
 
@@ -126,7 +126,7 @@ def test_the_validator_refuses_a_wrong_key(tmp_path: Path) -> None:
     assert validate(wrong, VERSIONS[-1]).returncode != 0
 
 
-def test_custom_resources_keep_to_their_definitions() -> None:
+def test_custom_resources_match_their_definitions() -> None:
     found = [one for one in manifests() if one["kind"] in crd.SCHEMAS]
     assert {one["kind"] for one in found} == set(crd.SCHEMAS)
     for one in found:
@@ -142,23 +142,23 @@ def test_custom_resources_keep_to_their_definitions() -> None:
         ("ServiceMonitor", lambda spec: spec.pop("selector")),
     ],
 )
-def test_the_definitions_refuse_what_is_wrong(kind: str, change: Any) -> None:
+def test_the_definitions_refuse_invalid_resources(kind: str, change: Any) -> None:
     wrong = copy.deepcopy(of_kind(kind)[0])
     change(wrong["spec"])
     assert crd.faults(wrong) != []
 
 
-# -- what belongs together
+# -- references between manifests
 
 
-def test_services_lead_to_pods() -> None:
+def test_services_select_pods() -> None:
     for service in of_kind("Service"):
         (pod,) = [pod for pod in pods(manifests()) if is_selected(pod, service["spec"]["selector"])]
         ports = {port["name"] for c in pod.containers for port in c["ports"]}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
 
 
-def test_neighbours_are_asked_for_by_the_name_that_has_their_addresses() -> None:
+def test_peers_use_the_headless_service_name() -> None:
     (daemon,) = pods(of_kind("DaemonSet"))
     (container,) = daemon.containers
     (neighbour,) = [a for a in container["args"] if a.startswith("--neighbour=")]
@@ -171,7 +171,7 @@ def test_neighbours_are_asked_for_by_the_name_that_has_their_addresses() -> None
     assert int(port) == service["spec"]["ports"][0]["port"] == listens_on(container)
 
 
-def test_monitors_find_services_and_their_ports() -> None:
+def test_monitors_select_services_and_ports() -> None:
     for monitor in of_kind("ServiceMonitor"):
         labels = monitor["spec"]["selector"]["matchLabels"]
         (service,) = [
@@ -183,7 +183,7 @@ def test_monitors_find_services_and_their_ports() -> None:
             assert endpoint["authorization"]["credentials"]["name"] in SECRETS
 
 
-def test_one_autoscaler_counts_the_workers() -> None:
+def test_workers_have_one_autoscaler() -> None:
     for overlay in OVERLAYS:
         found = build(overlay)
         scalers = of_kind("HorizontalPodAutoscaler", found) + of_kind("ScaledObject", found)
@@ -198,7 +198,7 @@ def test_one_autoscaler_counts_the_workers() -> None:
             assert 1 <= least < spec.get("maxReplicas", spec.get("maxReplicaCount"))
 
 
-def test_autoscalers_look_at_the_length_of_the_queue() -> None:
+def test_autoscalers_use_the_queue_length() -> None:
     (own,) = of_kind("HorizontalPodAutoscaler")
     (metric,) = own["spec"]["metrics"]
     (keda,) = of_kind("ScaledObject")
@@ -211,14 +211,14 @@ def test_autoscalers_look_at_the_length_of_the_queue() -> None:
     assert len(set(targets)) == 1, "both mean the same"
 
 
-def test_a_drain_is_not_blocked_for_ever() -> None:
+def test_disruption_budgets_allow_a_drain() -> None:
     (budget,) = of_kind("PodDisruptionBudget")
     (worker,) = pods(of_kind("Deployment"))
     assert is_selected(worker, budget["spec"]["selector"]["matchLabels"])
     assert budget["spec"]["maxUnavailable"] >= 1 and "minAvailable" not in budget["spec"]
 
 
-def test_nothing_passes_that_no_policy_names() -> None:
+def test_network_policies_deny_by_default() -> None:
     policies = {one["metadata"]["name"]: one["spec"] for one in of_kind("NetworkPolicy")}
     nothing = policies.pop("aimage-nothing")
     assert nothing == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
@@ -238,7 +238,7 @@ def test_nothing_passes_that_no_policy_names() -> None:
         assert asked <= named
 
 
-def test_pods_reach_no_metadata_of_a_cloud() -> None:
+def test_pods_cannot_reach_cloud_metadata() -> None:
     blocks = [
         peer["ipBlock"]
         for one in of_kind("NetworkPolicy")
@@ -252,6 +252,6 @@ def test_pods_reach_no_metadata_of_a_cloud() -> None:
         assert reserved in block["except"]
 
 
-def test_the_guide_says_what_it_was_checked_against() -> None:
+def test_the_guide_names_the_validated_versions() -> None:
     guide = " ".join(GUIDE.read_text().split())
     assert "against the schemas of Kubernetes {} and {} with".format(*VERSIONS) in guide

@@ -1,4 +1,4 @@
-"""Pods in deploy/kubernetes may do little, and what they are told is what the program takes."""
+"""Pods in deploy/kubernetes are hardened, and their command lines are valid."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def build(overlay: Path) -> list[dict[str, Any]]:
     return parsed(built(overlay, kubectl()))
 
 
-# -- what they may do
+# -- permissions
 
 
-def test_a_pod_may_do_little() -> None:
+def test_pods_are_hardened() -> None:
     for pod in pods(manifests()):
         assert complaints(pod) == []
 
 
-def test_there_are_pods_to_look_at() -> None:
+def test_pods_are_found() -> None:
     assert {called(pod) for pod in pods(manifests())} == {
         "DaemonSet/aimage-node",
         "Deployment/aimage-worker",
@@ -81,7 +81,7 @@ WRONG: list[tuple[tuple[Any, ...], object]] = [
 ]
 
 
-def test_the_judge_of_pods_can_refuse() -> None:
+def test_complaints_reports_insecure_pods() -> None:
     for path, value in WRONG:
         daemon = copy.deepcopy(of_kind("DaemonSet")[0])
         (pod,) = pods([daemon])
@@ -92,28 +92,28 @@ def test_the_judge_of_pods_can_refuse() -> None:
         assert complaints(pod) != [], path
 
 
-def test_the_judge_looks_at_containers_that_run_first() -> None:
+def test_complaints_includes_init_containers() -> None:
     daemon = copy.deepcopy(of_kind("DaemonSet")[0])
     (pod,) = pods([daemon])
     pod.spec["initContainers"] = [{"name": "chown", "securityContext": {"runAsUser": 0}}]
     assert any(complaint.startswith("chown: may be root") for complaint in complaints(pod))
 
 
-def test_an_image_is_of_this_release() -> None:
+def test_images_are_of_this_release() -> None:
     for pod in pods(manifests()):
         for container in pod.containers:
             assert container["image"] == IMAGE
             assert is_pinned(container["image"])
 
 
-def test_overlays_name_this_release_too() -> None:
+def test_overlays_use_this_release() -> None:
     for overlay in OVERLAYS:
         (image,) = kustomization(overlay / "kustomization.yaml")["images"]
         assert f"{image['name']}:{image['newTag']}" == IMAGE
 
 
-def test_nobody_has_a_right() -> None:
-    """No role, no binding; the one account's token is mounted nowhere."""
+def test_no_account_has_permissions() -> None:
+    """There is no role and no binding; the account's token is not mounted."""
     assert not {one["kind"] for one in manifests()} & {
         "Role",
         "ClusterRole",
@@ -126,8 +126,8 @@ def test_nobody_has_a_right() -> None:
     assert {pod.spec["serviceAccountName"] for pod in running} == {account["metadata"]["name"]}
 
 
-def test_the_one_place_of_a_node_is_the_store() -> None:
-    """Made by whoever runs the node: what the kubelet makes there belongs to root."""
+def test_the_store_is_the_only_host_path() -> None:
+    """The node's operator creates it: directories that the kubelet creates belong to root."""
     found = {
         (volume["name"], volume["hostPath"]["path"], volume["hostPath"]["type"])
         for pod in pods(manifests())
@@ -140,7 +140,7 @@ def test_the_one_place_of_a_node_is_the_store() -> None:
     assert {(str(c["runAsUser"]), str(c["runAsGroup"])) for c in contexts} == {owner}
 
 
-def test_what_is_mounted_is_there() -> None:
+def test_mounted_volumes_exist() -> None:
     for pod in pods(manifests()):
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         mounts = [mount for container in pod.containers for mount in container["volumeMounts"]]
@@ -163,7 +163,7 @@ def test_what_is_mounted_is_there() -> None:
                 assert "sizeLimit" in volume["emptyDir"], "a pod could fill its node"
 
 
-def test_secrets_are_asked_for_and_never_here() -> None:
+def test_secrets_are_referenced_and_not_included() -> None:
     assert of_kind("Secret") == []
     guide = GUIDE.read_text()
     for secret in SECRETS:
@@ -173,7 +173,7 @@ def test_secrets_are_asked_for_and_never_here() -> None:
             assert "secretGenerator" not in path.read_text(), path
 
 
-def test_probes_ask_what_answers_without_a_token() -> None:
+def test_probes_use_endpoints_without_a_token() -> None:
     for pod in [p for p in pods(manifests()) if p.kind != "Pod"]:
         pytest.importorskip("aiohttp", reason="aiohttp is not installed")
         from clowder_aimage.api import health
@@ -204,7 +204,7 @@ def test_probes_ask_what_answers_without_a_token() -> None:
 # -- command lines
 
 
-def test_every_option_is_one_that_the_program_takes() -> None:
+def test_every_option_is_accepted_by_the_program() -> None:
     for pod in [p for p in pods(manifests()) if p.kind != "Pod"]:
         (container,) = pod.containers
         verb, *options = container["args"]
@@ -216,7 +216,7 @@ def test_every_option_is_one_that_the_program_takes() -> None:
             pytest.fail(f"aimage {verb}: {error.format_message()}")
 
 
-def test_the_worker_takes_every_value() -> None:
+def test_the_worker_accepts_every_value() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
@@ -247,7 +247,7 @@ def lists() -> list[Path]:
 
 
 @pytest.mark.parametrize("file", lists(), ids=name)
-def test_a_node_can_read_what_it_is_to_have(file: Path, tmp_path: Path) -> None:
+def test_a_node_can_parse_its_desired_state(file: Path, tmp_path: Path) -> None:
     from clowder_aimage.node.spec_files import read_directory
 
     (tmp_path / file.name).write_text(file.read_text())
@@ -257,7 +257,7 @@ def test_a_node_can_read_what_it_is_to_have(file: Path, tmp_path: Path) -> None:
         assert desired.specs
 
 
-def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
+def test_the_list_in_the_guide_is_valid(tmp_path: Path) -> None:
     from clowder_aimage.node.spec_files import read_directory
 
     (block,) = [b for b in Document(GUIDE).blocks if b.text.startswith("- ref:")]
@@ -267,7 +267,7 @@ def test_the_list_in_the_guide_is_one(tmp_path: Path) -> None:
     assert second.components == ("vae",) and second.digest is not None
 
 
-def test_the_example_of_a_list_in_the_base_is_one(tmp_path: Path) -> None:
+def test_the_example_list_in_the_base_is_valid(tmp_path: Path) -> None:
     from clowder_aimage.node.spec_files import read_directory
 
     text = (KUBERNETES / "node" / "desired" / "models.yaml").read_text()
@@ -277,7 +277,7 @@ def test_the_example_of_a_list_in_the_base_is_one(tmp_path: Path) -> None:
     assert want.pin and want.refresh == 300.0
 
 
-def test_a_new_list_of_models_restarts_nobody() -> None:
+def test_a_new_list_of_models_restarts_no_pod() -> None:
     for overlay in OVERLAYS:
         """The list keeps its name, and the daemon sees the file change; the configuration, which is
         read once, gets a name of its own for each content, and pods are replaced."""
@@ -294,7 +294,7 @@ def test_a_new_list_of_models_restarts_nobody() -> None:
 # -- image volumes
 
 
-def test_the_example_mounts_a_model_and_nothing_else() -> None:
+def test_the_example_mounts_only_a_model() -> None:
     (example,) = read(KUBERNETES / "examples" / "image-volume.yaml")
     (pod,) = pods([example])
     (volume,) = pod.spec["volumes"]
@@ -308,11 +308,9 @@ def test_the_example_mounts_a_model_and_nothing_else() -> None:
     ("dialect", "annotation"),
     [("clowder", "vnd.clowder.aimage.name"), ("modelpack", "org.cncf.model.filepath")],
 )
-def test_layers_say_their_names_as_the_guide_has_it(
-    dialect: str, annotation: str, tmp_path: Path
-) -> None:
-    """Runtimes look for a title (CRI-O, internal/ociartifact/store.go): the guide says who finds
-    nothing, and has to say something else once layers have one."""
+def test_layer_names_match_the_guide(dialect: str, annotation: str, tmp_path: Path) -> None:
+    """Runtimes look for a title (CRI-O, internal/ociartifact/store.go): the guide lists those that
+    find none, and must change once layers have titles."""
     store = tmp_path / "store"
     make = ["create", "-q", "tiny", str(ROOT / "examples" / "tiny")]
     make += ["--dialect", dialect, "--store", str(store)]

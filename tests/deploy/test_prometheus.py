@@ -1,4 +1,4 @@
-"""Alerts and the dashboard: Prometheus understands them, nodes expose what they speak of."""
+"""Alerts and the dashboard are valid for Prometheus, and use exposed metrics only."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ GUIDE = Document(ROOT / "docs" / "alerts.md")
 
 
 def asked() -> dict[str, str]:
-    """Every expression, by where it stands."""
+    """Return every expression by its location."""
     return {rule["alert"]: rule["expr"] for rule in rules()} | expressions()
 
 
 def check(directory: Path, *found: str) -> subprocess.CompletedProcess[str]:
-    """``promtool check rules`` of expressions."""
-    file = directory / "rules.json"  # JSON is YAML
+    """Run ``promtool check rules`` on expressions."""
+    file = directory / "rules.json"  # JSON is valid YAML
     wanted = [{"record": f"x:{n}", "expr": expr} for n, expr in enumerate(found)]
     file.write_text(json.dumps({"groups": [{"name": "x", "rules": wanted}]}))
     command = [tool("promtool"), "check", "rules", "--lint-fatal", str(file)]
@@ -48,13 +48,13 @@ def check(directory: Path, *found: str) -> subprocess.CompletedProcess[str]:
 # -- alerts
 
 
-def test_prometheus_understands_the_rules() -> None:
+def test_prometheus_accepts_the_rules() -> None:
     assert f"SUCCESS: {len(ALERTS)} rules found" in run(
         tool("promtool"), "check", "rules", "--lint-fatal", RULES
     )
 
 
-def test_alerts_sound_when_they_should() -> None:
+def test_alerts_fire_as_expected() -> None:
     assert "SUCCESS" in run(tool("promtool"), "test", "rules", RULES_TEST)
 
 
@@ -83,7 +83,7 @@ def test_alerts_sound_when_they_should() -> None:
         ("aimage_config_last_reload_successful == 0", "aimage_config_last_reload_successful == 1"),
     ],
 )
-def test_the_test_of_alerts_can_refuse(before: str, after: str, tmp_path: Path) -> None:
+def test_the_alert_tests_detect_a_failure(before: str, after: str, tmp_path: Path) -> None:
     text = RULES.read_text()
     assert text.count(before) == 1
     (tmp_path / RULES.name).write_text(text.replace(before, after))
@@ -92,7 +92,7 @@ def test_the_test_of_alerts_can_refuse(before: str, after: str, tmp_path: Path) 
     assert subprocess.run(command, capture_output=True).returncode == 1
 
 
-def test_every_alert_is_tested_both_ways() -> None:
+def test_every_alert_is_tested_firing_and_silent() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     cases = [
         case
@@ -103,7 +103,7 @@ def test_every_alert_is_tested_both_ways() -> None:
     assert {case["alertname"] for case in cases if not case["exp_alerts"]} == set(ALERTS)
 
 
-def test_an_alert_says_how_bad_and_what_to_do() -> None:
+def test_alerts_have_a_severity_and_a_description() -> None:
     for rule in rules():
         assert rule["labels"] == {"severity": rule["labels"]["severity"]}
         assert rule["labels"]["severity"] in ("critical", "warning")
@@ -116,7 +116,7 @@ def test_an_alert_says_how_bad_and_what_to_do() -> None:
         assert len(text.split()) > 30
 
 
-def test_no_alert_is_explained_that_is_not_there() -> None:
+def test_every_documented_alert_exists() -> None:
     explained = set(re.findall(r"^### (Aimage\w+)$", GUIDE.text, re.MULTILINE))
     assert explained == set(ALERTS)
 
@@ -124,7 +124,7 @@ def test_no_alert_is_explained_that_is_not_there() -> None:
 # -- the dashboard
 
 
-def test_prometheus_understands_every_expression_of_the_dashboard(tmp_path: Path) -> None:
+def test_prometheus_accepts_every_expression_of_the_dashboard(tmp_path: Path) -> None:
     found = expressions()
     assert len(found) >= 30
     done = check(tmp_path, *found.values())
@@ -132,13 +132,13 @@ def test_prometheus_understands_every_expression_of_the_dashboard(tmp_path: Path
     assert f"SUCCESS: {len(found)} rules found" in done.stdout
 
 
-def test_the_check_of_expressions_can_refuse(tmp_path: Path) -> None:
+def test_check_refuses_an_invalid_expression(tmp_path: Path) -> None:
     assert check(tmp_path, "sum(aimage_ready)").returncode == 0
     assert check(tmp_path, "sum(aimage_ready").returncode != 0
     assert check(tmp_path, "rate(aimage_pulls_total[$__rate_interval])").returncode != 0
 
 
-def test_the_dashboard_can_be_drawn() -> None:
+def test_the_dashboard_is_valid() -> None:
     document = json.loads(DASHBOARD.read_text())
     variables = {one["name"] for one in document["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)\}?", json.dumps(document["panels"])))
@@ -155,7 +155,7 @@ def test_the_dashboard_can_be_drawn() -> None:
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
 
 
-def test_panels_do_not_lie_on_each_other() -> None:
+def test_panels_do_not_overlap() -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         place = panel["gridPos"]
@@ -168,7 +168,7 @@ def test_panels_do_not_lie_on_each_other() -> None:
 # -- names
 
 
-def test_every_metric_is_one_that_is_exposed() -> None:
+def test_every_metric_is_exposed() -> None:
     unknown = {
         where: names(expr) - set(SAMPLES) - SYNTHETIC
         for where, expr in asked().items()
@@ -178,11 +178,11 @@ def test_every_metric_is_one_that_is_exposed() -> None:
     assert all(names(expr) for expr in asked().values())
 
 
-def test_every_label_is_one_that_its_metric_has() -> None:
+def test_every_label_belongs_to_its_metric() -> None:
     assert {w: wrong_labels(e) for w, e in asked().items() if wrong_labels(e)} == {}
 
 
-def test_the_judges_of_names_can_refuse() -> None:
+def test_unknown_metrics_and_labels_are_detected() -> None:
     assert names('rate(aimage_pull_total{instance="aimage_ready"}[5m])') == {"aimage_pull_total"}
     assert "aimage_pull_total" not in SAMPLES
     assert "aimage_pull_duration_seconds" not in SAMPLES, "its samples are called otherwise"
@@ -196,8 +196,8 @@ def test_the_dashboard_shows_every_metric() -> None:
     assert [metric.name for metric in METRICS if metric not in shown] == []
 
 
-def test_counters_are_never_read_as_they_are() -> None:
-    """A counter falls to nothing with each restart: only rate() and increase() know."""
+def test_counters_are_used_with_rate_or_increase() -> None:
+    """A counter is reset at each restart, which only rate() and increase() handle."""
     for where, expr in asked().items():
         for name in names(expr):
             if name in SAMPLES and SAMPLES[name].kind != "gauge":
@@ -207,7 +207,7 @@ def test_counters_are_never_read_as_they_are() -> None:
                 assert not re.search(rf"(rate|increase)\({name}\b", expr), f"{where}: {name}"
 
 
-def test_a_worker_declares_nothing_that_the_table_lacks() -> None:
+def test_every_metric_of_a_worker_is_in_the_table() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     from clowder_aimage.engine.metric import Metrics
 

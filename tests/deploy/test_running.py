@@ -1,5 +1,5 @@
-"""What deploy/ and docker-compose.yml have programs do is done here, without an engine and without
-systemd, as far as that goes: up to a picture."""
+"""Run the processes of deploy/ and docker-compose.yml without an engine or systemd, as far as
+possible: up to an image."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _needs() -> None:
 
 @dataclass
 class Containers:
-    """The places of the compose file's containers, on this machine."""
+    """Local paths in place of those in the compose file's containers."""
 
     home: Path
     registry: str
@@ -77,7 +77,7 @@ class Containers:
         (self.home / "config.json").write_text(self.here(config))
 
     def here(self, text: str) -> str:
-        """What a text of the compose file is here."""
+        """Replace the paths in a text of the compose file."""
         known = "|".join(map(re.escape, self.places))
         return re.sub(known, lambda found: self.places[found[0]], text)
 
@@ -86,7 +86,7 @@ class Containers:
         return {key: self.here(value) for key, value in said.items()}
 
     def init(self) -> str:
-        """What the service ``init`` does; what it prints to stdout."""
+        """Run the service ``init``; return its stdout."""
         path = f"{AIMAGE.parent}{os.pathsep}{os.environ['PATH']}"
         kept = {key: value for key, value in os.environ.items() if not key.startswith("AIMAGE_")}
         done = subprocess.run(
@@ -101,7 +101,7 @@ class Containers:
 
     @property
     def caged(self) -> list[str]:
-        """What goes before a command to have it run as confined as the compose file says."""
+        """Return the command prefix that confines a program as the compose file does."""
         if os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
             pytest.skip("only root may make other mounts, and unshare and setpriv are needed")
         places = [str(self.home / name) for name in ("access", "store", "tmp")]
@@ -120,7 +120,7 @@ class Containers:
 
     @contextlib.contextmanager
     def worker(self) -> Iterator[Worker]:
-        """What the service ``worker`` does."""
+        """Run the service ``worker``."""
         _, *options = map(self.here, compose()["services"]["worker"]["command"])
         here = Aimage(self.home, self.home / "store")
         found = begin(here, *options, **self.environment("worker"))
@@ -139,7 +139,7 @@ def containers(tmp_path: Path, registry: RealRegistry) -> Containers:
     return Containers(tmp_path, registry.host)
 
 
-def test_init_pushes_a_model_and_makes_a_token_once(containers: Containers) -> None:
+def test_init_pushes_a_model_and_creates_a_token_once(containers: Containers) -> None:
     first = containers.init()
     place = containers.home / "access" / "token"
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
@@ -151,7 +151,7 @@ def test_init_pushes_a_model_and_makes_a_token_once(containers: Containers) -> N
     assert containers.token == token
 
 
-def test_the_worker_of_the_compose_file_makes_a_picture(containers: Containers) -> None:
+def test_the_worker_of_the_compose_file_generates_an_image(containers: Containers) -> None:
     containers.init()
     with containers.worker() as worker:
         place = worker.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
@@ -163,14 +163,14 @@ def test_the_worker_of_the_compose_file_makes_a_picture(containers: Containers) 
         assert client.picture(model="gpt-image-1").startswith(PNG)
 
 
-def test_a_cage_lets_nothing_be_written_elsewhere(containers: Containers) -> None:
+def test_a_confined_program_cannot_write_elsewhere(containers: Containers) -> None:
     other = containers.home / "config.json"
     done = subprocess.run([*containers.caged, "touch", other], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Read-only file system" in done.stderr
 
 
-def test_a_worker_needs_no_capability_and_writes_to_its_volume_alone(
+def test_a_worker_needs_no_capability_and_writes_only_to_its_volume(
     containers: Containers,
 ) -> None:
     containers.init()
@@ -202,7 +202,7 @@ def test_a_worker_needs_no_capability_and_writes_to_its_volume_alone(
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_health_check_tells_a_worker_from_none(path: Path, tmp_path: Path) -> None:
+def test_the_health_check_fails_without_a_worker(path: Path, tmp_path: Path) -> None:
     worker = begin(Aimage(tmp_path, tmp_path / "store"))
     try:
         words = last(path, "HEALTHCHECK").partition("CMD ")[2]
@@ -218,7 +218,7 @@ def test_the_health_check_tells_a_worker_from_none(path: Path, tmp_path: Path) -
 
 
 def confined(*command: object) -> subprocess.CompletedProcess[str]:
-    """Run a command under the worker's system call filter; skip where there are none."""
+    """Run a command under the worker's system call filter; skip if it is not supported."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     done = subprocess.run(
@@ -241,7 +241,7 @@ def confined(*command: object) -> subprocess.CompletedProcess[str]:
         "import os; os.sched_setaffinity(0, os.sched_getaffinity(0))",
     ],
 )
-def test_the_filters_refuse_what_the_unit_forbids(attempt: str) -> None:
+def test_the_filters_enforce_the_unit(attempt: str) -> None:
     done = confined(sys.executable, "-c", attempt)
     assert done.returncode == 1
     assert "Operation not permitted" in done.stderr
@@ -249,20 +249,20 @@ def test_the_filters_refuse_what_the_unit_forbids(attempt: str) -> None:
 
 @dataclass
 class Activated:
-    """A worker that systemd-socket-activate starts with the first connection."""
+    """A worker that systemd-socket-activate starts at the first connection."""
 
     process: subprocess.Popen[bytes]
     client: Client
     word: socket.socket
 
     def said(self) -> str:
-        """The next that it tells systemd."""
+        """Return the next notification that it sends to systemd."""
         return self.word.recv(4096).decode()
 
 
 @pytest.fixture
 def activated(stocked_shapes: Path) -> Iterator[Activated]:
-    """The command of aimage.service, with a socket from systemd's own tool, under its filters."""
+    """Return the command of aimage.service, with a socket of systemd's tool and its filters."""
     tool = shutil.which("systemd-socket-activate")
     if tool is None:
         pytest.skip("systemd-socket-activate is not installed")
@@ -270,7 +270,7 @@ def activated(stocked_shapes: Path) -> Iterator[Activated]:
     program, *arguments = shlex.split(unit(WORKER)["ExecStart"])
     assert program == PROGRAM
     with contextlib.ExitStack() as stack:
-        # a directory of its own: a socket's path may have 107 characters, no more
+        # a short path: socket paths are limited to 107 characters
         short = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         word = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         word.bind(str(short / "notify"))
@@ -304,7 +304,7 @@ def stocked_shapes(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_the_service_makes_pictures_under_its_own_filters(activated: Activated) -> None:
+def test_the_service_generates_images_under_its_own_filters(activated: Activated) -> None:
     assert activated.client.picture(seed=1).startswith(PNG)
     assert activated.said() == "READY=1"
     activated.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Parsers for the files in deploy/, as far as the tests need them."""
+"""Parsers for the files of deploy/, as far as the tests need them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ PROGRAM = "/opt/aimage/bin/aimage"  # the path in the units and the images
 
 @cache
 def compose() -> dict[str, Any]:
-    """Return the compose file, with YAML merges applied."""
+    """Return the compose file with YAML merges applied."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
     return found
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Return the instructions of a Dockerfile, continued lines joined."""
+    """Return the instructions of a Dockerfile, with continued lines joined."""
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines)).splitlines()
     pairs = (line.strip().partition(" ") for line in joined if line.strip())
@@ -41,26 +41,26 @@ def instructions(path: Path) -> list[tuple[str, str]]:
 
 
 def last(path: Path, word: str) -> str:
-    """Return the arguments of the last instruction of a kind, which applies to the image."""
+    """Return the last instruction of a kind, which is the effective one."""
     return [rest for found, rest in instructions(path) if found == word][-1]
 
 
 def unit(path: Path) -> dict[str, str]:
-    """Return the settings of a unit; the last value of a repeated one."""
+    """Return the settings of a unit; of repeated ones, the last."""
     lines = (line.strip() for line in path.read_text().splitlines())
     pairs = (line.partition("=") for line in lines if "=" in line and line[0] not in "#;")
     return {key: value for key, _, value in pairs}
 
 
 def plist(home: str = "/Users/ada") -> dict[str, Any]:
-    """Return the launchd agent, for a home directory."""
+    """Return the agent, with a home directory filled in."""
     text = PLIST.read_bytes().replace(b"@HOME@", home.encode())
     found: dict[str, Any] = plistlib.loads(text)
     return found
 
 
 def typed() -> dict[str, list[str]]:
-    """Return everything after ``aimage`` of each command line, by location."""
+    """Return everything after ``aimage`` of each command line, by its location."""
     found = {path.name: json.loads(last(path, "CMD")) for path in DOCKERFILES}
     found["docker-compose.yml"] = list(compose()["services"]["worker"]["command"])
     for path in UNITS:

@@ -1,8 +1,8 @@
-"""The conformance tests of the distribution specification 1.1, with the default settings.
+"""Checks of the distribution specification's conformance program, with its 1.1 defaults.
 
-Our own implementation of its groups: one per data set, and two of blobs. Each pushes, lists,
-heads, pulls, queries referrers and deletes, in that order, and fails by an ``AssertionError`` with
-the step. A deletion must be visible at once.
+Reimplements its groups: one per data set, and two of blobs. Each pushes, lists, heads, pulls,
+lists referrers and deletes, in that order, and raises an ``AssertionError`` that names the
+failed step. Deletions must be visible at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INDEX = "application/vnd.oci.image.index.v1+json"
 LAYER = "application/vnd.oci.image.layer.v1.tar"
 FOREIGN = "application/vnd.oci.image.layer.nondistributable.v1.tar"
 PLATFORMS = ({"os": "linux", "architecture": "amd64"}, {"os": "linux", "architecture": "arm64"})
-CHUNK = 1024  # the minimum chunk size that a registry may require
+CHUNK = 1024  # the largest minimum chunk size to accept
 
 
 def hash_of(data: bytes, algorithm: str = "sha256") -> str:
@@ -37,10 +37,10 @@ def hash_of(data: bytes, algorithm: str = "sha256") -> str:
 
 @dataclass
 class Data:
-    """A data set: contents to push, in order, and the expected results."""
+    """One data set: documents in push order, and the expected results."""
 
     algorithm: str = "sha256"
-    inline: bool = False  # descriptors have their content in ``data``
+    inline: bool = False  # descriptors embed their content in ``data``
     custom: bool = False  # documents and descriptors have unknown fields
     blobs: dict[str, bytes] = field(default_factory=dict)
     manifests: dict[str, bytes] = field(default_factory=dict)  # children first
@@ -261,7 +261,7 @@ SETS = {
 
 @dataclass
 class Client:
-    """A client of the registry at ``url`` for the repository ``name``."""
+    """Sends requests to the registry at ``url`` about the repository ``name``."""
 
     url: str
     name: str
@@ -304,7 +304,7 @@ class Client:
         put_last: bool = False,
         disorder: bool = False,
     ) -> None:
-        """Push in three chunks; with ``disorder`` each after one that is out of order (416)."""
+        """Upload in three chunks; with ``disorder``, send each after a misplaced one (416)."""
         size = min(len(content), max(CHUNK, len(content) // 3 + 1))
         location, here = self.begin(), 0
         while here < len(content):
@@ -347,7 +347,7 @@ class Client:
         params = {"mount": digest} | ({"from": source} if source else {})
         return self.ask("POST", "blobs/uploads/", 201, 202, params=params)
 
-    # -- expected contents
+    # -- checks
 
     def has_blob(self, digest: str, content: bytes) -> None:
         for method, body in (("HEAD", b""), ("GET", content)):
@@ -401,7 +401,7 @@ class Client:
 
 
 def check_set(client: Client, data: Data) -> None:
-    """Push, list, head, pull, query referrers and delete."""
+    """Push, list, head, pull, list referrers, delete."""
     _push(client, data)
     listed = client.tags()
     assert set(data.tags) <= set(listed)
@@ -452,7 +452,7 @@ def _delete(client: Client, data: Data) -> None:
 
 
 def check_blobs(client: Client, algorithm: str) -> None:
-    """Push blobs in every way, with valid and invalid digests; check ranges and odd sizes."""
+    """Push blobs in every way, with right and wrong digests; test ranges and edge sizes."""
 
     def new(size: int = 512) -> tuple[str, bytes]:
         content = os.urandom(size)
@@ -538,7 +538,7 @@ def check_bad_digest(client: Client) -> None:
 
 
 def check_invalid_digest(client: Client) -> None:
-    """Request malformed digests, and missing contents."""
+    """Send malformed digests, and digests of missing content."""
     data = Data()
     digest = data.image()["digest"]
     for each, content in data.blobs.items():
@@ -551,7 +551,7 @@ def check_invalid_digest(client: Client) -> None:
 
 
 def check_nothing_yet(client: Client) -> None:
-    """Query a repository without any contents."""
+    """Query a repository that was never pushed to."""
     assert client.tags() == []
     assert client.referrers(hash_of(os.urandom(9))) == []
     client.http.get(f"{client.url}/v2/", timeout=30).raise_for_status()

@@ -38,13 +38,13 @@ def _end(server: Server) -> None:
 def impatient(
     serve_layout: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Server:
-    """Run a server with a short timeout, shared by the tests of a module."""
+    """Return a server with short timeouts, shared by the tests of a module."""
     return serve_layout(tmp_path_factory.mktemp("impatient") / "store", "impatient")
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run one server for all tests, each with its own repositories."""
+    """Return a server shared by all tests, each with its own repositories."""
     server = start(tmp_path_factory.mktemp("server") / "store")
     yield server
     _end(server)

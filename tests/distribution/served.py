@@ -1,4 +1,4 @@
-"""A real server in a child process, and an HTTP client for the tests."""
+"""A real server in a child process, and HTTP requests to it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def manifest_of(*layers: bytes, **fields: Any) -> bytes:
 
 @dataclass
 class Server:
-    """A server of the layout ``root``, and one client of it."""
+    """A server of the layout ``root``, and a client of it."""
 
     root: Path
     process: subprocess.Popen[str]
@@ -118,7 +118,7 @@ class Server:
         return raw
 
     def begin(self, name: str = "a/b") -> str:
-        """Start an upload and return its location."""
+        """Start an upload; return its location."""
         answer = self.ask("POST", f"/v2/{name}/blobs/uploads/")
         assert answer.status_code == 202
         return answer.headers["Location"]
@@ -152,7 +152,7 @@ def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
         env=os.environ | {"PYTHONWARNINGS": "error"},
     )
     assert process.stdout is not None
-    url = process.stdout.readline().strip()  # ends with the process, if it fails
+    url = process.stdout.readline().strip()  # ends with the process, if that fails
     if not url:
         process.wait()
         log.seek(0)
@@ -163,7 +163,7 @@ def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
 
 
 def error_of(answer: requests.Response) -> tuple[int, str]:
-    """Return the status and the first error code; fail if the body violates the specification."""
+    """Return the status and the first error code; fail if the body is not a specified error."""
     assert answer.headers["Content-Type"].startswith("application/json"), answer.text
     entry = answer.json()["errors"][0]
     assert set(entry) <= {"code", "message", "detail"}

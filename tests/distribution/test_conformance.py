@@ -1,6 +1,6 @@
-"""The groups of the specification's conformance program, before a served store.
+"""Run the groups of the specification's conformance program on a served store.
 
-Each group has a repository of its own, and all of them one store, as the program has.
+Each group has its own repository, and all share one store, as in the program.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ def client(server: Server, request: pytest.FixtureRequest) -> Client:
 
 
 @pytest.mark.parametrize("name", conformance.SETS)
-def test_data(client: Client, name: str) -> None:
+def test_data_sets_conform(client: Client, name: str) -> None:
     conformance.check_set(client, conformance.SETS[name]())
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_blobs(client: Client, algorithm: str) -> None:
+def test_blob_uploads_conform(client: Client, algorithm: str) -> None:
     conformance.check_blobs(client, algorithm)
 
 
-def test_bad_digest(client: Client) -> None:
+def test_bad_manifest_digest_is_refused(client: Client) -> None:
     conformance.check_bad_digest(client)
 
 
-def test_invalid_digest(client: Client) -> None:
+def test_invalid_digests_are_refused(client: Client) -> None:
     conformance.check_invalid_digest(client)
 
 
-def test_nothing_yet(client: Client) -> None:
+def test_unknown_repository_conforms(client: Client) -> None:
     conformance.check_nothing_yet(client)
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_tag_parameters(client: Client, algorithm: str) -> None:
+def test_put_by_digest_accepts_tag_parameters(client: Client, algorithm: str) -> None:
     """PUT by digest with ``?tag=``, of the specification's next version."""
     data = Data(algorithm)
     digest = data.image()["digest"]
@@ -60,8 +60,8 @@ def test_tag_parameters(client: Client, algorithm: str) -> None:
     assert client.tags() == ["one", "two"]
 
 
-def test_algorithms(client: Client) -> None:
-    """An upload may announce its algorithm; one that is not registered is told at once."""
+def test_upload_algorithm_is_checked(client: Client) -> None:
+    """An upload may announce its algorithm; an unregistered one is refused at once."""
     params = {"digest-algorithm": "sha512"}
     location = client.ask("POST", "blobs/uploads/", 202, params=params).headers["Location"]
     digest = hash_of(b"x", "sha512")

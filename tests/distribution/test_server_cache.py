@@ -32,7 +32,7 @@ Serve = Callable[..., Server]
 
 
 def upload(host: str, name: str, tag: str, *layers: bytes) -> bytes:
-    """Push an artifact to a registry; its manifest."""
+    """Push an artifact to a registry; return its manifest."""
     client = Client(f"http://{host}", name)
     for data in (*layers, b"{}"):
         client.post_put(digest_of(data), data)
@@ -43,7 +43,7 @@ def upload(host: str, name: str, tag: str, *layers: bytes) -> bytes:
 
 
 def names(server: Server, repository: str) -> list[str]:
-    """The names in the store that a repository has."""
+    """Return the names of a repository in the store."""
     found = [name for name, _ in ImageLayout(server.root).tags()]
     return [name for name in found if name.startswith((f"{repository}:", f"{repository}@"))]
 
@@ -62,11 +62,11 @@ def layers() -> tuple[bytes, bytes]:
 def cache(
     registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory, serve_layout: Serve
 ) -> Server:
-    """A cache that tests share: the config may be here, the layers are new for each test."""
+    """Return a shared cache: its config may exist, but the layers are new for each test."""
     return serve_layout(tmp_path_factory.mktemp("cache") / "store", f"upstream={registry.host}")
 
 
-def test_content_is_fetched_once_and_stays(
+def test_content_is_fetched_once_and_kept(
     registry: RealRegistry,
     repository: str,
     name: str,
@@ -91,14 +91,14 @@ def test_content_is_fetched_once_and_stays(
         assert cache.ask("GET", f"/v2/{name}/manifests/{digest_of(raw)}").content == raw
     counted = registry.count(mark, repository)
     assert counted["GET blob"] == 3
-    assert counted["GET manifest"] == 4  # by tag, each time; never by digest
+    assert counted["GET manifest"] == 4  # each time by tag, never by digest
     assert names(cache, repository) == [f"{repository}:v1"]
 
 
-def test_name_waits_for_the_last_blob(
+def test_name_is_set_after_the_last_blob(
     cache: Server, registry: RealRegistry, repository: str, name: str, layers: tuple[bytes, bytes]
 ) -> None:
-    """Meanwhile, a garbage collection takes nothing of it."""
+    """A garbage collection meanwhile removes none of its blobs."""
     raw = upload(registry.host, name, "v1", *layers)
     for target in ("v1", digest_of(raw)):
         assert cache.ask("GET", f"/v2/{name}/manifests/{target}").content == raw
@@ -110,7 +110,7 @@ def test_name_waits_for_the_last_blob(
     assert {digest_of(each).partition(":")[2] for each in (raw, *layers, b"{}")} <= cache.blobs()
 
 
-def test_by_digest_alone(cache: Server, registry: RealRegistry, repository: str, name: str) -> None:
+def test_by_digest_only(cache: Server, registry: RealRegistry, repository: str, name: str) -> None:
     raw = upload(registry.host, name, "v1", b"x")
     digest = digest_of(raw)
     assert cache.ask("GET", f"/v2/{name}/manifests/{digest}").content == raw
@@ -119,10 +119,10 @@ def test_by_digest_alone(cache: Server, registry: RealRegistry, repository: str,
     assert names(cache, repository) == [f"{repository}@{digest}"]
 
 
-def test_index_is_named_with_the_first_of_its_manifests(
+def test_index_is_named_once_one_manifest_is_complete(
     cache: Server, registry: RealRegistry, repository: str, name: str
 ) -> None:
-    """A client takes one of an index: the others may never come."""
+    """A client pulls one manifest of an index: the others may never be requested."""
     kind = "application/vnd.oci.image.index.v1+json"
     layers = [os.urandom(9) for _ in range(2)]
     children = [upload(registry.host, name, f"child{i}", layers[i]) for i in range(2)]
@@ -140,7 +140,7 @@ def test_index_is_named_with_the_first_of_its_manifests(
     assert names(cache, repository) == [f"{repository}:all"]
 
 
-def test_upstream_that_is_down(
+def test_unreachable_upstream_serves_cached_content(
     tmp_path: Path, serve_layout: Serve, layers: tuple[bytes, bytes]
 ) -> None:
     with find_registry(tmp_path) as registry:
@@ -163,7 +163,7 @@ def test_upstream_that_is_down(
     assert f"serving the stored {registry.host}/a/b:v1" in log
 
 
-def test_tag_that_moves_and_tag_that_goes(
+def test_moved_and_deleted_tags_follow_the_upstream(
     cache: Server, registry: RealRegistry, repository: str, name: str
 ) -> None:
     for layer in (b"old", b"new"):
@@ -179,7 +179,7 @@ def test_tag_that_moves_and_tag_that_goes(
     assert error_of(answer) == (404, "MANIFEST_UNKNOWN")
 
 
-def test_absent_content_is_unknown(cache: Server, registry: RealRegistry, name: str) -> None:
+def test_missing_content_is_404(cache: Server, registry: RealRegistry, name: str) -> None:
     upload(registry.host, name, "v1", b"x")
     absent = digest_of(b"not there")
     for target in ("v2", absent):
@@ -190,7 +190,7 @@ def test_absent_content_is_unknown(cache: Server, registry: RealRegistry, name: 
     assert cache.ask("HEAD", f"/v2/{name}/blobs/{absent}").status_code == 404
 
 
-def test_lists_are_those_of_the_upstream(cache: Server, registry: RealRegistry, name: str) -> None:
+def test_tag_lists_come_from_the_upstream(cache: Server, registry: RealRegistry, name: str) -> None:
     upload(registry.host, name, "v1", b"x")
     upload(registry.host, name, "v2", b"y")
     assert cache.ask("GET", f"/v2/{name}/tags/list").json()["tags"] == ["v1", "v2"]
@@ -210,7 +210,7 @@ def test_pushes_are_refused(cache: Server, registry: RealRegistry) -> None:
         assert message == f"this is a cache of {registry.host}: push there"
 
 
-def test_many_clients_are_one_download(
+def test_concurrent_clients_share_one_download(
     cache: Server, registry: RealRegistry, repository: str, name: str
 ) -> None:
     large = os.urandom(12 * MIB)
@@ -231,7 +231,7 @@ def test_many_clients_are_one_download(
     assert counted["GET blob"] == 1
 
 
-def test_prefix_of_the_upstream(
+def test_upstream_prefix_is_applied(
     registry: RealRegistry, repository: str, name: str, tmp_path: Path, serve_layout: Serve
 ) -> None:
     raw = upload(registry.host, name, "v1", b"x")
@@ -244,7 +244,7 @@ def test_prefix_of_the_upstream(
     assert cache.ask("GET", "/v2/_catalog").json()["repositories"] == [short]
 
 
-def test_private_upstream(
+def test_private_upstream_is_authenticated(
     private_registry: RealRegistry, tmp_path: Path, serve_layout: Serve
 ) -> None:
     client = Client(f"http://{private_registry.host}", "private/one")
@@ -268,7 +268,7 @@ def test_private_upstream(
     assert cache.ask("GET", blob).content == b"x"
 
 
-def test_wrong_bytes_are_never_sent_complete(tmp_path: Path, serve_layout: Serve) -> None:
+def test_wrong_bytes_are_never_sent_completely(tmp_path: Path, serve_layout: Serve) -> None:
     true = [os.urandom(size) for size in (1, 200_000, 3 * MIB)]
     wrong = [bytes([data[0] ^ 1]) + data[1:] for data in true] + [data[:-1] for data in true]
     blobs = [(len(data), sent) for data, sent in zip(true * 2, wrong, strict=True)]
@@ -295,7 +295,7 @@ def test_wrong_bytes_are_never_sent_complete(tmp_path: Path, serve_layout: Serve
 
 
 def test_wrong_manifest_is_not_served(tmp_path: Path, serve_layout: Serve) -> None:
-    """Neither another one than the digest says, nor by tag one that cannot be parsed."""
+    """Neither one with another digest, nor an invalid one by tag."""
     wrong = {
         digest_of(manifest_of()): manifest_of() + b" ",
         "empty": b"",
@@ -316,8 +316,8 @@ def test_wrong_manifest_is_not_served(tmp_path: Path, serve_layout: Serve) -> No
         assert cache.blobs() == set()
 
 
-def test_ranges_of_what_is_on_its_way(tmp_path: Path, serve_layout: Serve) -> None:
-    """What is here is sent as a range; what is not comes with the whole, in order."""
+def test_ranges_of_a_blob_being_fetched(tmp_path: Path, serve_layout: Serve) -> None:
+    """Received bytes are sent as a range; missing ones with the whole blob, in order."""
     data = os.urandom(MIB)
     half = len(data) // 2
 
@@ -325,7 +325,7 @@ def test_ranges_of_what_is_on_its_way(tmp_path: Path, serve_layout: Serve) -> No
         if seen.method == "HEAD":
             return Answer(headers={"Content-Length": str(len(data))})
         if "Range" in seen.headers:
-            return Answer(body=data)  # goes on, and knows no ranges
+            return Answer(body=data)  # resumes, without range support
         upstream.released.clear()
         return Answer(headers={"Content-Length": str(len(data))}, body=data, cut=half, hang=True)
 
@@ -333,7 +333,7 @@ def test_ranges_of_what_is_on_its_way(tmp_path: Path, serve_layout: Serve) -> No
         cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
         url = f"{cache.url}/v2/a/b/blobs/{digest_of(data)}"
         with requests.get(url, stream=True, timeout=30) as whole:
-            first = whole.raw.read(half)  # so much is here
+            first = whole.raw.read(half)  # the bytes received so far
             assert first == data[:half]
             here = requests.get(url, headers={"Range": "bytes=10-19"}, timeout=30)
             assert (here.status_code, here.content) == (206, data[10:20])
@@ -347,8 +347,8 @@ def test_ranges_of_what_is_on_its_way(tmp_path: Path, serve_layout: Serve) -> No
         assert (later.status_code, later.content) == (206, data[half + 10 :])
 
 
-def test_broken_fetch_is_gone_on_with(tmp_path: Path, serve_layout: Serve) -> None:
-    """What came of a large blob is kept: the next client waits for the rest alone."""
+def test_broken_fetch_is_resumed(tmp_path: Path, serve_layout: Serve) -> None:
+    """Received bytes of a large blob are kept: the next client waits only for the rest."""
     data = os.urandom(24 * MIB)
     there = 18 * MIB
     up = threading.Event()
@@ -372,7 +372,7 @@ def test_broken_fetch_is_gone_on_with(tmp_path: Path, serve_layout: Serve) -> No
         with pytest.raises(requests.RequestException):
             requests.get(url, timeout=30)
         up.set()
-        for left in reversed(range(20)):  # the next client may still join the fetch that breaks
+        for left in reversed(range(20)):  # the next client may still join the failing fetch
             try:
                 content = requests.get(url, timeout=30).content
                 break
@@ -385,10 +385,10 @@ def test_broken_fetch_is_gone_on_with(tmp_path: Path, serve_layout: Serve) -> No
     assert cache.blobs() == {digest_of(data).partition(":")[2]}
 
 
-def test_blob_that_another_process_is_fetching(
+def test_blob_being_fetched_by_another_process(
     cache: Server, registry: RealRegistry, name: str
 ) -> None:
-    """Its download tells us nothing of how far it is: the client does not wait for it."""
+    """The other download reports no progress, so the client does not wait for it."""
     data = os.urandom(MIB)
     upload(registry.host, name, "v1", data)
     content = Descriptor.of("application/octet-stream", data)
@@ -402,8 +402,8 @@ def test_blob_that_another_process_is_fetching(
     assert cache.ingests() == []
 
 
-def test_blob_that_cannot_fit(tmp_path: Path, serve_layout: Serve) -> None:
-    """A size that no disk has is told before a byte is asked for."""
+def test_blob_larger_than_the_disk_is_refused(tmp_path: Path, serve_layout: Serve) -> None:
+    """A size beyond any disk is refused before a byte is requested."""
     huge = {"Content-Length": str(1 << 50)}
     with ScriptedRegistry(lambda seen: Answer(headers=huge)).running() as upstream:
         cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}")
@@ -412,7 +412,7 @@ def test_blob_that_cannot_fit(tmp_path: Path, serve_layout: Serve) -> None:
         assert upstream.asked("GET") == []
 
 
-def test_server_ends_while_a_fetch_hangs(tmp_path: Path, serve_layout: Serve) -> None:
+def test_server_stops_while_a_fetch_hangs(tmp_path: Path, serve_layout: Serve) -> None:
     data = os.urandom(MIB)
     headers = {"Content-Length": str(len(data))}
 
@@ -432,7 +432,7 @@ def test_server_ends_while_a_fetch_hangs(tmp_path: Path, serve_layout: Serve) ->
             assert time.monotonic() - began < 10
 
 
-def test_server_ends_while_its_upstream_keeps_silent(tmp_path: Path, serve_layout: Serve) -> None:
+def test_server_stops_while_its_upstream_is_silent(tmp_path: Path, serve_layout: Serve) -> None:
     silent = Answer(headers={"Content-Length": "9"}, cut=0, hang=True)
     with ScriptedRegistry(lambda _: silent).running() as upstream:
         cache = serve_layout(tmp_path / "cache", f"upstream={upstream.host}", "impatient")
@@ -447,7 +447,7 @@ def test_server_ends_while_its_upstream_keeps_silent(tmp_path: Path, serve_layou
                 asked.result(20)
 
 
-def test_caches_that_fetch_from_each_other(
+def test_mutual_caches_do_not_deadlock(
     registry: RealRegistry,
     repository: str,
     name: str,
@@ -455,7 +455,7 @@ def test_caches_that_fetch_from_each_other(
     tmp_path: Path,
     serve_layout: Serve,
 ) -> None:
-    """Each asks the other before the upstream; neither waits for what waits for itself."""
+    """Each requests from the other before the upstream; no request waits for itself."""
     raw = upload(registry.host, name, "v1", *layers)
     mark = registry.mark()
     ports = free_port(), free_port()
@@ -477,14 +477,14 @@ def test_caches_that_fetch_from_each_other(
     assert registry.count(mark, repository)["GET blob"] == 3
 
 
-def test_our_own_client_pulls_through(
+def test_aimage_pulls_through_the_cache(
     cache: Server,
     registry: RealRegistry,
     repository: str,
     name: str,
     aimage: Callable[[str], Aimage],
 ) -> None:
-    """Cold, then warm, with a blob that several connections fetch together."""
+    """Cold, then warm, with a blob that several connections fetch."""
     raw = upload(registry.host, name, "v1", os.urandom(24 * MIB), os.urandom(9))
     host = cache.url.removeprefix("http://")
     for store in ("cold", "warm"):
@@ -494,7 +494,7 @@ def test_our_own_client_pulls_through(
 
 
 @pytest.mark.integration
-def test_skopeo_copies_through(
+def test_skopeo_copies_through_the_cache(
     cache: Server,
     registry: RealRegistry,
     name: str,
@@ -517,7 +517,7 @@ def test_upstream_parse_refuses(text: str) -> None:
         UpstreamRegistry.parse(text, ClientOptions())
 
 
-def test_names_of_upstreams() -> None:
+def test_upstream_names_are_parsed() -> None:
     for text, name in (
         ("localhost", "localhost"),
         ("host.example:5000/", "host.example:5000"),

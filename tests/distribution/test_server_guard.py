@@ -1,4 +1,4 @@
-"""Access with a token, and timeouts of connections."""
+"""Token authentication, and timeouts of connections."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_authorizations_are_refused(guarded: Server, authorization: str) -
     assert answer.headers["WWW-Authenticate"].startswith("Basic ")
 
 
-def test_every_route_needs_the_token(guarded: Server) -> None:
+def test_every_route_requires_the_token(guarded: Server) -> None:
     digest = digest_of(b"x")
     for method, path in (
         ("GET", "/v2/_catalog"),
@@ -78,14 +78,14 @@ def test_every_route_needs_the_token(guarded: Server) -> None:
 
 
 @pytest.mark.parametrize("authorization", [f"bearer {TOKEN}", basic("", TOKEN)])
-def test_the_token_lets_in(guarded: Server, authorization: str) -> None:
+def test_valid_token_is_accepted(guarded: Server, authorization: str) -> None:
     headers = {"Authorization": authorization}
     path = f"{guarded.url}/v2/a/b/manifests/t"
     assert requests.get(path, headers=headers, timeout=20).status_code == 200
 
 
 @pytest.mark.integration
-def test_skopeo_logs_in(guarded: Server, skopeo: str, tmp_path: Path) -> None:
+def test_skopeo_authenticates(guarded: Server, skopeo: str, tmp_path: Path) -> None:
     source = f"docker://{guarded.url.removeprefix('http://')}/a/b:t"
     command = [skopeo, "inspect", "--raw", "--tls-verify=false", source]
     refused = subprocess.run(command, capture_output=True, timeout=60, check=False)
@@ -102,7 +102,7 @@ def test_token_file_refuses(tmp_path: Path, content: str) -> None:
     assert "16" in str(caught.value.hint)
 
 
-def test_token_file(tmp_path: Path) -> None:
+def test_token_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"  {TOKEN} \n# its owner\n")
     assert read_token(tmp_path / "token") == TOKEN
     with pytest.raises(UsageError, match="cannot read"):
@@ -110,7 +110,7 @@ def test_token_file(tmp_path: Path) -> None:
 
 
 def wait_closed(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Read until the server closes the connection; return the data."""
     connection.settimeout(20)
     got = b""
     try:
@@ -126,13 +126,13 @@ def test_connection_without_a_request_is_closed(impatient: Server) -> None:
         with socket.create_connection(impatient.address) as connection:
             connection.sendall(sent)
             assert wait_closed(connection) == b""
-    with socket.create_connection(impatient.address) as connection:  # kept alive, and then silent
+    with socket.create_connection(impatient.address) as connection:  # kept alive, and then idle
         connection.sendall(b"GET /v2/ HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert wait_closed(connection).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("path", ["/v2/a/b/manifests/t", "/v2/a/b/blobs/uploads/?digest="])
-def test_body_that_does_not_come(impatient: Server, path: str) -> None:
+def test_missing_body_times_out(impatient: Server, path: str) -> None:
     method = "PUT" if "manifests" in path else "POST"
     path += digest_of(b"x" * 9) if "digest" in path else ""
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
@@ -144,7 +144,7 @@ def test_body_that_does_not_come(impatient: Server, path: str) -> None:
 
 
 class Connection:
-    """The part of an aiohttp connection that is looked at."""
+    """The part of an aiohttp connection that the code under test reads."""
 
     def __init__(self) -> None:
         self.aborted = False
@@ -157,7 +157,7 @@ class Connection:
         self.aborted = True
 
 
-def test_a_crowd_of_idle_connections_is_hurried() -> None:
+def test_idle_timeout_is_shorter_with_many_connections() -> None:
     now = [0.0]
     idle = IdleTimeout(lambda: now[0])
     crowd: Any = [Connection() for _ in range(http_server.CROWD + 1)]
@@ -170,7 +170,7 @@ def test_a_crowd_of_idle_connections_is_hurried() -> None:
     assert [each.aborted for each in crowd] == [True] * 3 + [False] * (len(crowd) - 3)
 
 
-def test_blobs_are_sent_by_the_kernel(tmp_path: Path) -> None:
+def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
     data = os.urandom(9_000_000)
     layout = ImageLayout(tmp_path)
     content = Descriptor.of("application/octet-stream", data)
@@ -205,9 +205,7 @@ def test_blobs_are_sent_by_the_kernel(tmp_path: Path) -> None:
     assert sum(by_kernel) == len(data)
 
 
-def test_manifests_are_read_once_for_their_referrers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_referrers_read_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ImageLayout(tmp_path)
     subject = Descriptor.of(mediatype.OCI_MANIFEST, b"elsewhere")
     layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
@@ -234,7 +232,7 @@ def test_manifests_are_read_once_for_their_referrers(
     assert len(read) == 3
 
 
-def test_remote_access_with_a_token_needs_no_flag(tmp_path: Path, serve_layout: Serve) -> None:
+def test_remote_access_with_a_token_requires_no_flag(tmp_path: Path, serve_layout: Serve) -> None:
     server = serve_layout(tmp_path, f"token={TOKEN}", address="0.0.0.0:0")
     url = f"http://127.0.0.1:{server.address[1]}/v2/"
     assert requests.get(url, timeout=20).status_code == 401

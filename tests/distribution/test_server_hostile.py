@@ -1,4 +1,4 @@
-"""Names that lead out of the store, requests of other sites, and damaged content."""
+"""Paths out of the store, cross-site requests, and damaged content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from clowder_aimage.http.api_error import OCI, api_error
 from tests.distribution.served import Server, digest_of, error_of, manifest_of
 
 HEX = "0123456789abcdef" * 4
-# One for each rule; the corpus of the parser is in tests/oci
+# One name per rule; the parser's corpus is in tests/oci
 BAD_DIGESTS = [
     "sha256:" + "../" * 21 + "x",
     "sha256:" + HEX.upper(),
@@ -31,7 +31,7 @@ BAD_DIGESTS = [
 
 
 def raw_ask(server: Server, method: str, path: str, **headers: str) -> tuple[int, bytes]:
-    """Ask for a path exactly as written, which requests would tidy up."""
+    """Request a path exactly as written, which requests would normalise."""
     host, port = server.address
     connection = http.client.HTTPConnection(host, port, timeout=20)
     try:
@@ -84,7 +84,7 @@ def test_bad_digest_is_refused_everywhere(server: Server, digest: str) -> None:
         "/v2/%ff%fe/tags/list",
     ],
 )
-def test_nothing_outside_the_layout_is_read(server: Server, path: str) -> None:
+def test_paths_outside_the_layout_are_refused(server: Server, path: str) -> None:
     (server.root.parent / "secret").write_bytes(b"keep out")
     for method in ("GET", "PUT", "DELETE", "PATCH"):
         status, body = raw_ask(server, method, path)
@@ -97,7 +97,7 @@ def test_nothing_outside_the_layout_is_read(server: Server, path: str) -> None:
     "name",
     ["A", "a//b", "ä", "a:b", "a@b", "a" * 256],
 )
-def test_bad_repository_name(server: Server, name: str) -> None:
+def test_bad_repository_name_is_refused(server: Server, name: str) -> None:
     for rest in ("tags/list", "manifests/t", f"blobs/{digest_of(b'')}"):
         status, body = raw_ask(server, "GET", f"/v2/{quote(name)}/{rest}")
         assert (status, code_of(body)) == (400, "NAME_INVALID")
@@ -106,7 +106,7 @@ def test_bad_repository_name(server: Server, name: str) -> None:
 
 
 @pytest.mark.parametrize("tag", ["-a", "a" * 129, "a@b", "a\n"])
-def test_bad_tag(server: Server, tag: str) -> None:
+def test_bad_tag_is_refused(server: Server, tag: str) -> None:
     server.push_blob(b"{}")
     answer = server.put_manifest(manifest_of(), quote(tag))
     assert error_of(answer)[1] == "MANIFEST_UNKNOWN"
@@ -114,18 +114,18 @@ def test_bad_tag(server: Server, tag: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example:80", "localhost.evil", ""])
-def test_other_hosts_are_refused(server: Server, host: str) -> None:
+def test_foreign_host_headers_are_refused(server: Server, host: str) -> None:
     for method, path in (("GET", "/v2/"), ("POST", "/v2/a/b/blobs/uploads/"), ("GET", "/nope")):
         status, body = raw_ask(server, method, path, Host=host)
         assert (status, code_of(body)) == (403, "DENIED")
 
 
 @pytest.mark.parametrize("host", ["LOCALHOST:1", "[::1]:5000"])
-def test_names_of_this_machine_are_served(server: Server, host: str) -> None:
+def test_local_host_headers_are_accepted(server: Server, host: str) -> None:
     assert raw_ask(server, "GET", "/v2/", Host=host)[0] == 200
 
 
-def test_requests_of_other_sites_are_refused(server: Server) -> None:
+def test_cross_site_requests_are_refused(server: Server) -> None:
     for origin in ("https://evil.example", "null", "http://localhost:1"):
         answer = server.ask("POST", "/v2/a/b/blobs/uploads/", headers={"Origin": origin})
         assert error_of(answer) == (403, "DENIED")
@@ -169,13 +169,13 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
         (NotFoundError("gone from /secret/path"), 500, "unknown error"),
     ],
 )
-def test_errors_of_the_store(error: AImageError, status: int, message: str) -> None:
+def test_store_errors_are_reported(error: AImageError, status: int, message: str) -> None:
     answer = api_error(error, OCI)
     assert (answer.status, answer.message) == (status, message)
 
 
-def test_layer_cannot_be_taken_for_a_manifest(server: Server) -> None:
-    """A blob that parses as a manifest is not one in a repository that never had it named so."""
+def test_layer_is_not_served_as_a_manifest(server: Server) -> None:
+    """A blob that parses as a manifest is not one where it was not pushed as one."""
     raw = manifest_of()
     server.push_blob(raw)
     answer = server.ask("GET", f"/v2/a/b/manifests/{digest_of(raw)}")

@@ -1,4 +1,4 @@
-"""Many clients at once, large blobs in little memory, and skopeo as the client."""
+"""Many clients at once, large blobs in limited memory, and skopeo as the client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distribution.served import OCI_MANIFEST, Server, digest_of, manifest_
 MIB = 1024 * 1024
 
 
-def test_many_clients_at_once(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+def test_concurrent_clients(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     server = serve_layout(tmp_path / "store")
     shared = os.urandom(300_000)
 
@@ -62,8 +62,8 @@ def peak_mib(server: Server) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-def test_memory_stays_flat(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
-    """160 MiB in and out, by PATCH and PUT and by GET, cost the server less than 40 MB."""
+def test_memory_is_bounded(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+    """160 MiB in and out, by PATCH, PUT and GET, cost the server less than 40 MB."""
     server = serve_layout(tmp_path / "store")
     server.push("warm", os.urandom(MIB))
     before = peak_mib(server)
@@ -112,8 +112,8 @@ def test_skopeo_copies_in_and_out(server: Server, skopeo: str, tmp_path: Path) -
 
 
 @pytest.mark.integration
-def test_skopeo_pushes_blobs_that_are_new(server: Server, skopeo: str, tmp_path: Path) -> None:
-    """From a layout that the server has never seen: every upload is made by skopeo."""
+def test_skopeo_pushes_new_blobs(server: Server, skopeo: str, tmp_path: Path) -> None:
+    """The layout is unknown to the server, so skopeo uploads every blob."""
     blobs = tmp_path / "layout" / "blobs" / "sha256"
     blobs.mkdir(parents=True)
     layers = [os.urandom(2 * MIB), os.urandom(10)]

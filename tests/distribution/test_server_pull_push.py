@@ -28,13 +28,13 @@ from tests.distribution.served import (
 BLOB = b"0123456789abcdef"
 
 
-def test_version(server: Server) -> None:
+def test_version_endpoint(server: Server) -> None:
     answer = server.ask("GET", "/v2/")
     assert (answer.status_code, answer.json()) == (200, {})
     assert answer.headers["Docker-Distribution-API-Version"] == "registry/2.0"
 
 
-def test_blob_comes_back_with_its_names(server: Server) -> None:
+def test_blob_is_served_with_digest_headers(server: Server) -> None:
     created = server.push_blob(BLOB)
     assert created.headers["Location"] == f"/v2/a/b/blobs/{digest_of(BLOB)}"
     for method, body in (("GET", BLOB), ("HEAD", b"")):
@@ -47,7 +47,7 @@ def test_blob_comes_back_with_its_names(server: Server) -> None:
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_empty_blob(server: Server) -> None:
+def test_empty_blob_is_served(server: Server) -> None:
     location = server.push_blob(b"").headers["Location"]
     assert server.ask("GET", location).content == b""
     assert error_of(server.ask("GET", location, headers={"Range": "bytes=0-"})) == (
@@ -56,7 +56,7 @@ def test_empty_blob(server: Server) -> None:
     )
 
 
-def test_unknown_blob(server: Server) -> None:
+def test_unknown_blob_is_404(server: Server) -> None:
     path = f"/v2/a/b/blobs/{digest_of(b'never pushed')}"
     assert error_of(server.ask("GET", path)) == (404, "BLOB_UNKNOWN")
     assert server.ask("HEAD", path).status_code == 404
@@ -72,7 +72,7 @@ def test_unknown_blob(server: Server) -> None:
         ("bytes=-999", (0, 16)),
     ],
 )
-def test_range(server: Server, wanted: str, span: tuple[int, int]) -> None:
+def test_range_requests(server: Server, wanted: str, span: tuple[int, int]) -> None:
     location = server.push_blob(BLOB).headers["Location"]
     answer = server.ask("GET", location, headers={"Range": wanted})
     assert (answer.status_code, answer.content) == (206, BLOB[slice(*span)])
@@ -81,21 +81,21 @@ def test_range(server: Server, wanted: str, span: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["bytes=0-1,4-5", "bytes=-"])
-def test_ranges_that_are_answered_with_the_whole(server: Server, wanted: str) -> None:
+def test_unsupported_ranges_return_the_whole_blob(server: Server, wanted: str) -> None:
     location = server.push_blob(BLOB).headers["Location"]
     answer = server.ask("GET", location, headers={"Range": wanted})
     assert (answer.status_code, answer.content) == (200, BLOB)
 
 
 @pytest.mark.parametrize("wanted", ["bytes=16-", "bytes=-0", "bytes=5-2"])
-def test_range_that_cannot_be(server: Server, wanted: str) -> None:
+def test_unsatisfiable_range_is_416(server: Server, wanted: str) -> None:
     location = server.push_blob(BLOB).headers["Location"]
     answer = server.ask("GET", location, headers={"Range": wanted})
     assert error_of(answer) == (416, "SIZE_INVALID")
     assert answer.headers["Content-Range"] == "bytes */16"
 
 
-def test_conditions(server: Server) -> None:
+def test_conditional_requests(server: Server) -> None:
     location = server.push_blob(BLOB).headers["Location"]
     etag = f'"{digest_of(BLOB)}"'
     ranged = {"Range": "bytes=1-2"}
@@ -130,7 +130,7 @@ def test_manifest_of_another_repository_is_unknown(server: Server) -> None:
         assert error_of(answer) == (404, "MANIFEST_UNKNOWN")
 
 
-def test_tag_moves_and_the_old_manifest_is_no_longer_served(server: Server) -> None:
+def test_moved_tag_removes_the_old_manifest(server: Server) -> None:
     old = server.push("moving", b"old", name="tag/moves")
     new = server.push("moving", b"new", name="tag/moves")
     assert server.ask("GET", "/v2/tag/moves/manifests/moving").content == new
@@ -138,7 +138,7 @@ def test_tag_moves_and_the_old_manifest_is_no_longer_served(server: Server) -> N
     assert error_of(server.ask("GET", path)) == (404, "MANIFEST_UNKNOWN")
 
 
-def test_manifest_pushed_by_digest_stays_when_the_tag_moves(server: Server) -> None:
+def test_manifest_pushed_by_digest_is_kept_when_the_tag_moves(server: Server) -> None:
     old = server.push("moving", b"old", name="digest/stays")
     assert server.put_manifest(old, digest_of(old), "digest/stays").status_code == 201
     server.push("moving", b"new", name="digest/stays")
@@ -155,7 +155,7 @@ def test_manifest_by_sha512(server: Server) -> None:
     assert server.ask("GET", f"/v2/by/sha512/manifests/{digest}").content == raw
 
 
-def test_index_needs_its_manifests_and_leads_to_them(server: Server) -> None:
+def test_index_requires_and_serves_its_manifests(server: Server) -> None:
     child = server.push("child", BLOB, name="an/index")
     document = {
         "schemaVersion": 2,
@@ -190,7 +190,7 @@ def test_manifest_with_a_wrong_size_is_refused(server: Server) -> None:
     assert error_of(answer) == (400, "MANIFEST_BLOB_UNKNOWN")
 
 
-def test_layers_that_live_elsewhere_may_be_absent(server: Server) -> None:
+def test_foreign_layers_may_be_missing(server: Server) -> None:
     server.push_blob(b"{}")
     kind = "application/vnd.oci.image.layer.nondistributable.v1.tar"
     raw = manifest_of(layers=[descriptor_of(b"not here", kind)])
@@ -208,7 +208,7 @@ def test_layers_that_live_elsewhere_may_be_absent(server: Server) -> None:
         (manifest_of(schemaVersion=1), OCI_MANIFEST),
     ],
 )
-def test_put_refuses_what_is_not_a_manifest(server: Server, raw: bytes, media_type: str) -> None:
+def test_put_refuses_invalid_manifests(server: Server, raw: bytes, media_type: str) -> None:
     server.push_blob(b"{}")
     answer = server.put_manifest(raw, "t", "not/a-manifest", media_type)
     assert error_of(answer) == (400, "MANIFEST_INVALID")
@@ -216,7 +216,7 @@ def test_put_refuses_what_is_not_a_manifest(server: Server, raw: bytes, media_ty
     assert error_of(listed) == (404, "NAME_UNKNOWN")
 
 
-def test_manifest_of_four_mib_and_one_byte_more(server: Server) -> None:
+def test_manifest_over_four_mib_is_refused(server: Server) -> None:
     server.push_blob(b"{}")
     raw = manifest_of()
     full = raw + b" " * (4 * 1024 * 1024 - len(raw))
@@ -225,7 +225,7 @@ def test_manifest_of_four_mib_and_one_byte_more(server: Server) -> None:
         413,
         "MANIFEST_INVALID",
     )
-    chunks = (full + b" " for _ in range(1))  # no Content-Length to judge by
+    chunks = (full + b" " for _ in range(1))  # no Content-Length to check
     answer = server.put_manifest(chunks, "over", "four/mib")
     assert error_of(answer) == (413, "MANIFEST_INVALID")
 
@@ -236,7 +236,7 @@ def test_manifest_under_another_digest_is_refused(server: Server) -> None:
     assert error_of(answer) == (400, "DIGEST_INVALID")
 
 
-def test_deleting(server: Server) -> None:
+def test_delete_manifests_and_blobs(server: Server) -> None:
     raw = server.push("one", BLOB, name="to/delete")
     server.put_manifest(raw, "two", "to/delete")
     server.put_manifest(raw, "one", "to/keep")
@@ -251,7 +251,7 @@ def test_deleting(server: Server) -> None:
     assert server.ask("GET", "/v2/to/keep/manifests/one").content == raw
 
 
-def test_deleting_a_tag_leaves_the_manifest(server: Server) -> None:
+def test_deleting_a_tag_keeps_the_manifest(server: Server) -> None:
     raw = server.push("only", BLOB, name="tag/goes")
     assert server.ask("DELETE", "/v2/tag/goes/manifests/only").status_code == 202
     assert server.ask("GET", "/v2/tag/goes/tags/list").json()["tags"] == []
@@ -262,7 +262,7 @@ def test_deleting_a_tag_leaves_the_manifest(server: Server) -> None:
 
 
 def test_a_pinned_name_is_not_deleted(server: Server) -> None:
-    """And nothing else changes where that is refused, whoever wrote the name, and how."""
+    """Nothing else changes either, whoever wrote the name, and in whatever spelling."""
     raw = server.push("latest", BLOB, name="pin/ned")
     layout = ImageLayout(server.root)
     layout.pins.put("pin/ned:latest", {}, durable=True)
@@ -284,13 +284,13 @@ def test_a_pinned_name_is_not_deleted(server: Server) -> None:
 
 
 def test_a_second_store_is_read(serve_layout: Callable[..., Server], tmp_path: Path) -> None:
-    """Its names come and go while it is served, and only its own tools take them away."""
+    """Names change while it is served, and only tools of that store remove them."""
     first, second = (ImageLayout(tmp_path / name) for name in ("first", "second"))
     put_artifact(first, "mine:v1", b"one")
     made = put_artifact(second, "theirs:v1", b"two")
     server = serve_layout(first.root, f"other={second.root}")
     for layout in (first, second):
-        os.utime(layout.root / "index.json", ns=(0, 0))  # older than any clock's tick
+        os.utime(layout.root / "index.json", ns=(0, 0))  # older than the resolution of any clock
     assert server.ask("GET", "/v2/_catalog").json() == {"repositories": ["mine", "theirs"]}
     second.tag(made.descriptor, Reference.parse("more:v1"))
     listed = {"repositories": ["mine", "more", "theirs"]}
@@ -305,7 +305,7 @@ def test_a_second_store_is_read(serve_layout: Callable[..., Server], tmp_path: P
     assert server.ask("DELETE", "/v2/mine/manifests/v1").status_code == 202
 
 
-def test_manifest_that_an_index_holds_is_not_deleted(server: Server) -> None:
+def test_manifest_of_an_index_is_not_deleted(server: Server) -> None:
     child = server.push("child", BLOB, name="index/holds")
     document = {
         "schemaVersion": 2,
@@ -337,8 +337,8 @@ def test_deleted_blob_is_gone_until_it_is_pushed_again(server: Server) -> None:
     assert server.ask("GET", location).content == data
 
 
-def test_blob_that_is_needed_is_not_deleted(server: Server) -> None:
-    """Not by its own repository, nor by another one's client."""
+def test_referenced_blob_is_not_deleted(server: Server) -> None:
+    """Neither through its own repository, nor through another one."""
     server.push("needs", b"needed", name="needs/it")
     for name in ("needs/it", "some/other"):
         path = f"/v2/{name}/blobs/{digest_of(b'needed')}"
@@ -346,8 +346,8 @@ def test_blob_that_is_needed_is_not_deleted(server: Server) -> None:
         assert server.ask("GET", path).content == b"needed"
 
 
-def test_deleted_blob_that_another_process_needs_is_back(server: Server) -> None:
-    """A pull into the same store found it there and names it: DELETE must not have broken that."""
+def test_deleted_blob_needed_by_another_process_is_restored(server: Server) -> None:
+    """A pull into the same store found the blob and references it after the DELETE."""
     data, config = b"wanted by two", b"{}"
     location = server.push_blob(data).headers["Location"]
     server.push_blob(config)
@@ -360,7 +360,7 @@ def test_deleted_blob_that_another_process_needs_is_back(server: Server) -> None
     assert server.ask("GET", "/v2/pulled/here/manifests/v1").content == raw
 
 
-def test_referrers(server: Server) -> None:
+def test_referrers_are_listed(server: Server) -> None:
     subject = server.push("subject", BLOB, name="with/referrers")
     path = f"/v2/with/referrers/referrers/{digest_of(subject)}"
     none = server.ask("GET", path)
@@ -390,7 +390,7 @@ def test_referrers(server: Server) -> None:
     assert (elsewhere.status_code, elsewhere.json()["manifests"]) == (200, [])
 
 
-def test_subject_need_not_be_here(server: Server) -> None:
+def test_subject_may_be_missing(server: Server) -> None:
     server.push_blob(b"{}")
     absent = manifest_of(annotations={"never": "pushed"})
     raw = manifest_of(subject=descriptor_of(absent, OCI_MANIFEST))
@@ -400,7 +400,7 @@ def test_subject_need_not_be_here(server: Server) -> None:
     assert [each["digest"] for each in listed["manifests"]] == [digest_of(raw)]
 
 
-def test_lists_come_in_pages(server: Server) -> None:
+def test_lists_are_paginated(server: Server) -> None:
     tags = ["v1", "v10", "v2", "A", "_b"]
     for tag in tags:
         server.push(tag, b"x", name="many/tags")

@@ -1,4 +1,4 @@
-"""Our own client pushes to our own server, over connections that break."""
+"""aimage pushes to ``registry serve`` over connections that break."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.proxy import Passed, Proxy, Reply
 
 MIB = 1024 * 1024
 SIZE = 24 * MIB
-BUFFERS = MIB  # what the proxy had taken and the server had not, when a connection broke
+BUFFERS = MIB  # bytes that the proxy had and the server had not, when a connection broke
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries wait for longer; a moment is enough for a server to see that a connection broke."""
+    """Shorten the delays; the server needs a moment to detect a broken connection."""
     defaults = retry.retrying.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "sleep", lambda _: time.sleep(0.02))
@@ -42,7 +42,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 def push(
     proxy: Proxy, server: Server, request: pytest.FixtureRequest, tmp_path: Path
 ) -> Callable[[], list[int]]:
-    """Push one large blob that is new to the server; returns the progress that was told."""
+    """Push one large new blob to the server; return the reported progress."""
     content = hashlib.shake_128(request.node.name.encode()).digest(SIZE)
     config = Descriptor.of("application/vnd.example.config", b"{}")
     blob = Descriptor.of("application/vnd.example.blob", content)
@@ -82,7 +82,7 @@ def is_big(passed: Passed) -> bool:
 
 
 def begun(proxy: Proxy) -> int:
-    """The uploads that were begun up to the last byte of the large blob."""
+    """Return the uploads started up to the last byte of the large blob."""
     end = max(passed.number for passed in proxy.uploads() if is_big(passed))
     return len([passed for passed in proxy.uploads("POST") if passed.number < end])
 
@@ -96,10 +96,10 @@ def bodies(proxy: Proxy) -> list[int]:
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
-def test_a_broken_body_goes_on_where_it_broke(
+def test_broken_body_is_resumed(
     method: str, proxy: Proxy, push: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has what came, and says so: GET on the upload's location."""
+    """GET on the upload's location returns the bytes that the server received."""
     if method == "PATCH":
         monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
     first: list[int] = []
@@ -113,7 +113,7 @@ def test_a_broken_body_goes_on_where_it_broke(
     push()
     broken, *rest = [passed for passed in proxy.uploads() if is_big(passed)]
     assert broken.received == 9 * MIB
-    # asked while it still wrote what had come, it named an earlier place, and then refused that
+    # while still writing, the server reported a smaller offset, and then refused it
     assert {passed.status for passed in rest[:-1]} <= {416}, steps(proxy)
     assert rest[-1].status in (201, 202)
     assert SIZE - 9 * MIB <= rest[-1].received <= SIZE - 9 * MIB + BUFFERS
@@ -121,25 +121,23 @@ def test_a_broken_body_goes_on_where_it_broke(
     assert begun(proxy) == 1
 
 
-def test_a_connection_that_always_breaks_is_enough(
+def test_push_succeeds_over_connections_that_always_break(
     proxy: Proxy, push: Callable[[], object]
 ) -> None:
-    """Twelve pieces over connections of 2 MiB each: it comes forward, so it goes on."""
+    """Twelve chunks over connections of 2 MiB each: every attempt makes progress."""
     proxy.lost = lambda passed: 2 * MIB if is_big(passed) else None
     push()
     assert len(bodies(proxy)) >= 12
 
 
-def test_a_connection_that_brings_nothing_is_given_up(
-    proxy: Proxy, push: Callable[[], object]
-) -> None:
+def test_push_fails_without_progress(proxy: Proxy, push: Callable[[], object]) -> None:
     proxy.lost = lambda passed: 0 if is_big(passed) else None
     with pytest.raises(NetworkError, match="broke off"):
         push()
     assert bodies(proxy) == [0] * 4
 
 
-def test_pieces_where_one_is_too_large(
+def test_smaller_chunks_are_sent_when_one_is_too_large(
     proxy: Proxy, push: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "FIRST_CHUNK", 8 * MIB)

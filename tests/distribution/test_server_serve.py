@@ -1,4 +1,4 @@
-"""Addresses to listen on, the command line, and the end of a server."""
+"""Listening addresses, the command line, and the shutdown of a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def never(url: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "my.host:0"])
-def test_other_addresses_need_a_flag(tmp_path: Path, address: str) -> None:
+def test_other_addresses_require_a_flag(tmp_path: Path, address: str) -> None:
     with pytest.raises(UsageError, match="no authentication") as caught:
         serve(ImageLayout(tmp_path), address, on_ready=never)
     assert caught.value.remedy == "registry_without_token"
@@ -37,7 +37,7 @@ def test_serve_refuses_an_address(tmp_path: Path, address: str) -> None:
         serve(ImageLayout(tmp_path), address, on_ready=never)
 
 
-def test_addresses() -> None:
+def test_addresses_are_parsed() -> None:
     assert Endpoint.parse_listen("localhost:5000") == Endpoint("http", "127.0.0.1", 5000)
     assert Endpoint.parse_listen("[::1]:0") == Endpoint("http", "::1", 0)
     assert Endpoint.parse_listen("127.8.8.8:1").is_loopback
@@ -45,7 +45,7 @@ def test_addresses() -> None:
     assert not Endpoint.parse_listen("localhost.example:1").is_loopback
 
 
-def test_port_in_use(tmp_path: Path) -> None:
+def test_port_in_use_is_reported(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -54,7 +54,7 @@ def test_port_in_use(tmp_path: Path) -> None:
             serve(ImageLayout(tmp_path), f"127.0.0.1:{port}", on_ready=never)
 
 
-def test_ipv6(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+def test_ipv6_is_served(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     try:
@@ -67,7 +67,7 @@ def test_ipv6(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     assert server.ask("GET", "/v2/").status_code == 200
 
 
-def test_remote_is_served_when_asked_for(
+def test_remote_address_is_served_with_the_flag(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
     server = serve_layout(tmp_path, "remote", address="0.0.0.0:0")
@@ -76,7 +76,7 @@ def test_remote_is_served_when_asked_for(
     assert answer.status_code == 200
 
 
-def test_an_empty_store_is_not_made_by_reading(
+def test_missing_store_is_not_created_by_reads(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
     server = serve_layout(tmp_path / "store")
@@ -85,16 +85,16 @@ def test_an_empty_store_is_not_made_by_reading(
     assert not (tmp_path / "store").exists()
 
 
-def test_store_that_is_a_file(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+def test_store_that_is_a_file_fails(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     (tmp_path / "file").write_text("not a store")
     server = serve_layout(tmp_path / "file")
     answer = server.ask("POST", "/v2/a/blobs/uploads/")
     assert answer.status_code == 500
-    assert "not a directory" not in answer.text  # paths of this machine stay in the log
+    assert "not a directory" not in answer.text  # local paths are only in the log
     assert "is not a directory" in server.stop()[1]
 
 
-def test_command_line_refuses_other_machines(aimage: Callable[[str], Aimage]) -> None:
+def test_command_line_refuses_remote_addresses(aimage: Callable[[str], Aimage]) -> None:
     done = aimage("a")("registry", "serve", "--addr", "0.0.0.0:0", code=2)
     assert done.out == ""
     assert "--allow-remote" in done.err
@@ -141,7 +141,7 @@ def test_command_line_refuses_options(
     assert message in done.err
 
 
-def test_our_own_client_pulls_and_pushes(server: Server, aimage: Callable[[str], Aimage]) -> None:
+def test_aimage_pulls_and_pushes(server: Server, aimage: Callable[[str], Aimage]) -> None:
     raw = server.push("t", b"x" * 100_000, b"y")
     host = server.url.removeprefix("http://")
     client = aimage("client")
@@ -151,7 +151,7 @@ def test_our_own_client_pulls_and_pushes(server: Server, aimage: Callable[[str],
     assert server.ask("GET", "/v2/c/d/manifests/t2").content == raw
 
 
-def test_aiohttp_is_loaded_by_the_server_alone() -> None:
+def test_only_the_server_imports_aiohttp() -> None:
     program = (
         "import sys, clowder_aimage.distribution, clowder_aimage.layout\n"
         "import clowder_aimage.cli.verbs.registry\n"

@@ -1,4 +1,4 @@
-"""Uploads in every way the specification knows ("Pushing blobs")."""
+"""Uploads in every way of the specification ("Pushing blobs")."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_post_then_put(server: Server) -> None:
     assert error_of(server.ask("GET", location)) == (404, "BLOB_UPLOAD_UNKNOWN")
 
 
-def test_ollama_announces_an_upload_and_sends_the_bytes_later(server: Server) -> None:
+def test_post_with_digest_and_body_sent_later_as_ollama_does(server: Server) -> None:
     data = b"in ollama's way" * 100
     path = f"/v2/a/b/blobs/uploads/?digest={digest_of(data)}"
     headers = {"Content-Length": "0", "X-Content-Length": str(len(data))}
@@ -74,7 +74,7 @@ def test_stream_without_length(server: Server) -> None:
     assert done.status_code == 201
 
 
-def test_sha512(server: Server) -> None:
+def test_upload_with_sha512(server: Server) -> None:
     digest = "sha512:" + hashlib.sha512(BLOB).hexdigest()
     done = server.ask("PUT", server.begin(), params={"digest": digest}, data=BLOB)
     assert (done.status_code, done.headers["Docker-Content-Digest"]) == (201, digest)
@@ -82,7 +82,7 @@ def test_sha512(server: Server) -> None:
 
 
 @pytest.mark.parametrize("content_range", ["5-14", "11-20"])
-def test_chunk_out_of_order(server: Server, content_range: str) -> None:
+def test_chunk_out_of_order_is_refused(server: Server, content_range: str) -> None:
     location = server.begin()
     server.ask("PATCH", location, data=BLOB[:10], headers={"Content-Range": "0-9"})
     headers = {"Content-Range": content_range}
@@ -95,21 +95,21 @@ def test_chunk_out_of_order(server: Server, content_range: str) -> None:
 
 
 @pytest.mark.parametrize("content_range", ["bytes 0-9/10", "0-", "a-b"])
-def test_content_range_that_does_not_parse(server: Server, content_range: str) -> None:
+def test_invalid_content_range_is_refused(server: Server, content_range: str) -> None:
     headers = {"Content-Range": content_range}
     answer = server.ask("PATCH", server.begin(), data=BLOB[:10], headers=headers)
     assert error_of(answer) == (400, "BLOB_UPLOAD_INVALID")
 
 
 @pytest.mark.parametrize("end", [3, 30])
-def test_chunk_of_another_length_than_it_says(server: Server, end: int) -> None:
+def test_chunk_with_a_wrong_length_is_refused(server: Server, end: int) -> None:
     headers = {"Content-Range": f"0-{end}"}
     location = server.begin()
     with_length = server.ask("PATCH", location, data=BLOB[:10], headers=headers)
     assert error_of(with_length) == (400, "SIZE_INVALID")
     streamed = server.ask("PATCH", location, data=iter([BLOB[:10]]), headers=headers)
     assert error_of(streamed) == (400, "SIZE_INVALID")
-    kept = 0 if end == 3 else 10  # what is too long is not kept, what is too short may go on
+    kept = 0 if end == 3 else 10  # an excess chunk is discarded, a short one can be continued
     headers = {"Content-Range": f"{kept}-{kept + 4}"}
     goes_on = server.ask("PATCH", location, data=BLOB[kept : kept + 5], headers=headers)
     assert (goes_on.status_code, goes_on.headers["Range"]) == (202, f"0-{kept + 4}")
@@ -132,14 +132,14 @@ def test_wrong_digest_leaves_nothing(server: Server, way: str) -> None:
     assert lie.partition(":")[2] not in server.blobs()
 
 
-def test_put_without_digest_leaves_the_upload(server: Server) -> None:
+def test_put_without_digest_keeps_the_upload(server: Server) -> None:
     location = server.begin()
     server.ask("PATCH", location, data=BLOB)
     assert error_of(server.ask("PUT", location)) == (400, "DIGEST_INVALID")
     assert server.ask("PUT", location, params={"digest": digest_of(BLOB)}).status_code == 201
 
 
-def test_cancel(server: Server) -> None:
+def test_cancelled_upload_is_removed(server: Server) -> None:
     before = set(server.ingests())
     location = server.begin()
     server.ask("PATCH", location, data=BLOB)
@@ -156,7 +156,7 @@ def test_upload_belongs_to_its_repository(server: Server) -> None:
         assert error_of(answer) == (404, "BLOB_UPLOAD_UNKNOWN")
 
 
-def test_mount(server: Server) -> None:
+def test_mount_from_another_repository(server: Server) -> None:
     server.push_blob(BLOB, "from/here")
     query = {"mount": digest_of(BLOB), "from": "from/here"}
     mounted = server.ask("POST", "/v2/to/there/blobs/uploads/", params=query)
@@ -171,8 +171,8 @@ def test_mount(server: Server) -> None:
     assert done.status_code == 201
 
 
-def test_content_coding_is_not_undone(server: Server) -> None:
-    """A layer that is gzip stays gzip, and a small body cannot become a large one."""
+def test_content_encoding_is_not_decoded(server: Server) -> None:
+    """A gzip layer stays compressed, and a small body cannot expand."""
     packed = gzip.compress(b"0" * 10_000_000)
     headers = {"Content-Encoding": "gzip"}
     path = f"/v2/a/b/blobs/uploads/?digest={digest_of(packed)}"
@@ -190,13 +190,13 @@ def send_half(server: Server, location: str, total: int, half: bytes) -> socket.
 
 
 def wait_for_range(server: Server, location: str, wanted: str) -> None:
-    for _ in range(10_000):  # each round asks the server, so this ends without a clock
+    for _ in range(10_000):  # each iteration queries the server, so no clock is needed
         if server.ask("GET", location).headers["Range"] == wanted:
             return
     raise AssertionError(f"the upload never came to {wanted}")
 
 
-def test_broken_connection_keeps_what_arrived(server: Server) -> None:
+def test_broken_connection_keeps_received_bytes(server: Server) -> None:
     location = server.begin()
     with send_half(server, location, len(BLOB), BLOB[:5000]):
         pass
@@ -228,7 +228,7 @@ def test_broken_single_post_leaves_nothing(
 
 
 def test_chunks_of_one_upload_do_not_mix(server: Server) -> None:
-    """A second request for an upload whose first is still being received waits for its turn."""
+    """A second request waits while the first one of the same upload is being received."""
     location = server.begin()
     first, second = bytes(2 * 1024 * 1024), b"second"
     with send_half(server, location, 2 * len(first), first) as one:
@@ -246,8 +246,8 @@ def test_chunks_of_one_upload_do_not_mix(server: Server) -> None:
 
 
 @pytest.mark.parametrize("rest", [b"", b"not the size of a chunk\r\n"])
-def test_body_that_does_not_go_on(impatient: Server, rest: bytes) -> None:
-    """A client that stalls, or loses its way inside a body, is told so; what arrived is kept."""
+def test_stalled_or_malformed_body_is_refused(impatient: Server, rest: bytes) -> None:
+    """The client receives an error, and received bytes are kept."""
     server = impatient
     location = server.begin()
     head = f"PATCH {location} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -267,7 +267,7 @@ def test_body_that_does_not_go_on(impatient: Server, rest: bytes) -> None:
     assert server.ask("GET", location).headers["Range"] == "0-2097151"
 
 
-def test_kill_in_the_middle(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+def test_killed_server_keeps_no_blob(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     root = tmp_path / "store"
     server = serve_layout(root)
     location = server.begin()
@@ -288,7 +288,7 @@ def test_kill_in_the_middle(tmp_path: Path, serve_layout: Callable[..., Server])
     assert again.ask("GET", "/v2/a/b/manifests/t").content == raw
 
 
-def test_stop_gives_up_uploads(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
+def test_stop_aborts_uploads(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     server = serve_layout(tmp_path / "store")
     server.ask("PATCH", server.begin(), data=BLOB)
     assert len(server.ingests()) == 1
@@ -296,11 +296,11 @@ def test_stop_gives_up_uploads(tmp_path: Path, serve_layout: Callable[..., Serve
     assert server.ingests() == []
 
 
-def test_stop_does_not_wait_for_clients_that_stand_still(
+def test_stop_does_not_wait_for_stalled_clients(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
     server = serve_layout(tmp_path / "store", "impatient")
-    large = bytes(32 * 1024 * 1024)  # more than the sockets' buffers hold
+    large = bytes(32 * 1024 * 1024)  # more than the sockets buffer
     server.push_blob(large)
     get = f"GET /v2/a/b/blobs/{digest_of(large)} HTTP/1.1\r\nHost: localhost\r\n\r\n"
     location = server.begin()
@@ -314,7 +314,7 @@ def test_stop_does_not_wait_for_clients_that_stand_still(
     assert server.ingests() == []
 
 
-def test_expiry(tmp_path: Path) -> None:
+def test_idle_uploads_expire(tmp_path: Path) -> None:
     now = [0.0]
 
     async def run() -> None:
@@ -332,7 +332,7 @@ def test_expiry(tmp_path: Path) -> None:
             await uploads.write(silent, b"y")
         assert uploads.get("a", lively.id) is lively
         now[0] = 160
-        async with lively.lock:  # a request is being served
+        async with lively.lock:  # a request is in progress
             await uploads.expire()
         assert len(uploads) == 1
         await uploads.close()
@@ -341,7 +341,7 @@ def test_expiry(tmp_path: Path) -> None:
     assert list((tmp_path / ".aimage" / "ingest").iterdir()) == []
 
 
-def test_too_many_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_uploads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_module, "MAX_UPLOADS", 2)
 
     async def run() -> None:
@@ -358,8 +358,8 @@ def test_too_many_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(run())
 
 
-def test_silent_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that begins uploads and leaves does not keep others out for an hour."""
+def test_idle_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Abandoned uploads do not block other clients for an hour."""
     monkeypatch.setattr(upload_module, "MAX_UPLOADS", 2)
     now = [0.0]
 
@@ -377,15 +377,15 @@ def test_silent_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
 
 
-def test_collection_takes_no_blob_that_a_client_relies_on(
+def test_collection_keeps_blobs_of_active_clients(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
-    """One that was pushed, found or mounted is leased until a manifest may name it."""
+    """A pushed, found or mounted blob is leased until a manifest may reference it."""
     pushed, found, mounted, unused = blobs = b"pushed", b"found", b"mounted", b"unused"
     server = serve_layout(tmp_path)
     for data in blobs[1:]:
         server.push_blob(data)
-    server.stop()  # its leases end with it
+    server.stop()  # its leases end with the server
     server = serve_layout(tmp_path)
     server.push_blob(pushed)
     assert server.ask("HEAD", f"/v2/a/b/blobs/{digest_of(found)}").status_code == 200
@@ -400,7 +400,7 @@ def test_collection_takes_no_blob_that_a_client_relies_on(
     assert server.blobs() == set()
 
 
-def test_leases_end(tmp_path: Path) -> None:
+def test_leases_expire(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path)
     digests = [Digest.of(data) for data in (b"a", b"b")]
     for data in (b"a", b"b"):

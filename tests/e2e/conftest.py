@@ -1,4 +1,4 @@
-"""A model of few layers, which transfers faster than the shapes model."""
+"""A model of few layers, which is faster to transfer than the shapes model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LLM = [
 
 
 def write_llm(directory: Path) -> Path:
-    """Write a Transformers directory with three tensors."""
+    """Write a transformers directory with three tensors."""
     model = directory / "llm"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama",\n "architectures": ["Llama"]}')

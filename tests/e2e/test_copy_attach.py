@@ -1,4 +1,4 @@
-"""copy, tags, attach and referrers: between real registries, with real processes."""
+"""copy, tags, attach and referrers between real registries, as child processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.process import Aimage
 from tests.real_registry import PASSWORD, USER
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
-BLOBS = 6  # of the model: three tensors, two files, the config
+BLOBS = 6  # the model's blobs: three tensors, two files, the config
 SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The host of an ``aimage registry serve``, which has the referrers API."""
+    """Return the host of an ``aimage registry serve``, which has the referrers API."""
     home = tmp_path_factory.mktemp("served")
     command = ("registry", "serve", "--addr", "127.0.0.1:0")
     process = Aimage(home, home / "store").start(*command, is_shared=True)
@@ -38,13 +38,13 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def served(server, repository):
-    """A place of this test in the served registry."""
+    """Return a repository of this test in the served registry."""
     return f"{server}/{repository.partition('/')[2]}"
 
 
 @pytest.fixture
 def pushed(aimage, llm, repository):
-    """The digest of a model that is in the real registry as ``repository:v1``."""
+    """Return the digest of a model in the real registry as ``repository:v1``."""
     here = aimage("first")
     here("create", f"{repository}:v1", llm)
     return here("push", f"{repository}:v1").line
@@ -62,7 +62,7 @@ def blobs(store: Path) -> int:
     return sum(path.is_file() for path in (store / "blobs").rglob("*"))
 
 
-def test_a_copy_in_one_registry_moves_no_byte(aimage, registry, repository, pushed):
+def test_a_copy_within_one_registry_transfers_no_bytes(aimage, registry, repository, pushed):
     there = aimage("there")
     mark = registry.mark()
     done = there("copy", f"{repository}:v1", f"{repository}-copy:v2")
@@ -136,7 +136,7 @@ def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
     assert len(host.asked("PUT")) == 1
 
 
-def test_names_that_copy_does_not_take(aimage, repository):
+def test_copy_refuses_invalid_names(aimage, repository):
     there = aimage()
     done = there("copy", "tiny", f"{repository}:v1", code=2)
     assert f"aimage push {repository}:v1" in done.err
@@ -146,7 +146,7 @@ def test_names_that_copy_does_not_take(aimage, repository):
 
 
 @pytest.mark.integration
-def test_a_copy_where_credentials_are_wanted(aimage, llm, private_registry):
+def test_a_copy_to_a_registry_with_credentials(aimage, llm, private_registry):
     if private_registry.log is None:
         pytest.skip("no access log")
     here = aimage()
@@ -161,7 +161,7 @@ def test_a_copy_where_credentials_are_wanted(aimage, llm, private_registry):
 
 
 @pytest.mark.integration
-def test_a_push_under_another_name_mounts(aimage, llm, registry, repository):
+def test_a_push_under_another_name_mounts_blobs(aimage, llm, registry, repository):
     here = aimage()
     here("create", f"{repository}:v1", llm)
     digest = here("push", f"{repository}:v1").line
@@ -176,14 +176,14 @@ def test_a_push_under_another_name_mounts(aimage, llm, registry, repository):
     assert aimage("there")("pull", f"{repository}-two:v1").line == digest
 
 
-def test_a_push_whose_neighbour_was_never_pushed_sends_all(aimage, llm, registry, repository):
+def test_a_push_whose_sibling_was_never_pushed_sends_all_blobs(aimage, llm, registry, repository):
     here = aimage()
     here("create", f"{repository}-never:v1", llm)
     here("tag", f"{repository}-never:v1", f"{repository}:v1")
     mark = registry.mark()
     here("push", f"{repository}:v1")
     counts = registry.count(mark, repository)
-    assert counts["POST blob"] == counts["PUT blob"] == BLOBS  # no request more than without
+    assert counts["POST blob"] == counts["PUT blob"] == BLOBS  # no additional request
 
 
 def test_attach_and_referrers_without_the_api(aimage, registry, repository, pushed):
@@ -204,7 +204,7 @@ def test_attach_and_referrers_with_the_api(aimage, repository, pushed, served):
 
 
 def check_attached(here, reference, subject):
-    """Attach two artifacts to ``reference``, and find them again."""
+    """Attach two artifacts to ``reference``, and list them."""
     name = reference.rpartition(":")[0]
     assert here("referrers", reference, "--json").value == []
     assert here("referrers", reference).line.split() == ["DIGEST", "TYPE", "SIZE"]
@@ -219,7 +219,7 @@ def check_attached(here, reference, subject):
     assert report.err == ""
     assert report.value["subject"] == subject
     assert report.value["reference"] == f"{name}@{report.value['digest']}"
-    assert here("attach", reference, "sbom.json", "--type", SBOM).line == sbom  # the same again
+    assert here("attach", reference, "sbom.json", "--type", SBOM).line == sbom  # the same digest
     found = here("referrers", reference, "--json").value
     assert {row["digest"] for row in found} == {sbom, report.value["digest"]}
     (row,) = here("referrers", reference, "--type", REPORT, "--json").value
@@ -235,12 +235,12 @@ def check_attached(here, reference, subject):
     document = json.loads(raw_manifest(f"{name}@{sbom}"))
     assert document["subject"]["digest"] == subject
     assert document["layers"][0]["annotations"] == {"org.opencontainers.image.title": "sbom.json"}
-    assert here("pull", f"{name}@{sbom}").line == sbom  # an artifact of another kind is kept
-    assert raw_manifest(reference) == raw_manifest(f"{name}@{subject}")  # REF stays as it is
+    assert here("pull", f"{name}@{sbom}").line == sbom  # an artifact of another kind keeps its type
+    assert raw_manifest(reference) == raw_manifest(f"{name}@{subject}")  # REF is unchanged
 
 
-def test_a_copied_artifact_is_listed_where_it_went(aimage, repository, pushed, served):
-    """What has a subject is listed as a referrer, whichever verb brought it."""
+def test_a_copied_artifact_is_listed_as_a_referrer(aimage, repository, pushed, served):
+    """A manifest with a subject is listed as a referrer, whichever verb transferred it."""
     here = aimage()
     (here.home / "x").write_text("x")
     here("copy", f"{repository}:v1", f"{served}/y:v1")
@@ -250,7 +250,7 @@ def test_a_copied_artifact_is_listed_where_it_went(aimage, repository, pushed, s
     assert row["digest"] == digest
 
 
-def test_mistakes(aimage, repository):
+def test_invalid_arguments_of_copy_and_attach(aimage, repository):
     here = aimage()
     (here.home / "x").write_text("x")
     assert "aimage tags" in here("tags", f"{repository}:v1", code=2).err

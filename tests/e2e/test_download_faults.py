@@ -1,7 +1,7 @@
-"""Pulls from a real registry, with a proxy between that does everything wrong.
+"""Pulls from a real registry through a faulty proxy.
 
-What stands still, ignores or mistakes ranges, ends early each time, or lies on the registry's own
-disk: test_resume.py, with a blob large enough for many connections.
+test_resume.py has stalls, ignored and wrong ranges, repeated disconnects and damage on the
+registry's disk, with a blob large enough for several connections.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.real_registry import PASSWORD, USER
 MIB = 1024 * 1024
 BLOB = hashlib.shake_128(b"a blob that comes in pieces").digest(8 * MIB)
 SIZE = len(BLOB)
-BUFFERS = MIB  # what may be on its way when a connection is given up
+BUFFERS = MIB  # bytes that may be in flight when a connection is abandoned
 PATH = "tests/download-faults"
 BASIC = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 NOW = 1_800_000_000.0
@@ -45,7 +45,7 @@ MANIFEST = Manifest.parse(
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    """Retries wait; these tests need not."""
+    """Skip the delay between retries."""
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
@@ -74,7 +74,7 @@ def layout_of(tmp_path):
 
 
 def left_over(tmp_path):
-    """What is left of blobs on their way."""
+    """Return the remains of unfinished downloads."""
     return list((tmp_path / "store" / ".aimage" / "ingest").glob("*"))
 
 
@@ -83,7 +83,7 @@ def names(tmp_path):
 
 
 def pull(proxy, tmp_path, tail=":v1", **options):
-    """Pull over one connection, so that what was asked for tells what had come."""
+    """Pull over one connection, so that the requests show what had arrived."""
     name = Reference.parse(f"{proxy.host}/{PATH}{tail}")
     with Repository(name, ClientOptions(docker_config=tmp_path, **options)) as source:
         copy(source, name, layout_of(tmp_path), concurrency=1)
@@ -105,7 +105,7 @@ def is_manifest(passed):
 
 
 def first(condition):
-    """Whether it is the first request for which the condition holds."""
+    """Return whether it is the first request that satisfies the condition."""
     found: list[int] = []
 
     def is_first(passed):
@@ -117,32 +117,32 @@ def first(condition):
 
 
 def starts(proxy):
-    """Where each request for the blob began."""
+    """Return the start of each request for the blob."""
     spans = proxy.asked(DIGEST)
     return [int((span or "bytes=0-").removeprefix("bytes=").partition("-")[0]) for span in spans]
 
 
-# -- broken off
+# -- disconnects
 
 
 @pytest.mark.parametrize(
     ("at", "reset"), [(0, True), (1, False), (3 * MIB + 1, True), (SIZE - 1, False)]
 )
-def test_a_body_that_breaks_off_goes_on_there(at, reset, proxy, tmp_path):
+def test_an_interrupted_body_is_resumed(at, reset, proxy, tmp_path):
     breaks = first(is_big)
     proxy.cut, proxy.reset = lambda p: at if breaks(p) else None, reset
     pull(proxy, tmp_path)
     arrived(tmp_path)
     begin, again = starts(proxy)
     assert begin == 0
-    assert again <= at if reset else again == at  # a reset takes what was not read yet
+    assert again <= at if reset else again == at  # a reset discards unread bytes
     assert proxy.sent(DIGEST) == at + SIZE - again
 
 
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "short"])
-def test_what_came_before_it_was_given_up_is_kept(reset, proxy, tmp_path, monkeypatch):
-    """Four attempts in a row that bring nothing end it; the next pull asks for the rest."""
-    monkeypatch.setattr(ingest, "JOURNALED", MIB)  # so that this blob is one that is kept
+def test_a_failed_pull_keeps_the_received_bytes(reset, proxy, tmp_path, monkeypatch):
+    """Four attempts without progress end the pull; the next pull requests the rest."""
+    monkeypatch.setattr(ingest, "JOURNALED", MIB)  # large enough for a journal
     proxy.reset = reset
     proxy.cut = lambda p: (0 if p.range else 3 * MIB) if is_big(p) else None
     with pytest.raises(NetworkError):
@@ -157,8 +157,8 @@ def test_what_came_before_it_was_given_up_is_kept(reset, proxy, tmp_path, monkey
     assert kept <= 3 * MIB if reset else kept == 3 * MIB
 
 
-def test_a_connection_that_drips_is_replaced(proxy, tmp_path, monkeypatch):
-    """It is slower than any network we know: another one goes on where it was."""
+def test_a_dripping_connection_is_replaced(proxy, tmp_path, monkeypatch):
+    """Its rate is below any real network's: another connection continues at its offset."""
     monkeypatch.setattr(download, "_WINDOW", 0.2)
     monkeypatch.setattr(download, "_SLOWEST", 4 * MIB)
     proxy.pace = MIB / 2
@@ -176,7 +176,7 @@ def test_a_connection_that_drips_is_replaced(proxy, tmp_path, monkeypatch):
     assert proxy.sent(DIGEST) <= SIZE + BUFFERS
 
 
-def test_a_slow_connection_is_left_alone(proxy, tmp_path, monkeypatch):
+def test_a_slow_connection_is_not_replaced(proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(download, "_WINDOW", 0.1)
     proxy.pace = 16 * MIB
     pull(proxy, tmp_path)
@@ -189,7 +189,7 @@ def test_a_slow_connection_is_left_alone(proxy, tmp_path, monkeypatch):
 
 
 def lying(span):
-    """What becomes of the header that says which part comes."""
+    """Return the treatment of the Content-Range header."""
 
     def change(passed, reply):
         if reply.status == 206:
@@ -199,8 +199,8 @@ def lying(span):
 
 
 @pytest.mark.parametrize("span", [f"bytes 7-{SIZE - 1}/{SIZE}", ""])
-def test_a_part_under_another_name_is_not_believed(span, proxy, tmp_path):
-    """The blob is then read from the front, up to where we are."""
+def test_a_wrong_content_range_is_refused(span, proxy, tmp_path):
+    """The blob is then read from the start, up to the current offset."""
     breaks = first(is_big)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
     proxy.change = lying(span)
@@ -211,7 +211,7 @@ def test_a_part_under_another_name_is_not_believed(span, proxy, tmp_path):
 
 
 @pytest.mark.parametrize("ranges", ["ignored", "wrong", 416])
-def test_a_rest_that_cannot_be_had_alone(ranges, proxy, tmp_path):
+def test_a_refused_range_falls_back_to_the_whole_blob(ranges, proxy, tmp_path):
     breaks = first(is_big)
     proxy.cut, proxy.ranges = lambda p: 3 * MIB if breaks(p) else None, ranges
     pull(proxy, tmp_path)
@@ -219,11 +219,11 @@ def test_a_rest_that_cannot_be_had_alone(ranges, proxy, tmp_path):
     assert proxy.sent(DIGEST) <= 3 * MIB + SIZE + BUFFERS
 
 
-# -- answered
+# -- error responses
 
 
 @pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
-def test_a_passing_error(what, proxy, tmp_path):
+def test_a_transient_error_is_retried(what, proxy, tmp_path):
     fails = first(what)
     proxy.instead = lambda p: Reply(503) if fails(p) else None
     pull(proxy, tmp_path)
@@ -232,7 +232,7 @@ def test_a_passing_error(what, proxy, tmp_path):
     assert proxy.sent(DIGEST) == SIZE
 
 
-def test_a_passing_error_when_the_rest_is_asked_for(proxy, tmp_path):
+def test_a_transient_error_on_resumption_is_retried(proxy, tmp_path):
     breaks, fails = first(is_big), first(lambda p: is_big(p) and p.range)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
     proxy.instead = lambda p: Reply(500) if fails(p) else None
@@ -243,7 +243,7 @@ def test_a_passing_error_when_the_rest_is_asked_for(proxy, tmp_path):
 
 
 @pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
-def test_a_busy_registry_is_left_alone_as_long_as_it_asks(what, proxy, tmp_path):
+def test_retry_after_is_respected(what, proxy, tmp_path):
     slept, now = [], [NOW]
 
     def sleep(seconds):
@@ -259,7 +259,7 @@ def test_a_busy_registry_is_left_alone_as_long_as_it_asks(what, proxy, tmp_path)
 
 
 @pytest.mark.parametrize(("status", "code"), [(401, 4), (404, 3), (500, 1), (507, 1), (None, 5)])
-def test_what_the_command_line_exits_with(status, code, proxy, aimage):
+def test_exit_codes_of_a_failed_pull(status, code, proxy, aimage):
     def change(passed, reply):
         if is_big(passed):
             reply.body = reply.body[:-1] + b"?"
@@ -277,11 +277,11 @@ def test_what_the_command_line_exits_with(status, code, proxy, aimage):
     assert ImageLayout(here.store).path(LAYER).read_bytes() == BLOB
 
 
-# -- wrong
+# -- wrong bytes
 
 
-def test_wrong_bytes_of_the_right_length(proxy, tmp_path):
-    """Nothing of them is kept, and the next pull begins anew."""
+def test_wrong_bytes_of_the_right_length_are_discarded(proxy, tmp_path):
+    """Nothing is kept, and the next pull starts from the beginning."""
     spoils = first(is_big)
 
     def change(passed, reply):
@@ -299,8 +299,8 @@ def test_wrong_bytes_of_the_right_length(proxy, tmp_path):
     assert proxy.sent(DIGEST) == 2 * SIZE
 
 
-def test_wrong_bytes_after_a_broken_connection(proxy, tmp_path):
-    """A part that fits nowhere is found out with the rest."""
+def test_wrong_bytes_after_a_disconnect_are_detected(proxy, tmp_path):
+    """A wrong part is detected when the whole blob is verified."""
     breaks = first(is_big)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
 
@@ -315,8 +315,8 @@ def test_wrong_bytes_after_a_broken_connection(proxy, tmp_path):
     assert left_over(tmp_path) == []
 
 
-def test_a_compressed_blob_is_not_unpacked(proxy, tmp_path):
-    """A blob is the bytes that its digest names, whatever a proxy made of them."""
+def test_a_compressed_blob_is_not_decompressed(proxy, tmp_path):
+    """The digest covers the exact bytes, whatever encoding a proxy added."""
 
     def change(passed, reply):
         if is_big(passed):
@@ -379,8 +379,8 @@ BY_DIGEST = f"@{MANIFEST.descriptor.digest}"
     ],
     ids=lambda it: getattr(it, "__name__", ""),
 )
-def test_a_manifest_that_is_not_the_one(alter, error, said, tail, proxy, tmp_path):
-    """Longer or shorter than it says, packed, or not what its digest names: nothing is fetched."""
+def test_a_wrong_manifest_fetches_nothing(alter, error, said, tail, proxy, tmp_path):
+    """Longer or shorter than declared, compressed, or with another digest."""
     proxy.change = for_manifests(alter)
     with pytest.raises(error, match=said):
         pull(proxy, tmp_path, tail)
@@ -392,7 +392,7 @@ def test_a_manifest_that_is_not_the_one(alter, error, said, tail, proxy, tmp_pat
 
 
 @pytest.mark.parametrize("more", [-1, 1 << 40])
-def test_a_manifest_of_another_size_than_its_index_says(more, published, proxy, tmp_path):
+def test_a_manifest_of_another_size_than_in_its_index_is_refused(more, published, proxy, tmp_path):
     entry = MANIFEST.descriptor.to_json() | {"size": len(MANIFEST.raw) + more}
     kind = "application/vnd.oci.image.index.v1+json"
     document = {"schemaVersion": 2, "mediaType": kind, "manifests": [entry]}
@@ -406,11 +406,11 @@ def test_a_manifest_of_another_size_than_its_index_says(more, published, proxy, 
     assert left_over(tmp_path) == names(tmp_path) == []
 
 
-# -- credentials, and places
+# -- credentials and redirects
 
 
 class Tokens:
-    """A token service and its guard in a proxy; tokens are good until ``revoke()``."""
+    """A token service and its check in a proxy; tokens are valid until ``revoke()``."""
 
     def __init__(self, proxy):
         self.proxy = proxy
@@ -429,8 +429,8 @@ class Tokens:
         return Reply(401, {"WWW-Authenticate": realm})
 
 
-def test_a_token_that_expires_in_mid_download(proxy, tmp_path):
-    """What came stays, and the rest comes with another token."""
+def test_a_token_that_expires_during_a_download_is_renewed(proxy, tmp_path):
+    """Received bytes are kept, and the rest is requested with a new token."""
     tokens = Tokens(proxy)
     breaks = first(is_big)
 
@@ -443,11 +443,11 @@ def test_a_token_that_expires_in_mid_download(proxy, tmp_path):
     pull(proxy, tmp_path)
     arrived(tmp_path)
     assert tokens.count == 2
-    assert starts(proxy) == [0, 3 * MIB, 3 * MIB]  # refused, then allowed
+    assert starts(proxy) == [0, 3 * MIB, 3 * MIB]  # refused, then accepted
     assert proxy.sent(DIGEST) == SIZE
 
 
-def test_a_packed_token_is_not_unpacked(proxy, tmp_path):
+def test_a_compressed_token_response_is_not_decompressed(proxy, tmp_path):
     tokens = Tokens(proxy)
     bomb = gzip.compress(b'{"token": "' + b"x" * 20 * MIB + b'"}')
     tokens.body = lambda token: Reply(200, {"Content-Encoding": "gzip"}, bomb)
@@ -459,7 +459,7 @@ def test_a_packed_token_is_not_unpacked(proxy, tmp_path):
 
 @pytest.fixture
 def content_network(private_registry, tmp_path):
-    """A registry that wants a password, and a host that its blobs come from without one."""
+    """Return a registry with a password, and the CDN of its blobs without one."""
     (tmp_path / "config.json").write_text(
         json.dumps({"auths": {private_registry.host: {"auth": BASIC}}})
     )
@@ -481,8 +481,8 @@ def content_network(private_registry, tmp_path):
         yield proxy, cdn
 
 
-def test_blobs_from_a_content_network(content_network, tmp_path):
-    """It gets the range that is wanted, and not our password; the registry is asked each time."""
+def test_blobs_are_fetched_from_a_cdn(content_network, tmp_path):
+    """The CDN gets the range without the password; every request starts at the registry."""
     proxy, cdn = content_network
     breaks = first(is_big)
     cdn.cut = lambda p: 3 * MIB if breaks(p) else None
@@ -497,8 +497,8 @@ def test_blobs_from_a_content_network(content_network, tmp_path):
         assert BASIC not in "".join(passed.headers.values())
 
 
-def test_a_content_network_whose_signature_expires(content_network, tmp_path):
-    """403 from there is not told as one of the registry's."""
+def test_an_expired_cdn_signature_fails(content_network, tmp_path):
+    """A 403 of the CDN is not reported as the registry's."""
     proxy, cdn = content_network
     cdn.instead = lambda p: Reply(403, {}, b"<Error>ExpiredToken</Error>")
     with pytest.raises(Exception, match="localhost") as raised:
@@ -507,7 +507,7 @@ def test_a_content_network_whose_signature_expires(content_network, tmp_path):
     assert "s1gnature" not in str(getattr(raised.value, "hint", ""))
 
 
-def test_a_content_network_that_fails_once(content_network, tmp_path):
+def test_a_failing_cdn_is_retried(content_network, tmp_path):
     proxy, cdn = content_network
     fails = first(is_big)
     cdn.instead = lambda p: Reply(503) if fails(p) else None
@@ -516,7 +516,7 @@ def test_a_content_network_that_fails_once(content_network, tmp_path):
     assert cdn.sent(DIGEST) == SIZE
 
 
-def test_redirects_without_end(proxy, tmp_path):
+def test_endless_redirects_fail(proxy, tmp_path):
     def instead(passed):
         return Reply(307, {"Location": passed.path}) if is_big(passed) else None
 

@@ -1,4 +1,4 @@
-"""create, push, pull into another store, run: against a real registry, with real processes."""
+"""create, push, pull into another store, and run, with a real registry and child processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_create_push_pull_run_replay(aimage, tiny, repository):
 
 
 @pytest.mark.integration
-def test_run_pulls_what_the_store_lacks_and_replay_does_too(aimage, tiny, repository):
+def test_run_and_replay_pull_missing_blobs(aimage, tiny, repository):
     here, there, elsewhere = aimage("here"), aimage("there"), aimage("elsewhere")
     here("create", repository, tiny)
     here("push", repository)
@@ -32,7 +32,7 @@ def test_run_pulls_what_the_store_lacks_and_replay_does_too(aimage, tiny, reposi
     assert name.startswith(f"{repository}@sha256:")
 
 
-def test_a_second_push_sends_nothing_and_a_second_pull_one_request(
+def test_a_repeated_push_sends_nothing_and_a_repeated_pull_one_request(
     aimage, llm, registry, repository
 ):
     here, there = aimage("here"), aimage("there")
@@ -50,8 +50,8 @@ def test_a_second_push_sends_nothing_and_a_second_pull_one_request(
 
 
 @pytest.mark.integration
-def test_models_share_what_they_have_in_common(aimage, tiny, registry, repository, tmp_path):
-    """The second of two models with one text encoder sends only what is new."""
+def test_models_share_common_blobs(aimage, tiny, registry, repository, tmp_path):
+    """A push of a second model with the same text encoder sends only new blobs."""
     here = aimage("here")
     other = tmp_path / "other"
     subprocess.run(["cp", "-r", str(tiny), str(other)], check=True)
@@ -70,7 +70,7 @@ def test_models_share_what_they_have_in_common(aimage, tiny, registry, repositor
     assert one["alreadyThere"]["layers"] == 0
     assert two["alreadyThere"]["layers"] == two["tensors"] + two["files"] - len(tensors)
     added = len(list((here.store / "blobs" / "sha256").iterdir())) - blobs
-    assert added == len(tensors) + 1  # and a manifest; both have the same config
+    assert added == len(tensors) + 1  # and a manifest; both share one config
 
     here("push", f"{repository}:one")
     mark = registry.mark()
@@ -80,7 +80,7 @@ def test_models_share_what_they_have_in_common(aimage, tiny, registry, repositor
 
 @pytest.mark.integration
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
-def test_every_dialect_travels_and_comes_back(dialect, aimage, tiny, repository):
+def test_every_dialect_round_trips(dialect, aimage, tiny, repository):
     here, there = aimage("here"), aimage("there")
     created = here("create", repository, tiny).line
     pushed = here("push", repository, "--dialect", dialect).line
@@ -89,7 +89,7 @@ def test_every_dialect_travels_and_comes_back(dialect, aimage, tiny, repository)
     shown = there("show", repository, "--json").value
     assert shown["dialect"] == dialect
     assert shown["config"] == here("show", repository, "--json").value["config"]
-    # The same blobs, so the same picture; and clowder's manifest is the one that was created.
+    # The same blobs, so the same image; and clowder's manifest equals the created one.
     there("run", repository, PROMPT, "--seed", 1, "--steps", 1, "-o", "it.png")
     there("tag", repository, f"{repository}:back")
     assert there("push", f"{repository}:back", "--dialect", "clowder").line == created
@@ -103,7 +103,7 @@ def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, llm, reposit
     assert "MANIFEST_INVALID" in refused.err
     pushed = here("push", repository)
     assert "trying the clowder dialect" in pushed.err
-    assert here("show", repository, "--json").value["digest"] == custom  # the local tag stays
+    assert here("show", repository, "--json").value["digest"] == custom  # the local tag is kept
     assert there("pull", repository).line == pushed.line != custom
     plain = aimage("plain")("create", "plain", llm).line
     assert pushed.line == plain
@@ -119,7 +119,7 @@ def test_a_push_by_digest_never_falls_back(aimage, llm, repository):
     assert "push by tag" in done.err
 
 
-def test_by_digest(aimage, llm, repository):
+def test_pull_by_digest(aimage, llm, repository):
     here, there = aimage("here"), aimage("there")
     digest = here("create", repository, llm).line
     assert here("push", f"{repository}@{digest}").line == digest
@@ -144,8 +144,8 @@ def test_skopeo_reads_the_layout_and_the_registry(aimage, tiny, repository, skop
 
 
 @pytest.mark.integration
-def test_skopeo_may_compress_a_container(aimage, tiny, repository, skopeo):
-    """It gzips the layers and drops their annotations; the AImage comes back all the same."""
+def test_a_container_compressed_by_skopeo_is_restored(aimage, tiny, repository, skopeo):
+    """skopeo gzips the layers and drops their annotations; the AImage is still restored."""
     here, there = aimage("here"), aimage("there")
     here("create", f"{repository}:dressed", tiny, "--dialect", "container")
     created = aimage("plain")("create", repository, tiny).line
@@ -162,7 +162,7 @@ def test_skopeo_may_compress_a_container(aimage, tiny, repository, skopeo):
 
 
 def test_a_foreign_manifest_survives_byte_for_byte(aimage, registry, repository):
-    """Unknown fields, unknown types, unusual spacing: another tool's words are not ours to mend."""
+    """Unknown fields, unknown types and unusual spacing are not normalised."""
     import requests
 
     base = f"http://{registry.host}/v2/{repository.partition('/')[2]}"

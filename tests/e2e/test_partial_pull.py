@@ -1,4 +1,4 @@
-"""Parts of an AImage from a real registry: every byte of a blob is counted on its way."""
+"""Partial pulls from a real registry, with every transferred byte counted."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.process import Aimage
 from tests.proxy import Proxy
 
 MIB = 1024 * 1024
-BUFFERS = 4 * MIB  # what may be on its way when a connection ends
+BUFFERS = 4 * MIB  # bytes that may be in flight when a connection ends
 PATH = "tests/partial:v1"
 CONFIG = b'{"schemaVersion":1,"components":{"vae":{},"net":{}}}'
 
 
 @dataclass
 class Pushed:
-    """The embedded model in the registry: its digest, its config, and its layers by name."""
+    """The embedded model in the registry: its digest, config, and layers by name."""
 
     digest: str
     config: dict[str, Any]
     layers: dict[str, dict[str, Any]]
 
     def blobs(self, *starts: str) -> dict[str, int]:
-        """The sizes of the blobs under these names, each once, and of the config."""
+        """Return the sizes of the blobs under these names, each once, and of the config."""
         found = {self.config["digest"]: self.config["size"]}
         for name, layer in self.layers.items():
             if name.startswith(starts):
@@ -67,7 +67,7 @@ def name(proxy):
 
 
 def got(proxy, since=0):
-    """The bytes that were sent of each blob that was asked for."""
+    """Return the bytes sent of each requested blob."""
     asked = [passed for passed in proxy.seen[since:] if passed.is_blob]
     found = dict.fromkeys((passed.path.rpartition("/")[2] for passed in asked), 0)
     for passed in asked:
@@ -85,10 +85,10 @@ def is_marked(here, name):
     return layout.resolve(Reference.parse(name)).annotations.get(mediatype.PARTIAL) == "true"
 
 
-# -- what is fetched
+# -- selection
 
 
-def test_a_component_comes_with_the_files_at_the_top_and_nothing_else(aimage, pushed, proxy, name):
+def test_a_component_is_fetched_with_top_level_files_only(aimage, pushed, proxy, name):
     here = aimage()
     done = here("pull", name, "--component", "vae", "--component", "scheduler", "--json")
     assert got(proxy) == pushed.blobs("vae/", "scheduler/", "model_index.json")
@@ -102,7 +102,7 @@ def test_a_component_comes_with_the_files_at_the_top_and_nothing_else(aimage, pu
     here("verify")
 
 
-def test_a_full_pull_adds_the_rest_and_takes_the_mark_away(aimage, pushed, proxy, name):
+def test_a_full_pull_completes_a_part_and_removes_its_mark(aimage, pushed, proxy, name):
     here = aimage()
     said = here("pull", name, "--component", "vae").err
     assert f"left out; to complete it: aimage pull {name}" in said
@@ -128,12 +128,12 @@ def test_a_second_part_is_added_to_the_first(aimage, pushed, proxy, name):
     assert got(proxy) == wanted
     assert is_marked(here, name)
     here("pull", name, "--include", "[!tv]*", "--component", "text_encoder", "--include", "tok*")
-    assert got(proxy) == pushed.blobs("")  # each once, and now it is whole
+    assert got(proxy) == pushed.blobs("")  # each once; the AImage is complete now
     assert not is_marked(here, name)
     assert "partial" not in row(here, name)
 
 
-def test_a_pattern_fits_whole_names_and_slashes(aimage, pushed, proxy, name):
+def test_a_pattern_matches_whole_names_including_slashes(aimage, pushed, proxy, name):
     here = aimage()
     here("pull", name, "--include", "*.json", "--include", "transformer/all_*weight")
     chosen = [
@@ -147,7 +147,7 @@ def test_a_pattern_fits_whole_names_and_slashes(aimage, pushed, proxy, name):
     assert got(proxy) == config | blobs
 
 
-def test_a_part_of_what_is_whole_leaves_it_whole(aimage, pushed, proxy, name):
+def test_a_partial_pull_of_a_complete_aimage_keeps_it_complete(aimage, pushed, proxy, name):
     here = aimage()
     here("pull", name)
     mark = len(proxy.seen)
@@ -157,7 +157,7 @@ def test_a_part_of_what_is_whole_leaves_it_whole(aimage, pushed, proxy, name):
     assert not is_marked(here, name)
 
 
-def test_what_another_store_has_is_not_missing(aimage, pushed, proxy, name):
+def test_blobs_of_another_store_are_not_missing(aimage, pushed, proxy, name):
     other, here = aimage("other"), aimage("here")
     other("pull", name)
     mark = len(proxy.seen)
@@ -167,7 +167,7 @@ def test_what_another_store_has_is_not_missing(aimage, pushed, proxy, name):
     assert got(proxy, mark) == {}
 
 
-def test_a_part_that_broke_off_goes_on_where_it_was(aimage, registry, proxy):
+def test_an_interrupted_partial_pull_is_resumed(aimage, registry, proxy):
     data = encode_header([("w", "U8", (24 * MIB,))])
     data += hashlib.shake_128(b"part").digest(24 * MIB)
     big, small = (Descriptor.of(mediatype.AIMAGE_SAFETENSORS, d) for d in (data, data[:-5]))
@@ -189,10 +189,10 @@ def test_a_part_that_broke_off_goes_on_where_it_was(aimage, registry, proxy):
     here("verify")
 
 
-# -- what is only told
+# -- dry runs and errors
 
 
-def test_a_dry_run_of_a_part(aimage, pushed, proxy, name):
+def test_a_dry_run_of_a_partial_pull(aimage, pushed, proxy, name):
     here = aimage()
     value = here("pull", name, "--component", "vae", "--dry-run", "--json").value
     wanted = pushed.blobs("vae/", "model_index.json")
@@ -220,7 +220,7 @@ def test_a_dry_run_of_a_part(aimage, pushed, proxy, name):
         (["--component", ""], "no component ''"),
     ],
 )
-def test_what_is_not_in_it(options, said, aimage, pushed, proxy, name):
+def test_unknown_components_are_refused(options, said, aimage, pushed, proxy, name):
     here = aimage()
     err = here("pull", name, *options, code=3).err
     assert said in err
@@ -230,7 +230,7 @@ def test_what_is_not_in_it(options, said, aimage, pushed, proxy, name):
     assert got(proxy).keys() == {pushed.config["digest"]}
 
 
-def test_all_of_an_index_has_no_parts(aimage):
+def test_a_whole_index_has_no_parts(aimage):
     here = aimage()
     err = here("pull", "localhost:1/x", "--whole", "--include", "*", code=2).err
     assert "--whole is all of an index" in err
@@ -254,11 +254,11 @@ def test_another_kind_of_artifact_has_no_parts(aimage, registry, proxy):
     here("pull", name)
 
 
-# -- dialects, and an index
+# -- dialects and indexes
 
 
 def put(registry, path, manifest, contents):
-    """Put blobs and a manifest into the registry."""
+    """Upload blobs and a manifest to the registry."""
     name = Reference.parse(f"{registry.host}/{path}")
     with Repository(name, ClientOptions()) as target:
         for content, data in contents.items():
@@ -273,7 +273,7 @@ def keep(registry, path, dialect, made, contents):
 
 
 def small_aimage():
-    """An AImage of two components and what is in its blobs."""
+    """Return an AImage of two components and the content of its blobs."""
     contents, layers = {}, []
     for name, data in (
         ("model_index.json", b"{}"),
@@ -289,7 +289,7 @@ def small_aimage():
 
 
 @pytest.mark.parametrize("dialect", [n for n in DIALECTS if n != "custom"])
-def test_every_dialect_has_parts(dialect, aimage, registry, proxy):
+def test_every_dialect_can_be_pulled_in_part(dialect, aimage, registry, proxy):
     made, contents = small_aimage()
     path = f"tests/partial-{dialect}:v1"
     manifest = keep(registry, path, DIALECTS[dialect], made, contents)
@@ -302,8 +302,8 @@ def test_every_dialect_has_parts(dialect, aimage, registry, proxy):
     assert not is_marked(here, name)
 
 
-def test_compressed_layers_are_chosen_by_what_they_unpack_to(aimage, registry, proxy):
-    """As a tool leaves them that packs what looks like a container image's."""
+def test_compressed_layers_are_selected_by_their_diff_id(aimage, registry, proxy):
+    """A tool that compresses container image layers leaves them like this."""
     made, contents = small_aimage()
     manifest, config = DIALECTS["container"].write(made)
     document, packed = json.loads(manifest.raw), {manifest.config: config}
@@ -333,7 +333,7 @@ def test_compressed_layers_are_chosen_by_what_they_unpack_to(aimage, registry, p
         assert layout.path(content).read_bytes() == data
 
 
-def test_a_part_of_what_an_index_has(aimage, registry, proxy):
+def test_a_partial_pull_from_an_index(aimage, registry, proxy):
     made, contents = small_aimage()
     manifest, config = DIALECTS["clowder"].write(made)
     other = Manifest.build(json.loads(manifest.raw) | {"annotations": {"x": "y"}})
@@ -359,11 +359,11 @@ def test_a_part_of_what_an_index_has(aimage, registry, proxy):
     here("verify")
 
 
-# -- what is done with a part
+# -- verbs on a part
 
 
-def test_a_part_is_pushed_where_the_rest_is(aimage, pushed, proxy, name):
-    """Into the repository it came from, and by mounts into another one beside it."""
+def test_a_part_is_pushed_to_a_registry_with_the_rest(aimage, pushed, proxy, name):
+    """To its own repository, and by mounts to another one of that registry."""
     here = aimage()
     here("pull", name, "--component", "vae")
     for target in ("tests/partial:again", "tests/partial-beside:v1"):
@@ -373,7 +373,7 @@ def test_a_part_is_pushed_where_the_rest_is(aimage, pushed, proxy, name):
     assert aimage("there")("pull", f"{proxy.host}/tests/partial-beside:v1").line == pushed.digest
 
 
-def test_a_part_is_not_pushed_where_the_rest_is_not(aimage, pushed, registry, name):
+def test_a_push_of_a_part_fails_without_the_rest(aimage, pushed, registry, name):
     here = aimage()
     here("pull", name, "--component", "vae")
     with Proxy(registry.host).running() as elsewhere:
@@ -388,7 +388,7 @@ def test_a_part_is_not_pushed_where_the_rest_is_not(aimage, pushed, registry, na
         assert elsewhere.received() == 0
 
 
-def test_a_run_completes_what_is_here_in_part(aimage, pushed, proxy, name, tmp_path):
+def test_run_completes_a_partial_aimage(aimage, pushed, proxy, name, tmp_path):
     pytest.importorskip("mlx.core")
     here = aimage()
     here("pull", name, "--component", "transformer")
@@ -409,10 +409,10 @@ def test_a_run_completes_what_is_here_in_part(aimage, pushed, proxy, name, tmp_p
     chosen = pushed.blobs("transformer/", "model_index.json")
     assert got(proxy, mark) == dict(pushed.blobs("").items() - chosen.items())
     rows = {row["reference"]: row for row in here("ls", "--json").value}
-    assert not any("partial" in row for row in rows.values())  # the other names, too
+    assert not any("partial" in row for row in rows.values())  # the other names as well
 
 
-def test_a_repair_fetches_what_was_damaged_and_not_the_rest(aimage, pushed, proxy, name):
+def test_repair_of_a_part_fetches_only_damaged_blobs(aimage, pushed, proxy, name):
     here = aimage()
     here("pull", name, "--component", "vae")
     path = ImageLayout(here.store).path(
@@ -434,7 +434,7 @@ def test_a_repair_fetches_what_was_damaged_and_not_the_rest(aimage, pushed, prox
     here("verify")
 
 
-def test_a_part_still_needs_its_manifest_and_its_config(aimage, tiny, repository):
+def test_a_part_requires_its_manifest_and_config(aimage, tiny, repository):
     here, there = aimage(), aimage("there")
     name = f"{repository}:v1"
     here("create", name, tiny)

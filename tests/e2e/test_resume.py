@@ -1,4 +1,4 @@
-"""Pulls of one large blob from a real registry, broken off in every way, counted in between."""
+"""Interrupted pulls of one large blob from a real registry, with bytes counted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.proxy import Passed, Proxy
 MIB = 1024 * 1024
 BIG = hashlib.shake_128(b"big").digest(64 * MIB)
 SIZE = len(BIG)
-BUFFERS = 4 * MIB  # what may be on its way, sent and not yet received, over all connections
+BUFFERS = 4 * MIB  # bytes that may be in flight over all connections
 
 
 @dataclass
@@ -65,7 +65,7 @@ def proxy(registry):
 
 @pytest.fixture
 def pull_here(artifact, proxy, tmp_path):
-    """Pull in this process, with so many connections."""
+    """Pull in this process over that number of connections."""
 
     def pull(connections=3, on_event=lambda _: None):
         layout = ImageLayout(tmp_path / "store")
@@ -79,7 +79,7 @@ def pull_here(artifact, proxy, tmp_path):
 
 
 def check(layout, artifact):
-    """It is here, in full, and nothing else is."""
+    """Verify that the blob is complete and nothing else is left."""
     assert layout.path(artifact.blob).read_bytes() == BIG
     assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
 
@@ -95,12 +95,12 @@ def ended(process, code):
     return err
 
 
-# -- broken off and taken up again
+# -- interrupted and resumed
 
 
-def test_every_byte_is_sent_once_and_capped_connections_are_joined_by_more(aimage, artifact, proxy):
-    """Where each connection is slow, all of the budget is at the one blob in the end. One whose
-    second half is taken over may have a little of that on its way."""
+def test_capped_connections_are_joined_and_every_byte_is_sent_once(aimage, artifact, proxy):
+    """With slow connections, the whole budget ends up at the one blob. A connection whose second
+    half is taken over may have a little of it in flight."""
     proxy.pace = 20 * MIB
     here = aimage()
     here("pull", f"{proxy.host}/{artifact.path}", "--jobs", 4)
@@ -111,7 +111,7 @@ def test_every_byte_is_sent_once_and_capped_connections_are_joined_by_more(aimag
 
 
 @pytest.mark.integration
-def test_after_kill_9_at_most_a_part_of_each_connection_is_fetched_again(aimage, artifact, proxy):
+def test_a_pull_after_kill_9_refetches_at_most_one_part_per_connection(aimage, artifact, proxy):
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     process = here.start("pull", name, "--jobs", 2)
@@ -127,7 +127,7 @@ def test_after_kill_9_at_most_a_part_of_each_connection_is_fetched_again(aimage,
 
 
 @pytest.mark.integration
-def test_after_an_interrupt_nothing_is_fetched_again(aimage, artifact, proxy):
+def test_a_pull_after_an_interrupt_refetches_nothing(aimage, artifact, proxy):
     proxy.pace = 40 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     process = here.start("pull", name, "--jobs", 2)
@@ -141,8 +141,8 @@ def test_after_an_interrupt_nothing_is_fetched_again(aimage, artifact, proxy):
 
 
 @pytest.mark.integration
-def test_an_interrupt_on_a_network_that_stands_still(aimage, artifact, proxy):
-    """The connections wait for bytes and cannot be asked what they have: a second is enough."""
+def test_an_interrupt_on_a_stalled_network_ends_within_a_second(aimage, artifact, proxy):
+    """The connections block in reads and cannot report what they have."""
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     process = here.start("pull", name, "--jobs", 2)
@@ -157,7 +157,7 @@ def test_an_interrupt_on_a_network_that_stands_still(aimage, artifact, proxy):
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_after_a_failure_nothing_is_fetched_again(aimage, artifact, proxy):
+def test_a_pull_after_a_failure_refetches_nothing(aimage, artifact, proxy):
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     proxy.cut = lambda passed: passed.sent if proxy._blob_bytes > 40 * MIB else None
     err = here("pull", name, "--jobs", 2, code=1).err
@@ -170,7 +170,7 @@ def test_after_a_failure_nothing_is_fetched_again(aimage, artifact, proxy):
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_a_whole_partial_is_checked_and_not_asked_for(aimage, artifact, proxy):
+def test_a_complete_partial_is_verified_without_requests(aimage, artifact, proxy):
     here = aimage()
     ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
     ingest.write_at(0, BIG)
@@ -180,8 +180,8 @@ def test_a_whole_partial_is_checked_and_not_asked_for(aimage, artifact, proxy):
     assert proxy.asked(artifact.digest) == []
 
 
-def test_a_damaged_partial_is_thrown_away(aimage, artifact, proxy):
-    """And all of it is fetched again, by the same pull."""
+def test_a_damaged_partial_is_discarded(aimage, artifact, proxy):
+    """The same pull fetches all of it again."""
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
     ingest.write_at(0, b"?" * (50 * MIB))
@@ -191,7 +191,7 @@ def test_a_damaged_partial_is_thrown_away(aimage, artifact, proxy):
     assert 0 <= proxy.sent(artifact.digest) - (SIZE - 50 * MIB + SIZE) <= BUFFERS
 
 
-# -- two at once
+# -- two processes
 
 
 def manifests(proxy):
@@ -199,7 +199,7 @@ def manifests(proxy):
 
 
 @pytest.mark.integration
-def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, proxy):
+def test_the_second_pull_continues_when_the_first_is_killed(aimage, artifact, proxy):
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     first = here.start("pull", name, "--jobs", 2)
@@ -210,7 +210,7 @@ def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, pr
     first.kill()
     killed = time.monotonic()
     proxy.wait_until(lambda: any(passed.is_blob for passed in proxy.seen[mark:]))
-    assert time.monotonic() - killed < 3  # it should be a fraction of one
+    assert time.monotonic() - killed < 3  # expected: a fraction of one
     proxy.release()
     ended(first, -signal.SIGKILL)
     ended(second, 0)
@@ -218,12 +218,12 @@ def test_when_the_first_of_two_is_killed_the_second_goes_on(aimage, artifact, pr
     assert proxy.sent(artifact.digest) <= SIZE + 2 * NOTED + BUFFERS
 
 
-# -- networks and servers that misbehave
+# -- faulty networks and servers
 
 
 @pytest.mark.parametrize("ranges", ["ignored", "wrong", 416])
 def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, pull_here):
-    """The first connection learns it before others join, and goes on from the front alone."""
+    """The first connection detects it before others join, and continues from the start."""
     proxy.ranges = ranges
     counts = []
     pull_here(4, lambda event: counts.append(event.count if event.kind == "progress" else 0))
@@ -232,7 +232,7 @@ def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, 
     assert min(counts) >= 0
 
 
-def test_without_ranges_a_resumed_pull_passes_over_what_it_has(
+def test_a_resumed_pull_without_ranges_skips_the_received_bytes(
     artifact, proxy, pull_here, tmp_path
 ):
     layout = ImageLayout(tmp_path / "store")
@@ -244,7 +244,7 @@ def test_without_ranges_a_resumed_pull_passes_over_what_it_has(
     assert proxy.sent(artifact.digest) <= SIZE + 20 * MIB + NOTED + BUFFERS
 
 
-def test_a_connection_that_stands_still_is_replaced(artifact, proxy, pull_here, monkeypatch):
+def test_a_stalled_connection_is_replaced(artifact, proxy, pull_here, monkeypatch):
     monkeypatch.setattr(repository, "STALL", 1.5)
     stalled: list[Passed] = []
 
@@ -260,18 +260,18 @@ def test_a_connection_that_stands_still_is_replaced(artifact, proxy, pull_here, 
     first = int((victim.range or "bytes=0-").removeprefix("bytes=").partition("-")[0])
     begun = [span or "" for span in proxy.asked(artifact.digest)[1:]]
     where = f"bytes={first + 3 * MIB}-"
-    assert len([span for span in begun if span.startswith(where)]) == 1  # from where it stood
+    assert len([span for span in begun if span.startswith(where)]) == 1  # from its offset
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_connections_that_break_off_again_and_again(artifact, proxy, pull_here):
-    """As long as something comes each time, it goes on, and nothing comes twice."""
+def test_repeated_disconnects_with_progress_do_not_fail_a_pull(artifact, proxy, pull_here):
+    """The pull continues while each connection delivers bytes, and no byte is sent twice."""
     proxy.cut = lambda passed: 3 * MIB if passed.is_blob else None
     pull_here(3)
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_wrong_bytes_from_the_registry_are_not_asked_for_twice(aimage, artifact, registry, proxy):
+def test_wrong_bytes_of_the_registry_are_not_requested_twice(aimage, artifact, registry, proxy):
     place = registry.blob(artifact.digest)
     place.write_bytes(BIG[:-1] + b"?")
     here, name = aimage(), f"{proxy.host}/{artifact.path}"

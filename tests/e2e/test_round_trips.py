@@ -1,4 +1,4 @@
-"""Every format there and back: packed, pushed, pulled elsewhere, the source deleted, exported."""
+"""Each format is packed, pushed, pulled elsewhere and exported after its source is deleted."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def savedmodel(path):
     model = path / "saved"
     (model / "variables").mkdir(parents=True)
     (model / "assets").mkdir()
-    meta = b"\x0a\x02\x2a\x00"  # a meta graph with an info that says nothing
+    meta = b"\x0a\x02\x2a\x00"  # a meta graph with an empty info
     (model / "saved_model.pb").write_bytes(b"\x08\x01\x12" + bytes([len(meta)]) + meta)
     (model / "variables" / "variables.index").write_bytes(b"index")
     (model / "variables" / "variables.data-00000-of-00001").write_bytes(bytes(100))
@@ -112,7 +112,7 @@ FORMATS = {
 
 
 def files(path):
-    """The bytes of all files below a path, or of one and those beside it."""
+    """Return the bytes of all files below a path, or of one file and its siblings."""
     root = path if path.is_dir() else path.parent
     return {
         one.relative_to(root).as_posix(): hashlib.sha256(one.read_bytes()).hexdigest()
@@ -139,7 +139,7 @@ def test_every_format_and_dialect_round_trips(name, dialect, aimage, repository,
     assert there("pull", f"{repository}:v1").line == digest
     there("export", f"{repository}:v1", tmp_path / "out")
     after = files(tmp_path / "out")
-    if name == "transformers":  # whose tensors are gathered anew: see below
+    if name == "transformers":  # whose tensors are regrouped: see below
         assert after.pop("model.safetensors")
         before.pop("model.safetensors")
     assert after == before
@@ -147,7 +147,7 @@ def test_every_format_and_dialect_round_trips(name, dialect, aimage, repository,
         opened(tmp_path / "out")
 
 
-def test_every_tensor_that_was_a_blob_comes_back_bit_for_bit(aimage, tmp_path):
+def test_every_tensor_blob_round_trips_bit_for_bit(aimage, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     path = write_llm(source)

@@ -1,11 +1,11 @@
-"""A model whose layers and config are named by sha512."""
+"""A model whose layers and config have sha512 digests."""
 
 from __future__ import annotations
 
 import json
 
 
-def test_only_the_manifest_is_named_by_sha256(aimage, llm):
+def test_only_the_manifest_has_a_sha256_digest(aimage, llm):
     here = aimage()
     digest = here("create", "x", llm, "--digest", "sha512").line
     manifest = here.store / "blobs" / "sha256" / digest.removeprefix("sha256:")
@@ -22,7 +22,7 @@ def test_only_the_manifest_is_named_by_sha256(aimage, llm):
     here("verify", "other")
 
 
-def test_dialects_and_back_and_a_repair(aimage, llm, repository):
+def test_sha512_aimages_support_dialects_and_repair(aimage, llm, repository):
     here, there, back = aimage(), aimage("there"), aimage("back")
     digest = here("create", repository, llm, "--digest", "sha512").line
     here("push", repository)

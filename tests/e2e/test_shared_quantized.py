@@ -1,4 +1,4 @@
-"""A model and the same with a quantized transformer: what they share is kept and sent once."""
+"""A model and a variant with a quantized transformer: common blobs are stored and sent once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clowder_aimage.oci import Reference
 
 @pytest.fixture
 def here(aimage, repository, tiny):
-    """The command line, with both in its store: ``plain`` and ``small``."""
+    """Return the command line with both in its store: ``plain`` and ``small``."""
     run = aimage()
     run("create", f"{repository}:plain", tiny)
     run("create", f"{repository}:small", tiny, "--quantize", "int8")
@@ -19,7 +19,7 @@ def here(aimage, repository, tiny):
 
 
 def blobs_of(store, name):
-    """The layers' blobs by name."""
+    """Return the layers' blobs by name."""
     aimage = read_aimage(ImageLayout(store), Reference.parse(name)).aimage
     return {layer.name: str(layer.descriptor.digest) for layer in aimage.layers}
 

@@ -1,4 +1,4 @@
-"""One store, many processes: pulls beside collections, and pulls that are one download."""
+"""One store and many processes: pulls during collections, and pulls that share a download."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MIB = 1024 * 1024
 BIG = hashlib.shake_128(b"big").digest(48 * MIB)
 SMALL = [hashlib.shake_128(b"%d" % number).digest(64 * 1024) for number in range(24)]
 SIZE = len(BIG) + sum(map(len, SMALL)) + 2  # and the config
-BUFFERS = 8 * MIB  # what may be on its way, sent and not yet received, over all connections
+BUFFERS = 8 * MIB  # bytes that may be in flight over all connections
 PULLERS, ROUNDS = 3, 2
 
 pytestmark = pytest.mark.integration  # each test starts several processes
 
 
 def put_in(registry, docker, path, *layers):
-    """Have an artifact of those layers in a registry."""
+    """Push an artifact of those layers to a registry."""
     config = blob(b"{}", "application/vnd.example.config")
     made = manifest(config, [blob(layer) for layer in layers])
     name = Reference.parse(f"{registry.host}/{path}")
@@ -43,7 +43,7 @@ def put_in(registry, docker, path, *layers):
 
 @pytest.fixture(scope="module")
 def artifact(registry, tmp_path_factory):
-    """A large blob and many small ones."""
+    """Return an artifact of a large blob and many small ones."""
     return put_in(registry, tmp_path_factory.mktemp("docker"), "shared/big:v1", BIG, *SMALL)
 
 
@@ -54,7 +54,7 @@ def proxy(registry):
 
 
 def check(here, made):
-    """It is here, in full, and nothing else is."""
+    """Verify that the artifact is complete and nothing else is left."""
     layout = ImageLayout(here.store)
     wanted = {content.digest for content in (made.descriptor, *made.children)}
     for digest in wanted:
@@ -66,7 +66,7 @@ def check(here, made):
 
 @pytest.fixture
 def here(aimage):
-    """The command line; what it has started ends with the test."""
+    """Return the command line; its processes end with the test."""
     made, started = aimage(), []
 
     def start(*arguments, **options):
@@ -95,10 +95,10 @@ def manifests(proxy):
     return len([passed for passed in proxy.seen if "/manifests/" in passed.path])
 
 
-# -- one download
+# -- shared downloads
 
 
-def test_pulls_beside_a_first_are_one_download(here, artifact, proxy):
+def test_pulls_started_later_share_the_download(here, artifact, proxy):
     proxy.hold = 8 * MIB
     name = f"{proxy.host}/shared/big:v1"
     first = here.start("pull", name, "--jobs", 1)
@@ -114,8 +114,8 @@ def test_pulls_beside_a_first_are_one_download(here, artifact, proxy):
     assert len(json.loads((here.store / "index.json").read_bytes())["manifests"]) == 1
 
 
-def test_pulls_that_begin_together_are_one_download(here, artifact, proxy):
-    """A connection whose second half another one takes over may have some of that on its way."""
+def test_pulls_started_together_share_one_download(here, artifact, proxy):
+    """A connection whose second half is taken over may have some of it in flight."""
     name = f"{proxy.host}/shared/big:v1"
     for process in [here.start("pull", name) for _ in range(4)]:
         ended(process)
@@ -123,12 +123,12 @@ def test_pulls_that_begin_together_are_one_download(here, artifact, proxy):
     assert SIZE <= proxy.sent() <= SIZE + NOTED
 
 
-# -- pulls beside collections
+# -- pulls during collections
 
 
 @pytest.fixture
 def family(registry, repository, tmp_path):
-    """Artifacts that have most blobs in common; the names by what they are made of."""
+    """Return artifacts with most blobs in common, and their names by content."""
     path = repository.partition("/")[2]
     common = SMALL[:16]
     return {
@@ -139,8 +139,8 @@ def family(registry, repository, tmp_path):
     }
 
 
-def test_collections_beside_pulls_and_removals(here, family):
-    """After each pull all of it is there, whatever was collected meanwhile, and at the end too."""
+def test_concurrent_collections_pulls_and_removals(here, family):
+    """After each pull the artifact is complete, whatever was collected meanwhile."""
     failed, removed = [], []
 
     def pull_and_remove(name):
@@ -159,7 +159,7 @@ def test_collections_beside_pulls_and_removals(here, family):
     while any(thread.is_alive() for thread in threads):
         removed.append(here.process("--json", "gc", "--grace", "0").value["blobs"])
     assert failed == []
-    assert sum(removed) > 0  # else it would show nothing
+    assert sum(removed) > 0  # otherwise the test proves nothing
     for name in family:
         here("verify", name)
     here("gc", "--grace", "0")
@@ -172,8 +172,8 @@ def test_collections_beside_pulls_and_removals(here, family):
     assert leases(here) == []
 
 
-def test_a_collection_of_what_a_killed_pull_left(here, artifact, proxy):
-    """What it was about is not kept for it; what can be gone on with is."""
+def test_a_collection_after_a_killed_pull_keeps_resumable_downloads(here, artifact, proxy):
+    """Finished blobs of the killed pull are collected; its partial blob is kept."""
     proxy.hold = 40 * MIB
     name = f"{proxy.host}/shared/big:v1"
     pull = here.start("pull", name, "--jobs", 2)
@@ -189,4 +189,4 @@ def test_a_collection_of_what_a_killed_pull_left(here, artifact, proxy):
     here("pull", name, "--jobs", 2)
     check(here, artifact)
     big = str(artifact.layers[0].digest)
-    assert proxy.sent(big, since=mark) <= len(BIG) - NOTED + BUFFERS  # it went on
+    assert proxy.sent(big, since=mark) <= len(BIG) - NOTED + BUFFERS  # the download was resumed

@@ -1,9 +1,9 @@
-"""Pushes of one large blob to a real registry, with a proxy between that does everything wrong.
+"""Pushes of one large blob to a real registry through a faulty proxy.
 
-docker-registry 2.8 keeps the bytes of a request that broke off, but refuses to go on with them:
-where its upload really stands is then another place than its Location says. It goes on with an
-upload that stands where an answer left it, as it does behind a proxy that takes in a whole request
-before it passes it on. ``aimage registry serve`` goes on in any case: tests/distribution.
+docker-registry 2.8 keeps the bytes of a request that broke off, but refuses to continue after
+them: its real offset then differs from the reported one. It does continue an upload at an
+offset that a response reported, as behind a proxy that buffers whole requests.
+``aimage registry serve`` always continues: see tests/distribution.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ NOW = 1_800_000_000.0
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    """Retries wait; these tests need not."""
+    """Skip the delay between retries."""
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pieces of 8, 2 and 1 MiB in place of 64, 16, 4 and 1."""
+    """Use chunks of 8, 2 and 1 MiB in place of 64, 16, 4 and 1."""
     monkeypatch.setattr(upload, "FIRST_CHUNK", 8 * MIB)
 
 
 @dataclass
 class Store:
-    """A layout with one artifact, the large blob of which no registry has."""
+    """A layout with one artifact, whose large blob is in no registry."""
 
     layout: ImageLayout
     manifest: Manifest
@@ -67,7 +67,7 @@ class Store:
     counts: list[int] = field(default_factory=list)
 
     def push(self, name, connection, origins=None):
-        """Push in this process; the sums of the progress that was told are kept."""
+        """Push in this process; record the totals of progress events."""
 
         def on_event(event):
             if event.kind == "progress" and event.content.digest == self.blob.digest:
@@ -78,13 +78,13 @@ class Store:
             copy(self.layout, here, target, name, concurrency=1, on_event=on_event)
 
     def most(self):
-        """The most that was ever said to have been sent."""
+        """Return the highest number of bytes reported as sent."""
         return max(sum(self.counts[: i + 1]) for i in range(len(self.counts)))
 
 
 @pytest.fixture
 def store(tmp_path, repository):
-    """Its blob is another one in each test: the registry keeps them all in one place."""
+    """Return a store with a blob unique to the test: the registry shares blobs across tests."""
     content = hashlib.shake_128(repository.encode()).digest(SIZE)
     config = Descriptor.of("application/vnd.example.config", b"{}")
     blob = Descriptor.of("application/vnd.example.blob", content)
@@ -110,7 +110,7 @@ def proxy(registry):
 
 @dataclass
 class Way:
-    """How the proxy is reached."""
+    """The connection to the proxy."""
 
     proxy: Proxy
     path: str
@@ -123,7 +123,7 @@ class Way:
 
 @pytest.fixture(params=["kernel", "tls"])
 def way(request, registry, repository, tmp_path):
-    """The kernel sends a file by itself; with TLS it is read and encrypted."""
+    """With plain HTTP the kernel sends the file; with TLS it is read and encrypted."""
     path = repository.partition("/")[2]
     options = {"docker_config": tmp_path}
     proxy = Proxy(registry.host)
@@ -134,24 +134,24 @@ def way(request, registry, repository, tmp_path):
         authority.issue_cert("0.0.0.0").configure_cert(proxy.tls)  # noqa: S104
         options["ca_file"] = tmp_path / "ca.pem"
     with proxy.running():
-        if request.param == "tls":  # an address that is not spoken to in plain HTTP
+        if request.param == "tls":  # an address that requires TLS
             proxy.host = proxy.host.replace("127.0.0.1", "0.0.0.0")  # noqa: S104
         yield Way(proxy, path, ClientOptions(**options))
 
 
 @pytest.fixture
 def plain(proxy, repository, tmp_path):
-    """Without TLS, where it makes no difference."""
+    """Use plain HTTP where TLS makes no difference."""
     return Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
 
 
 def is_big(passed):
-    """Whether a request carries the large blob or a piece of it."""
+    """Return whether a request carries the large blob or a chunk of it."""
     return passed.is_upload and int(passed.headers.get("Content-Length") or 0) > MIB // 2
 
 
 def first(condition, count=1):
-    """Whether it is one of the first ``count`` requests for which the condition holds."""
+    """Return whether it is one of the first ``count`` requests that satisfy the condition."""
     found: list[int] = []
 
     def is_first(passed):
@@ -163,18 +163,18 @@ def first(condition, count=1):
 
 
 def bodies(proxy):
-    """What each request for the large blob brought."""
+    """Return the bytes received in each request for the large blob."""
     return [p.received for p in proxy.uploads() if is_big(p)]
 
 
 def steps(proxy):
-    """The requests about the large blob's upload, with the status that each got."""
+    """Return the requests of the large blob's upload, with their statuses."""
     (begin, *_) = [p.number for p in proxy.uploads() if is_big(p)]
     return [(p.method, p.status) for p in proxy.seen[begin:] if "/blobs/" in p.path]
 
 
 def arrived(store, registry, way):
-    """It is there, byte for byte, and progress told the truth; our store has nothing new."""
+    """Verify the blob's bytes, the reported progress, and that the local store is unchanged."""
     assert registry.blob(str(store.blob.digest)).read_bytes() == store.content
     with Repository(way.name, way.connection) as there:
         assert there.resolve(way.name).digest == store.manifest.descriptor.digest
@@ -182,11 +182,11 @@ def arrived(store, registry, way):
     assert list((store.layout.root / ".aimage" / "ingest").glob("*")) == []
 
 
-# -- broken off
+# -- disconnects
 
 
-def test_a_broken_put_begins_anew_where_the_registry_forgot_it(store, registry, plain):
-    """It is asked, says that there is no such upload, and gets the blob in a new one."""
+def test_a_broken_put_restarts_when_the_registry_lost_the_upload(store, registry, plain):
+    """The offset query reports an unknown upload, and the blob is sent in a new one."""
     breaks = first(is_big)
     plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
     store.push(plain.name, plain.connection)
@@ -196,8 +196,8 @@ def test_a_broken_put_begins_anew_where_the_registry_forgot_it(store, registry, 
 
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["passing", "buffering"])
-def test_a_large_blob_breaks_off(buffers, store, registry, plain, monkeypatch):
-    """It goes by PATCH; of one that broke off this registry knows nothing more."""
+def test_an_interrupted_patch_is_restarted(buffers, store, registry, plain, monkeypatch):
+    """A large blob is sent by PATCH; this registry loses a broken one."""
     monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
     breaks = first(is_big)
     plain.proxy.buffers = buffers
@@ -210,8 +210,8 @@ def test_a_large_blob_breaks_off(buffers, store, registry, plain, monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_broken_chunk_goes_on_where_the_registry_is(store, registry, way):
-    """What a proxy did not pass on is sent again, and nothing else."""
+def test_a_broken_chunk_continues_at_the_registry_s_offset(store, registry, way):
+    """Only the bytes that the proxy did not forward are sent again."""
     way.proxy.buffers = True
     refuse(way.proxy, 8 * MIB)
     breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
@@ -224,8 +224,8 @@ def test_a_broken_chunk_goes_on_where_the_registry_is(store, registry, way):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_push_that_comes_forward_each_time_arrives(store, registry, plain):
-    """Every piece breaks off twice: far more often than one that comes forward may fail."""
+def test_a_push_with_progress_on_each_attempt_succeeds(store, registry, plain):
+    """Every chunk breaks twice, far more often than attempts without progress may fail."""
     plain.proxy.buffers = True
     refuse(plain.proxy, 2 * MIB)
     broken: dict[str, list[int]] = {}
@@ -245,7 +245,7 @@ def test_a_push_that_comes_forward_each_time_arrives(store, registry, plain):
     assert len(bodies(plain.proxy)) > 3 * pieces
 
 
-def test_a_push_that_never_comes_forward_ends(store, plain, aimage):
+def test_a_push_without_progress_fails(store, plain, aimage):
     plain.proxy.lost = lambda passed: 3 * MIB if is_big(passed) else None
     here = aimage("store")
     here("tag", "x:v1", plain.name)
@@ -256,8 +256,8 @@ def test_a_push_that_never_comes_forward_ends(store, plain, aimage):
     assert not [p for p in plain.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
 
 
-def test_the_answer_to_the_last_byte_is_lost(store, registry, plain):
-    """The blob is there, and the upload is not any more: nothing is sent again."""
+def test_a_lost_final_response_does_not_repeat_the_upload(store, registry, plain):
+    """The blob exists and the upload does not: nothing is sent again."""
     loses = first(is_big)
 
     def change(passed, reply):
@@ -271,8 +271,8 @@ def test_the_answer_to_the_last_byte_is_lost(store, registry, plain):
     assert steps(plain.proxy)[:3] == [("PUT", 504), ("GET", 404), ("HEAD", 200)]
 
 
-def test_a_registry_that_takes_no_more_for_a_while(store, registry, way, monkeypatch):
-    """It may be busy with what it has; that is no reason to begin again."""
+def test_a_stalled_registry_is_waited_for(store, registry, way, monkeypatch):
+    """It may be busy with received bytes, so the upload is not restarted."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT", 0.2)
     rests = first(lambda p: is_big(p) and p.received >= MIB)
     rested: list[Passed] = []
@@ -290,8 +290,8 @@ def test_a_registry_that_takes_no_more_for_a_while(store, registry, way, monkeyp
     assert bodies(way.proxy) == [SIZE]
 
 
-def test_a_registry_that_takes_no_more_at_all(store, registry, way, monkeypatch):
-    """After a while another connection is tried."""
+def test_a_permanently_stalled_connection_is_replaced(store, registry, way, monkeypatch):
+    """Another connection is tried after the timeout."""
     monkeypatch.setattr(transport, "SEND_TIMEOUT", 0.3, raising=False)
     stands = first(lambda p: is_big(p) and p.received >= MIB)
     way.proxy.lull = lambda passed: math.inf if stands(passed) else 0.0
@@ -302,11 +302,11 @@ def test_a_registry_that_takes_no_more_at_all(store, registry, way, monkeypatch)
     assert whole == SIZE
 
 
-# -- answered
+# -- error responses
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
-def test_a_passing_error(method, store, registry, plain):
+def test_a_transient_error_is_retried(method, store, registry, plain):
     fails = first(
         lambda p: p.method == method and "/blobs/" in p.path and (method != "PUT" or is_big(p))
     )
@@ -318,8 +318,8 @@ def test_a_passing_error(method, store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_passing_error_on_a_chunk(store, registry, plain):
-    """Only that one is sent again."""
+def test_a_transient_error_on_a_chunk_is_retried(store, registry, plain):
+    """Only that chunk is sent again."""
     refuse(plain.proxy, 8 * MIB)
     inner = plain.proxy.instead
     fails = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
@@ -330,8 +330,8 @@ def test_a_passing_error_on_a_chunk(store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_passing_error_where_it_is_asked_how_far_it_is(store, registry, plain):
-    """What has arrived is not given up for that."""
+def test_a_transient_error_on_the_offset_query_is_retried(store, registry, plain):
+    """Received bytes are not discarded."""
     plain.proxy.buffers = True
     refuse(plain.proxy, 8 * MIB)
     inner = plain.proxy.instead
@@ -345,7 +345,7 @@ def test_a_passing_error_where_it_is_asked_how_far_it_is(store, registry, plain)
     assert bodies(plain.proxy) == [0, 8 * MIB, MIB, 8 * MIB, 8 * MIB]
 
 
-def test_a_busy_registry_is_left_alone_as_long_as_it_asks(store, registry, plain):
+def test_retry_after_is_respected(store, registry, plain):
     slept, now = [], [NOW]
 
     def sleep(seconds):
@@ -366,12 +366,12 @@ def test_a_busy_registry_is_left_alone_as_long_as_it_asks(store, registry, plain
 
 
 @pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
-def test_a_refusal_in_mid_body_is_understood(abruptly, store, way):
+def test_an_error_response_during_the_body_is_read(abruptly, store, way):
     body = json.dumps({"errors": [{"code": "DENIED", "message": "not for you"}]}).encode()
     way.proxy.instead = lambda p: (
         Reply(403, {}, body, after=MIB, abruptly=abruptly) if is_big(p) else None
     )
-    said = "403" if abruptly else "403 DENIED not for you"  # a reset may swallow the rest
+    said = "403" if abruptly else "403 DENIED not for you"  # a reset may discard the rest
     with pytest.raises(UnauthorizedError, match=said):
         store.push(way.name, way.connection)
     assert bodies(way.proxy) == [MIB]
@@ -382,7 +382,7 @@ def test_a_refusal_in_mid_body_is_understood(abruptly, store, way):
 
 
 def refuse(proxy, limit):
-    """Let the proxy refuse bodies of more than ``limit`` bytes, as nginx does: at once."""
+    """Make the proxy refuse bodies of more than ``limit`` bytes at once, like nginx."""
     proxy.instead = lambda p: (
         Reply(413, after=0)
         if p.is_upload and int(p.headers.get("Content-Length") or 0) > limit
@@ -392,7 +392,7 @@ def refuse(proxy, limit):
 
 @pytest.mark.parametrize(("limit", "piece"), [(3 * MIB, 2), (MIB, 1)])
 @pytest.mark.usefixtures("small")
-def test_smaller_pieces_where_one_is_too_large(limit, piece, store, registry, plain):
+def test_smaller_chunks_are_sent_when_one_is_too_large(limit, piece, store, registry, plain):
     refuse(plain.proxy, limit)
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
@@ -404,18 +404,18 @@ def test_smaller_pieces_where_one_is_too_large(limit, piece, store, registry, pl
 
 
 @pytest.mark.usefixtures("small")
-def test_a_registry_that_takes_no_piece_at_all(store, plain, monkeypatch):
+def test_a_registry_that_refuses_every_chunk_size_fails(store, plain, monkeypatch):
     refuse(plain.proxy, 1000)
     with pytest.raises(RegistryError, match="413"):
         store.push(plain.name, plain.connection)
     assert plain.proxy.received() == 0
 
 
-# -- credentials, and places
+# -- credentials and locations
 
 
 class Tokens:
-    """A token service and its guard in a proxy; tokens are good until ``revoke()``."""
+    """A token service and its check in a proxy; tokens are valid until ``revoke()``."""
 
     def __init__(self, proxy, then=lambda passed: None):
         self.proxy, self.then = proxy, then
@@ -438,8 +438,8 @@ class Tokens:
         self.good.clear()
 
 
-def test_a_token_that_expires_before_the_body(store, registry, plain):
-    """401 comes in mid-body, and the upload goes on with another token."""
+def test_a_token_that_expires_before_the_body_is_renewed(store, registry, plain):
+    """The 401 arrives during the body, and the upload continues with a new token."""
     tokens = Tokens(plain.proxy)
     expires = first(is_big)
     tokens.then = lambda passed: tokens.revoke() if expires(passed) else None
@@ -450,8 +450,8 @@ def test_a_token_that_expires_before_the_body(store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_token_that_expires_between_two_pieces(store, registry, plain):
-    """What had arrived stays; only the piece that was refused is sent again."""
+def test_a_token_that_expires_between_two_chunks_is_renewed(store, registry, plain):
+    """Received bytes are kept; only the refused chunk is sent again."""
     tokens = Tokens(plain.proxy)
     expires = first(lambda p: "16777216-" in p.headers.get("Content-Range", ""))
 
@@ -469,12 +469,12 @@ def test_a_token_that_expires_between_two_pieces(store, registry, plain):
 
 
 def private(aimage_home, proxy):
-    """A docker config that knows the password of what is behind a proxy."""
+    """Return a docker config with the password of the registry behind a proxy."""
     (aimage_home / "config.json").write_text(json.dumps({"auths": {proxy.host: {"auth": BASIC}}}))
 
 
-def test_a_401_in_mid_upload(store, private_registry, repository, tmp_path):
-    """A registry that wants the password once more gets it, and the blob."""
+def test_a_401_during_an_upload_is_retried(store, private_registry, repository, tmp_path):
+    """The registry challenges once more, and receives the credentials and the blob."""
     with Proxy(private_registry.host).running() as proxy:
         way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
         private(tmp_path, proxy)
@@ -488,8 +488,8 @@ def test_a_401_in_mid_upload(store, private_registry, repository, tmp_path):
     assert bodies(proxy) == [5 * MIB, SIZE]
 
 
-def test_a_401_that_stays(store, private_registry, repository, aimage, tmp_path):
-    """It is a matter of credentials, and said to be one."""
+def test_a_repeated_401_fails(store, private_registry, repository, aimage, tmp_path):
+    """The error is reported as one of credentials."""
     with Proxy(private_registry.host).running() as proxy:
         here = aimage("store")
         (tmp_path / "docker").mkdir()
@@ -503,7 +503,7 @@ def test_a_401_that_stays(store, private_registry, repository, aimage, tmp_path)
     assert len(bodies(proxy)) <= 4
 
 
-def test_a_relative_location(store, registry, plain):
+def test_a_relative_location_is_followed(store, registry, plain):
     def change(passed, reply):
         if reply.headers.get("Location"):
             reply.headers["Location"] = "/" + reply.headers["Location"].split("/", 3)[3]
@@ -515,15 +515,15 @@ def test_a_relative_location(store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_location_on_another_host(store, private_registry, repository, tmp_path):
-    """Bodies, questions and all go there, and our password does not."""
+def test_a_location_on_another_host_gets_no_password(store, private_registry, repository, tmp_path):
+    """Bodies and offset queries go to the other host, without our password."""
     with (
         Proxy(private_registry.host).running() as proxy,
         Proxy(private_registry.host, buffers=True).running() as other,
     ):
         private(tmp_path, proxy)
         way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
-        other.adds = {"Authorization": f"Basic {BASIC}"}  # it has its own right to write
+        other.adds = {"Authorization": f"Basic {BASIC}"}  # the location itself authorises the write
         refuse(other, 8 * MIB)
         breaks = first(lambda p: p.method == "PATCH")
         other.lost = lambda p: MIB if breaks(p) else None
@@ -544,17 +544,17 @@ def test_a_location_on_another_host(store, private_registry, repository, tmp_pat
     assert [p for p in proxy.seen if "Authorization" in p.headers]
 
 
-def test_a_mount_that_is_answered_with_an_upload(store, registry, plain):
-    """That upload is as good as any: 202 from the real registry, and no second POST."""
+def test_a_202_response_to_a_mount_is_used_as_the_upload(store, registry, plain):
+    """The real registry answers 202, and no second POST is sent."""
     store.push(plain.name, plain.connection, MountOrigins(lambda digest: ["tests/never-was"]))
     arrived(store, registry, plain)
     assert bodies(plain.proxy) == [SIZE]
     posts = [p for p in plain.proxy.seen if p.method == "POST"]
     assert {(p.status, "mount=" in p.path) for p in posts} == {(202, True)}
-    assert len(posts) == 2  # the config, too
+    assert len(posts) == 2  # and the config
 
 
-# -- our own copy is wrong
+# -- damaged local blobs
 
 
 def spoil(store, change):
@@ -563,8 +563,8 @@ def spoil(store, change):
     path.write_bytes(change(store.content))
 
 
-def test_a_damaged_blob_gets_no_name(store, registry, way):
-    """The registry finds out, keeps nothing, and we say whose fault it is."""
+def test_a_damaged_blob_is_not_tagged(store, registry, way):
+    """The registry detects it and keeps nothing, and the error names the local copy."""
     spoil(store, lambda content: content[: 5 * MIB] + b"?" + content[5 * MIB + 1 :])
     with pytest.raises(VerificationError, match="hashes to") as raised:
         store.push(way.name, way.connection)
@@ -585,7 +585,7 @@ def test_a_blob_of_another_size_is_not_sent(change, store, registry, plain):
     assert not registry.blob(str(store.blob.digest)).exists()
 
 
-def test_what_the_command_line_says_of_damage(store, registry, plain, aimage):
+def test_the_command_reports_a_damaged_blob(store, registry, plain, aimage):
     spoil(store, lambda content: b"?" + content[1:])
     here = aimage("store")
     here("tag", "x:v1", plain.name)
@@ -593,8 +593,8 @@ def test_what_the_command_line_says_of_damage(store, registry, plain, aimage):
     assert not registry.blob(str(store.blob.digest)).exists()
 
 
-def test_a_broken_off_push_of_a_damaged_blob(store, registry, plain):
-    """The rest alone cannot be judged: the registry does."""
+def test_a_resumed_push_of_a_damaged_blob_fails(store, registry, plain):
+    """The rest alone cannot be verified locally; the registry verifies the whole."""
     spoil(store, lambda content: b"?" + content[1:])
     breaks = first(is_big)
     plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None

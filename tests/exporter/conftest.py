@@ -26,13 +26,13 @@ Tensor = tuple[str, tuple[int, ...], bytes]
 
 
 def blob(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
-    """Return a safetensors file of one tensor or a group."""
+    """Return a safetensors file of one tensor or of a group."""
     header = encode_header([(n, d, s) for n, (d, s, _) in tensors.items()], metadata or None)
     return header + b"".join(data for _, _, data in tensors.values())
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, read by the reference library."""
+    """Return the tensors of a safetensors file, as read by the reference library."""
     from safetensors import deserialize
 
     return {
@@ -42,7 +42,7 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
 
 
 def tar_of(*members: tarfile.TarInfo | tuple[str, bytes], mode: int = 0o644) -> bytes:
-    """Return a tar of these members, with their contents, if any."""
+    """Return a tar of these members, with their content."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for member in members:
@@ -66,7 +66,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 @dataclass
 class Artifact:
-    """A builder of an AImage: layers in a store, and the directory to export to."""
+    """An AImage under construction: layers in a store, and its export directory."""
 
     home: Path
     config: dict[str, Any] = field(default_factory=lambda: {"schemaVersion": 1, "components": {}})
@@ -87,7 +87,7 @@ class Artifact:
         media_type: str = mediatype.AIMAGE_FILE,
         content: bytes | None = None,
     ) -> Layer:
-        """Add a layer, and its uncompressed content if it is to be annotated."""
+        """Add a layer, with the digest of its decompressed content if given."""
         descriptor = Descriptor.of(media_type, data)
         self.store.push(descriptor, bytes_body(data))
         said = None
@@ -117,7 +117,7 @@ class Artifact:
         return export(self.store, NAME, self.out, **options)
 
     def exported(self, **options: Any) -> dict[str, bytes]:
-        """Export the AImage and return the files."""
+        """Export it and return the files."""
         self.export(**options)
         return files_in(self.out)
 

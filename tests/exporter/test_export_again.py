@@ -1,4 +1,4 @@
-"""There and back: ``create`` of what was exported gives the same digest, whatever the format."""
+"""``create`` of an exported directory gives the same digest, for each format."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write(root, files):
 
 
 def again(store, tmp_path, source, **options):
-    """The files of an export, once packing them has given the same digest."""
+    """Return the files of an export, after verifying that packing them gives the same digest."""
     made = create(store, ONE, source, **options)
     shutil.rmtree(source) if source.is_dir() else source.unlink()
     export(store, ONE, tmp_path / "out")
@@ -85,7 +85,7 @@ def test_single_file_models_round_trip(store, tmp_path, name, license_):
     source = write(tmp_path / "source", {name: FILES[name]}) / name
     card = {"README.md": MIT} if license_ else {}
     if name == "said.gguf":
-        license_ = "apache-2.0" if license_ else None  # which is what it says itself
+        license_ = "apache-2.0" if license_ else None  # which the file itself declares
         card = {}
     found = again(store, tmp_path, source, provenance=Provenance(license=license_))
     assert found == {name: FILES[name]} | card
@@ -149,7 +149,7 @@ def _config(store):
     return read_aimage(store, TWO).manifest.config
 
 
-def test_a_model_of_diffusers_with_an_adapter(store, tmp_path, tiny):
+def test_diffusers_model_with_an_adapter_round_trips(store, tmp_path, tiny):
     lora = [
         ("transformer.layers.0.attention.to_q.lora_A.weight", "F32", (2, 48)),
         ("transformer.layers.0.attention.to_q.lora_B.weight", "F32", (48, 2)),
@@ -161,7 +161,7 @@ def test_a_model_of_diffusers_with_an_adapter(store, tmp_path, tiny):
     assert found["adapters/style/x.safetensors"] == safetensors(lora)
 
 
-# -- what is no adapter
+# -- invalid adapters
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_create_refuses_malformed_adapter_directories(store, tmp_path, kind, fil
     assert list(store.tags()) == []
 
 
-def test_an_empty_directory_of_adapters(store, tmp_path):
+def test_empty_directory_of_adapters_is_refused(store, tmp_path):
     source = write(tmp_path / "source", TRANSFORMERS)
     (source / "adapters").mkdir()
     with pytest.raises(ModelError, match="it is empty"):
@@ -192,10 +192,10 @@ def test_an_empty_directory_of_adapters(store, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["transformers", "savedmodel"])
-def test_a_damaged_adapter(store, tmp_path, kind):
+def test_damaged_adapter_is_refused(store, tmp_path, kind):
     broken = {"adapters/style/adapter_model.safetensors": LORA[:-1]}
     source = write(tmp_path / "source", SOURCES[kind] | broken)
-    if kind == "savedmodel":  # whose every file is its own
+    if kind == "savedmodel":  # each of its files is its own
         assert again(store, tmp_path, source) == SAVED | broken
         return
     with pytest.raises(FormatError):
@@ -212,7 +212,7 @@ def test_other_files_in_adapters_belong_to_the_model(store, tmp_path):
     assert files_in(tmp_path / "third") == saved
 
 
-def test_an_adapter_that_leads_out(store, tmp_path):
+def test_adapter_link_out_of_the_directory_is_refused(store, tmp_path):
     write(tmp_path / "style", PEFT)
     source = write(tmp_path / "source", TRANSFORMERS)
     (source / "adapters").mkdir()
@@ -221,7 +221,7 @@ def test_an_adapter_that_leads_out(store, tmp_path):
         create(store, ONE, source)
 
 
-def test_an_adapter_by_hand_has_no_name_that_is_there(store, tmp_path):
+def test_given_adapter_name_must_not_exist_in_the_model(store, tmp_path):
     files = {f"adapters/style/{name}": data for name, data in PEFT.items()}
     source = write(tmp_path / "source", TRANSFORMERS | files)
     write(tmp_path / "style", PEFT)
@@ -229,7 +229,7 @@ def test_an_adapter_by_hand_has_no_name_that_is_there(store, tmp_path):
         create(store, ONE, source, form=ModelForm(adapters=(("style", tmp_path / "style"),)))
 
 
-def test_an_adapter_for_another_model(store, tmp_path):
+def test_adapter_for_another_model_is_refused(store, tmp_path):
     lora = [
         ("layers.0.to_q.lora_A.weight", "F32", (2, 9)),
         ("layers.0.to_q.lora_B.weight", "F32", (4, 2)),

@@ -1,4 +1,4 @@
-"""Layers that another tool compressed on the way, as copying a container image may."""
+"""Layers that another tool compressed, as when a container image is copied."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kind(request) -> str:
 
 
 def recompressed(artifact, kind, change=lambda data: data):
-    """What the store holds once such a tool has copied it: none of the blobs as they were."""
+    """Return a store after such a tool copied it: no blob is unchanged."""
     artifact.finish("container")
     document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
     rows = []
@@ -53,7 +53,7 @@ def recompressed(artifact, kind, change=lambda data: data):
 
 @pytest.fixture
 def full(artifact, kind):
-    """A tensor, two files, one of them compressed twice, and a tar."""
+    """Return an artifact of a tensor, two files, one of them compressed twice, and a tar."""
     artifact.config |= {"format": "transformers"}
     artifact.add_tensors("x", {"x": SHAPE})
     artifact.add("config.json", CONFIG)
@@ -80,8 +80,8 @@ def test_compressed_layers_are_unpacked_without_changing_the_store(full, links):
     assert planned == [sum(counted)]
 
 
-def test_a_store_that_cannot_be_written(full, monkeypatch):
-    """To whom may only read it: root would not notice, and this may run as root."""
+def test_export_reads_a_read_only_store(full, monkeypatch):
+    """Calls are made to fail instead of removing permissions, which root ignores."""
 
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied", ".aimage")
@@ -99,7 +99,7 @@ def test_inflate_restores_compressed_layers(full):
 
 
 @pytest.mark.parametrize("kind", [f"{DOCKER}.gzip", f"{DOCKER}.zstd"])
-def test_two_layers_of_one_blob(artifact, kind):
+def test_two_layers_of_one_blob_are_exported(artifact, kind):
     artifact.add("one", DATA)
     artifact.add("two", DATA)
     recompressed(artifact, kind)
@@ -109,7 +109,7 @@ def test_two_layers_of_one_blob(artifact, kind):
 
 
 def test_inflate_of_known_size_has_no_ratio_limit(artifact, kind):
-    """The size is known: no ratio is held against it."""
+    """With a known size, the compression ratio is not checked."""
     artifact.add("zeros", ZEROS)
     recompressed(artifact, kind)
     inflate(artifact.store, read_aimage(artifact.store, NAME))
@@ -147,7 +147,7 @@ def test_layers_of_other_content_are_refused(artifact, kind, other, is_exported)
 
 
 @pytest.mark.parametrize("is_exported", [False, True])
-def test_a_compression_that_is_not_known(artifact, is_exported):
+def test_unknown_compression_is_refused(artifact, is_exported):
     artifact.add("notes.txt", DATA)
     recompressed(artifact, mediatype.OCI_LAYER_TAR_GZIP)
     document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())

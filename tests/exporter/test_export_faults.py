@@ -1,4 +1,4 @@
-"""Whatever goes wrong: a sentence, its exit code, and nothing left behind."""
+"""Each failure gives a message and its exit code, and leaves no files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA = bytes(range(256)) * 8192
 
 @pytest.fixture
 def full(artifact):
-    """One of everything."""
+    """Return an artifact with a layer of each kind."""
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip", DATA)
     artifact.add_tar(("kit/a", DATA), ("kit/b", b"b"))
@@ -48,7 +48,7 @@ NAMES = ["kit/a", "kit/b", "packed", "unet/config.json", "unet/model.safetensors
 # -- the directory
 
 
-def test_a_directory_that_is_there_and_empty_stays_the_same(full):
+def test_export_keeps_an_existing_empty_directory(full):
     full.out.mkdir(mode=0o700)
     before = full.out.stat()
     assert sorted(full.exported()) == NAMES
@@ -58,7 +58,7 @@ def test_a_directory_that_is_there_and_empty_stays_the_same(full):
     full.check_nothing_left(["out"])
 
 
-def test_a_directory_that_is_not_empty_is_left_alone(full):
+def test_failed_export_keeps_a_filled_directory(full):
     full.out.mkdir()
     (full.out / ".hidden").write_text("mine")
     with pytest.raises(UsageError, match="is not empty") as caught:
@@ -74,7 +74,7 @@ def test_export_refuses_a_filled_directory(full):
     assert sorted(files_in(full.out)) == NAMES
 
 
-def test_a_file_is_no_directory(full):
+def test_export_refuses_a_file_as_directory(full):
     full.out.write_text("mine")
     with pytest.raises(UsageError, match="out is a file"):
         full.export()
@@ -87,7 +87,7 @@ def test_export_needs_an_existing_parent(full):
     full.check_nothing_left()
 
 
-def test_a_link_to_an_empty_directory_is_followed(full):
+def test_export_follows_a_link_to_an_empty_directory(full):
     target = full.home / "target"
     target.mkdir()
     full.out.symlink_to(target)
@@ -96,7 +96,7 @@ def test_a_link_to_an_empty_directory_is_followed(full):
     assert sorted(files_in(target)) == NAMES
 
 
-def test_a_name_that_was_taken_meanwhile(full):
+def test_export_refuses_a_path_created_meanwhile(full):
     def take(_):
         full.out.mkdir(exist_ok=True)
         (full.out / "mine").write_text("mine")
@@ -107,14 +107,14 @@ def test_a_name_that_was_taken_meanwhile(full):
     full.check_nothing_left(["out"])
 
 
-def test_an_empty_directory_that_was_filled_meanwhile(full):
+def test_export_refuses_a_directory_filled_meanwhile(full):
     full.out.mkdir()
     with pytest.raises(UsageError, match="is not empty"):
         full.export(on_plan=lambda _: (full.out / "mine").write_text("mine"))
     assert files_in(full.out) == {"mine": b"mine"}
 
 
-def test_the_umask_counts(full):
+def test_export_respects_the_umask(full):
     before = os.umask(0o077)
     try:
         full.export()
@@ -147,11 +147,11 @@ def test_export_leaves_locked_directories(full):
     os.close(lock)
 
 
-# -- faults on the way
+# -- faults during an export
 
 
 class Full:
-    """A disk on which nothing fits any more after some calls."""
+    """A disk that becomes full after some calls."""
 
     def __init__(self, left, number=errno.ENOSPC):
         self.left = left
@@ -179,7 +179,7 @@ class Full:
         ("fsync", 1, False),
     ],
 )
-def test_a_full_disk(full, monkeypatch, name, left, is_there):
+def test_full_disk_leaves_nothing(full, monkeypatch, name, left, is_there):
     if is_there:
         full.out.mkdir()
     called = getattr(os, name)
@@ -197,7 +197,7 @@ def test_a_full_disk(full, monkeypatch, name, left, is_there):
 
 
 @pytest.mark.parametrize("name", ["mkdir", "rename"])
-def test_a_directory_that_cannot_be_written(full, monkeypatch, name):
+def test_unwritable_directory_is_reported(full, monkeypatch, name):
     from pathlib import Path
 
     disk = Full(1 if name == "mkdir" else 0, errno.EACCES)
@@ -208,7 +208,7 @@ def test_a_directory_that_cannot_be_written(full, monkeypatch, name):
     full.check_nothing_left()
 
 
-def test_half_moved_up_is_moved_back(full, monkeypatch):
+def test_partially_moved_files_are_moved_back(full, monkeypatch):
     from pathlib import Path
 
     full.out.mkdir()
@@ -222,7 +222,7 @@ def test_half_moved_up_is_moved_back(full, monkeypatch):
     assert list(full.out.iterdir()) == []
 
 
-def test_the_space_is_looked_at_first(full, monkeypatch):
+def test_free_space_is_checked_first(full, monkeypatch):
     needed = 4 * len(DATA)
 
     def usage(_):
@@ -290,8 +290,8 @@ main()
 """
 
 
-def test_an_interrupt_from_the_keyboard(full):
-    """The process is interrupted while its threads are at work, one of which does not end."""
+def test_keyboard_interrupt_leaves_nothing(full):
+    """The process is interrupted while its threads work, one of which never ends."""
     read, told = os.pipe()
     verb = ["--store", full.home / "store", "export", "model", full.out]
     process = spawn(
@@ -311,7 +311,7 @@ def test_an_interrupt_from_the_keyboard(full):
     full.check_nothing_left()
 
 
-# -- what is missing
+# -- missing content
 
 
 def test_missing_layers_are_named(full):
@@ -327,7 +327,7 @@ def test_missing_layers_are_named(full):
     full.check_nothing_left()
 
 
-def test_how_to_complete_it(full):
+def test_missing_layers_suggest_a_pull(full):
     name = Reference.parse("registry.example.com/team/model:v1")
     full.store.tag(full.store.resolve(NAME), name)
     full.store.path(full.layers[0].descriptor).unlink()
@@ -336,12 +336,12 @@ def test_how_to_complete_it(full):
     assert advice(caught.value) == "to complete it: aimage pull registry.example.com/team/model:v1"
 
 
-def test_a_name_that_is_not_there(artifact):
+def test_unknown_name_is_reported(artifact):
     with pytest.raises(NotFoundError):
         artifact.export()
 
 
-def test_an_artifact_that_is_no_aimage(artifact):
+def test_foreign_artifact_is_refused(artifact):
     put_artifact(artifact.store, "model", b"layer")
     with pytest.raises(FormatError, match="is not an AImage") as caught:
         artifact.export()
@@ -349,7 +349,7 @@ def test_an_artifact_that_is_no_aimage(artifact):
     artifact.check_nothing_left()
 
 
-def test_an_index_of_several(artifact):
+def test_index_of_several_manifests_is_refused(artifact):
     one = put_artifact(artifact.store, "one", b"layer")
     both = index([one.descriptor])
     artifact.store.push(both.descriptor, bytes_body(both.raw), NAME)
@@ -358,7 +358,7 @@ def test_an_index_of_several(artifact):
     artifact.check_nothing_left()
 
 
-def test_the_blobs_are_held_while_they_are_written(full):
+def test_blobs_are_leased_during_an_export(full):
     from clowder_aimage.layout.lease import leased
 
     held = []

@@ -1,4 +1,4 @@
-"""Whole files: byte for byte, linked, unpacked; and names that cannot all be there."""
+"""Whole files are copied, linked or decompressed; conflicting names are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNKNOWN = "application/vnd.example.plan.v7"
 DATA = bytes(range(256)) * 9000
 
 
-def test_layers_of_every_kind_are_the_files_that_they_were(artifact):
+def test_layers_of_every_kind_are_exported_as_their_files(artifact):
     kinds = {
         "weights.gguf": mediatype.AIMAGE_GGUF,
         "model.onnx": mediatype.AIMAGE_ONNX,
@@ -48,20 +48,20 @@ def test_layers_of_every_kind_are_the_files_that_they_were(artifact):
     artifact.check_nothing_left(["out"])
 
 
-def test_a_whole_safetensors_file_under_the_type_of_tensors_is_a_file(artifact):
+def test_a_whole_safetensors_file_with_the_tensor_type_is_a_file(artifact):
     artifact.add("unet/model.safetensors", b"anything", mediatype.AIMAGE_SAFETENSORS)
     assert artifact.finish().exported() == {"unet/model.safetensors": b"anything"}
 
 
 @pytest.mark.parametrize("dialect", ["clowder", "container", "modelpack"])
-def test_the_dialect_does_not_matter(artifact, dialect):
+def test_every_dialect_exports_the_same_files(artifact, dialect):
     artifact.add("notes.txt", b"words")
     artifact.add("w.gguf", gzip.compress(DATA), f"{mediatype.AIMAGE_GGUF}+gzip", DATA)
     assert artifact.finish(dialect).exported() == {"notes.txt": b"words", "w.gguf": DATA}
 
 
 @pytest.mark.parametrize(("compression", "is_said"), [("gzip", True), ("zstd", False)])
-def test_compressed_files_are_unpacked(artifact, compression, is_said):
+def test_compressed_files_are_decompressed(artifact, compression, is_said):
     data = gzip.compress(DATA)
     if compression == "zstd":
         data = pytest.importorskip("zstandard").compress(DATA)
@@ -72,25 +72,25 @@ def test_compressed_files_are_unpacked(artifact, compression, is_said):
     assert (exported.files, exported.size) == (1, len(DATA))
 
 
-def test_a_foreign_compressed_layer_is_unpacked_where_the_manifest_says_to_what(artifact):
+def test_a_foreign_compressed_layer_with_a_diff_id_is_decompressed(artifact):
     artifact.add("plan", gzip.compress(DATA), f"{UNKNOWN}+gzip", DATA)
     assert artifact.finish().exported() == {"plan": DATA}
 
 
 @pytest.mark.parametrize("kind", ["cncf.model.weight.config.v1", "kitops.modelkit.code.v1"])
-def test_a_neighbours_raw_file_is_unpacked(artifact, kind):
+def test_a_compressed_raw_file_of_another_tool_is_decompressed(artifact, kind):
     artifact.add("code.py", gzip.compress(DATA), f"application/vnd.{kind}.raw+gzip")
     assert artifact.finish().exported() == {"code.py": DATA}
 
 
-def test_content_that_is_another_than_the_manifest_says_is_refused(artifact):
+def test_content_that_differs_from_the_manifest_is_refused(artifact):
     artifact.add("w.gguf", gzip.compress(DATA), f"{mediatype.AIMAGE_GGUF}+gzip", DATA[::-1])
     with pytest.raises(VerificationError):
         artifact.finish().export()
     artifact.check_nothing_left()
 
 
-def test_a_bomb_stops_early_and_leaves_nothing(artifact):
+def test_a_decompression_bomb_stops_early_and_leaves_nothing(artifact):
     artifact.add("w.gguf", 4 * gzip.compress(bytes(20 << 20)), f"{mediatype.AIMAGE_GGUF}+gzip")
     with pytest.raises(FormatError, match="unpacks to more than 67108864"):
         artifact.finish().export()
@@ -111,7 +111,7 @@ def test_a_file_where_a_directory_must_be_is_refused(artifact, names):
 
 
 @pytest.mark.parametrize("names", [("A/x", "a/y"), ("\u00e9", "e\u0301"), ("STRASSE", "straße")])
-def test_names_that_are_one_on_this_file_system_are_refused(artifact, names, monkeypatch):
+def test_names_that_collide_on_the_file_system_are_refused(artifact, names, monkeypatch):
     for name in names:
         artifact.add(name, b"")
     artifact.finish()
@@ -132,7 +132,7 @@ def test_a_generated_file_does_not_replace_one_of_the_model(artifact):
 
 
 @pytest.mark.parametrize("name", ["d/" + "n" * 256 + "/x", "é" * 128])
-def test_a_name_that_is_longer_than_file_systems_take_is_refused(artifact, name):
+def test_an_overlong_name_is_refused(artifact, name):
     artifact.add(name, b"")
     with pytest.raises(FormatError, match=r"has a part of \d+ bytes, and .* at most 255") as caught:
         artifact.finish().export()
@@ -141,7 +141,7 @@ def test_a_name_that_is_longer_than_file_systems_take_is_refused(artifact, name)
     artifact.check_nothing_left()
 
 
-def test_a_path_that_is_longer_than_the_system_takes_is_refused(artifact):
+def test_an_overlong_path_is_refused(artifact):
     name = "/".join(["日" * 80] * 12)
     artifact.add(name, b"x")
     store = artifact.finish().store
@@ -153,7 +153,7 @@ def test_a_path_that_is_longer_than_the_system_takes_is_refused(artifact):
     assert list(home.iterdir()) == []
 
 
-def test_the_longest_name_is_a_file(artifact):
+def test_a_name_of_maximum_length_is_exported(artifact):
     names = {"n" * 255, "é" * 127, "/".join(["d" * 255] * 4)}
     for name in names:
         artifact.add(name, b"x")
@@ -184,7 +184,7 @@ def test_without_links_nothing_is_shared(artifact):
     assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
 
 
-def test_a_file_system_with_reflinks_gives_a_file_of_its_own(artifact, monkeypatch):
+def test_reflinks_create_independent_files(artifact, monkeypatch):
     layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     asked = []
 
@@ -225,7 +225,7 @@ def test_a_damaged_blob_is_not_linked(artifact):
     artifact.check_nothing_left()
 
 
-def test_progress_counts_every_byte_that_was_planned(artifact):
+def test_progress_counts_every_planned_byte(artifact):
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
     artifact.add_tar(("in/side", DATA))

@@ -1,4 +1,4 @@
-"""The tools that the directories are for open them: diffusers, transformers, and others."""
+"""The target libraries open exported directories: diffusers, transformers and others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def loaded(make):
 
 
 def state(module):
-    """Bits of all tensors of a network."""
+    """Return the bits of all tensors of a network."""
     import torch
 
     return {
@@ -89,7 +89,7 @@ def test_transformers_opens_a_model_of_tensors_at_the_top(artifact, tiny):
     assert state(ours) == state(theirs)
 
 
-def test_safetensors_reads_types_of_every_width_in_place(artifact):
+def test_safetensors_maps_dtypes_of_every_width(artifact):
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 

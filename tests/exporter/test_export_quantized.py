@@ -1,4 +1,4 @@
-"""Quantized weights are written as their makers write them, and read back to the same blobs."""
+"""Quantized weights are exported in their makers' formats, and read back to the same blobs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def layers_of(store, name=MODEL):
 
 
 def round_trip(tmp_path, store, number=1, name=MODEL):
-    """The directory, and what create makes of it in a store of its own."""
+    """Export; return the directory, and the AImage that create makes of it in its own store."""
     out, other = tmp_path / f"out-{number}", tmp_path / f"store-{number}"
     exported = export(ImageLayout(store), name, out)
     return exported, out, other, create(ImageLayout(other), MODEL, out)
@@ -54,7 +54,7 @@ def test_own_quantization_round_trips_to_the_same_blobs(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_second_round_trip_has_the_same_manifest(tmp_path, kind):
-    """config.json says how it is quantized then, and needs no other word."""
+    """config.json then declares the quantization, and no option is needed."""
     make_valued(tmp_path / "model").make(quantize=kind)
     _, first, store, made = round_trip(tmp_path, tmp_path / "store")
     exported, second, _, again = round_trip(tmp_path, store, 2)
@@ -88,8 +88,8 @@ def test_wrong_quantization_in_a_config_is_corrected(tmp_path, said):
     assert config == said | {"quantization": {"group_size": 64, "bits": 8, "mode": "affine"}}
 
 
-def test_several_kinds_in_one_component(tmp_path):
-    """The usual one is said for all, and the others for their modules."""
+def test_several_quantizations_in_one_component(tmp_path):
+    """The most common one is the default, and the others are listed by module."""
     one, other = mlx("int8"), mlx("mxfp4")
     tensors = one | {name.replace("to_q", "to_k"): tensor for name, tensor in one.items()}
     tensors |= {name.replace("to_q", "to_v"): tensor for name, tensor in other.items()}
@@ -129,7 +129,7 @@ def test_quantized_experts_give_their_members_back(tmp_path, kind):
     assert "model.layers.0.mlp.experts.2.up_proj.scales" in found
 
 
-def test_mlx_reads_the_values_that_were_quantized(tmp_path):
+def test_mlx_reads_the_exported_quantized_values(tmp_path):
     mx = pytest.importorskip("mlx.core")
     model = make_valued(tmp_path / "model")
     model.make(quantize="int8")
@@ -156,7 +156,7 @@ def modelopt(factor=0.25, shape=()):
 
 
 @pytest.mark.parametrize("shape", [(), (16, 1)], ids=str)
-def test_nvfp4_with_a_global_scale_is_in_modelopts_form(tmp_path, shape):
+def test_nvfp4_with_a_global_scale_is_written_for_modelopt(tmp_path, shape):
     said = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     model = make_valued(tmp_path / "model", transformer=modelopt(shape=shape) | REST)
     model.write("transformer/config.json", said)
@@ -167,8 +167,8 @@ def test_nvfp4_with_a_global_scale_is_in_modelopts_form(tmp_path, shape):
     assert again.descriptor == made.descriptor
 
 
-def test_nvfp4_of_compressed_tensors_becomes_modelopts(tmp_path):
-    """Its divisor became a factor, and the reciprocal of that need not be the same bits."""
+def test_nvfp4_of_compressed_tensors_is_converted_to_modelopt(tmp_path):
+    """Its divisor became a factor, whose reciprocal may differ in bits."""
     codes, scale, _ = modelopt().values()
     tensors = {
         f"{NAME}_packed": codes,
@@ -196,7 +196,7 @@ def test_nvfp4_of_compressed_tensors_becomes_modelopts(tmp_path):
     assert packed == [layer for layer in again.aimage.layers if layer.is_tensor]
 
 
-def test_a_quantized_tensor_that_is_no_weight_has_no_form(artifact):
+def test_a_quantized_tensor_that_is_not_a_weight_is_refused(artifact):
     name = "layers.0.mlp.experts.gate_up_proj"
     parts = {
         name: ("U32", (2, 16), bytes(128)),
@@ -210,7 +210,7 @@ def test_a_quantized_tensor_that_is_no_weight_has_no_form(artifact):
     artifact.check_nothing_left()
 
 
-def test_codes_in_layers_of_their_own_are_joined(artifact):
+def test_codes_in_separate_layers_are_joined(artifact):
     codes, scales, biases = mlx("int4").values()
     for name, tensor in ((NAME, codes), (f"{STEM}.scales", scales), (f"{STEM}.biases", biases)):
         artifact.add_tensors(f"transformer/{name}", {name: tensor})
@@ -224,7 +224,7 @@ def test_codes_in_layers_of_their_own_are_joined(artifact):
 
 
 def test_outdated_quantization_config_is_removed(artifact):
-    """Else nobody would read the directory: the weights are no longer in that form."""
+    """Otherwise no library would read the directory, as the weights changed their format."""
     codes, scales = mlx("mxfp8").values()
     parts = {NAME: codes, f"{NAME}.scale": scales}
     artifact.add_tensors(f"transformer/{NAME}", parts, quant_type="mxfp8", group_size="32")

@@ -1,4 +1,4 @@
-"""Tars of neighbours: what is in them is there, and nothing that they should not do is done."""
+"""Tar layers of other tools are unpacked safely."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_tar_layers_are_unpacked(artifact, kind, compression):
     assert (exported.files, exported.size) == (3, sum(len(text) for _, text in members))
 
 
-def test_a_modelkit_of_kitops(artifact):
-    """Its tars hold paths from the top of the kit, with the directories that lead there
+def test_a_modelkit_of_kitops_is_unpacked(artifact):
+    """Its tars hold paths relative to the kit, with their parent directories
     (kitops-ml/kitops, pkg/lib/filesystem/tar.go at 35919cd68f5d)."""
     there = entry("model", tarfile.DIRTYPE)
     model = artifact.add_tar(there, ("model/w.gguf", b"weights"), packed=True).descriptor
@@ -74,7 +74,7 @@ CARD = b"---\nlicense: mit\n---\n"
 
 
 def neighbour(artifact, dialect, licensed, *layers):
-    """An artifact of a neighbour's, with these layers: kind, path and bytes of each."""
+    """Return an artifact of another tool with these layers: kind, path and bytes of each."""
     rows = []
     for kind, path, data in layers:
         annotations = {"org.cncf.model.filepath": path} if path else {}
@@ -114,7 +114,7 @@ SAFETENSORS = blob({"x": ("U8", (1,), b"x")})
         ("docker", "docker.ai.safetensors", "docker.ai.dir.tar", "notes.md"),
     ],
 )
-def test_neighbours_keep_their_own_card_or_none(artifact, dialect, weights, docs, card):
+def test_foreign_models_keep_their_own_card_or_none(artifact, dialect, weights, docs, card):
     layers = [
         (f"application/vnd.{weights}", "model.safetensors", SAFETENSORS),
         (f"application/vnd.{docs}", "docs", tar_of((card, b"# Theirs"))),
@@ -125,20 +125,20 @@ def test_neighbours_keep_their_own_card_or_none(artifact, dialect, weights, docs
     assert made.exported() == {"model.safetensors": SAFETENSORS, card: b"# Theirs"}
 
 
-def test_without_a_tar_a_neighbour_gets_no_card_either(artifact):
+def test_foreign_models_without_a_tar_get_no_card(artifact):
     layer = ("application/vnd.cncf.model.weight.v1.raw", "model.safetensors", SAFETENSORS)
     assert neighbour(artifact, "modelpack", "mit", layer).exported().keys() == {"model.safetensors"}
 
 
 @pytest.mark.parametrize("dialect", ["clowder", "modelpack", "container"])
-def test_own_models_get_a_card_where_the_name_is_free(artifact, dialect):
+def test_own_models_get_a_card_if_the_name_is_free(artifact, dialect):
     artifact.config |= {"format": "torchscript", "license": "mit"}
     artifact.add("model.pt", b"weights", mediatype.AIMAGE_TORCHSCRIPT)
     assert artifact.finish(dialect).exported() == {"model.pt": b"weights", "README.md": CARD}
 
 
 @pytest.mark.parametrize("name", ["readme.MD", "README.md/inside"])
-def test_a_card_is_not_written_over_anything(artifact, name):
+def test_a_card_does_not_replace_a_file(artifact, name):
     artifact.config |= {"format": "onnx", "license": "mit"}
     artifact.add(name, b"mine")
     assert artifact.finish().exported() == {name: b"mine"}
@@ -150,14 +150,14 @@ def test_a_card_is_not_written_beside_a_tar(artifact):
     assert artifact.finish().exported() == {"a": b"1"}
 
 
-def test_a_member_with_a_name_that_is_too_long(artifact):
+def test_a_member_with_an_overlong_name_is_refused(artifact):
     name = "d/" + "n" * 256
     refused(artifact, (name, b"x"), said=r"has a part of \d+ bytes, and .* at most 255")
     assert name not in (path.name for path in artifact.home.iterdir())
 
 
 @pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE])
-def test_other_members_with_names_that_are_too_long(artifact, kind):
+def test_other_members_with_overlong_names_are_refused(artifact, kind):
     refused(artifact, entry("n" * 256, kind, "x"), said="has a part of 256 bytes")
 
 
@@ -165,7 +165,7 @@ def test_overlong_link_target_is_refused(artifact):
     refused(artifact, entry("link", tarfile.SYMTYPE, "x/" * 2500 + "x"), said="a link to what has")
 
 
-def test_many_members(artifact):
+def test_many_members_are_unpacked(artifact):
     members = [(f"d{n % 7}/{n}", b"%d" % n) for n in range(60)]
     artifact.add_tar(*members)
     assert artifact.finish().exported() == dict(members)
@@ -178,7 +178,7 @@ def test_several_tars_share_directories(artifact):
     assert artifact.finish().exported() == {"a/one": b"1", "a/two": b"2", "a/three": b"3"}
 
 
-def test_modes_are_ours_but_for_programs(artifact):
+def test_only_the_executable_bit_is_kept(artifact):
     artifact.add_tar(
         entry("run.sh", mode=0o6777), entry("data", mode=0o600), entry("d", tarfile.DIRTYPE, mode=0)
     )
@@ -187,7 +187,7 @@ def test_modes_are_ours_but_for_programs(artifact):
     assert modes == {"run.sh": 0o755, "data": 0o644, "d": 0o755}
 
 
-def test_links_that_stay_inside(artifact):
+def test_links_inside_the_directory_are_unpacked(artifact):
     artifact.add_tar(
         ("blobs/one", b"content"),
         entry("snapshots/x/file", tarfile.SYMTYPE, "../../blobs/one"),
@@ -217,7 +217,7 @@ def test_member_names_that_lead_out_are_refused(artifact, name):
         ("d/link", "../d/../x"),
     ],
 )
-def test_symbolic_links_that_lead_out(artifact, name, target):
+def test_symbolic_links_out_of_the_directory_are_refused(artifact, name, target):
     refused(artifact, entry(name, tarfile.SYMTYPE, target), said="leads out of it")
 
 
@@ -231,7 +231,7 @@ def test_hard_links_to_other_places_are_refused(artifact, target):
     )
 
 
-def test_a_hard_link_does_not_reach_what_lies_in_the_store(artifact):
+def test_a_hard_link_does_not_reach_the_store(artifact):
     refused(artifact, entry("hard", tarfile.LNKTYPE, str(artifact.home / "store/index.json")))
 
 
@@ -245,7 +245,7 @@ def test_a_link_does_not_replace_a_directory(artifact):
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z"])
-def test_devices_and_pipes(artifact, kind):
+def test_devices_and_pipes_are_refused(artifact, kind):
     refused(artifact, entry("x", kind), said="a device, a pipe")
 
 
@@ -264,7 +264,7 @@ def test_colliding_member_names_are_refused(artifact, members):
     refused(artifact, *members)
 
 
-def test_a_tar_does_not_replace_another_layers_file(artifact):
+def test_a_tar_does_not_replace_a_file_of_another_layer(artifact):
     artifact.add("readme", b"ours")
     refused(artifact, ("README", b"theirs"), said="upper case and lower case")
 
@@ -291,7 +291,7 @@ def test_false_member_size_is_refused(artifact):
 
 
 @pytest.mark.parametrize("cut", [100, 512, 700])
-def test_an_archive_that_breaks_off(artifact, cut):
+def test_a_truncated_archive_is_refused(artifact, cut):
     artifact.add("kit", tar_of(("a", b"x" * 600), ("b", b"y"))[:cut], KIT)
     with pytest.raises(FormatError):
         artifact.finish().export()
@@ -307,14 +307,14 @@ def test_damaged_header_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_other_files_are_refused_as_tar(artifact):
+def test_files_that_are_not_tars_are_refused(artifact):
     artifact.add("kit", b"not a tar" * 200, KIT)
     with pytest.raises(FormatError, match="layer kit is not a tar archive"):
         artifact.finish().export()
     artifact.check_nothing_left()
 
 
-def test_a_damaged_tar(artifact):
+def test_a_damaged_tar_is_refused(artifact):
     layer = artifact.add_tar(("a", b"x" * 100_000))
     artifact.finish().damage(layer)
     with pytest.raises(VerificationError):
@@ -322,7 +322,7 @@ def test_a_damaged_tar(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_header_without_end_takes_no_memory(artifact):
+def test_an_endless_header_takes_no_memory(artifact):
     info = entry("x" * 90, tarfile.GNUTYPE_LONGNAME, size=1 << 30)
     artifact.add("kit", gzip.compress(info.tobuf() + bytes(1 << 20)), f"{KIT}+gzip")
     with pytest.raises(FormatError, match="a header of more than 65536 bytes"):
@@ -330,12 +330,12 @@ def test_a_header_without_end_takes_no_memory(artifact):
     artifact.check_nothing_left()
 
 
-def test_more_members_than_any_model_has(artifact, monkeypatch):
+def test_too_many_members_are_refused(artifact, monkeypatch):
     monkeypatch.setattr(untar, "MAX_MEMBERS", 3)
     refused(artifact, *((str(n), b"") for n in range(4)), said="more than 3 members")
 
 
-def test_a_tar_that_is_a_bomb(artifact):
+def test_a_tar_bomb_is_refused(artifact):
     zeros = gzip.compress(bytes(16 << 20))
     data = gzip.compress(entry("big", size=1 << 28).tobuf()) + 16 * zeros
     artifact.add("kit", data, f"{KIT}+gzip")

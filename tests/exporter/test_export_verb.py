@@ -1,4 +1,4 @@
-"""``aimage export`` as a user types it: there and back, with the source gone on the way."""
+"""``aimage export`` round trips, with the source deleted before the export."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.process import Aimage
 
 @pytest.fixture(scope="module")
 def made(tiny, tmp_path_factory):
-    """A store with the embedded model, called ``tiny``."""
+    """Return a store with the embedded model as ``tiny``."""
     home = tmp_path_factory.mktemp("made")
     Aimage(home, home / "store")("create", "tiny", tiny)
     return home / "store"
@@ -21,7 +21,7 @@ def made(tiny, tmp_path_factory):
 
 @pytest.fixture
 def here(aimage, made):
-    """The command line on a copy of it."""
+    """Return the command line on a copy of that store."""
     found = aimage()
     shutil.copytree(made, found.store)
     return found
@@ -29,14 +29,14 @@ def here(aimage, made):
 
 @pytest.fixture
 def model(tiny, tmp_path):
-    """A copy of the embedded model, to be deleted."""
+    """Return a copy of the embedded model, which tests delete."""
     copy = tmp_path / "model"
     shutil.copytree(tiny, copy)
     return copy
 
 
 def check_same(tiny, out):
-    """Every tensor bit-identical, everything else byte-identical; of the card, the licence."""
+    """Compare tensors bit by bit and other files byte by byte; of the card, the licence."""
     before, after = files_in(tiny), files_in(out)
     assert after.keys() == before.keys()
     for name in before:
@@ -77,7 +77,7 @@ def test_pushed_pulled_and_exported_elsewhere(aimage, model, tiny, tmp_path, rep
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container", "custom"])
-def test_every_dialect_gives_the_same_directory(aimage, tiny, tmp_path, dialect):
+def test_every_dialect_exports_the_same_directory(aimage, tiny, tmp_path, dialect):
     here = aimage()
     options = ["--manifest-type", "custom"] if dialect == "custom" else ["--dialect", dialect]
     here("create", "tiny", tiny, *options)
@@ -85,7 +85,7 @@ def test_every_dialect_gives_the_same_directory(aimage, tiny, tmp_path, dialect)
     check_same(tiny, tmp_path / "out")
 
 
-def test_json(here, tmp_path):
+def test_export_json_output(here, tmp_path):
     digest = here("show", "tiny", "--json").value["digest"]
     done = here("export", "tiny", "out", "--json")
     assert done.value == {
@@ -110,7 +110,7 @@ def test_json(here, tmp_path):
     assert events[-1]["event"] == "note"
 
 
-def test_links(here, tiny, tmp_path):
+def test_export_with_links(here, tiny, tmp_path):
     done = here("export", "tiny", "out", "--links")
     linked = sum(path.stat().st_nlink == 2 for path in (tmp_path / "out").rglob("*.json"))
     if linked:
@@ -125,12 +125,12 @@ def test_links(here, tiny, tmp_path):
     check_same(tiny, tmp_path / "out")
 
 
-def test_quiet(here):
+def test_export_quiet(here):
     done = here("export", "tiny", "out", "-q")
     assert (done.out, done.err) == ("out\n", "")
 
 
-def test_quantized(aimage, tiny):
+def test_export_of_a_quantized_model(aimage, tiny):
     pytest.importorskip("mlx.core")
     here = aimage()
     here("create", "q", tiny, "--quantize", "transformer=int8,text_encoder=int4")
@@ -142,7 +142,7 @@ def test_quantized(aimage, tiny):
     }
 
 
-def test_mistakes(here):
+def test_usage_errors_of_export(here):
     (here.home / "full").mkdir()
     (here.home / "full/mine").touch()
     for arguments, code, message in (
@@ -159,7 +159,7 @@ def test_mistakes(here):
     assert [path for path in here.home.iterdir() if ".export-" in path.name] == []
 
 
-def test_a_damaged_blob(here):
+def test_export_of_a_damaged_blob_fails(here):
     layers = here("show", "tiny", "--json").value["layers"]
     digest = next(x["digest"] for x in layers if x["name"].endswith("to_q.weight"))
     path = here.store / "blobs/sha256" / digest.removeprefix("sha256:")

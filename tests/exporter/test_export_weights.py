@@ -1,4 +1,4 @@
-"""Tensors that are blobs become the files that the libraries look for."""
+"""Tensor blobs are exported to the weight files that libraries expect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_at(directory) -> Model:
     return Model(directory / "model", directory / "store").fill()
 
 
-def test_a_model_comes_back_as_it_was(tmp_path):
+def test_a_model_round_trips(tmp_path):
     model = model_at(tmp_path)
     made = model.create()
     before, out = files_in(model.directory), tmp_path / "out"
@@ -50,7 +50,7 @@ def test_the_same_aimage_gives_the_same_bytes(tmp_path):
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
-def test_weight_files_have_the_names_of_libraries(tmp_path):
+def test_weight_files_have_the_names_that_libraries_expect(tmp_path):
     model = model_at(tmp_path)
     model.create()
     export(ImageLayout(model.store), NAME, tmp_path / "out")
@@ -60,7 +60,7 @@ def test_weight_files_have_the_names_of_libraries(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 60, 10_000])
-def test_shards_with_an_index(tmp_path, most):
+def test_large_weights_are_sharded_with_an_index(tmp_path, most):
     model = model_at(tmp_path)
     made = model.create()
     out = tmp_path / "out"
@@ -90,7 +90,7 @@ def test_shards_with_an_index(tmp_path, most):
     assert again.descriptor == made.descriptor
 
 
-def test_a_file_may_be_as_large_as_is_said(artifact):
+def test_shard_size_is_configurable(artifact):
     for name in "abcd":
         artifact.add_tensors(name, {name: ("U8", (5,), b"12345")})
     artifact.finish().export(shard=10)
@@ -98,7 +98,7 @@ def test_a_file_may_be_as_large_as_is_said(artifact):
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-def test_tensors_begin_where_their_type_can_be_read(artifact):
+def test_tensors_are_aligned_to_their_dtype(artifact):
     artifact.add_tensors("a", {"a": ("U8", (3,), b"abc")})
     artifact.add_tensors("b", {"b": ("F32", (1,), b"1234")})
     artifact.add_tensors("c", {"c": ("BF16", (1,), b"12")})
@@ -117,7 +117,7 @@ def test_tensors_begin_where_their_type_can_be_read(artifact):
     ]
 
 
-def test_packed_experts_give_their_members_back(tmp_path):
+def test_packed_experts_are_exported_as_single_tensors(tmp_path):
     model = make_valued(tmp_path / "model", text_encoder=as_dtype(moe(), "BF16"))
     made = model.make()
     assert any(layer.name.endswith(".mlp.experts") for layer in made.aimage.layers)
@@ -168,7 +168,7 @@ def test_library_of_a_component_names_its_files(artifact, config, files, stem):
     assert f"unet/{stem}.safetensors" in artifact.finish().exported()
 
 
-def test_blobs_that_call_the_tensor_otherwise(artifact):
+def test_tensor_names_in_blobs_are_replaced_by_layer_names(artifact):
     artifact.add_tensors("unet/x.weight", {"unet/x.weight": ("U8", (1,), b"x")})
     artifact.add_tensors("unet/y.weight", {"data": ("U8", (1,), b"y")})
     artifact.finish().export()
@@ -176,7 +176,7 @@ def test_blobs_that_call_the_tensor_otherwise(artifact):
     assert found == {"x.weight": ("U8", (1,), b"x"), "y.weight": ("U8", (1,), b"y")}
 
 
-def test_one_blob_that_two_components_share_is_in_both(artifact):
+def test_a_blob_shared_by_two_components_is_in_both(artifact):
     for component in ("one", "two"):
         artifact.add_tensors(f"{component}/x", {"x": ("U8", (4,), b"same")})
     artifact.finish().export()
@@ -185,7 +185,7 @@ def test_one_blob_that_two_components_share_is_in_both(artifact):
         assert found == {"x": ("U8", (4,), b"same")}
 
 
-def test_tensors_larger_than_a_chunk(artifact):
+def test_tensors_larger_than_a_chunk_are_exported(artifact):
     data = bytes(range(251)) * 20_000
     empty = {"layers.0.mlp.experts.none": ("U8", (0, 5), b"")}
     members = empty | {
@@ -196,7 +196,7 @@ def test_tensors_larger_than_a_chunk(artifact):
     assert tensors_in(artifact.out / "model.safetensors") == members
 
 
-def test_the_licence_travels_in_a_model_card(tmp_path):
+def test_the_licence_is_written_to_a_model_card(tmp_path):
     model = model_at(tmp_path)
     model.write("README.md", "---\nlicense: apache-2.0\n---\n# A model\n")
     made = model.create()
@@ -207,20 +207,20 @@ def test_the_licence_travels_in_a_model_card(tmp_path):
     assert again.descriptor == made.descriptor
 
 
-def test_a_licence_that_is_no_word_is_not_written_into_a_card(artifact):
+def test_an_invalid_licence_is_not_written_to_a_card(artifact):
     artifact.config["license"] = "mit\n---\nevil: yes"
     artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
     assert "README.md" not in artifact.finish().exported()
 
 
-def test_a_model_card_of_the_model_stays(artifact):
+def test_an_existing_model_card_is_kept(artifact):
     artifact.config["license"] = "mit"
     artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
     artifact.add("README.md", b"ours")
     assert artifact.finish().exported()["README.md"] == b"ours"
 
 
-# -- what is wrong
+# -- invalid tensors
 
 
 def test_a_tensor_of_another_name_is_refused(artifact):
@@ -239,7 +239,7 @@ def test_two_tensors_of_one_name_are_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_damaged_tensor_is_noticed(artifact):
+def test_a_damaged_tensor_is_detected(artifact):
     artifact.add_tensors("x", {"x": ("U8", (9,), b"good good")})
     layer = artifact.add_tensors("y", {"y": ("U8", (8,), b"good bad")})
     artifact.finish().damage(layer)
@@ -249,7 +249,7 @@ def test_a_damaged_tensor_is_noticed(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_blob_that_is_no_safetensors_is_refused(artifact):
+def test_a_blob_that_is_not_safetensors_is_refused(artifact):
     from clowder_aimage.oci import mediatype
 
     artifact.add("x", b"\xff" * 40, mediatype.AIMAGE_SAFETENSORS)
@@ -258,7 +258,7 @@ def test_a_blob_that_is_no_safetensors_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_configuration_that_is_no_json_is_told(artifact):
+def test_an_invalid_configuration_is_reported(artifact):
     artifact.add_tensors("unet/x", {"x": ("U8", (1,), b"x")})
     artifact.add("unet/config.json", b"{")
     with pytest.raises(FormatError, match=r"unet/config\.json is not"):
@@ -266,7 +266,7 @@ def test_a_configuration_that_is_no_json_is_told(artifact):
     artifact.check_nothing_left()
 
 
-def test_the_builder_writes_what_the_reference_reads():
+def test_safetensors_reads_the_written_files():
     from safetensors import deserialize
 
     (found,) = deserialize(blob({"x": ("U8", (1,), b"x")}))

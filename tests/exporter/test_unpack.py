@@ -1,4 +1,4 @@
-"""Layers as they were before they were compressed: whole, verified, and no more than is said."""
+"""Decompressed layers: complete, verified, and no larger than declared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACK: dict[str, Callable[..., bytes]] = {"gzip": gzip.compress, "zstd": zstd}
 
 
 class MemoryBlobs(MemoryStore):
-    """Blobs in memory, where files are asked for."""
+    """Blobs in memory for code that expects files."""
 
     def path(self, content: Descriptor, /) -> Path:
         raise NotFoundError(f"no file of {content.digest}")
@@ -62,7 +62,7 @@ def test_open_plain_decompresses(kind, content):
     assert read(PACK[kind](DATA), kind, content) == DATA
 
 
-def test_a_layer_that_is_not_compressed_is_itself():
+def test_open_plain_returns_an_uncompressed_layer_unchanged():
     packed = gzip.compress(DATA)
     assert read(packed, "") == packed
 
@@ -71,21 +71,21 @@ def test_open_plain_of_empty_content(kind):
     assert read(PACK[kind](b""), kind) == b""
 
 
-def test_several_members_are_one_file(kind):
+def test_several_gzip_members_are_one_file(kind):
     assert read(PACK[kind](b"one") + PACK[kind](b"") + PACK[kind](DATA), kind) == b"one" + DATA
 
 
 @pytest.mark.parametrize("count", [1, 3_000_000])
-def test_zeros_may_follow_a_gzip(count):
+def test_trailing_zeros_after_gzip_are_accepted(count):
     assert read(gzip.compress(DATA) + bytes(count)) == DATA
 
 
-def test_a_frame_that_is_to_be_skipped_is():
+def test_a_skippable_zstd_frame_is_skipped():
     skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00....\x51\x2a\x4d\x18\x00\x00\x00\x00"
     assert read(skipped + zstd(DATA) + skipped, "zstd") == DATA
 
 
-def test_zstd_without_a_size_and_with_a_checksum():
+def test_zstd_without_a_size_and_with_a_checksum_is_read():
     data = zstd(DATA, write_content_size=False, write_checksum=True)
     assert read(data, "zstd") == DATA
     with pytest.raises(FormatError, match="cannot be read as zstd"):
@@ -116,7 +116,7 @@ def test_another_format_is_refused(kind):
 
 
 @pytest.mark.parametrize("position", [3, 100_000, -6])
-def test_any_damage_to_the_gzip_is_noticed(position):
+def test_any_damage_to_gzip_is_detected(position):
     store, layer = stored(gzip.compress(DATA, mtime=0))
     data = bytearray(store._blobs[layer.digest])
     data[position] ^= 0x40
@@ -129,8 +129,8 @@ def test_any_damage_to_the_gzip_is_noticed(position):
     assert caught.value.exit_code == 5
 
 
-def test_a_damaged_blob_is_said_to_be_damaged(kind):
-    """Not to be of another format: it can be fetched again."""
+def test_a_damaged_blob_is_reported_as_damaged(kind):
+    """It is not reported as another format, since it can be fetched again."""
     store, layer = stored(PACK[kind](DATA), kind)
     store._blobs[layer.digest] = b"\xff" * layer.size
     with pytest.raises(VerificationError), open_plain(store, layer, None) as file:
@@ -146,23 +146,23 @@ def test_a_damaged_blob_is_said_to_be_damaged(kind):
     ],
     ids=["digest", "larger", "smaller"],
 )
-def test_content_that_is_not_what_the_manifest_says(kind, content):
+def test_content_that_differs_from_the_manifest_is_refused(kind, content):
     with pytest.raises(VerificationError):
         read(PACK[kind](DATA), kind, content)
 
 
-def test_a_blob_that_is_not_there(kind):
+def test_a_missing_blob_is_reported(kind):
     _, layer = stored(PACK[kind](DATA), kind)
     with pytest.raises(NotFoundError):
         open_plain(MemoryBlobs(), layer, None)
 
 
 def bomb(kind: str) -> bytes:
-    """A gigabyte of nothing, in members or frames of 16 MiB."""
+    """Return a gigabyte of zeros, in members or frames of 16 MiB."""
     return 64 * PACK[kind](bytes(16 << 20))
 
 
-def test_a_bomb_is_refused_early_and_takes_no_memory(kind):
+def test_a_decompression_bomb_is_refused_early_without_memory(kind):
     data = bomb(kind)
     store, layer = stored(data, kind)
     before, given = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
@@ -199,7 +199,7 @@ def test_open_plain_keeps_the_limit_of_the_caller(kind):
         read(PACK[kind](DATA), kind, PLAIN, limit=799_999)
 
 
-def test_zstd_that_wants_to_look_back_too_far():
+def test_a_zstd_window_over_the_limit_is_refused():
     zstandard = pytest.importorskip("zstandard")
     parameters = zstandard.ZstdCompressionParameters(window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -208,7 +208,7 @@ def test_zstd_that_wants_to_look_back_too_far():
         read(data, "zstd")
 
 
-def test_without_the_package_for_zstd_it_is_said_how_to_get_it(monkeypatch):
+def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch):
     data = b"\x28\xb5\x2f\xfd"
     real = builtins.__import__
 

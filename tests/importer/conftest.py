@@ -1,4 +1,4 @@
-"""Small model directories: real JSON files, weights written by our own header codec."""
+"""Small model directories: real JSON files, and weights written by our header codec."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ FILES: dict[str, Any] = {
 
 
 def in_memory() -> ContentStore:
-    """Return a store in memory, which supports all that create and convert need."""
+    """Return a store in memory with all methods that create and convert use."""
     return cast(ContentStore, MemoryStore())
 
 
 def weights_name(component: str) -> str:
-    """Return the name of the weight file that a component's library expects."""
+    """Return the weight file name that the library of a component uses."""
     return "model" if component == "text_encoder" else "diffusion_pytorch_model"
 
 
 def data_of(tensor: Tensor, seed: str) -> bytes:
-    """Return bytes derived from the tensor's name and ``seed``, of the right number."""
+    """Return bytes of the right length, derived from the tensor's name and ``seed``."""
     name, dtype, shape = tensor
     pattern = f"{seed}:{name}:".encode()
     size = nbytes(dtype, shape)
@@ -83,7 +83,7 @@ def safetensors(tensors: Iterable[Tensor], seed: str = "", **metadata: str) -> b
 
 @dataclass
 class Model:
-    """A model directory that a test can change and pack."""
+    """A model directory that tests modify and pack."""
 
     directory: Path
     store: Path
@@ -102,7 +102,7 @@ class Model:
         return json.loads((self.directory / name).read_bytes())
 
     def fill(self) -> Model:
-        """Write all files."""
+        """Write the whole directory."""
         for name, value in FILES.items():
             self.write(name, value)
         for component, tensors in WEIGHTS.items():
@@ -115,7 +115,7 @@ class Model:
         return self.directory / component / f"{weights_name(component)}.safetensors"
 
     def shard(self, component: str, *shards: list[Tensor]) -> Path:
-        """Replace the weight file of a component by shards and return their index."""
+        """Split the weight file of a component into shards and return their index."""
         self.weights(component).unlink()
         seed = self.seeds.get(component, component)
         stem = weights_name(component)
@@ -132,7 +132,7 @@ class Model:
         return create(ImageLayout(self.store), Reference.parse(name), self.directory, **options)
 
     def digest(self, **options: Any) -> str:
-        """Return its digest in a new store."""
+        """Return the digest of the model packed into a fresh store."""
         return str(
             create(in_memory(), Reference.parse("m"), self.directory, **options).descriptor.digest
         )

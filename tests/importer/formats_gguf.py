@@ -1,4 +1,4 @@
-"""A writer of GGUF files by docs/gguf.md, valid or not. Needs no package."""
+"""Write GGUF files after docs/gguf.md, including invalid ones, without the gguf package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clowder_aimage.formats.gguf_header import TENSORS
 UINT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 2, 4, 5, 6, 7, 8, 9, 10
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 Pair = tuple[str, int, Any]
-Tensor = tuple[str, int, tuple[int, ...]]  # name, number of the type, shape as in the file
+Tensor = tuple[str, int, tuple[int, ...]]  # name, number of the type, shape in file order
 
 LLAMA: list[Pair] = [
     ("general.architecture", STRING, "llama"),
@@ -91,7 +91,7 @@ def gguf(
     version: int = 3,
     alignment: int = 32,
 ) -> bytes:
-    """Return a whole file; its data are consecutive numbers."""
+    """Return a whole file; its data is a running number."""
     if alignment != 32:
         pairs = [*pairs, ("general.alignment", UINT32, alignment)]
     infos, data = b"", b""
@@ -104,7 +104,7 @@ def gguf(
 
 
 def split(count: int, tensors: Sequence[Tensor] = tuple(WEIGHTS)) -> list[bytes]:
-    """Return the parts of a model as written by gguf-split, with metadata only in the first."""
+    """Return the parts of a model as gguf-split writes them, metadata in the first only."""
     share = -(-len(tensors) // count)
     parts = []
     for number in range(count):

@@ -1,6 +1,6 @@
-"""Damaged files, derived from valid ones: truncated anywhere, or with bytes changed.
+"""Derive faulty files from valid ones: truncated anywhere, or with changed bytes.
 
-Each must give the facts or an AImageError, and no other error.
+Each must be parsed or raise one of the package's errors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats.inventory import Inventory
 
-MEMORY = 16 * 1024 * 1024  # bytes of memory for reading a small file
+MEMORY = 16 * 1024 * 1024  # bytes allowed for reading a small file
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
 
 
@@ -26,7 +26,7 @@ def cuts(good: bytes) -> Iterator[bytes]:
 
 
 def mutants(good: bytes, count: int) -> Iterator[bytes]:
-    """Yield ``count`` files with one to three faults, the same on every machine."""
+    """Yield ``count`` files with one to three faults, reproducibly."""
     for seed in range(count):
         rng = random.Random(seed)
         raw = bytearray(good)
@@ -36,7 +36,7 @@ def mutants(good: bytes, count: int) -> Iterator[bytes]:
 
 
 def damage(rng: random.Random, raw: bytearray) -> None:
-    # most faults are at the start, where the headers are
+    # most faults are at the front, in the headers
     at = rng.randrange(len(raw) if rng.random() < 0.3 else min(len(raw), 600)) if raw else 0
     match rng.randrange(8):
         case 0 | 1 if raw:
@@ -61,7 +61,7 @@ def damage(rng: random.Random, raw: bytearray) -> None:
 def survives(
     take: Callable[[Path], Inventory], path: Path, raws: Iterator[bytes]
 ) -> tuple[int, int]:
-    """Return how many files were accepted, and how many were rejected."""
+    """Return how many files were accepted, and how many were refused."""
     took = refused = 0
     for raw in raws:
         path.write_bytes(raw)
@@ -75,7 +75,7 @@ def survives(
 
 
 def memory_of(take: Callable[[Path], Inventory], path: Path) -> int:
-    """Return the peak memory of Python's objects while a file is rejected."""
+    """Return the peak memory of Python's objects while a file is refused."""
     tracemalloc.start()
     try:
         take(path)

@@ -1,4 +1,4 @@
-"""A writer of protocol buffers, ONNX models and SavedModels. Needs no package.
+"""Write protocol buffers, ONNX models and SavedModels without their packages.
 
 Field numbers: onnx/onnx, onnx/onnx.proto3; tensorflow/tensorflow,
 tensorflow/core/protobuf/saved_model.proto and meta_graph.proto.
@@ -48,7 +48,7 @@ def tensor(
     external: dict[str, str] | None = None,
     packed: bool = False,
 ) -> bytes:
-    """Return an encoded TensorProto; its data are in it, unless they are ``external``."""
+    """Return the fields of a TensorProto; its data is embedded unless ``external``."""
     shape = message(1, *map(varint, dims)) if packed else b"".join(number(1, d) for d in dims)
     body = shape + number(2, kind) + text(8, name)
     if external is not None:
@@ -67,7 +67,7 @@ def node(kind: str, *attributes: bytes) -> bytes:
 
 
 def graph(*fields: bytes, name: str = "main") -> bytes:
-    """Return an encoded GraphProto."""
+    """Return the fields of a GraphProto."""
     return node("Add") + text(2, name) + b"".join(fields)
 
 

@@ -1,4 +1,4 @@
-"""An AImage becomes another one: what changes is new, what does not is the same blob."""
+"""Convert an AImage to another one; unchanged tensors keep their blobs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def names(store):
     ),
     ids=str,
 )
-def test_convert_gives_what_create_gives(model, dialect, recipe):
+def test_convert_gives_the_same_blobs_as_create(model, dialect, recipe):
     from clowder_aimage.create import create
 
     store = ImageLayout(model.store)
@@ -89,7 +89,7 @@ def test_convert_gives_what_create_gives(model, dialect, recipe):
     assert all(written.was_there for written in wanted.layers)
 
 
-def test_a_sha512_aimage_stays_one(model):
+def test_a_sha512_aimage_keeps_its_algorithm(model):
     from clowder_aimage.create import create
 
     create(ImageLayout(model.store), PLAIN, model.directory, algorithm="sha512")
@@ -97,8 +97,8 @@ def test_a_sha512_aimage_stays_one(model):
     assert {layer.descriptor.digest.algorithm for layer in made.aimage.layers} == {"sha512"}
 
 
-def test_there_and_back(model):
-    """BF16 as F32, and auto finds it again."""
+def test_bf16_to_f32_and_auto_round_trip(model):
+    """BF16 as F32, which auto reverses."""
     plain = model.make("plain")
     converted(model, dtype="f32")
     again = convert(
@@ -116,8 +116,8 @@ def test_unchanged_tensors_keep_their_blobs(model):
         assert is_same == written.was_there == (written.layer.dtype != "int8")
 
 
-def test_components_are_quantized_one_after_the_other(model):
-    """First the transformer, then the text encoder; the config keeps what it knew."""
+def test_components_can_be_quantized_in_succession(model):
+    """First the transformer, then the text encoder; the config keeps the former fields."""
     model.make("plain", quantize="int4")
     made = converted(model, quantize="text_encoder=int8", dtype="f16")
     found = made.aimage.properties["components"]
@@ -128,8 +128,8 @@ def test_components_are_quantized_one_after_the_other(model):
     assert made.report.quantized.keys() == {"text_encoder", "transformer"}
 
 
-def test_codes_are_copied_as_they_are(tmp_path):
-    """What came quantized, and factors of nvfp4, through another cast of the rest."""
+def test_quantized_tensors_are_copied_unchanged(tmp_path):
+    """Prequantized tensors and nvfp4 scales, while the other tensors are cast."""
     tensors = compressed(struct.pack("<f", 3.0)) | REST
     model = make_valued(tmp_path / "model", transformer=tensors)
     plain = model.make("plain")
@@ -138,7 +138,7 @@ def test_codes_are_copied_as_they_are(tmp_path):
     assert made.aimage.layer("transformer/layers.0.norm.weight").dtype == "F32"
 
 
-def test_unknown_facts_of_a_config_stay(model):
+def test_unknown_fields_of_a_config_are_kept(model):
     made = model.make("plain")
     store = ImageLayout(model.store)
     value = json.loads(made.aimage.config)
@@ -163,7 +163,7 @@ MATRICES = [
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A small language model, as transformers saves it."""
+    """Return a small language model as saved by transformers."""
     directory = tmp_path_factory.mktemp("saved") / "model"
     directory.mkdir()
     shapes: dict[str, tuple[int, ...]] = {
@@ -183,7 +183,7 @@ def whole(store, reference=NEW):
 
 
 @pytest.mark.parametrize("recipe", [{"dtype": "f16", "quantize": "int4"}], ids=str)
-def test_a_language_model_becomes_what_create_gives(tmp_path, saved, recipe):
+def test_converting_a_language_model_equals_create(tmp_path, saved, recipe):
     from clowder_aimage.create import create
 
     store = ImageLayout(tmp_path / "store")
@@ -195,7 +195,7 @@ def test_a_language_model_becomes_what_create_gives(tmp_path, saved, recipe):
     assert all(written.was_there for written in direct.layers)
 
 
-def test_a_quantized_language_model_says_so_at_the_top(tmp_path, saved):
+def test_a_quantized_language_model_declares_it_at_the_top_level(tmp_path, saved):
     from clowder_aimage.create import create
 
     store = ImageLayout(tmp_path / "store")
@@ -216,11 +216,11 @@ def test_a_quantized_language_model_says_so_at_the_top(tmp_path, saved):
         convert(store, NEW, Reference.parse("twice"), Recipe.parse(quantize="int4"))
 
 
-# -- what others wrote
+# -- AImages of other tools
 
 
 def keep(store, reference, aimage, dialect="clowder"):
-    """Put an AImage whose layers are there under a name."""
+    """Tag an AImage whose layers are already stored."""
     manifest, config = DIALECTS[dialect].write(aimage)
     store.push(manifest.config, bytes_body(config))
     store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
@@ -261,7 +261,7 @@ SAID = {
 
 
 def separate(store, words, said, promised=("U32", (64, 8))):
-    """An AImage of the first generation: codes, scales and biases in layers of their own."""
+    """Return a first-generation AImage: codes, scales and biases in separate layers."""
     name = Q.partition("/")[2]
     codes, scales, biases = (data for _, _, data in mlx64())
     put_own = [
@@ -288,7 +288,7 @@ def separate(store, words, said, promised=("U32", (64, 8))):
 
 
 def mlx64():
-    """Codes, scales and biases of VALUES, in F32."""
+    """Return codes, scales and biases of VALUES in F32."""
     codes, scales, biases = quantized_by_mlx(VALUES, "F32", "int4", None)
     return [("U32", (64, 8), codes), ("F32", (64, 1), scales), ("F32", (64, 1), biases)]
 
@@ -303,7 +303,7 @@ def mlx64():
         ("ollama", None, (), "bf16"),
     ],
 )
-def test_scales_in_layers_of_their_own_are_not_cast(tmp_path, words, said, promised, dtype):
+def test_scales_in_separate_layers_are_not_cast(tmp_path, words, said, promised, dtype):
     model = make_valued(tmp_path / "model")
     aimage = separate(ImageLayout(model.store), words, said, promised)
     made = converted(model, dtype=dtype)
@@ -329,7 +329,7 @@ def test_scales_in_layers_of_their_own_are_not_cast(tmp_path, words, said, promi
         converted(model, quantize="int8")
 
 
-def test_scales_in_layers_of_their_own_that_do_not_fit(tmp_path, monkeypatch):
+def test_mismatched_scales_in_separate_layers_are_refused(tmp_path, monkeypatch):
     model = make_valued(tmp_path / "model")
     for value in (
         {"quantization": "int8", "group_size": 64},
@@ -343,7 +343,7 @@ def test_scales_in_layers_of_their_own_that_do_not_fit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("said", [None, {"type": "int4", "tensors": 1}], ids=str)
-def test_configs_that_say_less_of_quantized_weights(tmp_path, said):
+def test_configs_with_incomplete_quantization_are_read(tmp_path, said):
     from clowder_aimage.cli.verbs.create import summary, text
 
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
@@ -360,10 +360,10 @@ def test_configs_that_say_less_of_quantized_weights(tmp_path, said):
     assert "text_encoder: 1 of 4 tensors are int8" in shown
 
 
-# -- what is refused
+# -- refusals
 
 
-def test_there_is_no_such_aimage(model):
+def test_an_unknown_aimage_is_refused(model):
     model.make("plain")
     with pytest.raises(NotFoundError):
         converted(model, Reference.parse("absent"), quantize="int8")
@@ -382,7 +382,7 @@ def test_quantizing_twice_is_refused(model):
     assert names(model.store) == ["plain:latest"]
 
 
-def test_a_value_that_does_not_fit(tmp_path):
+def test_a_value_beyond_the_type_is_refused(tmp_path):
     values = transformer()
     values["layers.0.attention.to_q.weight"][0, 0] = 1e10
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "BF16"))
@@ -392,7 +392,7 @@ def test_a_value_that_does_not_fit(tmp_path):
     assert names(model.store) == ["plain:latest"]
 
 
-def test_a_blob_that_is_not_there(model):
+def test_a_missing_blob_is_refused(model):
     made = model.make("plain")
     store = ImageLayout(model.store)
     store.path(made.aimage.layer(Q).descriptor).unlink()
@@ -428,9 +428,7 @@ OTHER = encode_header([("layers.0.attention.to_k.weight", "BF16", (64, 64))])
     ],
     ids=["another", "dtype", "shape", "short", "type"],
 )
-def test_a_blob_that_is_not_what_its_layer_says_is_refused(
-    tmp_path, header, data, dtype, shape, said
-):
+def test_a_blob_that_contradicts_its_layer_is_refused(tmp_path, header, data, dtype, shape, said):
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
     layer = put(store, Q, header, data, dtype, shape)
@@ -442,7 +440,7 @@ def test_a_blob_that_is_not_what_its_layer_says_is_refused(
 
 
 def test_a_second_tensor_in_a_blob_is_refused(tmp_path):
-    """Refused by whoever runs it, too."""
+    """Running the model refuses it too."""
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
     for key in (OWN, Q, "data"):
@@ -488,8 +486,8 @@ def test_a_group_that_does_not_fit_is_refused(tmp_path, prefix, names, promise, 
     assert caught.value.message.startswith(f"transformer/{prefix}: the blob holds")
 
 
-def test_ollamas_files_of_the_first_generation(model):
-    """A manifest whose configurations are ``.config`` layers, on the same blobs."""
+def test_first_generation_manifests_of_ollama_are_read(model):
+    """Their configurations are ``.config`` layers, on the same blobs."""
     from clowder_aimage.create import create
 
     store = ImageLayout(model.store)
@@ -504,7 +502,7 @@ def test_ollamas_files_of_the_first_generation(model):
     assert again.descriptor == direct.descriptor
 
 
-def test_an_expert_with_a_tensor_that_is_called_like_its_scales(tmp_path):
+def test_an_expert_with_a_tensor_named_like_scales_is_converted(tmp_path):
     model = make_valued(tmp_path / "model")
     own = "layers.1.mlp.experts.0.up_proj.weight"
     group(ImageLayout(model.store), "layers.1.mlp.experts", own, f"{own}.scale")

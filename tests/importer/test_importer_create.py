@@ -1,4 +1,4 @@
-"""A model directory becomes an AImage: the same one everywhere, one blob a tensor."""
+"""Pack a model directory into an AImage: reproducible, with one blob per tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of, in_memory
 
 @pytest.fixture
 def packed(model):
-    """The model packed: the store, and what was read back from it."""
+    """Return the packed model: the store and its parsed content."""
     model.create()
     store = ImageLayout(model.store)
     return store, read_aimage(store, Reference.parse("model"))
@@ -62,7 +62,7 @@ def test_files_are_kept_byte_for_byte(packed, model):
         assert layer.descriptor.media_type == mediatype.AIMAGE_FILE
 
 
-def test_the_config_says_what_it_is(packed, model):
+def test_the_config_describes_the_model(packed, model):
     _, stored = packed
     config = stored.aimage.properties
     validate("aimage-config", config)
@@ -86,7 +86,7 @@ def test_the_config_says_what_it_is(packed, model):
     assert "created" not in config
 
 
-def test_the_config_names_no_place_person_or_program(packed, model):
+def test_the_config_contains_no_path_user_or_program(packed, model):
     _, stored = packed
     text = stored.aimage.config.decode()
     for word in (str(model.directory), str(model.store), "tmp", __version__, "0.42"):
@@ -95,7 +95,7 @@ def test_the_config_names_no_place_person_or_program(packed, model):
         assert word not in text.replace("schemaVersion", "").replace("diffusers", "").lower()
 
 
-def test_provenance_is_recorded_where_it_is_given(model):
+def test_given_provenance_is_recorded(model):
     given = Provenance("apache-2.0", "https://example.com/m", "2026-01-31T12:00:00Z")
     made = model.create(provenance=given)
     config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
@@ -116,7 +116,7 @@ def test_provenance_is_recorded_where_it_is_given(model):
     [Provenance(created="yesterday"), Provenance(license="\udcff")],
     ids=["time", "license"],
 )
-def test_provenance_that_cannot_be_is_refused_before_anything_is_written(model, provenance):
+def test_invalid_provenance_is_refused_before_anything_is_written(model, provenance):
     with pytest.raises(FormatError):
         model.create(provenance=provenance)
     assert not model.store.exists()
@@ -134,18 +134,18 @@ def test_provenance_that_cannot_be_is_refused_before_anything_is_written(model, 
         ("---\ntitle: x\n---\nlicense: mit\n", None),
     ],
 )
-def test_the_licence_is_that_of_the_model_card(model, card, license_):
+def test_the_licence_is_read_from_the_model_card(model, card, license_):
     model.write("README.md", card)
     model.create()
     config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
     assert config.get("license") == license_
 
 
-# -- the same digest, whoever packs
+# -- reproducible digests
 
 
 def test_the_digest_is_pinned(model):
-    """What was packed yesterday must have the same digest tomorrow."""
+    """A model packed by an earlier version must keep its digest."""
     assert model.digest() == PINNED
 
 
@@ -169,7 +169,7 @@ def test_one_file_or_shards_from_any_place_in_any_order(model, tmp_path, monkeyp
     assert type(model)(link, model.store).digest() == digest
 
 
-def test_modes_times_and_what_lies_around_do_not_matter(model):
+def test_file_modes_times_and_unrelated_files_do_not_change_the_digest(model):
     digest = model.digest()
     before = os.umask(0o077)
     try:
@@ -197,7 +197,7 @@ def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model):
         assert str(DIALECTS["clowder"].write(stored.aimage)[0].digest) == digest
 
 
-# -- what models share
+# -- shared blobs
 
 
 def blobs(store):
@@ -211,7 +211,7 @@ def test_two_models_share_their_text_encoder(model, make_model):
     before = blobs(model.store)
     second = other.create("second")
     shared = {written.layer.name for written in second.layers if written.was_there}
-    # a tensor without elements has no bytes that could differ
+    # tensors without elements have equal blobs
     new = {
         f"{part}/{tensor[0]}"
         for part in ("transformer", "vae")
@@ -225,7 +225,7 @@ def test_two_models_share_their_text_encoder(model, make_model):
     assert again.descriptor == second.descriptor
 
 
-def test_the_watchers_hear_of_everything(model):
+def test_every_step_emits_events(model):
     plans: list[CreatePlan] = []
     written: list[WrittenLayers] = []
     made = model.create(on_plan=plans.append, on_written=written.append)
@@ -234,11 +234,11 @@ def test_the_watchers_hear_of_everything(model):
     assert sorted(i.layer.name for i in written) == [i.layer.name for i in made.layers]
 
 
-# -- odd but honest directories
+# -- unusual but valid directories
 
 
 def test_a_hugging_face_cache_is_packed(model, tmp_path):
-    """Its snapshots consist of links into its own blobs."""
+    """Its snapshots are links to its own blobs."""
     digest = model.digest()
     repository = tmp_path / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / "0123abcd"
@@ -260,7 +260,7 @@ def test_a_hugging_face_cache_is_packed(model, tmp_path):
         type(model)(snapshot, model.store).create()
 
 
-def test_a_link_within_the_directory_is_a_file(model):
+def test_a_link_inside_the_directory_is_packed_as_a_file(model):
     digest = model.digest()
     template = model.directory / "tokenizer" / "chat_template.jinja"
     template.rename(model.directory / "template")
@@ -269,14 +269,14 @@ def test_a_link_within_the_directory_is_a_file(model):
 
 
 def test_files_that_no_pipeline_reads_are_left_out(model):
-    """They neither travel nor change the digest."""
+    """They are not packed and do not change the digest."""
     digest = model.digest()
     for name in ("tokenizer/größe.json", "vae/x'\"$(id).json", "scheduler/a\\b.txt"):
         model.write(name, "{}")
     assert model.digest() == digest
 
 
-def test_a_tokenizer_of_vocabulary_and_merges_will_do(model):
+def test_a_tokenizer_of_vocabulary_and_merges_is_accepted(model):
     (model.directory / "tokenizer" / "tokenizer.json").unlink()
     model.write("tokenizer/vocab.json", {"a": 0})
     model.write("tokenizer/merges.txt", "#version: 0.2\n")
@@ -284,7 +284,7 @@ def test_a_tokenizer_of_vocabulary_and_merges_will_do(model):
     assert {"tokenizer/vocab.json", "tokenizer/merges.txt"} <= names
 
 
-def test_a_part_that_the_model_says_it_lacks_is_no_hindrance(model):
+def test_a_component_declared_as_absent_is_not_required(model):
     model.write(
         "model_index.json",
         FILES["model_index.json"] | {"safety_checker": [None, None], "is_distilled": True},
@@ -292,7 +292,7 @@ def test_a_part_that_the_model_says_it_lacks_is_no_hindrance(model):
     assert model.create()
 
 
-def test_the_store_may_lie_in_the_model_directory(model):
+def test_the_store_may_be_in_the_model_directory(model):
     store = ImageLayout(model.directory / "store")
     first = create(store, Reference.parse("m"), model.directory)
     assert create(store, Reference.parse("m"), model.directory).descriptor == first.descriptor

@@ -1,4 +1,4 @@
-"""Which format is meant where nobody says: contents first, names second, and no guessing."""
+"""Detect the format of a model by its contents, then by its name, without guessing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_file_is_detected_by_its_contents(tmp_path, kind, ending):
 
 
 @pytest.mark.parametrize("ending", ["gguf", "onnx"])
-def test_a_damaged_file_by_its_ending(tmp_path, ending):
+def test_a_damaged_file_is_detected_by_its_suffix(tmp_path, ending):
     path = tmp_path / f"model.{ending.upper()}"
     for raw in (b"", b"<!DOCTYPE html>", bytes(100)):
         path.write_bytes(raw)
@@ -82,7 +82,7 @@ def test_a_damaged_file_by_its_ending(tmp_path, ending):
 
 
 @pytest.mark.parametrize("magic", [b"FUGG", b"tjgg"])
-def test_files_that_gguf_explains(tmp_path, magic):
+def test_gguf_variants_are_detected_as_gguf(tmp_path, magic):
     path = tmp_path / "model.bin"
     path.write_bytes(magic + bytes(30))
     assert detect(path) == "gguf"
@@ -96,17 +96,17 @@ def test_files_that_gguf_explains(tmp_path, magic):
         ("model.pth", b"neither"),
     ],
 )
-def test_pickled_files_are_said_to_be(tmp_path, name, raw):
+def test_pickled_files_are_refused_as_pickles(tmp_path, name, raw):
     path = tmp_path / name
     path.write_bytes(raw)
     error = refused(path, str(path), "pickled")
     assert "safetensors" in str(error.hint)
 
 
-def test_a_checkpoint_that_is_called_pt(tmp_path):
+def test_a_pickled_checkpoint_with_suffix_pt_is_refused(tmp_path):
     path = tmp_path / "model.pt"
     path.write_bytes(CHECKPOINT)
-    assert detect(path) == "torchscript"  # whose reader says what it is
+    assert detect(path) == "torchscript"  # whose parser determines the kind
     from clowder_aimage.formats.torchscript import take
 
     with pytest.raises(ModelError, match="pickled"):
@@ -121,7 +121,7 @@ def zipped() -> bytes:
 
 
 @pytest.mark.parametrize("raw", [b"", zipped(), bytes(8) + b"{", bytes(99)])
-def test_other_files_are_told_what_can_be_packed(tmp_path, raw):
+def test_unknown_files_are_refused_with_the_known_formats(tmp_path, raw):
     path = tmp_path / "notes.docx"
     path.write_bytes(raw)
     error = refused(path, "in no format")
@@ -129,25 +129,25 @@ def test_other_files_are_told_what_can_be_packed(tmp_path, raw):
         assert word in str(error.hint)
 
 
-def test_weights_alone_are_no_model(tmp_path):
+def test_weights_without_a_config_are_refused(tmp_path):
     path = write(tmp_path, {"model.safetensors": PLAIN}) / "model.safetensors"
     error = refused(path, "weights alone")
     assert "config.json" in str(error.hint)
     refused(tmp_path, "model.safetensors", "no config.json")
 
 
-def test_a_damaged_safetensors_file(tmp_path):
+def test_a_damaged_safetensors_file_is_refused(tmp_path):
     path = write(tmp_path, {"x.safetensors": PLAIN[:-1]}) / "x.safetensors"
     refused(path, str(path), kind=FormatError)
 
 
-def test_a_part_of_a_saved_model(tmp_path):
+def test_a_file_of_a_saved_model_is_refused(tmp_path):
     root = write(tmp_path, DIRECTORIES["savedmodel"])
     error = refused(root / "saved_model.pb", "a part of a SavedModel")
     assert "directory" in str(error.hint)
 
 
-def test_pointers_and_what_is_not_there(tmp_path):
+def test_lfs_pointers_and_missing_files_are_refused(tmp_path):
     path = write(tmp_path, {"m.gguf": b"version https://git-lfs.github.com/spec/v1\n"}) / "m.gguf"
     refused(path, "Git LFS")
     refused(tmp_path / "absent", "there is no")
@@ -166,7 +166,7 @@ def test_pointers_and_what_is_not_there(tmp_path):
         ([], False),
     ],
 )
-def test_is_lora(names, is_one):
+def test_is_lora_recognises_adapters(names, is_one):
     assert is_lora(names) is is_one
 
 
@@ -179,17 +179,17 @@ def test_a_directory_is_detected_by_its_contents(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("first", "second"), [("transformers", "gguf"), ("onnx", "gguf")])
-def test_two_formats_are_refused(tmp_path, first, second):
+def test_a_directory_of_two_formats_is_refused(tmp_path, first, second):
     root = write(tmp_path, DIRECTORIES[second] | DIRECTORIES[first])
     error = refused(root, first, second, kind=UsageError)
     assert error.remedy == "choose_format"
 
 
-def test_a_config_of_the_base_makes_no_model_of_an_adapter(tmp_path):
+def test_an_adapter_with_the_config_of_its_base_is_an_adapter(tmp_path):
     assert detect(write(tmp_path, DIRECTORIES["lora"] | {"config.json": CONFIG})) == "lora"
 
 
-def test_models_in_a_directory_of_their_own(tmp_path):
+def test_models_in_a_subdirectory_are_detected(tmp_path):
     root = write(tmp_path, {"config.json": CONFIG, "onnx/model.onnx": pb.plain_model()})
     assert detect(root) == "onnx"
     write(root, {"model.safetensors": PLAIN})
@@ -197,17 +197,17 @@ def test_models_in_a_directory_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("config", [b"[]", b'{"model_type": ""}'])
-def test_a_config_that_names_no_network(tmp_path, config):
+def test_a_config_without_an_architecture_is_refused(tmp_path, config):
     refused(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}), "no config.json")
 
 
 @pytest.mark.parametrize("config", [b"\xff", b'{"model_type": "lla'])
-def test_a_config_that_is_damaged(tmp_path, config):
+def test_a_damaged_config_is_refused(tmp_path, config):
     with pytest.raises(FormatError, match=r"config\.json is not JSON"):
         detect(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}))
 
 
-def test_directories_of_pickled_files(tmp_path):
+def test_directories_of_pickled_files_are_refused(tmp_path):
     root = write(tmp_path, {"config.json": CONFIG, "pytorch_model.bin": CHECKPOINT})
     refused(root, str(root / "pytorch_model.bin"), "pickled")
     root = write(tmp_path / "b", {"model.pt": archive(MEMBERS), "notes.txt": b""})
@@ -217,7 +217,7 @@ def test_directories_of_pickled_files(tmp_path):
 
 
 def test_pickled_files_in_directories_are_not_opened(tmp_path):
-    os.mkfifo(tmp_path / "pytorch_model.bin")  # whoever opened it would wait for ever
+    os.mkfifo(tmp_path / "pytorch_model.bin")  # opening it would block forever
     refused(tmp_path, "pickled")
 
 
@@ -233,25 +233,25 @@ def test_the_only_file_of_a_directory_is_detected_by_its_contents(tmp_path, kind
     refused(root)
 
 
-def test_the_only_file_of_a_directory_may_not_lead_out(tmp_path):
+def test_a_link_out_of_the_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").write_bytes(FILES["gguf"])
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "weights").symlink_to(tmp_path / "elsewhere")
     refused(tmp_path / "m", "leaves the model directory")
 
 
-def test_an_empty_directory(tmp_path):
+def test_an_empty_directory_is_refused(tmp_path):
     refused(tmp_path, "in no format")
 
 
-def test_a_config_that_leads_out(tmp_path):
+def test_a_config_link_out_of_the_directory_is_refused(tmp_path):
     root = write(tmp_path / "m", {"model.safetensors": PLAIN})
     (tmp_path / "config.json").write_bytes(CONFIG)
     (root / "config.json").symlink_to(tmp_path / "config.json")
     refused(root, "leaves the model directory")
 
 
-# -- any bytes at all
+# -- arbitrary bytes
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -1,4 +1,4 @@
-"""Precisions: what --dtype stores, to the bit, and what it refuses."""
+"""Cast tensors with --dtype: exact bits, and refused values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def tensor_of(store, layer):
-    """dtype, shape and bytes of the only tensor in a layer's blob, as another reader sees them."""
+    """Return dtype, shape and bytes of the only tensor in a layer's blob, by another parser."""
     ((_, info),) = safetensors.deserialize(blob_of(store, read_back(store), layer))
     return info["dtype"], tuple(info["shape"]), bytes(info["data"])
 
@@ -40,7 +40,7 @@ def mlx_bytes(array):
 
 
 def every_f32():
-    """Random bits, with all that is special: zeros, subnormals, infinities, NaN, ties."""
+    """Return random bits and all special values: zeros, subnormals, infinities, NaN, ties."""
     bits = np.random.default_rng(7).integers(0, 2**32, 100_000, dtype=np.uint32)
     special = [0x00000000, 0x80000000, 0x00000001, 0x007FFFFF, 0x7F800000, 0xFF800000]
     special += [0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x477FE000, 0x33000000]
@@ -52,7 +52,7 @@ def every_f32():
     ("source", "target"),
     [("F32", "F16"), ("F32", "BF16"), ("F16", "BF16"), ("BF16", "F16"), ("BF16", "F32")],
 )
-def test_values_are_those_that_mlx_gives(source, target):
+def test_values_equal_those_of_mlx(source, target):
     if source == "F32":
         values = every_f32()
         values = values[np.abs(values) < 65504] if target == "F16" else values
@@ -69,7 +69,7 @@ def test_values_are_those_that_mlx_gives(source, target):
 
 
 @pytest.mark.parametrize("target", ["F16", "BF16"])
-def test_nan_stays_nan_and_keeps_its_sign(target):
+def test_nan_is_kept_with_its_sign(target):
     bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF80FFFF, 0x7FFFFFFF], "<u4")
     made, lost = precision.cast(memoryview(bits.tobytes()), "F32", target)
     back = np.array(mlx_array(made.tobytes(), target).astype(mx.float32))
@@ -81,13 +81,13 @@ def test_nan_stays_nan_and_keeps_its_sign(target):
 
 
 def test_float64_is_rounded_once():
-    """Halfway between two BF16 values, and a bit: rounding by way of float32 forgets the bit."""
+    """Just above halfway between two BF16 values: rounding through float32 loses the last bit."""
     values = np.array([1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1 + 2**-8, -1 - 2**-8 - 2**-40])
     made, _ = precision.cast(memoryview(values.tobytes()), "F64", "BF16")
     assert made.tolist() == [0x3F81, 0x3F80, 0x3F80, 0xBF81]
 
 
-def test_what_becomes_infinite_is_counted():
+def test_values_that_become_infinite_are_counted():
     values = np.array([65519.9, 65520.0, -1e30, np.inf, -np.inf, np.nan, 1.0], "<f4")
     assert precision.cast(memoryview(values.tobytes()), "F32", "F16")[1] == 2
     values = np.array([3.3895e38, 3.4e38, np.inf], "<f4")
@@ -97,7 +97,7 @@ def test_what_becomes_infinite_is_counted():
 # -- auto
 
 
-def test_auto_stores_what_is_bf16_at_half_the_size_and_loses_nothing(tmp_path):
+def test_auto_stores_bf16_values_at_half_the_size_without_loss(tmp_path):
     model = make_valued(tmp_path / "model", "F32")
     plain = make_valued(tmp_path / "bf16", "BF16")
     packed = model.make(dtype="auto")
@@ -111,8 +111,8 @@ def test_auto_stores_what_is_bf16_at_half_the_size_and_loses_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("place", "bit"), [(0, 0), (262_144, 15), (-1, 0)])
-def test_auto_is_about_every_word_of_a_tensor(tmp_path, place, bit):
-    """A single low bit anywhere keeps all of the tensor in F32, and no other one."""
+def test_auto_checks_every_value_of_a_tensor(tmp_path, place, bit):
+    """One set low bit keeps that whole tensor in F32, and no other."""
     values = transformer()
     values["layers.0.large.weight"] = bf16_values("large", (600, 512))
     values["layers.0.large.weight"].reshape(-1).view(np.uint32)[place] |= 1 << bit
@@ -124,11 +124,11 @@ def test_auto_is_about_every_word_of_a_tensor(tmp_path, place, bit):
     assert data == values["layers.0.large.weight"].tobytes()
 
 
-# -- given
+# -- explicit types
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_all_floats_get_the_type_that_was_asked_for(tmp_path, dtype):
+def test_all_floats_are_cast_to_the_requested_type(tmp_path, dtype):
     numbers = {"position_ids": ("I64", (4,), bytes(range(32))), "mask": ("BOOL", (2,), b"\0\1")}
     tensors = as_dtype(transformer(), "F32") | numbers
     model = make_valued(tmp_path / "model", transformer=tensors)
@@ -170,7 +170,7 @@ def test_a_value_that_f16_cannot_hold_is_refused_before_anything_is_written(tmp_
     ],
     ids=str,
 )
-def test_the_hint_names_a_type_that_reaches_further(tmp_path, recipe, ends, hint):
+def test_the_hint_names_a_type_with_a_larger_range(tmp_path, recipe, ends, hint):
     name = "layers.0.attention.to_q.weight"
     values = transformer()
     values[name] = values[name].astype(np.float64)
@@ -194,7 +194,7 @@ def test_an_unknown_type_is_refused():
         Recipe.parse("BF16")
 
 
-def test_missing_packages_are_named_first(tmp_path, monkeypatch):
+def test_missing_packages_are_reported_first(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = make_valued(tmp_path / "model")
     with pytest.raises(UsageError, match="changing weights needs numpy") as caught:

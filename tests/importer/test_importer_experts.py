@@ -1,4 +1,4 @@
-"""Experts of a layer share a blob: named by their prefix, found by the names in its header."""
+"""Experts of a layer share a blob, named by their prefix and read by its header."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
 def moe(experts=3, layers=2, shape=(64, 64)):
-    """What a Qwen3-MoE text encoder has, in the order of no use."""
+    """Return the tensors of a Qwen3-MoE text encoder in a random order."""
     names = [
         f"model.layers.{layer}.mlp.{group}{part}"
         for layer in range(layers)
@@ -53,7 +53,7 @@ def test_expert_group_is_the_common_prefix(name, group):
     assert expert_group(name) == group
 
 
-def test_one_layer_a_group_and_its_members_sorted(model):
+def test_a_group_is_one_layer_with_sorted_members(model):
     model.make()
     aimage = read_back(model.store)
     names = {layer.name for layer in aimage.component("text_encoder") if layer.is_tensor}
@@ -71,7 +71,7 @@ def test_one_layer_a_group_and_its_members_sorted(model):
         assert (dtype, shape, data) == ("BF16", (64, 64), bits)
 
 
-def test_mixtral(tmp_path):
+def test_mixtral_experts_are_grouped(tmp_path):
     name = "model.layers.0.block_sparse_moe.experts"
     values = {f"{name}.{n}.{w}.weight": bf16_values(f"{n}{w}", (8, 8)) for n in "01" for w in "ab"}
     model = make_valued(tmp_path / "model", text_encoder=as_dtype(values, "BF16"))
@@ -90,7 +90,7 @@ def test_the_numbers_count_tensors_and_not_blobs(model):
     assert config["dtype"] == "int8"
 
 
-def test_quantized_groups_of_one_kind_say_it_once(model):
+def test_quantized_groups_of_one_kind_declare_it_once(model):
     model.make(quantize="text_encoder=int4")
     aimage = read_back(model.store)
     raw = blob_of(model.store, aimage, "text_encoder/model.layers.0.mlp.experts")
@@ -105,7 +105,7 @@ def test_quantized_groups_of_one_kind_say_it_once(model):
     assert {tensor.dtype for tensor in tensors.values()} == {"int4"}
 
 
-def test_members_that_were_not_quantized_stand_beside_those_that_were(tmp_path):
+def test_unquantized_members_are_stored_beside_quantized_ones(tmp_path):
     values = moe(experts=1, layers=1)
     odd = "model.layers.0.mlp.experts.0.down_proj.weight"
     values[odd] = bf16_values(odd, (64, 24))
@@ -120,8 +120,8 @@ def test_members_that_were_not_quantized_stand_beside_those_that_were(tmp_path):
     }
 
 
-def test_members_of_several_kinds_say_it_each(tmp_path):
-    """Somebody's MLX weights: one expert of 8 bits among those of 4."""
+def test_members_of_several_kinds_declare_it_each(tmp_path):
+    """MLX weights with one 8-bit expert among 4-bit ones."""
     values = moe(experts=2, layers=1)
     tensors: dict[str, Stored] = {}
     precise = "model.layers.0.mlp.experts.1.up_proj"

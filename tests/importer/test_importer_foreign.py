@@ -1,4 +1,4 @@
-"""Weights quantized in ways that are not converted: refused, whatever is left of them."""
+"""Refuse weights in unsupported quantization formats, by any of their traces."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_unknown_quantization_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("method", ["gptq", 7])
-def test_quantization_by_another_maker_is_refused(tmp_path, method):
+def test_quantization_by_another_tool_is_refused(tmp_path, method):
     model = make_valued(tmp_path / "model")
     config = {"quantization_config": {"quant_method": method}}
     model.write("transformer/config.json", config)
@@ -92,7 +92,7 @@ def test_known_and_similar_names_are_packed(tmp_path, tensors, config):
     assert model.make()
 
 
-# -- configurations: whoever packs takes what whoever runs takes, and nothing else
+# -- configurations: create and run accept the same ones
 
 AFFINE = {"group_size": 64, "bits": 4}
 TAKEN = [

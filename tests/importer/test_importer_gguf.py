@@ -1,4 +1,4 @@
-"""GGUF files: what is read of them, and what is refused. The reference reader is the judge."""
+"""GGUF files: extracted metadata and refusals, compared with the reference reader."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def without(key: str) -> list[made.Pair]:
 # -- one file
 
 
-def test_a_file_says_what_it_is(path):
+def test_metadata_of_a_file_are_read(path):
     path.write_bytes(gguf())
     taken = take(path)
     assert taken.facts == {
@@ -60,7 +60,7 @@ def test_a_file_says_what_it_is(path):
 
 
 @pytest.mark.parametrize(("version", "alignment"), [(2, 8), (3, 4096)])
-def test_versions_and_alignments_that_are_read(path, version, alignment):
+def test_supported_versions_and_alignments_are_read(path, version, alignment):
     path.write_bytes(gguf(version=version, alignment=alignment))
     assert take(path).facts["parameters"] == PARAMETERS
 
@@ -68,13 +68,13 @@ def test_versions_and_alignments_that_are_read(path, version, alignment):
 @pytest.mark.parametrize(
     ("said", "known"), [(18, "Q6_K"), (38, "MXFP4_MOE"), (1024 + 15, "Q4_K_M")]
 )
-def test_the_file_type_by_its_name(path, said, known):
+def test_the_file_type_is_named(path, said, known):
     path.write_bytes(gguf([*without("general.file_type"), ("general.file_type", UINT32, said)]))
     assert take(path).facts["quantization"] == known
 
 
 @pytest.mark.parametrize("said", [None, 1024])
-def test_without_a_known_file_type_most_elements_decide(path, said):
+def test_an_unknown_file_type_is_derived_from_most_elements(path, said):
     pairs = without("general.file_type")
     if said is not None:
         pairs.append(("general.file_type", UINT32, said))
@@ -82,20 +82,20 @@ def test_without_a_known_file_type_most_elements_decide(path, said):
     assert take(path).facts["quantization"] == "Q4_K"
 
 
-def test_facts_that_are_not_there_or_not_fit_to_be_shown_are_left_out(path):
+def test_missing_or_unprintable_metadata_are_omitted(path):
     path.write_bytes(gguf([("general.name", STRING, "a\x1b[31mb"), ("x.y", UINT32, 1)], []))
     assert take(path).facts == {"format": "gguf"}
     path.write_bytes(gguf([("general.name", STRING, "n" * 5000)], []))
     assert take(path).facts == {"format": "gguf"}
 
 
-def test_lists_of_lists_are_passed_over(path):
+def test_nested_lists_are_skipped(path):
     nested = (ARRAY, [(STRING, ["a", "b"]), (UINT32, [1, 2, 3]), (ARRAY, [(BOOL, [1])])])
     path.write_bytes(gguf([("a.b", ARRAY, nested), *LLAMA]))
     assert take(path).facts["parameters"] == PARAMETERS
 
 
-def test_a_link_that_was_named_is_followed(tmp_path, path):
+def test_a_named_link_is_followed(tmp_path, path):
     elsewhere = tmp_path / "blobs"
     elsewhere.mkdir()
     (elsewhere / "sha256-abc").write_bytes(gguf())
@@ -106,7 +106,7 @@ def test_a_link_that_was_named_is_followed(tmp_path, path):
 # -- adapters and projectors
 
 
-def test_an_adapter_says_so(path):
+def test_an_adapter_is_recognised(path):
     path.write_bytes(gguf(made.ADAPTER, made.LORA))
     taken = take(path)
     assert taken.facts["adapter"] == {
@@ -124,7 +124,7 @@ def test_an_adapter_of_another_kind_is_refused(path):
     refused(path, gguf(pairs, made.LORA), "'x'", kind=ModelError)
 
 
-def test_an_adapter_with_an_alpha_that_is_no_number_is_refused(path):
+def test_an_adapter_with_an_invalid_alpha_is_refused(path):
     pairs = [p for p in made.ADAPTER if p[0] != "adapter.lora.alpha"]
     for alpha in (float("nan"), float("inf")):
         bad = [*pairs, ("adapter.lora.alpha", FLOAT32, alpha)]
@@ -132,7 +132,7 @@ def test_an_adapter_with_an_alpha_that_is_no_number_is_refused(path):
     refused(path, gguf([*pairs, ("adapter.lora.alpha", STRING, "16")], made.LORA), "alpha")
 
 
-def test_a_projector_goes_with_the_model_beside_it(tmp_path):
+def test_a_projector_is_packed_with_its_model(tmp_path):
     projector = [("general.type", STRING, "mmproj"), ("general.architecture", STRING, "clip")]
     (tmp_path / "model.gguf").write_bytes(gguf())
     (tmp_path / "mmproj.gguf").write_bytes(gguf(projector, [("v.weight", 1, (4, 4))]))
@@ -148,7 +148,7 @@ def test_a_projector_goes_with_the_model_beside_it(tmp_path):
     assert (alone.facts["architecture"], alone.license) == ("clip", "mit")
 
 
-def test_two_models_in_a_directory_are_not_guessed_between(tmp_path):
+def test_two_models_in_a_directory_are_refused(tmp_path):
     for name in ("a-Q4.gguf", "a-Q8.gguf"):
         (tmp_path / name).write_bytes(gguf())
     with pytest.raises(UsageError, match=r"a-Q4\.gguf, a-Q8\.gguf") as caught:
@@ -156,12 +156,12 @@ def test_two_models_in_a_directory_are_not_guessed_between(tmp_path):
     assert caught.value.hint
 
 
-def test_a_directory_without_one_is_refused(tmp_path):
+def test_a_directory_without_a_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no GGUF file"):
         take(tmp_path)
 
 
-def test_the_cache_of_hugging_face_is_followed(tmp_path):
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / "Q4_K_M"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -186,14 +186,14 @@ def parts(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("number", [1, None])
-def test_a_split_model_is_taken_whole_from_any_part(parts, number):
+def test_a_split_model_is_complete_from_any_part(parts, number):
     taken = take(parts[0].parent if number is None else parts[number])
     assert [file.name for file in taken.files] == [part.name for part in parts]
     assert taken.facts["name"] == "Small Llama"
     assert taken.facts["parameters"] == PARAMETERS
 
 
-def test_missing_parts_are_named(parts):
+def test_missing_parts_are_reported(parts):
     parts[0].unlink()
     parts[2].unlink()
     with pytest.raises(FormatError) as caught:
@@ -213,13 +213,13 @@ def test_a_part_under_another_name_is_refused(parts, path):
     refused(path, parts[1].read_bytes(), "of 3", "of 1")
 
 
-def test_a_whole_model_that_is_called_a_part_is_refused(parts):
+def test_a_whole_model_named_like_a_part_is_refused(parts):
     parts[1].write_bytes(gguf())
     with pytest.raises(FormatError, match="of 1, and is part 1 of 3"):
         take(parts[0])
 
 
-def test_parts_with_other_tensors_than_they_say_are_refused(parts):
+def test_parts_with_a_wrong_tensor_count_are_refused(parts):
     said = [("split.no", 2, 2), ("split.count", 2, 3), ("split.tensors.count", 5, 3)]
     parts[2].write_bytes(gguf(said, []))
     with pytest.raises(FormatError, match="hold 3 tensors, they hold 2"):
@@ -229,7 +229,7 @@ def test_parts_with_other_tensors_than_they_say_are_refused(parts):
         take(parts[0])
 
 
-def test_a_part_beside_that_leads_elsewhere_is_refused(parts, tmp_path):
+def test_a_part_linked_to_another_directory_is_refused(parts, tmp_path):
     outside = tmp_path.parent / f"{tmp_path.name}-outside.gguf"
     parts[1].rename(outside)
     parts[1].symlink_to(outside)
@@ -237,12 +237,12 @@ def test_a_part_beside_that_leads_elsewhere_is_refused(parts, tmp_path):
         take(parts[0])
 
 
-def test_a_number_that_cannot_be_a_part(tmp_path):
+def test_an_invalid_part_number_is_refused(tmp_path):
     path = tmp_path / "m-00004-of-00003.gguf"
     refused(path, gguf(), "part 4 of 3", kind=ModelError)
 
 
-# -- what is no GGUF file
+# -- invalid files
 
 
 def test_files_that_are_not_gguf_are_refused(path):
@@ -252,7 +252,7 @@ def test_files_that_are_not_gguf_are_refused(path):
     refused(path, b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", kind=ModelError)
 
 
-def test_big_endian_files_are_said_to_be(path):
+def test_big_endian_files_are_reported(path):
     raw = b"GGUF" + struct.pack(">IQQ", 3, 0, 0)
     error = refused(path, raw, "big-endian")
     assert error.hint == "convert it with gguf-convert-endian"
@@ -264,7 +264,7 @@ def test_unknown_versions_are_refused(path, version):
     refused(path, gguf(version=version), "at byte 4", f"version {version}")
 
 
-def test_no_file_and_no_regular_file(path, tmp_path):
+def test_missing_files_and_dangling_links_are_refused(path, tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         take(path)
     path.symlink_to(tmp_path / "nothing")
@@ -319,7 +319,7 @@ def test_lists_too_deep_or_too_long_are_refused(path):
             refused(path, raw + struct.pack("<IQ", kind, count) + bytes(50), "cannot be in")
 
 
-def test_a_flood_of_empty_strings_ends_soon(path, monkeypatch):
+def test_many_empty_strings_are_refused_early(path, monkeypatch):
     monkeypatch.setattr("clowder_aimage.formats.gguf_header.MAX_ITEMS", 1000)
     refused(path, gguf([("a", ARRAY, (STRING, [""] * 1001))]), "cannot be in")
     twice = [("a", ARRAY, (STRING, [""] * 600)), ("b", ARRAY, (STRING, [""] * 600))]
@@ -355,7 +355,7 @@ def test_tensors_outside_of_the_file_are_refused(path, offset, shape, said):
     refused(path, made.padded(raw, 32) + bytes(32), said)
 
 
-def test_tensors_that_overlap(path):
+def test_overlapping_tensors_are_refused(path):
     raw = HEAD + struct.pack("<QQ", 2, 0)
     raw += made.info_of(("a", 0, (9,)), 0) + made.info_of(("b", 0, (1,)), 32)
     refused(path, made.padded(raw, 32) + bytes(64), "b begins inside another")
@@ -366,7 +366,7 @@ def test_a_scalar_without_dimensions_is_one_element(path):
     assert take(path).facts["parameters"] == 1
 
 
-def test_the_last_byte_of_the_last_tensor_must_be_there(path):
+def test_a_missing_last_byte_is_refused(path):
     raw = gguf()
     padding = -made.size_of(WEIGHTS[-1]) % 32
     path.write_bytes(raw[:-padding])
@@ -374,7 +374,7 @@ def test_the_last_byte_of_the_last_tensor_must_be_there(path):
     refused(path, raw[: -padding - 1], "output.weight ends at byte")
 
 
-# -- any bytes at all
+# -- arbitrary bytes
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(path):
@@ -384,13 +384,13 @@ def test_a_truncated_file_is_refused_wherever_it_ends(path):
 
 
 @pytest.mark.integration
-def test_damaged_files_are_refused_in_words(path):
+def test_damaged_files_are_refused_with_a_message(path):
     took, refused = survives(take, path, mutants(gguf(), 3000))
     assert took > 100
     assert refused > 1000
 
 
-def test_damaged_adapters_are_refused_in_words(path):
+def test_damaged_adapters_are_refused_with_a_message(path):
     took, refused = survives(take, path, mutants(gguf(made.ADAPTER, made.LORA), 400))
     assert took > 20
     assert refused > 100
@@ -444,7 +444,7 @@ def test_the_gguf_package_reads_the_same_of_our_files(path, alignment):
     compare(path)
 
 
-def test_the_gguf_package_writes_what_we_read(path):
+def test_files_of_the_gguf_package_are_read(path):
     np = pytest.importorskip("numpy")
     package = pytest.importorskip("gguf")
     writer = package.GGUFWriter(path, "qwen3")
@@ -478,7 +478,7 @@ def test_the_gguf_package_writes_what_we_read(path):
     }
 
 
-def test_the_gguf_package_splits_what_we_join(tmp_path):
+def test_parts_split_by_the_gguf_package_are_read(tmp_path):
     np = pytest.importorskip("numpy")
     package = pytest.importorskip("gguf")
     writer = package.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
@@ -493,7 +493,7 @@ def test_the_gguf_package_splits_what_we_join(tmp_path):
     assert taken.facts["parameters"] == 30
 
 
-def test_types_are_as_large_as_the_gguf_package_says():
+def test_type_sizes_match_the_gguf_package():
     package = pytest.importorskip("gguf")
     from clowder_aimage.formats.gguf import FILES
     from clowder_aimage.formats.gguf_header import TENSORS

@@ -1,4 +1,4 @@
-"""What quantizing would ruin without a word: NaN, infinities, values too small or too large."""
+"""Values that quantization would silently ruin: NaN, infinities, too small or too large."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TYPES = ["int4", "int8", "nvfp4", "mxfp8"]
 
 
 def model_of(directory, change, dtype="BF16"):
-    """The usual model, after ``change`` was made to the values of NAME."""
+    """Return the default model with ``change`` applied to the values of NAME."""
     values = transformer()
     change(values[NAME])
     return make_valued(directory, transformer=as_dtype(values, dtype))
 
 
 def read(model, kind, dtype="BF16"):
-    """The values that the blob of NAME stands for."""
+    """Return the dequantized values of the blob of NAME."""
     _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{NAME}"))
     quantization = Quantization.parse(kind)
     arrays = []
@@ -117,7 +117,7 @@ def test_admitted_values_are_read_back_within_rounding(kind, dtype):
 
 
 def shrunk(share, factor):
-    """Make ``share`` of the rows ``factor`` times as large."""
+    """Multiply ``share`` of the rows by ``factor``."""
 
     def change(values):
         values[: round(share * len(values))] *= np.float32(factor)
@@ -144,7 +144,7 @@ def test_losing_over_a_hundredth_of_the_groups_is_refused(tmp_path, kind, factor
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
 def test_zeros_are_not_lost(tmp_path, kind):
-    """Nor do they hide that all of the rest is."""
+    """Zeros do not hide the loss of all other values."""
     model = model_of(tmp_path / "zeros" / "model", shrunk(0.9, 0.0))
     model.make(quantize=kind)
     assert np.abs(read(model, kind)[-1]).max() > 0.01
@@ -165,8 +165,8 @@ def test_few_lost_groups_are_allowed(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int4", "F32"), ("int8", "F16"), ("nvfp4", "BF16")])
-def test_the_count_is_that_of_groups_that_are_read_back_as_zeros(kind, dtype):
-    """Rows of every size, and of both signs, dequantized by MLX."""
+def test_the_count_equals_groups_dequantized_to_zeros(kind, dtype):
+    """Rows of every magnitude and both signs, dequantized by MLX."""
     rng = np.random.default_rng(5)
     quantization = Quantization.parse(kind)
     sizes = np.ldexp(1.0, -np.arange(24) if dtype == "F16" else -np.arange(60))[:, None]
@@ -224,20 +224,20 @@ def test_values_beyond_the_type_are_refused(tmp_path, kind, dtype, value, end):
     ("kind", "value", "dtype"),
     [("nvfp4", 2688.0, "F32"), ("int8", 1.6e38, "BF16"), ("mxfp8", 2.9e38, "F32")],
 )
-def test_the_largest_values_are_read_back(tmp_path, kind, dtype, value):
+def test_the_largest_values_round_trip(tmp_path, kind, dtype, value):
     model = model_of(tmp_path / "model", with_value(value), dtype)
     model.make(quantize=kind)
     assert read(model, kind, dtype)[3, 5] == pytest.approx(value, rel=0.08)
 
 
-# -- weights that are fine
+# -- valid weights
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
 )
-def test_good_weights_are_not_refused(tmp_path, kind, dtype):
-    """Numbers as networks have them, and worse ones."""
+def test_typical_weights_are_accepted(tmp_path, kind, dtype):
+    """Distributions of real networks, and wider ones."""
     rng = np.random.default_rng(11)
     normal = rng.standard_normal((128, 128))
     weights = {

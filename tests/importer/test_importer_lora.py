@@ -1,4 +1,4 @@
-"""LoRA adapters: what they say of themselves, alone, with a model, and beside the wrong one."""
+"""LoRA adapters: metadata, packing alone or with a model, and mismatched bases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TO_Q = "layers.0.attention.to_q"
 
 
 def pair(stem, rank=2, rows=4, columns=4, words=("lora_A", "lora_B"), dtype="F32"):
-    """A low-rank pair for ``rows`` of ``columns``."""
+    """Return a low-rank pair for ``rows`` of ``columns``."""
     return [
         (f"{stem}.{words[0]}.weight", dtype, (rank, columns)),
         (f"{stem}.{words[1]}.weight", dtype, (rows, rank)),
@@ -32,7 +32,7 @@ def pair(stem, rank=2, rows=4, columns=4, words=("lora_A", "lora_B"), dtype="F32
 
 @pytest.fixture
 def adapter(tmp_path):
-    """Writes an adapter file and packs it."""
+    """Write an adapter file and pack it."""
 
     def make(tensors, name="style.safetensors", form=None, base=None, store=None, **metadata):
         path = tmp_path / name
@@ -65,7 +65,7 @@ def test_rank_and_targets_are_read_from_the_tensors(adapter, prefix, words):
     assert layer.descriptor.media_type == "application/vnd.clowder.aimage.adapter.lora.layer.v1"
 
 
-def test_kohyas_names_are_known(adapter):
+def test_kohya_tensor_names_are_recognised(adapter):
     stored = adapter(pair("lora_unet_layers_0_attention_to_q", words=("lora_down", "lora_up")))
     assert stored.aimage.properties["adapter"]["targets"] == ["lora_unet_layers_0_attention_to_q"]
 
@@ -93,7 +93,7 @@ def test_trigger_words_and_weight_are_read_from_the_metadata(adapter, metadata, 
     }
 
 
-def test_alpha_is_read_where_all_agree(tmp_path):
+def test_alpha_is_read_if_all_values_agree(tmp_path):
     def packed(*alphas):
         tensors = pair("a") + pair("b")
         names = [(f"{stem}.alpha", "F32", ()) for stem in "ab"[: len(alphas)]]
@@ -114,7 +114,7 @@ def test_alpha_is_read_where_all_agree(tmp_path):
     assert packed() is None
 
 
-def test_a_directory_of_peft(tmp_path):
+def test_a_peft_directory_is_packed(tmp_path):
     directory = tmp_path / "peft"
     directory.mkdir()
     (directory / "adapter_model.safetensors").write_bytes(
@@ -140,7 +140,7 @@ def test_a_directory_of_peft(tmp_path):
     }
 
 
-def test_an_adapter_points_to_its_base(adapter, model):
+def test_an_adapter_references_its_base(adapter, model):
     store = in_memory()
     base = create(store, Reference.parse("base"), model.directory).descriptor
     stored = adapter(pair(f"diffusion_model.{TO_Q}"), base=Reference.parse("base"), store=store)
@@ -150,7 +150,7 @@ def test_an_adapter_points_to_its_base(adapter, model):
     assert stored.aimage.subject == stored.manifest.subject
 
 
-def test_a_base_that_is_not_there(adapter):
+def test_a_missing_base_is_refused(adapter):
     with pytest.raises(NotFoundError, match="base"):
         adapter(pair(TO_Q), base=Reference.parse("base"))
 
@@ -158,8 +158,8 @@ def test_a_base_that_is_not_there(adapter):
 @pytest.mark.parametrize(
     "tensors",
     [
-        pair("diffusion_model.blocks.7.attn1.to_k"),  # of a network that has no such layer
-        pair(TO_Q, rows=8),  # of one that is wider
+        pair("diffusion_model.blocks.7.attn1.to_k"),  # for a layer that the base lacks
+        pair(TO_Q, rows=8),  # wider than the base's layer
     ],
 )
 def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
@@ -171,7 +171,7 @@ def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
         store.resolve(STYLE)
 
 
-def test_a_model_and_its_adapters(tmp_path, model):
+def test_a_model_is_packed_with_its_adapters(tmp_path, model):
     paths = []
     for name in ("one", "two"):
         path = tmp_path / f"{name}.safetensors"
@@ -191,14 +191,14 @@ def test_a_model_and_its_adapters(tmp_path, model):
     validate("aimage-config", aimage.properties)
 
 
-def test_an_adapter_of_another_model_does_not_travel_with_this_one(tmp_path, model):
+def test_an_adapter_of_another_model_is_refused(tmp_path, model):
     path = tmp_path / "other.safetensors"
     path.write_bytes(safetensors(pair("blocks.0.to_q")))
     with pytest.raises(FormatError, match="for another model than the model"):
         create(in_memory(), STYLE, model.directory, form=ModelForm(adapters=(("other", path),)))
 
 
-def test_two_adapters_of_one_name(tmp_path, model):
+def test_two_adapters_of_one_name_are_refused(tmp_path, model):
     path = tmp_path / "one.safetensors"
     path.write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(UsageError, match="two adapters are called one"):
@@ -228,14 +228,14 @@ def test_a_pickled_adapter_is_never_opened(tmp_path):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
-def test_an_adapter_of_another_kind(tmp_path):
+def test_an_adapter_of_another_kind_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(ModelError, match="another kind: 'IA3'"):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
-def test_an_embedding_is_a_table_as_peft_saves_it(adapter, read_pairs_of):
+def test_a_peft_embedding_adapter_fits_its_table(adapter, read_pairs_of):
     """PEFT's lora_embedding_A is [rank, words], its B [width, rank]; the matrix [words, width]."""
     stem = "base_model.model.model.embed_tokens"
     tensors = [
@@ -259,7 +259,7 @@ def read_pairs_of(tmp_path):
     return read
 
 
-def test_a_stacked_query_key_and_value_fits_its_thirds(read_pairs_of):
+def test_a_stacked_qkv_adapter_fits_the_separate_layers(read_pairs_of):
     tensors = pair("diffusion_model.layers.0.attention.qkv", rows=12)
     shapes = {f"transformer/layers.0.attention.to_{letter}.weight": (4, 4) for letter in "qkv"}
     check_fit("it", read_pairs_of(tensors), shapes, "base")
@@ -273,14 +273,14 @@ def _wider(shapes):
     return dict.fromkeys(shapes, (8, 4))
 
 
-def test_a_base_is_about_adapters(model, tmp_path):
+def test_base_is_only_valid_for_adapters(model, tmp_path):
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     with pytest.raises(UsageError, match="only an adapter has a base"):
         create(store, STYLE, model.directory, base=Reference.parse("base"))
 
 
-def test_convert_keeps_to_tensors(adapter, model):
+def test_convert_refuses_adapters(adapter, model):
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     adapter(pair(TO_Q), base=Reference.parse("base"), store=store)

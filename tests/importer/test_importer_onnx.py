@@ -1,4 +1,4 @@
-"""ONNX models and the files that their tensors lie in. The onnx package is the judge."""
+"""ONNX models and their external data, compared with the onnx package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def with_data(path: Path, location: str, size: int = 24, **said: Any) -> Path:
-    """A model with a tensor of 24 bytes at ``location``, of which ``size`` bytes are there."""
+    """Return a model with a tensor of 24 bytes at ``location``, ``size`` of which exist."""
     path.write_bytes(
         pb.model(pb.graph(pb.initializer("w", (2, 3), external=pb.external(location, **said))))
     )
@@ -41,10 +41,10 @@ def refused(path: Path, *said: str, kind: type[ContentError] = FormatError) -> A
     return caught.value
 
 
-# -- what is read
+# -- metadata
 
 
-def test_a_model_says_what_it_is(path):
+def test_metadata_of_a_model_are_read(path):
     path.write_bytes(pb.plain_model())
     taken = take(path)
     assert taken.facts == {"format": "onnx", "formatVersion": "ir 9, opset 18"}
@@ -52,12 +52,12 @@ def test_a_model_says_what_it_is(path):
     assert (file.name, file.media_type) == ("model.onnx", AIMAGE_ONNX)
 
 
-def test_a_model_without_operators_of_onnx_has_no_opset(path):
+def test_a_model_without_onnx_operators_has_no_opset(path):
     path.write_bytes(pb.number(1, 3) + pb.message(7, pb.graph()))
     assert take(path).facts == {"format": "onnx", "formatVersion": "ir 3"}
 
 
-def test_external_data_go_with_the_model(path):
+def test_external_data_are_packed_with_the_model(path):
     with_data(path, "weights/model.bin")
     (path.parent / "other.bin").write_bytes(b"not the model's")
     taken = take(path)
@@ -65,7 +65,7 @@ def test_external_data_go_with_the_model(path):
     assert {file.media_type for file in taken.files} == {AIMAGE_ONNX}
 
 
-def test_tensors_share_a_file(path):
+def test_tensors_may_share_a_file(path):
     inner = pb.graph(
         pb.initializer("a", (2, 3), external=pb.external("./d.bin", 0, 24)),
         pb.initializer("b", (5,), external=pb.external("d.bin", 4096, 20)),
@@ -79,7 +79,7 @@ def test_tensors_share_a_file(path):
 
 
 def in_attribute(number: int, *inner: bytes) -> bytes:
-    """A graph with a node whose attribute has this field."""
+    """Return a graph with a node whose attribute has this field."""
     return pb.graph(pb.node("C", pb.attribute("v", pb.message(number, *inner))))
 
 
@@ -108,7 +108,7 @@ ANYWHERE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_external_data_are_found_wherever_a_tensor_can_be(path):
+def test_external_data_are_found_in_every_kind_of_field(path):
     tensor = pb.tensor("hidden", (2,), external=pb.external("../secret"))
     for make in ANYWHERE.values():
         path.write_bytes(make(tensor))
@@ -118,7 +118,7 @@ def test_external_data_are_found_wherever_a_tensor_can_be(path):
 # -- directories
 
 
-def test_a_directory_of_models_with_what_belongs_to_them(tmp_path):
+def test_a_directory_of_models_is_packed_with_its_data(tmp_path):
     root = tmp_path / "m"
     for name in ("encoder.onnx", "onnx/decoder.onnx"):
         (root / name).parent.mkdir(exist_ok=True, parents=True)
@@ -145,17 +145,17 @@ def test_a_directory_of_models_with_what_belongs_to_them(tmp_path):
     assert taken.license == "mit"
 
 
-def test_a_directory_without_one(tmp_path):
+def test_a_directory_without_a_model_is_refused(tmp_path):
     refused(tmp_path, "no ONNX file", kind=ModelError)
 
 
-# -- external data that are elsewhere, or not there
+# -- external data elsewhere or missing
 
 
 @pytest.mark.parametrize(
     "location", ["/etc/passwd", "a/../../up.bin", "..", ".", "C:/x", "a\\b", "a\nb", "a" * 2000]
 )
-def test_paths_that_are_not_beside_the_model_are_refused(path, location):
+def test_paths_outside_the_model_directory_are_refused(path, location):
     (path.parent.parent / "up.bin").write_bytes(bytes(100))
     tensor = pb.initializer("w", (2, 3), external=pb.external(location))
     path.write_bytes(pb.model(pb.graph(tensor)))
@@ -163,7 +163,7 @@ def test_paths_that_are_not_beside_the_model_are_refused(path, location):
     assert error.hint
 
 
-def test_links_that_lead_out_are_refused(path, tmp_path):
+def test_links_out_of_the_directory_are_refused(path, tmp_path):
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "w.bin").write_bytes(bytes(24))
@@ -178,19 +178,19 @@ def test_links_that_lead_out_are_refused(path, tmp_path):
     refused(path, "leaves the model directory", kind=ModelError)
 
 
-def test_a_link_to_a_directory_of_its_own_is_refused(path):
+def test_a_link_to_a_subdirectory_is_refused(path):
     path.write_bytes(pb.plain_model())
     (path.parent / "again").symlink_to(path.parent)
     refused(path.parent, "link to a directory", kind=ModelError)
 
 
-def test_missing_external_data_are_named(path):
+def test_missing_external_data_are_reported(path):
     with_data(path, "weights.bin").unlink()
     error = refused(path, str(path), "'w' is in weights.bin, which is not there")
     assert "beside" in error.hint
 
 
-def test_external_data_that_are_no_file(path):
+def test_external_data_that_are_not_files_are_refused(path):
     data = with_data(path, "weights.bin")
     data.unlink()
     os.mkfifo(data)
@@ -211,19 +211,19 @@ def test_external_data_that_are_no_file(path):
         ({"length": "9" * 31}, 24, "not a number"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(path, said, size, word):
+def test_mismatched_sizes_are_refused(path, said, size, word):
     with_data(path, "w.bin", size, **said)
     refused(path, word)
 
 
-def test_external_data_without_a_location(path):
+def test_external_data_without_a_location_are_refused(path):
     path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={"offset": "0"}))))
     refused(path, "which is not named")
     path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={}))))
     refused(path, "which is not named")
 
 
-def test_external_data_count_even_where_a_tensor_does_not_say_external(path):
+def test_external_data_are_found_without_the_external_flag(path):
     tensor = pb.tensor("w", (2,), raw=b"") + pb.entry("location", "../secret")
     path.write_bytes(pb.model(pb.graph(pb.message(5, tensor))))
     refused(path, "../secret")
@@ -240,7 +240,7 @@ def test_repeated_fields_are_refused(path):
     refused(path, "AttributeProto has a field twice")
 
 
-# -- what is no ONNX file
+# -- invalid files
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_files_that_are_not_onnx_are_refused(path, raw, said):
     refused(path, str(path), said)
 
 
-def test_graphs_may_not_nest_without_end(path):
+def test_graph_nesting_is_limited(path):
     inner = pb.graph()
     for _ in range(1000):
         inner = pb.graph(pb.node("If", pb.attribute("then", pb.message(6, inner))))
@@ -276,21 +276,21 @@ def test_graphs_may_not_nest_without_end(path):
     refused(path, "nested over 100 deep")
 
 
-def test_a_flood_of_fields_ends_soon(path, monkeypatch):
+def test_many_fields_are_refused_early(path, monkeypatch):
     monkeypatch.setattr("clowder_aimage.formats.protobuf.MAX_FIELDS", 1000)
     path.write_bytes(pb.model(pb.graph(b"\x48\x00" * 1000)))
     refused(path, "over 1000 fields")
 
 
 def test_a_false_length_costs_no_memory(path):
-    lie = pb.varint(2 << 3 | 2) + pb.varint(2**31 - 100)  # a name of the graph, of two gigabytes
+    lie = pb.varint(2 << 3 | 2) + pb.varint(2**31 - 100)  # a graph name of two gigabytes
     with path.open("wb") as file:
         file.write(pb.number(1, 9) + pb.varint(7 << 3 | 2) + pb.varint(2**31 - 90) + lie)
         file.truncate(2**31)
     assert memory_of(take, path) < 1 << 20
 
 
-# -- any bytes at all
+# -- arbitrary bytes
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(path):
@@ -298,13 +298,13 @@ def test_a_truncated_file_is_refused_wherever_it_ends(path):
     whole = len(raw) - len(b"".join(pb.message(8, *p) for p in OPSETS))
     took, refused = survives(take, path, cuts(raw))
     assert refused >= whole - 1
-    assert took <= 3  # where a field of the model itself ends
+    assert took <= 3  # the end of a field of the model itself
 
 
 OPSETS = [(pb.text(1, "com.microsoft"), pb.number(2, 99)), (pb.number(2, 18),)]
 
 
-def test_damaged_files_are_refused_in_words(path):
+def test_damaged_files_are_refused_with_a_message(path):
     with_data(path, "w.bin")
     took, refused = survives(take, path, mutants(path.read_bytes(), 500))
     assert took > 20
@@ -338,7 +338,7 @@ def test_the_onnx_package_reads_the_same_of_our_files(path):
         assert b"hidden" in reference(path).SerializeToString(), place
 
 
-def test_the_onnx_package_writes_what_we_read(tmp_path):
+def test_files_of_the_onnx_package_are_read(tmp_path):
     onnx = pytest.importorskip("onnx")
     np = pytest.importorskip("numpy")
     rng = np.random.default_rng(3)
@@ -370,7 +370,7 @@ def test_the_onnx_package_writes_what_we_read(tmp_path):
         assert taken.facts == {"format": "onnx", "formatVersion": "ir 10, opset 21"}
 
 
-def test_data_types_are_as_large_as_the_onnx_package_says():
+def test_data_type_sizes_match_the_onnx_package():
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("numpy")
     from clowder_aimage.formats.onnx_graph import _BITS
@@ -383,7 +383,7 @@ def test_data_types_are_as_large_as_the_onnx_package_says():
             assert bits == small.get(named[number], size), named[number]
 
 
-def test_every_place_that_the_onnx_package_knows_a_tensor_in_is_visited():
+def test_every_tensor_field_of_the_onnx_schema_is_visited():
     pytest.importorskip("onnx")
     from onnx import onnx_ml_pb2
 
@@ -391,7 +391,7 @@ def test_every_place_that_the_onnx_package_knows_a_tensor_in_is_visited():
 
     messages = onnx_ml_pb2.DESCRIPTOR.message_types_by_name
     leads = {"TensorProto"}
-    while True:  # messages that hold messages that hold tensors
+    while True:  # messages that contain tensors indirectly
         more = {
             name
             for name, message in messages.items()

@@ -1,4 +1,4 @@
-"""Weights that came quantized: what three makers write, and what cannot be known."""
+"""Prequantized weights of three tools, and those that cannot be interpreted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def packed(tmp_path, tensors, config=None, **recipe):
-    """The model of these transformer tensors, made; and the blob of NAME, taken apart."""
+    """Pack a model of these transformer tensors; return it and the parsed blob of NAME."""
     model = make_valued(tmp_path / "model", transformer=tensors | REST)
     if config is not None:
         model.write("transformer/config.json", config)
@@ -48,7 +48,7 @@ def refused(tmp_path, tensors, config, *said):
 
 
 def mlx(kind, dtype="BF16"):
-    """What MLX-LM saves."""
+    """Return weights as saved by MLX-LM."""
     codes, scales, *biases = quantized_by_mlx(VALUES, dtype, kind, None)
     group = {"int4": 64, "int8": 64, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}[kind]
     word = 8 if kind.endswith("4") else 4
@@ -72,7 +72,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "key"), list(zip(CONFIGS, ["quantization", "quantization_config"] * 3, strict=False))
 )
-def test_mlx_is_taken_as_it_is(tmp_path, kind, key):
+def test_mlx_weights_are_kept_unchanged(tmp_path, kind, key):
     made, _, metadata, found = packed(tmp_path, mlx(kind), {key: CONFIGS[kind]})
     group_size = str(CONFIGS[kind]["group_size"])
     assert metadata == {"quant_type": kind, "group_size": group_size}
@@ -89,7 +89,7 @@ def test_mlx_is_taken_as_it_is(tmp_path, kind, key):
     }
 
 
-def test_mlx_and_quantizing_here_are_the_same_blob(tmp_path):
+def test_mlx_weights_equal_those_quantized_here(tmp_path):
     plain = as_dtype({NAME: VALUES}, "BF16")
     ours = make_valued(tmp_path / "ours" / "model", transformer=plain | REST)
     made = ours.make(quantize="int8")
@@ -112,7 +112,7 @@ def test_mlx_and_quantizing_here_are_the_same_blob(tmp_path):
     ],
     ids=str,
 )
-def test_mlx_that_does_not_fit_its_config_is_refused(tmp_path, config, said):
+def test_mlx_weights_that_contradict_their_config_are_refused(tmp_path, config, said):
     refused(tmp_path, mlx("int4"), config, said)
 
 
@@ -126,8 +126,8 @@ def test_mlx_that_does_not_fit_its_config_is_refused(tmp_path, config, said):
     ],
     ids=str,
 )
-def test_a_modules_own_entry_counts(tmp_path, kind, rest, own, size):
-    """Its own entry stands for itself: it does not inherit the mode, nor the group size."""
+def test_an_entry_of_a_module_takes_precedence(tmp_path, kind, rest, own, size):
+    """Such an entry is complete: it inherits neither the mode nor the group size."""
     _, _, metadata, _ = packed(tmp_path, mlx(kind), {"quantization": rest | {STEM: own}})
     assert metadata == {"quant_type": kind, "group_size": str(size)}
 
@@ -141,12 +141,12 @@ def test_a_modules_own_entry_counts(tmp_path, kind, rest, own, size):
     ],
     ids=str,
 )
-def test_a_modules_own_entry_that_does_not_fit_is_refused(tmp_path, own, said):
+def test_a_mismatched_entry_of_a_module_is_refused(tmp_path, own, said):
     refused(tmp_path, mlx("int4"), {"quantization": CONFIGS["int4"] | {STEM: own}}, said)
 
 
 @pytest.mark.parametrize("shape", [(), (16, 5)], ids=str)
-def test_a_group_size_that_shapes_do_not_tell_is_refused(tmp_path, shape):
+def test_an_ambiguous_group_size_is_refused(tmp_path, shape):
     scales = ("BF16", shape, bytes(2 * math.prod(shape)))
     tensors = mlx("int8") | {f"{STEM}.scales": scales, f"{STEM}.biases": scales}
     refused(tmp_path, tensors, {"quantization": CONFIGS["int4"] | {STEM: {"bits": 8}}}, "int8")
@@ -175,7 +175,7 @@ def test_mlx_without_biases_is_refused(tmp_path):
 
 
 def nvfp4():
-    """Random codes (16, 64) in 0..15 and positive E4M3 scales (16, 4), and what they stand for."""
+    """Return random codes (16, 64) in 0..15, positive E4M3 scales (16, 4), and their values."""
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 16, SHAPE, dtype=np.uint8)
     scales = rng.integers(8, 0x7E, (16, 4), dtype=np.uint8)
@@ -187,7 +187,7 @@ def nvfp4():
 
 
 def dequantized(found):
-    """What a blob stands for, by MLX and the factor."""
+    """Return the values of a blob, dequantized by MLX and the factor."""
     from clowder_aimage.model.backend import mx
 
     codes = mx.array(np.frombuffer(found[NAME][2], np.uint32).reshape(16, 8))
@@ -227,7 +227,7 @@ def compressed(divisor, shape=(1,), dtype="F32"):
     ],
     ids=["modelopt", "F16", "compressed", "divisor in BF16"],
 )
-def test_nvfp4_of_others_is_converted(tmp_path, tensors, factor):
+def test_nvfp4_of_other_tools_is_converted(tmp_path, tensors, factor):
     made, raw, metadata, found = packed(tmp_path, tensors)
     assert metadata == {"quant_type": "nvfp4", "group_size": "16"}
     assert list(found) == [NAME, f"{NAME}.scale", f"{NAME}.global_scale"]
@@ -257,7 +257,7 @@ def test_a_divisor_must_be_positive_and_finite(tmp_path, value):
     ],
     ids=str,
 )
-def test_modelopt_that_does_not_fit_is_refused(tmp_path, change, said):
+def test_mismatched_modelopt_weights_are_refused(tmp_path, change, said):
     tensors = {k: v for k, v in (modelopt(struct.pack("<f", 1)) | change).items() if v}
     refused(tmp_path, tensors, None, said)
 
@@ -267,12 +267,12 @@ def test_modelopt_that_does_not_fit_is_refused(tmp_path, change, said):
     [{f"{NAME}_packed": ("I32", (16, 8), bytes(512))}, {f"{NAME}_scale": None}],
     ids=["int4", "no scale"],
 )
-def test_other_compressed_tensors_are_refused(tmp_path, change):
+def test_unsupported_compressed_tensors_are_refused(tmp_path, change):
     tensors = {k: v for k, v in (compressed(struct.pack("<f", 1)) | change).items() if v}
     refused(tmp_path, tensors, None, "quantized in a way that is not known", "compressed-tensors")
 
 
-def test_a_tensor_in_two_forms_is_refused(tmp_path):
+def test_a_tensor_in_two_formats_is_refused(tmp_path):
     tensors = compressed(struct.pack("<f", 1)) | as_dtype({NAME: VALUES}, "BF16")
     refused(tmp_path, tensors, None, "both quantized and as it was")
 
@@ -286,8 +286,8 @@ def test_quantizing_twice_is_refused(tmp_path):
     assert read_back(model.store, "m") if model.make(quantize="text_encoder=int8") else False
 
 
-def test_scales_that_belong_to_nothing_are_tensors(tmp_path):
-    """Only what stands beside quantized weights is left out."""
+def test_scales_without_quantized_weights_are_tensors(tmp_path):
+    """Only companions of quantized weights are omitted."""
     extra = {f"{STEM}.input_scale": ("F32", (), struct.pack("<f", 3))}
     plain = as_dtype({NAME: VALUES}, "BF16")
     made, *_ = packed(tmp_path, plain | extra)

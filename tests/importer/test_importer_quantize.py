@@ -1,4 +1,4 @@
-"""Quantized on the way in: which tensors, to which bytes, and the same ones everywhere."""
+"""Quantization by create: selected tensors, exact bytes, and reproducibility."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ MLX = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 @pytest.fixture
 def model(tmp_path):
-    """In BF16."""
+    """Return a model in BF16."""
     return make_valued(tmp_path / "model")
 
 
 def parts(raw):
-    """A blob as another reader sees it: the header's metadata, and tensors by key, in order."""
+    """Return a blob's header metadata, and its tensors by key in order, by another parser."""
     size = int.from_bytes(raw[:8], "little")
     metadata = json.loads(raw[8 : 8 + size]).get("__metadata__", {})
     found = {}
@@ -68,7 +68,7 @@ def bits(array):
 
 
 def quantized_by_mlx(values, dtype, kind, group_size):
-    """What MLX gives for the whole matrix at once."""
+    """Return MLX's result for the whole matrix at once."""
     quantization = Quantization.parse(kind, group_size)
     return [
         bits(array)
@@ -82,7 +82,7 @@ def quantized_by_mlx(values, dtype, kind, group_size):
     ]
 
 
-# -- which
+# -- selection
 
 
 def test_only_matrices_of_the_blocks_are_quantized(model):
@@ -121,7 +121,7 @@ def test_the_config_states_the_quantization(model):
         assert component["size"] == sum(layer.descriptor.size for layer in own)
 
 
-def test_the_schema_knows_every_dtype():
+def test_every_dtype_is_in_the_schema():
     path = Path(__file__).parents[2] / "schemas" / "layer-annotations.schema.json"
     schema = json.loads(path.read_text())
     assert sorted(schema["$defs"]["dtype"]["enum"]) == sorted([*DTYPE_BITS, *QUANT_TYPES])
@@ -141,13 +141,13 @@ def test_a_model_of_any_dtype_can_be_packed(tmp_path, dtype):
     assert config["components"]["transformer"]["dtype"] == dtype
 
 
-# -- to which bytes
+# -- bytes
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
 )
-def test_a_blob_is_the_combined_form(tmp_path, kind, dtype):
+def test_a_quantized_blob_combines_codes_scales_and_biases(tmp_path, kind, dtype):
     model = make_valued(tmp_path / "model", dtype)
     model.make(quantize=kind)
     name = "noise_refiner.0.feed_forward.w2.weight"
@@ -173,9 +173,9 @@ def test_a_blob_is_the_combined_form(tmp_path, kind, dtype):
     assert (tensor.dtype, tensor.shape, tensor.quantization) == (kind, values.shape, quantization)
 
 
-def test_codes_stand_for_the_values(model):
-    """Half a step away, by the format's own words and without MLX. BF16 has 8 bits: scales and
-    biases are off by up to 2**-9 of themselves, and 255 steps make half of one of that, each."""
+def test_codes_decode_to_the_values(model):
+    """Within half a step, decoded by the format's definition without MLX. BF16 scales and biases
+    have a relative error of up to 2**-9, and 255 steps add half a step for each."""
     model.make(quantize="int8")
     for name in ("layers.0.attention.to_q.weight", "layers.0.adaLN_modulation.0.weight"):
         _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{name}"))
@@ -196,14 +196,14 @@ def test_codes_stand_for_the_values(model):
         assert np.median(steps) < 0.5
 
 
-def test_aliases_are_the_same_types():
+def test_aliases_give_the_same_types():
     assert Recipe.parse(quantize="fp8,text_encoder=q4") == Recipe.parse(
         quantize="INT8,text_encoder=int4"
     )
 
 
 @pytest.mark.parametrize(("kind", "size"), [("int4", 32), ("int8", 128)])
-def test_groups_of_other_sizes(tmp_path, kind, size):
+def test_other_group_sizes_are_supported(tmp_path, kind, size):
     name = "layers.0.wide.weight"
     values = bf16_values("wide", (16, 256))
     model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
@@ -216,11 +216,11 @@ def test_groups_of_other_sizes(tmp_path, kind, size):
     assert [data for _, _, data in found.values()] == expected
 
 
-# -- the same everywhere
+# -- reproducibility
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_the_same_digest_on_other_threads_and_in_other_blocks(model, monkeypatch, kind):
+def test_the_digest_is_independent_of_threads_and_blocks(model, monkeypatch, kind):
     digest = model.recipe_digest(quantize=kind, jobs=1)
     assert model.recipe_digest(quantize=kind, jobs=16) == digest
     for block, buffer in ((300, 4096), (64 * 64, 1000)):
@@ -231,7 +231,7 @@ def test_the_same_digest_on_other_threads_and_in_other_blocks(model, monkeypatch
 
 
 @pytest.mark.parametrize("kind", ["int8", "nvfp4"])
-def test_the_same_codes_from_f32_and_bf16(tmp_path, kind):
+def test_f32_and_bf16_give_the_same_codes(tmp_path, kind):
     found = []
     for dtype in ("F32", "BF16"):
         model = make_valued(tmp_path / dtype / "model", dtype)
@@ -251,8 +251,8 @@ def test_the_same_codes_from_f32_and_bf16(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp8"])
-def test_a_row_that_is_longer_than_a_block_is_cut(tmp_path, monkeypatch, kind):
-    """Between groups: the codes are those of the whole, and nothing larger was in memory."""
+def test_a_row_longer_than_a_block_is_split(tmp_path, monkeypatch, kind):
+    """It is split between groups: the codes equal those of the whole row, in bounded memory."""
     name = "layers.0.wide.weight"
     values = bf16_values("wide", (2, 4096))
     model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
@@ -274,8 +274,8 @@ def test_a_row_that_is_longer_than_a_block_is_cut(tmp_path, monkeypatch, kind):
     assert [data for _, _, data in found.values()] == expected
 
 
-def test_an_odd_number_of_groups(tmp_path):
-    """MLX takes nvfp4 in pairs of groups."""
+def test_an_odd_number_of_nvfp4_groups_is_quantized(tmp_path):
+    """MLX processes nvfp4 groups in pairs."""
     name, shape = "layers.0.narrow.weight", (65, 16)
     values = bf16_values("narrow", shape)
     model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
@@ -286,13 +286,13 @@ def test_an_odd_number_of_groups(tmp_path):
     assert [data for _, _, data in found.values()] == [codes[: 65 * 8], scales[:65]]
 
 
-def test_auto_before_quantizing_makes_them_one_and_the_same(tmp_path):
+def test_auto_gives_the_same_quantized_blobs_from_f32_and_bf16(tmp_path):
     f32 = make_valued(tmp_path / "f32", "F32").recipe_digest(dtype="auto", quantize="int4")
     bf16 = make_valued(tmp_path / "bf16", "BF16").recipe_digest(quantize="int4")
     assert f32 == bf16
 
 
-def test_models_share_what_was_not_quantized(model):
+def test_models_share_unquantized_tensors(model):
     plain = model.make("plain")
     quantized = model.make("quantized", quantize="int8")
     shared = {written.layer.name for written in quantized.layers if written.was_there}
@@ -302,7 +302,7 @@ def test_models_share_what_was_not_quantized(model):
     assert all(written.was_there for written in again.layers)
 
 
-# -- what is refused
+# -- refusals
 
 
 @pytest.mark.parametrize(
@@ -325,13 +325,13 @@ def test_recipe_parse_refuses(given, said):
     assert said in caught.value.message
 
 
-def test_a_group_size_goes_to_those_that_can_have_it():
+def test_a_group_size_applies_to_types_that_support_it():
     recipe = Recipe.parse(quantize="transformer=nvfp4, text_encoder=int4", group_size=128)
     sizes = {name: one.group_size for name, one in recipe.quantize.items()}
     assert sizes == {"transformer": 16, "text_encoder": 128}
 
 
-def test_a_group_size_that_fits_no_row(model):
+def test_a_group_size_that_divides_no_row_is_refused(model):
     with pytest.raises(UsageError, match="no tensor of the transformer can be quantized") as caught:
         model.make(quantize="int8", group_size=128)
     assert "another group size" in str(caught.value.hint)
@@ -347,8 +347,8 @@ def test_a_group_size_that_fits_no_row(model):
     ],
     ids=str,
 )
-def test_the_hint_names_the_commonest_reason(tmp_path, stored, kind, reason):
-    """What keeps most of the values is said; norms are more, but small."""
+def test_the_hint_names_the_most_frequent_reason(tmp_path, stored, kind, reason):
+    """The reason for most values is given; norms are more numerous, but small."""
     norms = {f"layers.{i}.norm.weight": bf16_values("n", (64,)) for i in range(9)}
     tensors = {"layers.0.to_q.weight": stored} | as_dtype(norms, "BF16")
     model = make_valued(tmp_path / "model", transformer=tensors)
@@ -357,7 +357,7 @@ def test_the_hint_names_the_commonest_reason(tmp_path, stored, kind, reason):
     assert caught.value.hint == f"most of its values are kept for this reason: {reason}"
 
 
-def test_rows_that_a_larger_group_fits_are_quantized_and_others_are_not(tmp_path):
+def test_only_rows_divisible_by_the_group_size_are_quantized(tmp_path):
     values = transformer() | {"layers.0.wide.weight": bf16_values("wide", (16, 128))}
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "BF16"))
     packed = model.make(quantize="int8", group_size=128)
@@ -365,7 +365,7 @@ def test_rows_that_a_larger_group_fits_are_quantized_and_others_are_not(tmp_path
     assert names == ["transformer/layers.0.wide.weight"]
 
 
-def test_numbers_that_are_no_floats_are_kept(tmp_path):
+def test_tensors_that_are_not_floats_are_kept(tmp_path):
     shape = (64, 64)
     name = "layers.0.table.weight"
     data = data_of((name, "I8", shape), "x")

@@ -1,4 +1,4 @@
-"""What create refuses: with the file's name, and before it has made anything."""
+"""create refuses invalid directories with the file's name, before it writes anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.importer.conftest import FILES, WEIGHTS, safetensors
 
 
 def refused(model, *said):
-    """Packing fails with a message that holds ``said``, and the store was not even made."""
+    """Verify that packing fails with a message containing ``said``, without creating the store."""
     with pytest.raises(ContentError) as caught:
         model.create()
     for word in said:
@@ -36,7 +36,7 @@ def test_a_missing_directory_is_refused(model, tmp_path):
     assert error.hint
 
 
-def test_no_model_index(model):
+def test_a_missing_model_index_is_refused(model):
     (model.directory / "model_index.json").unlink()
     error = refused(model, "model_index.json", model.directory)
     assert "in full" in str(error.hint)
@@ -63,20 +63,20 @@ def test_a_config_must_be_an_object(model, name, value):
 
 
 @pytest.mark.parametrize("pipeline", ["StableDiffusionPipeline", ["ZImagePipeline"]])
-def test_an_unknown_pipeline(model, pipeline):
+def test_an_unknown_pipeline_is_refused(model, pipeline):
     path = model.write("model_index.json", FILES["model_index.json"] | {"_class_name": pipeline})
     error = refused(model, path, "names the pipeline", "not known")
     assert "ZImagePipeline" in str(error.hint)
 
 
-def test_a_part_that_would_be_left_out(model):
+def test_an_unknown_component_is_refused(model):
     extra = {"controlnet": ["diffusers", "ZImageControlNetModel"]}
     path = model.write("model_index.json", FILES["model_index.json"] | extra)
     refused(model, path, "not known: controlnet")
 
 
 @pytest.mark.parametrize("component", ["tokenizer", "vae"])
-def test_a_missing_component(model, component):
+def test_a_missing_component_is_refused(model, component):
     (model.directory / component).rename(model.directory / "elsewhere")
     refused(model, f"the {component} is missing", model.directory / component)
 
@@ -91,11 +91,11 @@ def test_a_component_must_be_named_in_the_index(model, component, entry):
 
 
 @pytest.mark.parametrize("name", ["scheduler/scheduler_config.json", "vae/config.json"])
-def test_a_missing_config(model, name):
+def test_a_missing_config_is_refused(model, name):
     path = model.directory / name
     path.unlink()
     refused(model, path, "is missing")
-    path.mkdir()  # a directory is no file either
+    path.mkdir()  # a directory is not a file
     refused(model, path, "is missing")
 
 
@@ -116,7 +116,7 @@ def test_an_incomplete_tokenizer_is_refused(model, name, said):
     refused(model, model.directory / "tokenizer", said)
 
 
-def test_two_weight_files_without_an_index(model):
+def test_two_weight_files_without_an_index_are_refused(model):
     other = model.write("vae/diffusion_pytorch_model.fp16.safetensors", safetensors(WEIGHTS["vae"]))
     error = refused(model, model.directory / "vae", model.weights("vae").name, other.name)
     assert "keep one of the variants" in str(error.hint)
@@ -139,28 +139,28 @@ def change_index(model, change):
     return model.write(name, value)
 
 
-def test_a_missing_shard(sharded):
+def test_a_missing_shard_is_refused(sharded):
     (sharded.directory / "text_encoder" / SHARDS[1]).unlink()
     refused(sharded, "model.safetensors.index.json", "missing", SHARDS[1])
 
 
-def test_an_extra_shard(sharded):
+def test_an_extra_shard_is_refused(sharded):
     extra = [("extra.weight", "F32", (1,))]
     sharded.write("text_encoder/model-00003-of-00003.safetensors", safetensors(extra))
     refused(sharded, "model.safetensors.index.json", "model-00003-of-00003.safetensors")
 
 
-def test_an_index_that_names_a_tensor_no_shard_has(sharded):
+def test_an_index_with_a_missing_tensor_is_refused(sharded):
     index = change_index(sharded, lambda shards: shards.update(ghost=SHARDS[0]))
     refused(sharded, index, "ghost", SHARDS[0], "no shard")
 
 
-def test_a_tensor_in_another_shard_than_the_index_says(sharded):
+def test_a_tensor_in_the_wrong_shard_is_refused(sharded):
     index = change_index(sharded, lambda shards: shards.update({"model.norm.weight": SHARDS[0]}))
     refused(sharded, index, "model.norm.weight", *SHARDS)
 
 
-def test_a_tensor_in_two_shards(sharded):
+def test_a_tensor_in_two_shards_is_refused(sharded):
     both = safetensors(WEIGHTS["text_encoder"][:2])
     sharded.write(f"text_encoder/{SHARDS[0]}", both)
     refused(sharded, "two shards", "model.safetensors.index.json")
@@ -172,7 +172,7 @@ def test_an_invalid_index_is_refused(sharded, value):
     refused(sharded, index, "no weight_map")
 
 
-def test_two_indexes(sharded):
+def test_two_indexes_are_refused(sharded):
     other = sharded.write("text_encoder/other.safetensors.index.json", {"weight_map": {}})
     refused(sharded, "several indexes", other.name)
 
@@ -180,7 +180,7 @@ def test_two_indexes(sharded):
 @pytest.mark.parametrize(
     ("place", "suffix"), [("", "ckpt"), ("", "Pt"), ("text_encoder/", "bin"), ("tokenizer/", "bin")]
 )
-def test_pickled_weights(model, place, suffix):
+def test_pickled_weights_are_refused(model, place, suffix):
     path = model.write(f"{place}weights.{suffix}", b"\x80\x04")
     error = refused(model, path, "is pickled")
     assert "safetensors" in str(error.hint)
@@ -208,7 +208,7 @@ def test_a_damaged_file_is_refused(model, data, said):
     assert error.exit_code == 5
 
 
-def test_weights_without_tensors(model):
+def test_weights_without_tensors_are_refused(model):
     model.weights("vae").write_bytes(safetensors([]))
     refused(model, model.directory / "vae", "holds no tensors")
 
@@ -216,7 +216,7 @@ def test_weights_without_tensors(model):
 @pytest.mark.parametrize(
     "name", ["vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"]
 )
-def test_what_a_clone_without_lfs_leaves(model, name):
+def test_lfs_pointers_are_refused(model, name):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 5\n"
     path = model.write(name, pointer)
     error = refused(model, path, "Git LFS pointer")
@@ -224,28 +224,28 @@ def test_what_a_clone_without_lfs_leaves(model, name):
 
 
 @pytest.mark.parametrize("name", ["../x", "x" * 1021])
-def test_names_that_layers_cannot_have_are_refused(model, name):
+def test_invalid_layer_names_are_refused(model, name):
     path = model.weights("vae")
     path.write_bytes(safetensors([(name, "F32", (1,))]))
     refused(model, path, "not a layer name")
 
 
-def test_a_part_of_another_class_is_refused(model):
+def test_a_component_of_another_class_is_refused(model):
     index = FILES["model_index.json"] | {"vae": ["diffusers", "SomethingElse"]}
     model.write("model_index.json", index)
     refused(model, model.directory / "model_index.json", "SomethingElse")
 
 
-def test_a_tensor_that_is_called_like_a_file(model):
+def test_a_tensor_named_like_a_file_is_refused(model):
     path = model.weights("vae")
     path.write_bytes(safetensors([("config.json", "F32", (1,))]))
     refused(model, path, model.directory / "vae" / "config.json", "vae/config.json")
 
 
-# -- links and other things that are no files
+# -- links and special files
 
 
-def test_a_link_that_leaves_the_directory(model, tmp_path):
+def test_a_link_out_of_the_directory_is_refused(model, tmp_path):
     outside = tmp_path / "secret.json"
     outside.write_text('{"password": 1}')
     for name in ("tokenizer/extra.json", "vae/anything", "README.md"):
@@ -259,15 +259,15 @@ def test_a_link_that_leaves_the_directory(model, tmp_path):
     "name",
     ["model_index.json", "vae/config.json", "vae/diffusion_pytorch_model.safetensors", "vae"],
 )
-def test_a_link_out_in_place_of_a_file_is_refused(model, tmp_path, name):
+def test_a_file_replaced_by_a_link_out_is_refused(model, tmp_path, name):
     path = model.directory / name
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
     refused(model, path, "leaves the model directory")
 
 
-def test_a_neighbours_blobs_are_not_ours(model, tmp_path):
-    """Only a snapshot may use blobs, and only those of its own repository."""
+def test_blobs_of_another_repository_are_refused(model, tmp_path):
+    """A snapshot may only use the blobs of its own repository."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "abc").write_text("{}")
     path = model.directory / "vae" / "extra.json"
@@ -275,7 +275,7 @@ def test_a_neighbours_blobs_are_not_ours(model, tmp_path):
     refused(model, path, "leaves the model directory")
 
 
-def test_a_link_to_nothing_and_a_link_to_itself(model):
+def test_dangling_and_circular_links_are_refused(model):
     path = model.directory / "vae" / "extra.json"
     for target in ("absent.json", "extra.json"):
         path.symlink_to(target)
@@ -289,7 +289,7 @@ def test_a_pipe_is_refused(model):
     refused(model, path, "not a regular file")
 
 
-def test_a_file_that_may_not_be_read(model, monkeypatch):
+def test_an_unreadable_file_is_refused(model, monkeypatch):
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(self))
 
@@ -299,17 +299,17 @@ def test_a_file_that_may_not_be_read(model, monkeypatch):
             refused(model, "cannot read", "Permission denied", model.directory)
 
 
-# -- too many
+# -- limits
 
 
-def test_more_layers_than_a_manifest_holds(model):
+def test_too_many_layers_are_refused(model):
     tensors = [(f"{number}.{'long.' * 80}name", "U8", (1,)) for number in range(6000)]
     model.weights("transformer").write_bytes(safetensors(tensors))
     refused(model, "layers make a manifest of over 4194304 bytes")
 
 
 def test_a_plan_reads_no_weights(model):
-    """Every decision is made from headers: a disk that fails later costs nothing before."""
+    """All decisions use headers, so a disk that fails later has cost nothing yet."""
     path = model.weights("vae")
     raw = path.read_bytes()
     inventory = take_inventory(model.directory)
@@ -318,11 +318,11 @@ def test_a_plan_reads_no_weights(model):
     assert plan.size == sum(layer.size for layer in plan.layers)
 
 
-# -- what goes wrong while it is written
+# -- failures during the write
 
 
 def changed_while_read(model, change):
-    """Run ``change`` between the plan and the reading of the weights."""
+    """Run ``change`` between planning and reading the weights."""
     path = model.weights("vae")
     with pytest.raises(ModelError) as caught:
         model.create(on_plan=lambda _: change(path))
@@ -331,12 +331,12 @@ def changed_while_read(model, change):
     assert list(ImageLayout(model.store).tags()) == []
 
 
-def test_a_file_that_becomes_shorter(model):
+def test_a_file_truncated_meanwhile_is_refused(model):
     changed_while_read(model, lambda path: os.truncate(path, 100))
 
 
-def test_a_file_that_is_written_anew_with_other_weights(model):
-    """Other bytes of the same size would pack without a sound."""
+def test_a_file_replaced_meanwhile_is_refused(model):
+    """Other bytes of the same size would otherwise be packed unnoticed."""
 
     def rewrite(path: Path) -> None:
         raw = path.read_bytes()
@@ -347,15 +347,15 @@ def test_a_file_that_is_written_anew_with_other_weights(model):
     changed_while_read(model, rewrite)
 
 
-def test_a_file_that_disappears(model):
+def test_a_file_removed_meanwhile_is_refused(model):
     path = model.weights("vae")
     with pytest.raises(ModelError, match=r"cannot read .*No such file"):
         model.create(on_plan=lambda _: path.unlink())
     assert list(ImageLayout(model.store).tags()) == []
 
 
-def test_numbers_in_json_are_not_taken_for_text(model):
-    """json of the config must never depend on how a number was written in the model's files."""
+def test_inexact_json_numbers_are_not_copied_to_the_config(model):
+    """The config must not depend on the notation of numbers in the model's files."""
     model.write("vae/config.json", '{"sample_size": 1e2, "big": 1e400}')
     made = model.create()
     assert made.manifest

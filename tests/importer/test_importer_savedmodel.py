@@ -1,4 +1,4 @@
-"""SavedModel directories: whole ones are taken, as they are."""
+"""Complete SavedModel directories are packed unchanged."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_file_becomes_a_layer(model):
     assert {file.media_type for file in taken.files} == {AIMAGE_SAVEDMODEL}
 
 
-def test_a_model_in_text(model):
+def test_a_text_format_model_is_packed(model):
     (model / "saved_model.pb").unlink()
     (model / "saved_model.pbtxt").write_text(TEXT)
     assert "saved_model.pbtxt" in {file.name for file in take(model).files}
@@ -68,14 +68,14 @@ def test_a_model_in_text(model):
         refused(model, "saved_model.pbtxt", "holds no graph")
 
 
-def test_a_model_without_variables(tmp_path):
+def test_a_model_without_variables_is_packed(tmp_path):
     (tmp_path / "saved_model.pb").write_bytes(pb.saved_model(has_saver=False, version=""))
     taken = take(tmp_path)
     assert [file.name for file in taken.files] == ["saved_model.pb"]
     assert taken.facts == {"format": "savedmodel"}
 
 
-def test_missing_variables_are_told(model):
+def test_missing_variables_are_reported(model):
     shard = model / "variables" / "variables.data-00001-of-00002"
     shard.unlink()
     refused(model, "variables", "has 1 of 2 shards")
@@ -83,12 +83,12 @@ def test_missing_variables_are_told(model):
     refused(model, "the shards of the variables missing")
 
 
-def test_an_index_that_is_missing(model):
+def test_a_missing_index_is_refused(model):
     (model / "variables" / "variables.index").unlink()
     refused(model, "variables.index")
 
 
-def test_shards_that_do_not_belong_together(model):
+def test_shards_of_different_sets_are_refused(model):
     shards = model / "variables"
     (shards / "variables.data-00000-of-00003").write_bytes(b"other")
     refused(model, "two sets")
@@ -101,19 +101,19 @@ def test_shards_that_do_not_belong_together(model):
     refused(model, "shards, or others")
 
 
-def test_links_that_lead_out(model, tmp_path):
+def test_links_out_of_the_directory_are_refused(model, tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (model / "assets" / "secret").symlink_to(tmp_path / "secret")
     refused(model, "leaves the model directory", kind=ModelError)
 
 
-def test_a_directory_of_everything_is_not_packed(model, monkeypatch):
+def test_a_directory_of_too_many_files_is_refused(model, monkeypatch):
     monkeypatch.setattr("clowder_aimage.formats.model_tree.MAX_FILES", 5)
     error = refused(model, "over 5 files", kind=ModelError)
     assert error.hint
 
 
-def test_no_directory_and_no_model(tmp_path):
+def test_missing_directories_and_models_are_refused(tmp_path):
     path = tmp_path / "saved_model.pb"
     refused(tmp_path, "has no saved_model.pb")
     path.write_bytes(pb.saved_model())
@@ -126,6 +126,6 @@ def test_no_directory_and_no_model(tmp_path):
     [b"", b"PK\x03\x04" + bytes(50), pb.saved_model(schema=2)],
     ids=["empty", "zip", "schema"],
 )
-def test_a_file_that_does_not_begin_as_a_saved_model(model, raw):
+def test_an_invalid_saved_model_is_refused(model, raw):
     (model / "saved_model.pb").write_bytes(raw)
     refused(model, str(model / "saved_model.pb"), "not a SavedModel")

@@ -1,4 +1,4 @@
-"""Transformers directories, compressed files, other layers, the cache of Hugging Face, ollama."""
+"""Transformers directories, compressed and extra layers, the Hugging Face cache, ollama."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIG = {
 
 @pytest.fixture
 def directory(tmp_path):
-    """A Transformers directory."""
+    """Return a Transformers directory."""
     directory = tmp_path / "llm"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(CONFIG))
@@ -65,7 +65,7 @@ def packed(directory, store=None, **options):
 # -- Transformers
 
 
-def test_each_tensor_is_a_layer_at_the_top(directory):
+def test_each_tensor_is_a_top_level_layer(directory):
     aimage = packed(directory).aimage
     files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
     assert {layer.name for layer in aimage.layers} == files | {tensor[0] for tensor in TENSORS}
@@ -85,7 +85,7 @@ def test_each_tensor_is_a_layer_at_the_top(directory):
     validate("aimage-config", aimage.properties)
 
 
-def test_its_weights_are_read_without_a_component(directory, tmp_path):
+def test_weights_are_read_without_a_component(directory, tmp_path):
     store = ImageLayout(tmp_path / "store")
     aimage = packed(directory, store).aimage
     weights = ModelWeights.open(store, aimage)
@@ -105,12 +105,12 @@ def test_a_type_alone_quantizes_the_whole_model(directory):
     validate("aimage-config", aimage.properties)
 
 
-def test_there_is_no_text_encoder_to_quantize(directory):
+def test_quantizing_a_missing_component_is_refused(directory):
     with pytest.raises(UsageError, match="no text_encoder"):
         packed(directory, recipe=Recipe.parse(quantize="text_encoder=int8"))
 
 
-def test_whole_files_stay_as_they_are(directory):
+def test_whole_files_are_kept_unchanged(directory):
     store = in_memory()
     aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
     layer = aimage.layer("model.safetensors")
@@ -142,7 +142,7 @@ def test_shards_keep_their_index(directory):
             packed(directory, form=form)
 
 
-def test_a_config_that_is_cut_off(directory):
+def test_a_truncated_config_is_refused(directory):
     config = directory / "config.json"
     config.write_text(config.read_text()[:-5])
     for form in (ModelForm(), ModelForm(format="transformers")):
@@ -150,13 +150,13 @@ def test_a_config_that_is_cut_off(directory):
             packed(directory, form=form)
 
 
-def test_pickled_weights_beside_it_are_refused(directory):
+def test_pickled_weights_beside_safetensors_are_refused(directory):
     (directory / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(ModelError, match="pickled"):
         packed(directory)
 
 
-def test_a_config_of_nothing(directory):
+def test_an_empty_config_is_refused(directory):
     (directory / "config.json").write_text("{}")
     with pytest.raises(FormatError, match="neither architectures nor model_type"):
         packed(directory, form=ModelForm(format="transformers"))
@@ -166,7 +166,7 @@ def test_a_config_of_nothing(directory):
 
 
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
-def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
+def test_a_compressed_layer_has_a_diff_id(directory, compression):
     store = in_memory()
     form = ModelForm(whole_files=True, compression=compression)
     aimage = packed(directory, store, form=form).aimage
@@ -182,7 +182,7 @@ def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
         data = file.read()
     if compression == "gzip":
         assert gzip.decompress(data) == raw
-        assert data[4:8] == b"\0\0\0\0"  # no time
+        assert data[4:8] == b"\0\0\0\0"  # without a time
     else:
         zstandard = pytest.importorskip("zstandard")
         assert zstandard.ZstdDecompressor().decompress(data) == raw
@@ -190,7 +190,7 @@ def test_a_compressed_layer_says_what_it_unpacks_to(directory, compression):
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
-def test_every_dialect_says_what_a_layer_unpacks_to(directory, dialect):
+def test_every_dialect_stores_the_diff_id(directory, dialect):
     form = ModelForm(whole_files=True, compression="gzip")
     found = packed(directory, form=form, dialect=dialect).aimage
     expected = packed(directory, form=form).aimage
@@ -203,7 +203,7 @@ def test_tensors_are_not_compressed(directory):
         packed(directory, form=ModelForm(compression="gzip"))
 
 
-def test_whole_files_are_for_transformers(model):
+def test_whole_files_requires_transformers(model):
     with pytest.raises(UsageError, match="only Transformers directories"):
         create(in_memory(), NAME, model.directory, form=ModelForm(whole_files=True))
 
@@ -229,7 +229,7 @@ def test_extra_file_parse_refuses(text):
         ExtraFile.parse(text)
 
 
-def test_names_of_adapters():
+def test_adapter_names_are_checked():
     name, path = parse_adapter("./loras/style.safetensors")
     assert (name, str(path)) == ("style", "loras/style.safetensors")
     assert parse_adapter("mine=./x")[0] == "mine"
@@ -241,7 +241,7 @@ def test_names_of_adapters():
 # -- a Hugging Face cache
 
 
-def test_a_directory_of_the_cache_is_its_main_snapshot(tmp_path, directory):
+def test_a_cache_directory_resolves_to_its_main_snapshot(tmp_path, directory):
     cache = tmp_path / "models--org--llm"
     (cache / "blobs").mkdir(parents=True)
     (cache / "refs").mkdir()
@@ -258,7 +258,7 @@ def test_a_directory_of_the_cache_is_its_main_snapshot(tmp_path, directory):
     assert packed(cache).descriptor == packed(directory).descriptor
 
 
-def test_a_cache_of_one_snapshot_needs_no_main_ref(tmp_path):
+def test_a_cache_with_one_snapshot_needs_no_main_ref(tmp_path):
     cache = tmp_path / "models--org--llm"
     (cache / "snapshots" / "abc").mkdir(parents=True)
     assert snapshot(cache) == cache / "snapshots" / "abc"
@@ -269,7 +269,7 @@ def test_a_cache_of_one_snapshot_needs_no_main_ref(tmp_path):
 
 @pytest.fixture
 def ollama(tmp_path):
-    """A store as ollama has it, with one model."""
+    """Return an ollama store with one model."""
     models = tmp_path / "models"
     (models / "blobs").mkdir(parents=True)
 
@@ -293,7 +293,7 @@ def ollama(tmp_path):
     return models
 
 
-def test_a_model_of_ollama_is_linked(ollama, tmp_path):
+def test_an_ollama_model_is_hard_linked(ollama, tmp_path):
     store = ImageLayout(tmp_path / "store")
     found = adopt(store, Reference.parse("small"), ollama, "small:1b")
     assert (found.linked, found.copied, found.there) == (3, 0, 0)
@@ -306,7 +306,7 @@ def test_a_model_of_ollama_is_linked(ollama, tmp_path):
     assert adopt(store, Reference.parse("again"), ollama, "small:1b").there == 3
 
 
-def test_what_cannot_be_linked_is_copied(ollama, tmp_path, monkeypatch):
+def test_blobs_that_cannot_be_linked_are_copied(ollama, tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(18, "Invalid cross-device link")
 
@@ -326,13 +326,13 @@ def test_a_damaged_blob_of_ollama_is_refused(ollama, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["large", "../small:1b", "small:../1b"])
-def test_a_model_that_ollama_does_not_have(ollama, tmp_path, name):
+def test_an_unknown_ollama_model_is_reported(ollama, tmp_path, name):
     with pytest.raises(NotFoundError) as caught:
         adopt(ImageLayout(tmp_path / "store"), NAME, ollama, name)
     assert "small:1b" in str(caught.value.hint)
 
 
-def test_a_directory_that_is_no_store_of_ollama(tmp_path):
+def test_a_directory_that_is_not_an_ollama_store_is_refused(tmp_path):
     with pytest.raises(NotFoundError, match="not a store of ollama"):
         adopt(ImageLayout(tmp_path / "store"), NAME, tmp_path, "small")
 
@@ -348,7 +348,7 @@ def test_a_link_in_ollamas_store_is_followed_before_it_is_linked(ollama, tmp_pat
     assert not any(path.is_symlink() for path in found)
 
 
-def test_other_options_mean_nothing_beside_ollamas(aimage, ollama):
+def test_other_options_are_refused_with_ollama(aimage, ollama):
     done = aimage()(
         "create", "x", "small:1b", "--from-ollama", ollama, "--quantize", "int8", code=2
     )
@@ -358,20 +358,20 @@ def test_other_options_mean_nothing_beside_ollamas(aimage, ollama):
     )
 
 
-def test_what_lies_in_directories_of_its_own_is_not_left_out_silently(directory):
+def test_unpacked_subdirectories_are_refused(directory):
     (directory / "2_Dense").mkdir()
     (directory / "2_Dense" / "model.safetensors").write_bytes(safetensors(TENSORS))
     with pytest.raises(ModelError, match="would be left out"):
         packed(directory)
 
 
-def test_what_a_training_left_is_no_part_of_the_model(directory):
+def test_training_files_are_not_packed(directory):
     (directory / "training_args.bin").write_bytes(b"pickled")
     names = {layer.name for layer in packed(directory).aimage.layers}
     assert "training_args.bin" not in names
 
 
-def test_types_and_tensors(directory):
+def test_tensor_options_are_refused_with_whole_files(directory):
     with pytest.raises(UsageError, match="whole files"):
         packed(directory, form=ModelForm(whole_files=True), recipe=Recipe.parse("bf16"))
     with pytest.raises(UsageError, match="is for files that a format"):

@@ -1,4 +1,4 @@
-"""TorchScript archives, told apart from pickled checkpoints by the directory of the zip."""
+"""TorchScript archives, distinguished from pickled checkpoints by the zip directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def archive(members: dict[str, bytes], *, comment: bytes = b"") -> bytes:
-    """As torch writes it: programs are compressed, the rest is not."""
+    """Return an archive as written by torch: code is compressed, other members are not."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as made:
         made.comment = comment
@@ -58,11 +58,11 @@ def refused(
     return caught.value
 
 
-# -- what is read
+# -- valid archives
 
 
 @pytest.mark.parametrize("comment", [b"", b"said", bytes(60_000)])
-def test_an_archive_says_that_it_runs_code(path, comment):
+def test_an_archive_is_marked_as_executable_code(path, comment):
     path.write_bytes(archive(MEMBERS, comment=comment))
     taken = take(path)
     assert taken.facts == {"format": "torchscript", "pickled": True, "formatVersion": "3"}
@@ -70,7 +70,7 @@ def test_an_archive_says_that_it_runs_code(path, comment):
     assert (file.name, file.media_type) == ("model.pt", AIMAGE_TORCHSCRIPT)
 
 
-def test_the_version_in_the_data_counts_first(path):
+def test_the_version_in_the_data_takes_precedence(path):
     path.write_bytes(archive(MEMBERS | {"m/.data/version": b"10"}))
     assert take(path).facts["formatVersion"] == "10"
 
@@ -84,7 +84,7 @@ def test_nothing_is_unpickled(path, monkeypatch):
     assert take(path).facts["pickled"] is True
 
 
-def test_a_directory_of_64_bits_is_read(path, monkeypatch):
+def test_a_zip64_directory_is_read(path, monkeypatch):
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
     raw = archive(MEMBERS)
     assert b"PK\x06\x06" in raw
@@ -92,16 +92,16 @@ def test_a_directory_of_64_bits_is_read(path, monkeypatch):
     assert take(path).facts["formatVersion"] == "3"
 
 
-# -- what is no TorchScript
+# -- invalid archives
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_a_pickle_is_said_to_be_one(path, protocol):
+def test_a_pickle_is_refused_as_a_pickle(path, protocol):
     error = refused(path, pickle.dumps({}, protocol), "pickled", "any code", kind=ModelError)
     assert "safetensors" in str(error.hint)
 
 
-def test_a_checkpoint_is_said_to_be_pickled(path):
+def test_a_checkpoint_is_refused_as_a_pickle(path):
     members = without("m/code/__torch__.py", "m/constants.pkl")
     refused(path, archive(members), "is pickled", kind=ModelError)
 
@@ -114,21 +114,21 @@ def test_other_archives_are_refused(path):
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "version"])
-def test_members_that_must_be_there(path, name):
+def test_missing_members_are_refused(path, name):
     word = "does not state its version" if name == "version" else f"has no {name}"
     refused(path, archive(without(f"m/{name}")), word)
 
 
-def test_members_in_two_directories(path):
+def test_members_in_two_directories_are_refused(path):
     refused(path, archive(MEMBERS | {"n/x": b""}), "not in one directory")
 
 
 @pytest.mark.parametrize("version", [b"", b"9" * 65])
-def test_a_version_that_is_none(path, version):
+def test_an_invalid_version_is_refused(path, version):
     refused(path, archive(MEMBERS | {"m/version": version}), "version")
 
 
-def test_a_directory_and_a_missing_file(tmp_path, path):
+def test_directories_and_missing_files_are_refused(tmp_path, path):
     with pytest.raises(ModelError, match="is a directory"):
         take(tmp_path)
     with pytest.raises(ModelError, match="does not exist"):
@@ -138,19 +138,19 @@ def test_a_directory_and_a_missing_file(tmp_path, path):
 # -- damaged archives
 
 
-def test_a_name_twice(path):
+def test_a_duplicate_name_is_refused(path):
     raw = archive(without("m/byteorder") | {"m/versioN": b"3"})
     refused(path, raw.replace(b"m/versioN", b"m/version"), "have one name")
 
 
-def test_an_encrypted_version(path):
+def test_an_encrypted_version_is_refused(path):
     raw = archive(MEMBERS)
     flags = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"m/version")) + 8
     refused(path, raw[:flags] + b"\x01" + raw[flags + 1 :], "cannot be read")
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
-def test_a_directory_out_of_reason_is_not_loaded(path, wide):
+def test_an_oversized_directory_is_refused(path, wide):
     raw = archive(MEMBERS)
     span = 2**31 - 1
     record = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, 9, 9, span, 0)
@@ -169,7 +169,7 @@ def test_a_truncated_archive_is_refused_wherever_it_ends(path):
     assert (took, refused > 100) == (0, True)
 
 
-def test_damaged_archives_are_refused_in_words(path):
+def test_damaged_archives_are_refused_with_a_message(path):
     took, refused = survives(take, path, mutants(archive(MEMBERS), 400))
     assert took > 10
     assert refused > 100
@@ -192,13 +192,13 @@ def saved(path: Path, how: str) -> Any:
 
 
 @pytest.mark.integration
-def test_what_torch_jit_saves_is_taken(path):
+def test_torch_jit_archives_are_packed(path):
     saved(path, "script")
     assert take(path).facts["formatVersion"].isdigit()
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("how", ["checkpoint", "legacy"])
-def test_what_torch_saves_is_refused(path, how):
+def test_torch_save_archives_are_refused(path, how):
     saved(path, how)
     refused(path, path.read_bytes(), "is pickled", kind=ModelError)

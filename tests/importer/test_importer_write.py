@@ -1,4 +1,4 @@
-"""How blobs get into the store: read once, hashed while they are written, nothing left behind."""
+"""Writing blobs to the store: one read, hashing while writing, and no leftovers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from clowder_aimage.oci import Digest, Reference
 from tests.importer.valued import as_dtype, bf16_values, make_valued, read_back, transformer
 
 NAME = Reference.parse("m")
-SMALL = 4096  # bytes: larger blobs are written as they come
+SMALL = 4096  # bytes; larger blobs are streamed
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """Buffers so small that the blobs of these models are large ones."""
+    """Reduce the buffers so that the blobs of these models count as large."""
     monkeypatch.setattr(blob_writer, "LEAST", SMALL)
     monkeypatch.setattr(blob_writer, "BUFFER", SMALL)
 
@@ -36,7 +36,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How often each span is read."""
+    """Count the reads of each span."""
     counted: Counter[object] = Counter()
     begin = SpanReader.__init__
 
@@ -50,7 +50,7 @@ def reads(monkeypatch):
 
 @pytest.fixture
 def ingests(monkeypatch):
-    """What becomes of ingests that did not know what they would be."""
+    """Record the outcome of ingests without a known digest."""
     ends: Counter[str] = Counter()
     for name in ("commit", "abort"):
         method = getattr(FileIngest, name)
@@ -64,11 +64,11 @@ def ingests(monkeypatch):
 
 
 def left(store):
-    """What lies in the store's private directory for blobs on their way in."""
+    """Return the files in the store's directory for ingests."""
     return [path.name for path in (store / ".aimage" / "ingest").glob("*")]
 
 
-def test_a_digest_does_not_depend_on_buffers(model, monkeypatch):
+def test_digests_are_independent_of_buffer_sizes(model, monkeypatch):
     digest = model.recipe_digest()
     for size, jobs in ((509, 3), (SMALL, 1)):
         monkeypatch.setattr(blob_writer, "LEAST", size)
@@ -77,7 +77,7 @@ def test_a_digest_does_not_depend_on_buffers(model, monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_blobs_written_as_they_come_are_what_their_names_say(model, small, ingests, algorithm):
+def test_streamed_blobs_match_their_digests(model, small, ingests, algorithm):
     made = create(ImageLayout(model.store), NAME, model.directory, algorithm=algorithm)
     assert ingests["commit"] > 20
     assert left(model.store) == []
@@ -91,7 +91,7 @@ def test_every_source_is_read_once(model, small, reads):
     assert set(reads.values()) == {1}
     reads.clear()
     model.make("other", quantize="int8")
-    assert set(reads.values()) <= {1, 2}  # twice: kept matrices, of which the store has the like
+    assert set(reads.values()) <= {1, 2}  # twice: kept matrices of a size that the store has
 
 
 def test_packing_again_writes_nothing(model, small, ingests):
@@ -102,8 +102,8 @@ def test_packing_again_writes_nothing(model, small, ingests):
     assert all(written.was_there for written in again.layers)
 
 
-def test_what_turns_out_to_be_there_is_not_kept_twice(model, small, ingests):
-    """Quantizing again: only the last byte tells that the store has it."""
+def test_a_streamed_blob_that_exists_is_discarded(model, small, ingests):
+    """Quantizing again: the digest is known only after the last byte."""
     model.make(quantize="int8")
     before = ingests["commit"]
     again = model.make("again", quantize="int8")
@@ -114,7 +114,7 @@ def test_what_turns_out_to_be_there_is_not_kept_twice(model, small, ingests):
 
 
 def test_the_same_blob_twice_in_a_model_is_stored_once(tmp_path, small, ingests):
-    """A text encoder and a transformer that hold the same tensor."""
+    """A text encoder and a transformer with the same tensor."""
     values = as_dtype({"layers.0.same.weight": bf16_values("same", (64, 128))}, "BF16")
     model = make_valued(tmp_path / "model", text_encoder=values, transformer=values)
     made = model.make(jobs=8)
@@ -124,7 +124,7 @@ def test_the_same_blob_twice_in_a_model_is_stored_once(tmp_path, small, ingests)
     assert left(model.store) == []
 
 
-def test_a_blob_of_the_same_size_is_no_reason_to_believe_it_is_there(tmp_path, small):
+def test_a_blob_of_the_same_size_is_not_assumed_to_exist(tmp_path, small):
     """Another model of the same shapes."""
     make_valued(tmp_path / "model").make("first")
     other = {name: value * 2 for name, value in transformer().items()}
@@ -134,8 +134,8 @@ def test_a_blob_of_the_same_size_is_no_reason_to_believe_it_is_there(tmp_path, s
     assert new == {f"transformer/{name}" for name in other}
 
 
-def test_what_a_killed_create_left_is_removed_by_the_next(model, small):
-    """But not what another one is at, nor downloads that somebody will go on with."""
+def test_leftovers_of_a_killed_create_are_removed_by_the_next(model, small):
+    """Files of a running create and resumable downloads are kept."""
     store = ImageLayout(model.store)
     busy = store.ingest("create")
     busy.write_at(0, b"x")
@@ -148,12 +148,12 @@ def test_what_a_killed_create_left_is_removed_by_the_next(model, small):
     busy.abort()
 
 
-# -- what goes wrong
+# -- failures
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_file_that_changes_while_it_is_read(model, small, monkeypatch, quantize):
-    """In the middle of a tensor, in its last bytes, or just before."""
+def test_a_file_that_changes_while_read_is_refused(model, small, monkeypatch, quantize):
+    """In the middle of a tensor, in its last bytes, or just before it."""
     path = model.weights("transformer")
     end = SpanReader.check_unchanged
 
@@ -169,8 +169,8 @@ def test_a_file_that_changes_while_it_is_read(model, small, monkeypatch, quantiz
     assert list(ImageLayout(model.store).tags()) == []
 
 
-def test_a_file_that_changes_between_hashing_and_storing(tmp_path, small, monkeypatch):
-    """Of the blobs that are hashed first, the second reading must give the same."""
+def test_a_file_that_changes_between_hashing_and_storing_is_refused(tmp_path, small, monkeypatch):
+    """Blobs that are hashed first must have the same content in the second read."""
     make_valued(tmp_path / "model").make("first")
     other = {name: value * 2 for name, value in transformer().items()}
     model = make_valued(tmp_path / "other", transformer=as_dtype(other, "BF16"))
@@ -194,7 +194,7 @@ def test_a_file_that_changes_between_hashing_and_storing(tmp_path, small, monkey
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_full_disk_leaves_nothing_on_its_way(model, small, monkeypatch, quantize):
+def test_a_full_disk_leaves_no_ingest(model, small, monkeypatch, quantize):
     real, calls = os.pwrite, []
 
     def full(fd, data, offset):
@@ -213,8 +213,8 @@ def test_a_full_disk_leaves_nothing_on_its_way(model, small, monkeypatch, quanti
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quantize):
-    """Ctrl-C ends the reading between two pieces, however much is left to read."""
+def test_an_interrupt_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quantize):
+    """Ctrl-C ends the read between two chunks, however much is left."""
     reading = threading.Event()
     stopped = []
     readinto = SpanReader.readinto
@@ -230,7 +230,7 @@ def test_leaving_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quan
             raise
 
     def interrupted(*_, **__):
-        waiting.undo()  # the wait for those under way to end is a real one
+        waiting.undo()  # this waits for running reads in real time
         assert reading.wait(30)
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Model directories whose tensors have real values, to be cast, quantized and read back."""
+"""Model directories with real tensor values, to be cast, quantized and read back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from clowder_aimage.tensor import encode_header
 from tests.importer.conftest import FILES, Model, in_memory, weights_name
 
 Array = npt.NDArray[Any]
-Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, the bytes
+Stored = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
 
-BLOCK = (  # of a Z-Image transformer: tensors that are quantized and others
+BLOCK = (  # of a Z-Image transformer: quantized tensors and others
     *("attention.to_q.weight", "attention.to_k.weight", "attention.to_v.weight"),
     *("attention.to_out.0.weight", "feed_forward.w1.weight", "feed_forward.w2.weight"),
     "feed_forward.w3.weight",
@@ -51,14 +51,14 @@ VAE = {"decoder.mid.weight": (64, 64)}
 
 
 def bf16_values(name: str, shape: tuple[int, ...], scale: float = 0.05) -> Array:
-    """Return float32 values that depend only on the name and are exactly BF16."""
+    """Return float32 values derived from the name that are exact in BF16."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32) * scale
     return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
 
 
 def transformer() -> dict[str, Array]:
-    """Return the values of a small transformer: one block of each kind, and other layers."""
+    """Return the tensors of a small transformer: one block of each kind, and other layers."""
     shapes: dict[str, tuple[int, ...]] = {
         f"{block}.0.{name}": (64, 64)
         for block in ("layers", "noise_refiner", "context_refiner")
@@ -71,7 +71,7 @@ def transformer() -> dict[str, Array]:
 
 
 def stored(values: Array, dtype: str) -> Stored:
-    """Return values as stored in a file."""
+    """Return values in the encoding of a file."""
     if dtype == "BF16":
         data = (values.astype(np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
     else:
@@ -100,7 +100,7 @@ def vae() -> dict[str, Array]:
 def make_valued(
     directory: Path, dtype: str = "BF16", **components: Mapping[str, Stored]
 ) -> ValuedModel:
-    """Return a model at ``directory``; components without given weights have the usual ones,
+    """Write a model to ``directory`` with the given weights of a component, else the default ones
     as ``dtype``."""
     model = ValuedModel(directory, directory.parent / "store")
     for name, value in FILES.items():
@@ -114,12 +114,12 @@ def make_valued(
 
 @dataclass
 class ValuedModel(Model):
-    """A model directory to be packed with a recipe."""
+    """A model directory that is packed with a recipe."""
 
     def make(
         self, name: str = "m", *, store: Any = None, jobs: int | None = None, **recipe: Any
     ) -> PackedModel:
-        """Pack it, into the store on disk or ``store``."""
+        """Pack it into the store on disk or ``store``."""
         return create(
             store or ImageLayout(self.store),
             Reference.parse(name),
@@ -129,7 +129,7 @@ class ValuedModel(Model):
         )
 
     def recipe_digest(self, *, jobs: int | None = None, **recipe: Any) -> str:
-        """Return its digest in a new store."""
+        """Return the digest of the model packed into a fresh store."""
         return str(self.make(store=in_memory(), jobs=jobs, **recipe).descriptor.digest)
 
 

@@ -1,4 +1,4 @@
-"""A layout in a tar and back: what is in it, in which order, and that it is the same each time."""
+"""Save a layout to a tar and load it: content, order and reproducibility."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def room(file):
     file.parent.mkdir()
     yield
     leftovers = [path.name for path in file.parent.iterdir() if path.name.startswith(".")]
-    assert not leftovers  # whatever happened, nothing half-written stays
+    assert not leftovers  # no partial file is left after any failure
 
 
 def names(*texts):
@@ -104,7 +104,7 @@ def test_save_writes_index_and_manifests_first(here, file):
     first += [f"blobs/sha256/{made.digest.encoded}" for made in (one, two)]
     assert found[: len(first)] == first
     assert found[len(first) :] == sorted(found[len(first) :])
-    assert len(found) == len(set(found)) == len(first) + 5  # the common blob is there once
+    assert len(found) == len(set(found)) == len(first) + 5  # the shared blob occurs once
 
 
 def test_save_writes_neutral_headers(here, file):
@@ -117,8 +117,8 @@ def test_save_writes_neutral_headers(here, file):
         assert not member.pax_headers
 
 
-def test_the_same_content_is_the_same_file(here, there, file):
-    """Also on the next Python, whose tarfile may be another: the digest is fixed here."""
+def test_saves_are_reproducible(here, there, file):
+    """Also with other Python versions, whose tarfile may differ: the digest is pinned here."""
     for layout, order in ((here, (b"1", b"2")), (there, (b"2", b"1"))):
         for layer in order:
             artifact.put_artifact(layout, f"x:{layer.decode()}", layer)
@@ -132,7 +132,7 @@ def test_the_same_content_is_the_same_file(here, there, file):
 GOLDEN = "sha256:b5070e868bdd8b7237cf1f0b152b2fb56faabacbf459bb0bbeddde78947dc50c"
 
 
-def test_sha512_takes_a_pax_header(here, there, file):
+def test_a_sha512_path_has_a_pax_header(here, there, file):
     content = put_sha512(here, b"long name")
     config = artifact.put(here, b"{}", artifact.CONFIG)
     made = artifact.manifest(config, [content])
@@ -154,7 +154,7 @@ def test_a_size_beyond_ustar_has_a_pax_header():
     assert b"size" not in tar_header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
 
 
-def test_a_digest_is_a_name_too(here, there, file):
+def test_save_accepts_a_digest(here, there, file):
     made = artifact.put_artifact(here, "x:v1", b"1")
     by_digest = f"x@{made.digest}"
     save(here, names(by_digest, f"x:v1@{made.digest}"), file)
@@ -165,7 +165,7 @@ def test_a_digest_is_a_name_too(here, there, file):
         save(here, names("x:v1", f"x:v1@{other.digest}"), file)
 
 
-def test_an_index_with_all_that_is_there(here, there, file):
+def test_save_of_an_index_includes_all_present_manifests(here, there, file):
     kept = artifact.put_artifact(here, "one", b"1")
     inner = put_index(here, "inner", artifact.put_artifact(here, "two", b"2"))
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"3")])
@@ -178,7 +178,7 @@ def test_an_index_with_all_that_is_there(here, there, file):
     assert blobs(there) == blobs(here)
 
 
-def test_an_index_of_which_nothing_is_there(here, file):
+def test_save_of_an_index_without_manifests_fails(here, file):
     away = artifact.manifest(artifact.blob(b"{}"), [])
     put_index(here, "all", absent=[away])
     with pytest.raises(NotFoundError, match="no manifest of the index all:latest"):
@@ -186,7 +186,7 @@ def test_an_index_of_which_nothing_is_there(here, file):
     assert not file.exists()
 
 
-def test_a_blob_that_lacks(here, file):
+def test_save_reports_a_missing_blob(here, file):
     made = artifact.put_artifact(here, "x", b"1")
     here.path(made.layers[0]).unlink()
     with pytest.raises(NotFoundError, match=str(made.layers[0].digest)):
@@ -195,7 +195,7 @@ def test_a_blob_that_lacks(here, file):
 
 
 @pytest.mark.parametrize("data", [b"2", b"22", b""])
-def test_a_damaged_blob_leaves_the_old_file(here, file, data):
+def test_a_damaged_blob_keeps_the_old_file(here, file, data):
     made = artifact.put_artifact(here, "x", b"1")
     path = here.path(made.layers[0])
     path.chmod(0o644)
@@ -206,7 +206,7 @@ def test_a_damaged_blob_leaves_the_old_file(here, file, data):
     assert file.read_text() == "old"
 
 
-def test_a_file_that_exists_is_replaced_whole(here, file):
+def test_an_existing_file_is_replaced_atomically(here, file):
     artifact.put_artifact(here, "x", b"1")
     file.write_text("old")
     file.chmod(0o600)
@@ -214,14 +214,14 @@ def test_a_file_that_exists_is_replaced_whole(here, file):
     link.symlink_to(file.name)
     with file.open() as old:
         save(here, names("x"), link)
-        assert old.read() == "old"  # whoever has it open keeps it
+        assert old.read() == "old"  # a process that has it open keeps the old content
     assert link.is_symlink()
     assert file.stat().st_mode & 0o777 == 0o600
     assert members(file)
 
 
 def test_save_removes_leftovers_of_killed_ones(here, file):
-    """And nothing else: not what another process is writing, nor what is called otherwise."""
+    """Files being written by another process and unrelated files are kept."""
     artifact.put_artifact(here, "x", b"1")
     left, busy = (file.with_name(f".x.tar.{digit * 16}") for digit in "1a")
     others = [
@@ -241,8 +241,8 @@ def test_save_removes_leftovers_of_killed_ones(here, file):
     assert members(file)
 
 
-def test_two_saves_to_one_file(here, file, monkeypatch):
-    """Neither takes the other's unfinished file for a leftover; where locks lie, too."""
+def test_concurrent_saves_to_one_file(here, file, monkeypatch):
+    """Neither removes the other's unfinished file, with and without locks."""
     artifact.put_artifact(here, "x", b"1")
     for flock in (fcntl.flock, lambda fd, operation: None):
         monkeypatch.setattr(fcntl, "flock", flock)
@@ -252,7 +252,7 @@ def test_two_saves_to_one_file(here, file, monkeypatch):
         assert file.read_bytes() == b"1"
 
 
-def test_places_that_cannot_be(here, file):
+def test_invalid_output_paths_are_refused(here, file):
     artifact.put_artifact(here, "x", b"1")
     with pytest.raises(UsageError, match="is a directory"):
         save(here, names("x"), file.parent)
@@ -260,7 +260,7 @@ def test_places_that_cannot_be(here, file):
         save(here, names("x"), file.parent / "no" / "x.tar")
 
 
-def test_a_named_pipe_stays_one(here, there, file):
+def test_a_named_pipe_is_not_replaced(here, there, file):
     artifact.put_artifact(here, "x", b"1" * 3_000_000)
     os.mkfifo(file)
     loaded = []
@@ -272,7 +272,7 @@ def test_a_named_pipe_stays_one(here, there, file):
     assert file.is_fifo()
 
 
-def test_a_second_load_reads_nothing_again(here, there, file):
+def test_a_repeated_load_skips_existing_blobs(here, there, file):
     artifact.put_artifact(here, "x", b"1", b"2")
     save(here, names("x"), file)
     load(there, file)
@@ -283,7 +283,7 @@ def test_a_second_load_reads_nothing_again(here, there, file):
     assert {path.stat().st_mtime_ns for path in (there.root / "blobs" / "sha256").iterdir()} == {1}
 
 
-def test_gzip_is_read_as_it_comes(here, there, file):
+def test_gzip_archives_are_streamed(here, there, file):
     artifact.put_artifact(here, "x", os.urandom(1_000_000))
     save(here, names("x"), file)
     file.write_bytes(gzip.compress(file.read_bytes()[:700_000]) + gzip.compress(b""))
@@ -298,7 +298,7 @@ def test_gzip_is_read_as_it_comes(here, there, file):
         load(ImageLayout(file.parent / "new"), file)
 
 
-def test_progress_says_all_of_the_file(here, there, file):
+def test_progress_covers_the_whole_file(here, there, file):
     artifact.put_artifact(here, "x", b"1" * 100_000, b"2")
     events = []
     save(here, names("x"), file, on_event=events.append)
@@ -310,7 +310,7 @@ def test_progress_says_all_of_the_file(here, there, file):
     assert read[0] == file.stat().st_size == sum(read[1:])
 
 
-def test_index_json_is_what_the_layout_writes(here, file):
+def test_index_json_equals_that_of_a_layout(here, file):
     artifact.put_artifact(here, "x:v1", b"1", artifactType="application/vnd.example")
     save(here, names("x:v1"), file)
     with tarfile.open(file) as tar:

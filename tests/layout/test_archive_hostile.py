@@ -1,4 +1,4 @@
-"""Archives that others wrote: what is taken in, and what is refused, in which words."""
+"""Foreign and malformed archives: accepted content, refusals and their messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def blob(data):
 
 
 def index(*entries):
-    """index.json over (document, annotations) or descriptors in JSON."""
+    """Return index.json over (document, annotations) or JSON descriptors."""
     listed = [
         entry if isinstance(entry, dict) else {**entry[0].descriptor.to_json(), **entry[1]}
         for entry in entries
@@ -69,7 +69,7 @@ GOOD = [LAYOUT, index((MADE, called("x:v1"))), *BLOBS]
 
 
 def tar_of(*members, format_=tarfile.PAX_FORMAT):
-    """A tar of (name, bytes), or of (TarInfo, bytes)."""
+    """Return a tar of (name, bytes), or of (TarInfo, bytes)."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=format_) as tar:
         for name, data in members:
@@ -110,12 +110,12 @@ def assert_refused(layout, error, match, call):
     assert unfinished(layout) == []
 
 
-# -- what other tools write
+# -- archives of other tools
 
 
 @pytest.mark.parametrize("format_", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_the_index_may_come_last_and_docker_adds_files(layout, file, format_):
-    """docker save (25 and later): directories, then blobs, index.json and files of its own."""
+def test_load_accepts_archives_of_docker_save(layout, file, format_):
+    """docker save (25 and later): directories, then blobs, index.json and additional files."""
     folders = [(entry(name, tarfile.DIRTYPE), b"") for name in ("blobs", "blobs/sha256")]
     name = "docker.io/library/x:v1"
     both = {"annotations": {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: "v1"}}
@@ -126,14 +126,14 @@ def test_the_index_may_come_last_and_docker_adds_files(layout, file, format_):
     assert layout.path(MADE.layers[0]).read_bytes() == LAYER
 
 
-def test_tar_of_a_directory_on_macos(layout, file):
+def test_load_accepts_a_macos_tar_of_a_directory(layout, file):
     beside = [("./._index.json", b"x"), (f"./blobs/sha256/._{'0' * 64}", b"x")]
     members = [(f"./{name}", data) for name, data in GOOD]
     members += [(entry("./", tarfile.DIRTYPE), b""), ("./.aimage/lock", b"")]
     assert load_all(layout, file, *beside, *members).blobs == 2
 
 
-def test_a_name_that_is_missing_can_be_given(layout, file):
+def test_a_missing_name_can_be_given(layout, file):
     members = [LAYOUT, index((MADE, {})), *BLOBS]
     with pytest.raises(UsageError, match=f"no name for {MADE.digest}") as raised:
         load_all(layout, file, *members)
@@ -143,7 +143,7 @@ def test_a_name_that_is_missing_can_be_given(layout, file):
     assert layout.resolve(wanted).digest == MADE.digest
 
 
-def test_one_name_is_not_for_two(layout, file):
+def test_one_name_for_two_manifests_is_refused(layout, file):
     other = artifact.manifest(artifact.blob(CONFIG), [])
     both = index((MADE, called("a")), (other, called("b")))
     with pytest.raises(UsageError, match=r"one name can be given: .*'a'.*'b'"):
@@ -162,7 +162,7 @@ def test_load_reports_unnamed_manifests(layout, file):
     assert layout.exists(other.descriptor)
 
 
-def test_a_pipe_is_read_to_its_end(layout):
+def test_load_reads_a_pipe_to_its_end(layout):
     data = tar_of(*GOOD) + bytes(100_000)
     read_end, write_end = os.pipe()
     failed = []
@@ -184,7 +184,7 @@ def test_a_pipe_is_read_to_its_end(layout):
     assert planned == [len(MADE.raw) + len(CONFIG) + len(LAYER)]
 
 
-def test_load_of_other_compressions_says_how_to_unpack(layout, file):
+def test_load_of_other_compressions_gives_advice(layout, file):
     import bz2
     import lzma
 
@@ -199,7 +199,7 @@ def test_load_of_other_compressions_says_how_to_unpack(layout, file):
         assert tool in (advice(raised.value) or "")
 
 
-# -- what is not complete
+# -- incomplete archives
 
 
 def test_load_names_only_complete_artifacts(layout, file):
@@ -214,7 +214,7 @@ def test_load_names_only_complete_artifacts(layout, file):
     assert [name for name, _ in layout.tags()] == ["b:latest"]
 
 
-def test_an_index_may_lack_manifests_but_not_all(layout, file):
+def test_an_index_requires_at_least_one_manifest(layout, file):
     away = artifact.manifest(artifact.blob(b"c"), [])
     both = artifact.index([MADE.descriptor, away.descriptor])
     none = artifact.index([away.descriptor])
@@ -233,7 +233,7 @@ _CUT = "breaks off|is not a tar|is damaged|more than there are"
 
 
 @pytest.mark.parametrize("cut", [0, 700, -8000])
-def test_a_truncated_archive_names_nothing(layout, file, cut):
+def test_a_truncated_archive_tags_nothing(layout, file, cut):
     raw = tar_of(*GOOD)
     end = raw.rstrip(b"\0")
     raw = raw[: -(-len(end) // 512) * 512 + 1024]  # no padding after the end
@@ -241,10 +241,10 @@ def test_a_truncated_archive_names_nothing(layout, file, cut):
     assert_refused(layout, FormatError, _CUT, lambda: load(layout, file))
 
 
-# -- what is wrong
+# -- invalid archives
 
 
-def test_a_wrong_blob_is_not_taken_in(layout, file):
+def test_a_wrong_blob_is_refused(layout, file):
     wrong = (path_of(LAYER), b"L" + LAYER[1:])
     late = [*BLOBS[:2], wrong, GOOD[1]]
     for members in ([*GOOD[:4], wrong], late):
@@ -253,7 +253,7 @@ def test_a_wrong_blob_is_not_taken_in(layout, file):
         )
 
 
-def test_a_size_that_the_manifest_does_not_promise(layout, file):
+def test_a_blob_of_another_size_than_its_descriptor_is_refused(layout, file):
     longer = (path_of(LAYER), LAYER + b"x")
     assert_refused(
         layout,
@@ -263,7 +263,7 @@ def test_a_size_that_the_manifest_does_not_promise(layout, file):
     )
 
 
-def test_a_descriptor_that_lies_about_a_size(layout, file):
+def test_a_descriptor_with_a_wrong_size_is_refused(layout, file):
     layer = {**artifact.blob(LAYER).to_json(), "size": 3}
     lying = artifact.manifest(artifact.blob(CONFIG), [Descriptor.from_json(layer)])
     loaded = load_all(
@@ -273,7 +273,7 @@ def test_a_descriptor_that_lies_about_a_size(layout, file):
     assert loaded.problem is not None
 
 
-def test_a_blob_twice(layout, file):
+def test_a_duplicate_blob_is_refused(layout, file):
     assert load_all(layout, file, *GOOD, *BLOBS).names
     other = ImageLayout(layout.root.parent / "other")
     wrong = (path_of(LAYER), b"L" + LAYER[1:])
@@ -282,7 +282,7 @@ def test_a_blob_twice(layout, file):
     )
 
 
-def test_an_index_twice(layout, file):
+def test_a_duplicate_index_is_refused(layout, file):
     other = index((MADE, called("y")))
     assert_refused(
         layout, FormatError, "index.json twice", lambda: load_all(layout, file, *GOOD, other)
@@ -326,8 +326,8 @@ def test_load_refuses_malformed_layouts(layout, file, member, said):
     assert_refused(layout, FormatError, said, lambda: load_all(layout, file, *members))
 
 
-def test_an_index_over_the_limit(layout, file):
-    """Its size is in the header: nothing of it has to be there."""
+def test_an_oversized_index_is_refused(layout, file):
+    """The size is in the header; the content need not follow."""
     header = entry("index.json", size=MAX_INDEX_SIZE + 1).tobuf()
     with file.open("wb") as out:
         out.write(header)
@@ -336,7 +336,7 @@ def test_an_index_over_the_limit(layout, file):
 
 
 @pytest.mark.parametrize("size", [10**6, 1 << 70])
-def test_a_size_beyond_all_there_is(layout, file, size):
+def test_an_absurd_size_is_refused(layout, file, size):
     header = entry(path_of(LAYER), size=size).tobuf(tarfile.GNU_FORMAT)
     file.write_bytes(header + LAYER)
     assert_refused(layout, FormatError, "more than there are", lambda: load(layout, file))
@@ -352,7 +352,7 @@ def test_a_size_beyond_all_there_is(layout, file, size):
     assert unfinished(layout) == []
 
 
-def test_a_negative_size(layout, file):
+def test_a_negative_size_is_refused(layout, file):
     block = bytearray(entry(path_of(LAYER), size=0).tobuf())
     block[124:136] = b"\xff" * 12  # base 256: minus one
     block[148:156] = b" " * 8
@@ -386,7 +386,7 @@ def test_load_refuses_deceptive_pax_headers(layout, file, pax):
     assert unfinished(layout) == []
 
 
-def test_a_sparse_file_of_old_gnu_tar(layout, file):
+def test_a_sparse_file_of_old_gnu_tar_is_refused(layout, file):
     block = bytearray(entry(path_of(LAYER), size=512).tobuf(tarfile.GNU_FORMAT))
     block[156:157] = tarfile.GNUTYPE_SPARSE
     block[386:410] = b"%011o\0%011o\0" % (0, 512)
@@ -398,7 +398,7 @@ def test_a_sparse_file_of_old_gnu_tar(layout, file):
 
 
 def test_load_bounds_headers(layout, file):
-    """Each extends the next: neither the stack nor the memory is theirs."""
+    """Each header extends the next; stack and memory stay bounded."""
     block = entry("x", tarfile.XHDTYPE, size=0).tobuf(tarfile.USTAR_FORMAT)
     file.write_bytes(block * 10_000)
     assert_refused(layout, FormatError, "header of more than", lambda: load(layout, file))
@@ -418,7 +418,7 @@ def test_load_refuses_other_files(layout, file, data):
     assert_refused(layout, FormatError, "not a tar archive", lambda: load(layout, file))
 
 
-def test_an_empty_tar_and_the_older_format_of_docker(layout, file):
+def test_an_empty_tar_and_the_old_docker_format_are_refused(layout, file):
     for members in ([], [("manifest.json", b"[]"), ("abc/layer.tar", b"x")]):
         with pytest.raises(FormatError, match=r"no index\.json") as raised:
             load_all(layout, file, *members)
@@ -431,7 +431,7 @@ def test_an_empty_tar_and_the_older_format_of_docker(layout, file):
     ids=["deep", "empty", "mistyped", "binary"],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_a_manifest_that_means_nothing(layout, file, raw, late):
+def test_an_invalid_manifest_is_refused(layout, file, raw, late):
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()
     members = [index({**descriptor, **called("x")}), blob(raw)]
     if late:
@@ -443,20 +443,20 @@ def test_a_manifest_that_means_nothing(layout, file, raw, late):
     assert list(layout.tags()) == []
 
 
-def test_a_manifest_over_the_limit(layout, file):
+def test_an_oversized_manifest_is_refused(layout, file):
     raw = b" " * (5 << 20)
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()
     members = [index({**descriptor, **called("x")}), blob(raw)]
     assert_refused(layout, FormatError, "over 4194304", lambda: load_all(layout, file, *members))
 
 
-def test_a_layer_that_calls_itself_a_manifest(layout, file):
+def test_a_layer_with_a_manifest_media_type_is_a_blob(layout, file):
     odd = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(LAYER, mediatype.OCI_MANIFEST)])
     members = [index((odd, called("x"))), blob(odd.raw), *BLOBS[1:]]
     assert load_all(layout, file, *members).names
 
 
-def test_indexes_in_indexes_without_end(layout, file):
+def test_deeply_nested_indexes_are_refused(layout, file):
     made, members = artifact.index([MADE.descriptor]), list(BLOBS)
     for _ in range(8):
         members.append(blob(made.raw))
@@ -467,7 +467,7 @@ def test_indexes_in_indexes_without_end(layout, file):
     assert "nested" in loaded.problem.message
 
 
-def test_a_bomb_is_not_unpacked(layout, file, monkeypatch):
+def test_a_decompression_bomb_is_refused(layout, file, monkeypatch):
     monkeypatch.setattr(tar_store, "_MIN_UNPACKED", 1 << 20)
     zeros = bytes(8 << 20)
     file.write_bytes(gzip.compress(tar_of(*GOOD, blob(zeros))))
@@ -484,10 +484,10 @@ def test_load_checks_the_free_space_first(layout, file, monkeypatch):
     monkeypatch.setattr(ImageLayout, "free", lambda self: 16 * 1024 * 1024 + 3000)
     with pytest.raises(NoSpaceError):
         load_all(layout, file, *GOOD)
-    assert kept(layout) == {MADE.digest.encoded}  # it is told by the manifest, before the config
+    assert kept(layout) == {MADE.digest.encoded}  # declared by the manifest, before the config
 
 
-def test_a_file_that_is_not_there(layout, file, tmp_path):
+def test_a_missing_file_is_reported(layout, file, tmp_path):
     with pytest.raises(NotFoundError, match="no archive"):
         load(layout, file)
     with pytest.raises(UsageError, match="is a directory") as raised:

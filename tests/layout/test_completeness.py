@@ -23,7 +23,7 @@ from tests.content.artifact import index, put, put_artifact
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A store in which nothing has changed lately."""
+    """Return a store without recent changes."""
     later = SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
     monkeypatch.setattr(layout_index, "time", later)
     return ImageLayout(tmp_path / "store")
@@ -74,13 +74,13 @@ def test_cache_remembers_complete_aimages_until_the_store_changes(store, check):
     cache = CompletenessCache(store)
     assert cache.find("one", check).is_complete and cache.find("one", check).is_complete
     assert check.calls == 1
-    time.sleep(0.02)  # longer than a step of the file system's clock
+    time.sleep(0.02)  # longer than the file system's clock resolution
     put(store, b"other")
     cache.find("one", check)
     assert check.calls == 2
 
 
-def test_cache_checks_again_what_is_missing_or_failed(store, made, check):
+def test_cache_rechecks_incomplete_and_failed_aimages(store, made, check):
     cache = CompletenessCache(store)
     check.error = StoreError("too many open files")
     with pytest.raises(StoreError):
@@ -106,7 +106,7 @@ def test_cache_checks_again_after_its_age_or_for_another_version(store, check):
     assert check.calls == 3
 
 
-def test_cache_forgets_an_answer_that_a_change_overtook(store, made, check):
+def test_cache_drops_an_answer_outdated_by_a_change(store, made, check):
     cache = CompletenessCache(store)
 
     def overtaken():

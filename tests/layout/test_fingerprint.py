@@ -1,4 +1,4 @@
-"""The fingerprint of a store changes when a name or a blob comes or goes."""
+"""The fingerprint of a store changes when a name or a blob is added or removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def later(monkeypatch):
-    """As if all that was done before had been done long ago."""
+    """Age all earlier changes."""
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
@@ -62,12 +62,12 @@ def adds_a_name(store):
 
 
 def notes_a_name(store):
-    """As the one half of naming that a killed process had time for."""
+    """The first half of a tag operation, as left by a killed process."""
     MetadataFiles(store.root, "names").put("x", {"entry": {}}, durable=False)
 
 
 def writes_the_index_anew(store):
-    """The same bytes, with the time that they had: what a backup brings back."""
+    """Rewrite the same bytes with the same time, as a restored backup does."""
     path = store.root / "index.json"
     status = path.stat()
     (store.root / "new").write_bytes(path.read_bytes())
@@ -95,7 +95,7 @@ CHANGES = [
 def test_fingerprint_changes_with_names_and_blobs(store, later, change):
     before = fingerprint(store.roots)
     assert before is not None and fingerprint(store.roots) == before
-    time.sleep(0.02)  # longer than a step of the file system's clock
+    time.sleep(0.02)  # longer than the file system's clock resolution
     change(store)
     assert fingerprint(store.roots) != before
 

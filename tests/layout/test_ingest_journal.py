@@ -1,4 +1,4 @@
-"""What a process leaves in ingest when it ends, and what the next one believes of it."""
+"""Ingest files left by a terminated process, and how the next process validates them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def write(ingest, start, end):
 
 
 def files(layout):
-    """The partial and its journal."""
+    """Return the partial and its journal."""
     path = layout.root / ".aimage" / "ingest" / CONTENT.digest.encoded
     return path, path.with_name(f"{path.name}.journal")
 
 
 def killed(ingest):
-    """What kill -9 does to it: the lock goes, and nothing else happens."""
+    """Simulate kill -9: only the lock is released."""
     fd, ingest._fd = ingest._fd, -1
     os.close(fd)
 
@@ -61,7 +61,7 @@ def test_journaled_spans_are_not_missing(layout):
     write(ingest, 0, 5 * MIB)
     write(ingest, 8 * MIB, 9 * MIB)
     ingest.checkpoint()
-    write(ingest, 9 * MIB, 10 * MIB)  # not noted: it may not be on disk
+    write(ingest, 9 * MIB, 10 * MIB)  # not in the journal: it may not be on disk
     killed(ingest)
     ingest = begin(layout)
     assert ingest.missing() == [(5 * MIB, 8 * MIB), (9 * MIB, len(DATA))]
@@ -83,7 +83,7 @@ def test_suspended_ingest_is_continued(layout):
 
 @pytest.fixture
 def synchronised(monkeypatch):
-    """The inodes that were made durable, in order, and what the journal said then."""
+    """Record the synchronised inodes in order, with the journal at that time."""
     done = []
 
     def begin(layout):
@@ -100,8 +100,8 @@ def synchronised(monkeypatch):
     return begin
 
 
-def test_data_is_durable_before_its_entry_and_that_before_their_names(layout, synchronised):
-    """No crash leaves an entry without its data; nor are both lost with the directory."""
+def test_data_is_durable_before_its_journal_entry_and_entries_before_names(layout, synchronised):
+    """A crash leaves no entry without its data, and does not lose both with the directory."""
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     done = synchronised(layout)
@@ -113,7 +113,7 @@ def test_data_is_durable_before_its_entry_and_that_before_their_names(layout, sy
     ingest.abort()
 
 
-def test_the_directory_is_made_durable_once(layout, synchronised):
+def test_the_directory_is_synchronised_once(layout, synchronised):
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     ingest.checkpoint()
@@ -126,7 +126,7 @@ def test_the_directory_is_made_durable_once(layout, synchronised):
     ingest.abort()
 
 
-def test_a_system_that_cannot_synchronise_data_alone(layout, monkeypatch):
+def test_checkpoint_works_without_fdatasync(layout, monkeypatch):
     """macOS has no fdatasync."""
     monkeypatch.delattr(os, "fdatasync", raising=False)
     ingest = begin(layout)
@@ -136,7 +136,7 @@ def test_a_system_that_cannot_synchronise_data_alone(layout, monkeypatch):
     assert begin(layout).missing() == [(5 * MIB, len(DATA))]
 
 
-def test_no_entry_is_made_for_data_that_could_not_be_synchronised(layout, monkeypatch):
+def test_failed_synchronisation_writes_no_entry(layout, monkeypatch):
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
 
@@ -202,23 +202,23 @@ def test_malformed_journal_is_discarded(journal, layout):
     complete(layout, ingest)
 
 
-def test_a_journal_claims_nothing_that_is_not_in_the_file(layout):
-    """The file was cut short: the journal is wrong about it, also once it has grown again."""
+def test_entries_beyond_a_truncated_file_are_ignored(layout):
+    """The journal stays invalid for a truncated file, even after the file has grown again."""
     ingest = begin(layout)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
     os.truncate(files(layout)[0], 6 * MIB)
     ingest = begin(layout)
     assert ingest.missing() == WHOLE
-    write(ingest, 12 * MIB, 13 * MIB)  # the file is long enough now, and full of holes
+    write(ingest, 12 * MIB, 13 * MIB)  # the file is long enough now, and sparse
     killed(ingest)
     ingest = begin(layout)
     assert ingest.missing() == WHOLE
     complete(layout, ingest)
 
 
-def test_a_journal_without_its_file_claims_nothing(layout):
-    """Its process was killed between the renaming of the file and the end of the journal."""
+def test_a_journal_without_its_file_is_ignored(layout):
+    """Its process was killed after renaming the file and before removing the journal."""
     ingest = begin(layout)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
@@ -232,14 +232,14 @@ def test_a_journal_without_its_file_claims_nothing(layout):
     complete(layout, ingest)
 
 
-def test_a_partial_that_is_longer_than_the_blob(layout):
+def test_a_partial_longer_than_the_blob_is_discarded(layout):
     path, _ = files(layout)
     path.parent.mkdir(parents=True)
     path.write_bytes(DATA + b"more")
     complete(layout, begin(layout))
 
 
-def test_a_whole_partial_is_only_checked(layout):
+def test_a_complete_partial_is_only_verified(layout):
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     ingest.suspend()
@@ -248,7 +248,7 @@ def test_a_whole_partial_is_only_checked(layout):
     complete(layout, ingest)
 
 
-def test_a_partial_with_wrong_bytes_is_thrown_away(layout):
+def test_a_partial_with_wrong_bytes_is_discarded(layout):
     ingest = begin(layout)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
@@ -263,12 +263,12 @@ def test_a_partial_with_wrong_bytes_is_thrown_away(layout):
     complete(layout, begin(layout))
 
 
-# -- the end of an ingest, and a checkpoint that is under way
+# -- the end of an ingest during a checkpoint
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "suspend"])
-def test_a_checkpoint_under_way_does_not_outlive_its_ingest(end, layout, monkeypatch):
-    """Else it would synchronise another file, or leave the journal of a blob that is done."""
+def test_the_end_of_an_ingest_waits_for_its_checkpoint(end, layout, monkeypatch):
+    """Otherwise it could synchronise another file, or leave the journal of a finished blob."""
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     in_fsync, go_on, errors = threading.Event(), threading.Event(), []
@@ -307,14 +307,14 @@ def test_checkpoint_after_the_end_does_nothing(end, layout):
     write(ingest, 0, len(DATA))
     getattr(ingest, end)(*([CONTENT] if end == "commit" else []))
     before = [path.exists() and path.read_bytes() for path in files(layout)]
-    fd = os.open(layout.root, os.O_RDONLY)  # very likely gets the number that became free
+    fd = os.open(layout.root, os.O_RDONLY)  # very likely reuses the freed descriptor number
     ingest.checkpoint()
     os.close(fd)
     assert [path.exists() and path.read_bytes() for path in files(layout)] == before
 
 
-def test_checkpoint_includes_writes_made_meanwhile(layout, monkeypatch):
-    """Its writer did not wait: the bytes would be lost by a kill although it has gone on."""
+def test_checkpoint_includes_concurrent_writes(layout, monkeypatch):
+    """The writer did not wait, and a kill would otherwise lose its bytes."""
     ingest = begin(layout)
     write(ingest, 0, MIB)
     real, calls = os.fsync, []
@@ -323,7 +323,7 @@ def test_checkpoint_includes_writes_made_meanwhile(layout, monkeypatch):
         calls.append(fd)
         if len(calls) == 1:
             write(ingest, MIB, 18 * MIB)
-            ingest.checkpoint()  # another thread's, really: it must not wait
+            ingest.checkpoint()  # represents another thread, which must not wait
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -332,7 +332,7 @@ def test_checkpoint_includes_writes_made_meanwhile(layout, monkeypatch):
     assert begin(layout).missing() == [(18 * MIB, len(DATA))]
 
 
-# -- a full disk at the very end
+# -- a full disk at the end
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -354,8 +354,8 @@ def test_verified_bytes_are_kept_when_they_cannot_be_published(call, layout, mon
     complete(layout, ingest)
 
 
-def test_a_partial_that_was_about_to_be_published_can_be_opened_again():
-    """It is read-only already; only root would not notice."""
+def test_a_read_only_partial_can_be_reopened():
+    """It was made read-only before publication; root ignores the mode."""
     directory = Path(tempfile.mkdtemp())
     nobody = 65534 if os.geteuid() == 0 else os.geteuid()
     os.chown(directory, nobody, -1)
@@ -374,7 +374,7 @@ def test_a_partial_that_was_about_to_be_published_can_be_opened_again():
         shutil.rmtree(directory)
 
 
-def test_a_suspended_ingest_is_free_for_the_next(layout):
+def test_a_suspended_ingest_releases_its_lock(layout):
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     with pytest.raises(IngestBusyError):

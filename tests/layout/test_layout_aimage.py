@@ -1,4 +1,4 @@
-"""From a name to an AImage, also after other tools have had it in their hands."""
+"""Read AImages by name, also after other tools changed them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_dialect_is_read_back(layout, dialect):
     assert stored.dialect.name == dialect
     assert stored.aimage == aimage()
     before = set((layout.root / "blobs" / "sha256").iterdir())
-    inflate(layout, stored)  # nothing is compressed: nothing to do
+    inflate(layout, stored)  # nothing is compressed, so nothing is done
     assert set((layout.root / "blobs" / "sha256").iterdir()) == before
 
 
@@ -73,7 +73,7 @@ def test_a_damaged_manifest_or_config_is_refused(layout):
         read_aimage(layout, REFERENCE)
 
 
-def test_a_disk_that_does_not_give_a_manifest_is_a_fault_of_the_store(layout, monkeypatch):
+def test_a_read_error_of_a_manifest_is_a_store_error(layout, monkeypatch):
     def fail(file, _):
         file.close()
         raise OSError(errno.EIO, "Input/output error")
@@ -85,7 +85,7 @@ def test_a_disk_that_does_not_give_a_manifest_is_a_fault_of_the_store(layout, mo
 
 
 def recompressed(layout, media_type=mediatype.OCI_LAYER_TAR_GZIP, pack=gzip.compress):
-    """Put the container dialect there as a tool leaves it that packs layers and strips them."""
+    """Store the container dialect after a tool compressed its layers and dropped annotations."""
     manifest, config = DIALECTS["container"].write(aimage())
     document = json.loads(manifest.raw)
     for layer, data in zip(document["layers"], (FILE, TENSOR), strict=True):
@@ -106,7 +106,7 @@ def fixed_gzip(data: bytes) -> bytes:
     "media_type",
     [mediatype.OCI_LAYER_TAR_GZIP, "application/vnd.docker.image.rootfs.diff.tar.gzip"],
 )
-def test_compressed_layers_come_back(layout, media_type):
+def test_compressed_layers_are_inflated(layout, media_type):
     recompressed(layout, media_type, fixed_gzip)
     stored = read_aimage(layout, REFERENCE)
     assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
@@ -122,7 +122,7 @@ def test_compressed_layers_come_back(layout, media_type):
         (lambda data: b"not gzip at all", FormatError),
         (lambda data: fixed_gzip(data)[:12] + b"\xff" * 20, (FormatError, VerificationError)),
         (lambda data: fixed_gzip(data[:-1]), VerificationError),
-        (lambda data: fixed_gzip(bytes(1_000_000)), VerificationError),  # a bomb
+        (lambda data: fixed_gzip(bytes(1_000_000)), VerificationError),  # a decompression bomb
     ],
     ids=["other", "torn", "shorter", "bomb"],
 )
@@ -140,7 +140,7 @@ def test_an_unsupported_compression_is_refused(layout):
         inflate(layout, read_aimage(layout, REFERENCE))
 
 
-# -- skopeo, which is not ours
+# -- skopeo
 
 
 def run(*arguments: object) -> bytes:
@@ -150,14 +150,14 @@ def run(*arguments: object) -> bytes:
 
 
 @pytest.mark.integration
-def test_skopeo_reads_what_we_write(layout, skopeo):
+def test_skopeo_reads_the_layout(layout, skopeo):
     manifest = keep(layout, "clowder")
     shown = run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
     assert shown == manifest.raw
 
 
 @pytest.mark.integration
-def test_skopeo_copies_what_we_write_and_we_read_its_copy(layout, skopeo, tmp_path):
+def test_a_copy_by_skopeo_is_read(layout, skopeo, tmp_path):
     manifest = keep(layout, "clowder")
     other = ImageLayout(tmp_path / "other")
     source = f"oci:{layout.root}:{REFERENCE}"
@@ -169,8 +169,8 @@ def test_skopeo_copies_what_we_write_and_we_read_its_copy(layout, skopeo, tmp_pa
 
 
 @pytest.mark.integration
-def test_skopeo_writes_into_our_layout_and_we_go_on(layout, skopeo, tmp_path):
-    """Both keep what the other has named."""
+def test_skopeo_and_aimage_share_a_layout(layout, skopeo, tmp_path):
+    """Each keeps the other's names."""
     manifest = keep(layout, "clowder")
     other = ImageLayout(tmp_path / "other")
     other.push(manifest.descriptor, bytes_body(manifest.raw))
@@ -191,7 +191,7 @@ def test_layers_compressed_by_skopeo_are_inflated(layout, skopeo, tmp_path):
     source, target = f"oci:{layout.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"
     run(skopeo, "--insecure-policy", "copy", "--dest-compress", source, target)
     stored = read_aimage(other, REFERENCE)
-    assert stored.manifest.raw != manifest.raw  # else this test shows nothing
+    assert stored.manifest.raw != manifest.raw  # otherwise this test proves nothing
     inflate(other, stored)
     assert stored.aimage == aimage()
     for layer, data in zip(stored.aimage.layers, (FILE, TENSOR), strict=True):

@@ -1,4 +1,4 @@
-"""Copies at once into one layout: each ends with all that it brought published."""
+"""Concurrent copies into one layout: each ends with all of its blobs published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layout(tmp_path):
 
 
 def begun(layout):
-    """A small blob that is all there, and not committed."""
+    """Return a small ingest that is complete and not committed."""
     data = os.urandom(1000)
     content = Descriptor.of(KIND, data)
     ingest = layout.ingest(content.digest.encoded, content)
@@ -33,7 +33,7 @@ def is_here(layout, content):
     return ImageLayout(layout.root).exists(content)
 
 
-def test_batch_commits_for_the_first_to_leave(layout):
+def test_batch_commits_when_the_first_user_leaves(layout):
     with layout.batch():
         with layout.batch():
             content, ingest = begun(layout)
@@ -42,7 +42,7 @@ def test_batch_commits_for_the_first_to_leave(layout):
         assert is_here(layout, content)
 
 
-def test_batch_commits_for_the_last_to_leave(layout):
+def test_batch_commits_when_the_last_user_leaves(layout):
     with ExitStack() as first, ExitStack() as second:
         first.enter_context(layout.batch())
         second.enter_context(layout.batch())
@@ -58,7 +58,7 @@ def test_closed_batch_commits_at_once(layout):
         content, ingest = begun(layout)
     ingest.commit(content)
     assert is_here(layout, content)
-    layout.push(content, bytes_body(b""))  # nothing is locked either
+    layout.push(content, bytes_body(b""))  # nothing is locked
 
 
 def test_failed_commit_fails_all_users_of_a_batch(layout, monkeypatch):

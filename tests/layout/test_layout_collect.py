@@ -1,4 +1,4 @@
-"""Collection: what nothing needs goes, and nothing else does."""
+"""Collection removes unneeded content and nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def collected(layout, *, grace=0.0, dry_run=False, stale=STALE, later=0.0, **wis
 
 
 def blobs(layout):
-    """The names of all files among the blobs."""
+    """Return the names of all files among the blobs."""
     return {path.name for path in (layout.root / "blobs").rglob("*") if not path.is_dir()}
 
 
@@ -50,12 +50,12 @@ def encoded(*contents):
 
 
 def all_of(made):
-    """What an artifact is made of."""
+    """Return the digests of an artifact's parts."""
     return encoded(made.descriptor, *made.children)
 
 
 def add_entry(layout, descriptor, name="", **fields):
-    """List a manifest as another tool does: in index.json, and nowhere else."""
+    """List a manifest in index.json only, as another tool does."""
     path = layout.root / "index.json"
     value: dict[str, Any] = {"schemaVersion": 2, "manifests": []}
     if path.exists():
@@ -69,20 +69,20 @@ def add_entry(layout, descriptor, name="", **fields):
 
 
 def put_raw(layout, value, media_type=mediatype.OCI_MANIFEST):
-    """Push a document as another tool would write it."""
+    """Push a document as written by another tool."""
     raw = value if isinstance(value, bytes) else json.dumps(value).encode()
     return put(layout, raw, media_type)
 
 
 def foreign(layout, layers, config=None, **fields):
-    """A manifest with fields that we have never heard of."""
+    """Return a manifest with unknown fields."""
     config = config or put(layout, b"{}", CONFIG)
     document = {"config": config.to_json(), "layers": [layer.to_json() for layer in layers]}
     return put_raw(layout, {"schemaVersion": 2, **document, **fields})
 
 
 def before_sweeping(monkeypatch, hook):
-    """Have something happen between the marking and the sweeping."""
+    """Run a function between marking and sweeping."""
     held = lock.held
 
     def wrapped(root, name, **options):
@@ -92,7 +92,7 @@ def before_sweeping(monkeypatch, hook):
     monkeypatch.setattr(gc, "held", wrapped)
 
 
-# -- what goes and what stays
+# -- removed and kept content
 
 
 def test_collection_removes_unneeded_and_keeps_named_blobs(layout):
@@ -109,7 +109,7 @@ def test_collection_removes_unneeded_and_keeps_named_blobs(layout):
     assert collected(layout).blobs == 0
 
 
-def test_sha512_too(layout):
+def test_sha512_blobs_are_collected(layout):
     data = b"by another algorithm"
     content = blob(data)
     stray = type(content)(content.media_type, Digest.of(data, "sha512"), len(data))
@@ -123,7 +123,7 @@ def test_sha512_too(layout):
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_what_an_entry_without_a_name_lists_stays(layout):
+def test_content_of_an_unnamed_entry_is_kept(layout):
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     add_entry(layout, made.descriptor)
@@ -140,7 +140,7 @@ def test_what_an_entry_without_a_name_lists_stays(layout):
     ],
     ids=repr,
 )
-def test_an_entry_that_we_cannot_read_keeps_what_its_digest_names(layout, odd):
+def test_an_unreadable_entry_keeps_its_digest(layout, odd):
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     add_entry(layout, made.descriptor, **odd)
@@ -148,7 +148,7 @@ def test_an_entry_that_we_cannot_read_keeps_what_its_digest_names(layout, odd):
     assert blobs(layout) == all_of(made)
 
 
-def test_indexes_in_indexes(layout):
+def test_nested_indexes_keep_their_content(layout):
     one, two = (put_artifact(layout, name, name.encode()) for name in ("one", "two"))
     inner = index([one.descriptor])
     outer = index([inner.descriptor, two.descriptor])
@@ -164,8 +164,8 @@ def test_indexes_in_indexes(layout):
     assert blobs(layout) == set()
 
 
-def test_a_chain_of_indexes_that_is_named_at_two_heights(layout):
-    """What one name reaches only far down is near for another: it stays, whichever comes first."""
+def test_indexes_named_at_two_depths_keep_their_content(layout):
+    """Content deep below one name may be near another: it is kept in either order."""
     made = put_artifact(layout, "a", b"one")
     descriptor, chain = made.descriptor, []
     for _ in range(8):
@@ -180,7 +180,7 @@ def test_a_chain_of_indexes_that_is_named_at_two_heights(layout):
     assert blobs(layout) == all_of(made) | encoded(*chain)
 
 
-def test_an_index_that_misses_variants(layout):
+def test_an_index_with_missing_variants_is_kept(layout):
     one = put_artifact(layout, "one", b"one")
     absent = manifest(blob(b"{}", CONFIG), [])
     document = index([absent.descriptor, one.descriptor])
@@ -191,8 +191,8 @@ def test_an_index_that_misses_variants(layout):
     assert blobs(layout) == all_of(one) | encoded(document.descriptor)
 
 
-def test_digests_in_fields_that_we_do_not_know_count(layout):
-    """A future manifest, a subject, an artifact's blobs, annotations: rather too much."""
+def test_digests_in_unknown_fields_are_kept(layout):
+    """Future manifests, subjects, artifact blobs, annotations: references are overestimated."""
     extras = [put(layout, f"extra {n}".encode()) for n in range(4)]
     made = foreign(
         layout,
@@ -209,7 +209,7 @@ def test_digests_in_fields_that_we_do_not_know_count(layout):
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_docker_manifests_and_lists(layout):
+def test_docker_manifests_and_lists_keep_their_content(layout):
     config, layer = put(layout, b"{}", mediatype.DOCKER_CONFIG), put(layout, b"layer")
     made = put_raw(
         layout,
@@ -247,7 +247,7 @@ def test_digests_with_json_escapes_are_found(layout):
 
 
 @pytest.mark.parametrize("fields", [{}, {"annotations": {"x": "y"}}], ids=["plain", "annotated"])
-def test_inflated_copies_that_a_container_config_speaks_of(layout, fields):
+def test_inflated_copies_listed_in_a_container_config_are_kept(layout, fields):
     plain = put(layout, b"what was compressed" * 9)
     layer = put(layout, gzip.compress(b"what was compressed" * 9, mtime=0))
     rootfs = {"type": "layers", "diff_ids": [str(plain.digest)]}
@@ -259,15 +259,15 @@ def test_inflated_copies_that_a_container_config_speaks_of(layout, fields):
     assert plain.digest.encoded in blobs(layout)
 
 
-def test_an_entry_that_names_a_blob(layout):
-    """As a tool might list a large file: it is no manifest, and is kept."""
+def test_an_entry_of_a_blob_keeps_it(layout):
+    """Another tool may list a large file, which is not a manifest."""
     content = put(layout, b"\xff\xfe no manifest")
     add_entry(layout, content, "file:v1")
     assert collected(layout).blobs == 0
     assert blobs(layout) == encoded(content)
 
 
-# -- time
+# -- age
 
 
 def test_young_blobs_are_kept_for_the_grace_period(layout):
@@ -300,21 +300,21 @@ def test_dry_run_removes_nothing(layout):
     assert (real.blobs, real.size, real.partials) == (done.blobs, done.size, done.partials)
 
 
-def test_a_store_that_is_not_there(layout):
+def test_collection_of_a_missing_store(layout):
     done = collected(layout, max_age=0.0, max_size=0)
     assert (done.blobs, done.left_size, done.forgotten) == (0, 0, [])
     assert not layout.root.exists()
 
 
 def used(layout, made, when):
-    """Have a manifest been used at that time."""
+    """Set the time of a manifest's last use."""
     layout.use(made.descriptor)
     os.utime(layout.root / ".aimage" / "used" / made.digest.encoded, (when, when))
 
 
 @pytest.fixture
 def aged(layout):
-    """Three names of 1000 bytes each and 500 that they share, used one, two and three days ago."""
+    """Return three names of 1000 bytes each and 500 shared, used one, two and three days ago."""
     made = {
         name: put_artifact(layout, name, b"s" * 500, name[0].encode() * 1000)
         for name in ("a:v1", "b:v1", "c:v1")
@@ -343,7 +343,7 @@ def test_use_makes_a_name_recent(layout, aged):
     assert names(layout) == {"a:v1", "c:v1"}
 
 
-def test_a_name_of_another_tool_is_as_old_as_its_manifest(layout):
+def test_a_foreign_name_has_the_age_of_its_manifest(layout):
     made = foreign(layout, [put(layout, b"layer")])
     add_entry(layout, made, "foreign:v1")
     assert collected(layout, max_age=DAY).forgotten == []
@@ -351,7 +351,7 @@ def test_a_name_of_another_tool_is_as_old_as_its_manifest(layout):
     assert names(layout) == set()
 
 
-def test_the_least_recently_used_go_until_the_rest_fits(layout, aged):
+def test_least_recently_used_names_are_removed_until_the_rest_fits(layout, aged):
     whole = total(layout)
     done = collected(layout, max_size=whole - 1)
     assert [one.name for one in done.forgotten] == ["c:v1"]
@@ -363,12 +363,12 @@ def test_the_least_recently_used_go_until_the_rest_fits(layout, aged):
 
 
 def test_shared_blobs_count_once(layout, aged):
-    """Three times 500 bytes would not fit; they lie there once, and nothing must go."""
+    """Counted three times, the 500 bytes would exceed the limit and remove a name."""
     assert collected(layout, max_size=total(layout)).forgotten == []
-    assert collected(layout, max_size=total(layout) - 1).blobs == 3  # not what is shared
+    assert collected(layout, max_size=total(layout) - 1).blobs == 3  # without the shared blob
 
 
-def test_two_names_of_one_manifest_go_before_it_fits(layout, aged):
+def test_both_names_of_a_manifest_are_removed_to_fit(layout, aged):
     layout.tag(aged["c:v1"].descriptor, Reference.parse("c:v2"))
     used(layout, aged["c:v1"], time.time() - 3 * DAY)
     done = collected(layout, max_size=total(layout) - 1)
@@ -382,7 +382,7 @@ def test_keep_patterns_protect_names(layout, aged):
     assert names(layout) == {"b:v1"}
 
 
-def test_pinned_names_stay(layout, aged):
+def test_pinned_names_are_kept(layout, aged):
     layout.pins.put("c:v1", {}, durable=True)
     done = collected(layout, max_age=0.0)
     assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
@@ -390,10 +390,10 @@ def test_pinned_names_stay(layout, aged):
     assert blobs(layout) == all_of(aged["c:v1"])
 
 
-def test_a_name_that_another_tool_wrote_short_is_pinned_all_the_same(layout):
+def test_a_short_name_of_another_tool_can_be_pinned(layout):
     made = foreign(layout, [put(layout, b"layer")])
     add_entry(layout, made, "short")
-    layout.pins.put("short:latest", {}, durable=True)  # what 'aimage pin short' does
+    layout.pins.put("short:latest", {}, durable=True)  # equals 'aimage pin short'
     assert collected(layout, max_age=DAY, later=2 * DAY).forgotten == []
     assert names(layout) == {"short"}
 
@@ -406,15 +406,15 @@ def test_leased_names_are_not_removed(layout, aged):
     assert names(layout) == set()
 
 
-def test_a_name_that_no_reference_can_be_is_not_forgotten(layout):
+def test_an_invalid_name_is_kept(layout):
     made = foreign(layout, [put(layout, b"layer")])
     add_entry(layout, made, "Not A Reference!")
     assert collected(layout, max_age=DAY, later=2 * DAY).forgotten == []
     assert names(layout) == {"Not A Reference!"}
 
 
-def test_a_name_that_has_moved_since_it_was_looked_at_stays(layout, aged, monkeypatch):
-    """It is pulled anew just as it is to be forgotten."""
+def test_a_name_moved_during_a_collection_is_kept(layout, aged, monkeypatch):
+    """It is pulled anew just before its removal."""
     forget = ImageLayout.forget
 
     def moved(self, names):
@@ -429,7 +429,7 @@ def test_a_name_that_has_moved_since_it_was_looked_at_stays(layout, aged, monkey
     assert all_of(aged["a:v1"]) | all_of(aged["b:v1"]) <= blobs(layout)
 
 
-def test_what_is_named_between_marking_and_sweeping_stays(layout, monkeypatch):
+def test_content_named_between_marking_and_sweeping_is_kept(layout, monkeypatch):
     late = put_artifact(layout, "late", b"late")
     layout.untag(Reference.parse("late"))
     stray = put(layout, b"stray")
@@ -439,7 +439,7 @@ def test_what_is_named_between_marking_and_sweeping_stays(layout, monkeypatch):
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_blob_added_between_marking_and_sweeping_stays(layout, monkeypatch):
+def test_blob_added_between_marking_and_sweeping_is_kept(layout, monkeypatch):
     put(layout, b"stray")
     late = []
     before_sweeping(monkeypatch, lambda: late.append(put(layout, b"late")))
@@ -447,8 +447,8 @@ def test_blob_added_between_marking_and_sweeping_stays(layout, monkeypatch):
     assert blobs(layout) == encoded(*late)
 
 
-def test_a_variant_that_comes_back_between_marking_and_sweeping(layout, monkeypatch):
-    """The index that lists it was there, and was looked at, all the time."""
+def test_a_variant_restored_between_marking_and_sweeping_is_kept(layout, monkeypatch):
+    """The index that lists it existed and was marked all the time."""
     made = put_artifact(layout, "one", b"one")
     document = index([made.descriptor])
     layout.push(document.descriptor, bytes_body(document.raw))
@@ -462,8 +462,8 @@ def test_a_variant_that_comes_back_between_marking_and_sweeping(layout, monkeypa
     assert blobs(layout) == all_of(made) | encoded(document.descriptor)
 
 
-def test_a_config_that_comes_back_between_marking_and_sweeping(layout, monkeypatch):
-    """It says what compressed layers unpack to."""
+def test_a_config_restored_between_marking_and_sweeping_is_read(layout, monkeypatch):
+    """It lists the decompressed blobs of compressed layers."""
     plain = put(layout, b"what was compressed")
     rootfs = {"type": "layers", "diff_ids": [str(plain.digest)]}
     config = put_raw(layout, {"os": "linux", "rootfs": rootfs}, mediatype.OCI_CONFIG)
@@ -477,7 +477,7 @@ def test_a_config_that_comes_back_between_marking_and_sweeping(layout, monkeypat
     assert plain.digest.encoded in blobs(layout)
 
 
-# -- what is damaged
+# -- damaged content
 
 
 def damage(layout, content):
@@ -493,8 +493,8 @@ def state(layout):
 
 
 @pytest.mark.parametrize("wishes", [{}, {"max_size": 0}], ids=repr)
-def test_a_damaged_manifest_stops_everything(layout, aged, wishes):
-    """Nobody knows what it needs: nothing is removed, and no name is forgotten for it."""
+def test_a_damaged_manifest_stops_the_collection(layout, aged, wishes):
+    """Its references are unknown: no blob and no name is removed."""
     stray = put(layout, b"stray")
     damage(layout, aged["b:v1"].descriptor)
     before = state(layout)
@@ -505,7 +505,7 @@ def test_a_damaged_manifest_stops_everything(layout, aged, wishes):
     assert stray.digest.encoded in blobs(layout)
 
 
-def test_a_damaged_manifest_in_an_index_stops_everything(layout):
+def test_a_damaged_manifest_in_an_index_stops_the_collection(layout):
     one = put_artifact(layout, "one", b"one")
     document = index([one.descriptor])
     layout.push(document.descriptor, bytes_body(document.raw))
@@ -527,8 +527,8 @@ def test_damaged_unneeded_manifest_is_removed(layout, aged):
 
 
 @pytest.mark.parametrize("wishes", [{}, {"max_size": 0}], ids=repr)
-def test_a_name_whose_manifest_is_not_there_stops_everything(layout, aged, wishes):
-    """Its layers may be, and nobody knows which they are."""
+def test_a_name_without_its_manifest_stops_the_collection(layout, aged, wishes):
+    """Its layers may exist, but are unknown."""
     layout.path(aged["b:v1"].descriptor).unlink()
     put(layout, b"stray")
     before = state(layout)
@@ -541,12 +541,12 @@ def test_a_name_whose_manifest_is_not_there_stops_everything(layout, aged, wishe
     assert blobs(layout) == all_of(aged["a:v1"]) | all_of(aged["c:v1"])
 
 
-# -- unfinished downloads, and what killed processes leave
+# -- unfinished downloads, and files of killed processes
 
 
 @pytest.fixture
 def ingests(layout):
-    """The directory of unfinished downloads."""
+    """Return the directory of unfinished downloads."""
     directory = layout.root / ".aimage" / "ingest"
     directory.mkdir(parents=True)
     return directory
@@ -560,7 +560,7 @@ def partial(directory, letter, *, journal=True):
     return path
 
 
-def test_unfinished_downloads(layout, ingests):
+def test_unfinished_downloads_are_removed_after_the_grace_period(layout, ingests):
     old, young, busy = (partial(ingests, letter) for letter in "abc")
     now = time.time()
     for path in (old, busy):
@@ -573,7 +573,7 @@ def test_unfinished_downloads(layout, ingests):
         assert (done.partials, done.partial_size) == (1, taken)
         left = {path.name for path in ingests.iterdir()}
         assert left == {p + suffix for p in (young.name, busy.name) for suffix in ("", ".journal")}
-    assert collected(layout).partials == 1  # nobody is at it any more
+    assert collected(layout).partials == 1  # no process is using it
 
 
 def test_anonymous_ingests_are_removed_unless_locked(layout, ingests):
@@ -588,13 +588,13 @@ def test_anonymous_ingests_are_removed_unless_locked(layout, ingests):
     assert layout.exists(content)
 
 
-def test_a_journal_without_its_download_goes(layout, ingests):
+def test_a_journal_without_its_download_is_removed(layout, ingests):
     (ingests / f"{'a' * 64}.journal").write_text("\n0-5\n")
     assert collected(layout).partials == 0
     assert list(ingests.iterdir()) == []
 
 
-def test_an_ingest_goes_on_after_a_collection(layout, ingests):
+def test_an_ingest_continues_after_a_collection(layout, ingests):
     content = blob(b"0123456789")
     ingest = layout.ingest(content.digest.encoded, content)
     ingest.write_at(0, b"01234")
@@ -619,7 +619,7 @@ def test_files_of_killed_processes_are_removed(layout):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"?")
     for kind in ("used", "listing"):
-        (private / kind / ("c" * 64)).write_bytes(b"")  # of a manifest that is gone
+        (private / kind / ("c" * 64)).write_bytes(b"")  # of a removed manifest
         (private / kind / made.digest.encoded).write_bytes(b"")
     collected(layout, grace=GRACE, later=2 * GRACE)
     assert [path.name for path in left if path.exists()] == []
@@ -629,7 +629,7 @@ def test_files_of_killed_processes_are_removed(layout):
     assert layout.pins.names() == set()
 
 
-def test_recent_damaged_blob_set_aside_stays(layout):
+def test_recent_damaged_blob_set_aside_is_kept(layout):
     """A damaged blob keeps its old time when 'verify --repair' moves it out of the way."""
     stray = put(layout, b"stray")
     path = layout.path(stray)
@@ -642,7 +642,7 @@ def test_recent_damaged_blob_set_aside_stays(layout):
     assert not aside.exists()
 
 
-def test_a_lease_on_a_manifest_keeps_what_it_needs_though_its_tag_has_moved(layout):
+def test_a_leased_manifest_keeps_its_content_after_its_tag_moves(layout):
     old = put_artifact(layout, "h.io/a:v1", b"old", b"older")
     with layout.lease(old.descriptor.digest):
         new = put_artifact(layout, "h.io/a:v1", b"new")
@@ -652,7 +652,7 @@ def test_a_lease_on_a_manifest_keeps_what_it_needs_though_its_tag_has_moved(layo
     assert blobs(layout) == all_of(new)
 
 
-def test_a_lease_on_what_is_no_document_or_damaged_keeps_that_alone(layout):
+def test_a_lease_on_a_blob_or_damaged_document_keeps_only_that(layout):
     old = put_artifact(layout, "h.io/a:v1", b"{ not json", b"other")
     layer = next(each for each in old.children if each.size == 10)
     with layout.lease(layer.digest, Digest.of(b"not here")):
@@ -662,7 +662,7 @@ def test_a_lease_on_what_is_no_document_or_damaged_keeps_that_alone(layout):
 
 
 def test_hold_leases_the_manifest_of_a_moving_name(layout):
-    """The name moves, and a collection runs, between the first look and the lease."""
+    """The name moves and a collection runs between the first read and the lease."""
     reference = Reference.parse("h.io/a:v1")
     old = put_artifact(layout, str(reference), b"old")
     made = []
@@ -693,10 +693,10 @@ def test_leases_of_dead_processes_are_removed(layout):
     assert not dead.exists()
 
 
-# -- what else may lie there
+# -- other files
 
 
-def test_files_without_blob_names_are_left(layout, tmp_path):
+def test_files_without_blob_names_are_kept(layout, tmp_path):
     put(layout, b"stray")
     directory = layout.root / "blobs" / "sha256"
     secret = tmp_path / "secret"
@@ -719,7 +719,7 @@ def test_files_without_blob_names_are_left(layout, tmp_path):
     assert (directory / ("cd" * 32) / "file").exists()
 
 
-def test_other_files_among_ingests_are_left(layout, ingests, tmp_path):
+def test_other_files_among_ingests_are_kept(layout, ingests, tmp_path):
     stray = put(layout, b"stray")
     secret = tmp_path / "secret"
     secret.write_text("mine")
@@ -734,8 +734,8 @@ def test_other_files_among_ingests_are_left(layout, ingests, tmp_path):
     assert len(list(ingests.iterdir())) == 3
 
 
-def test_an_entry_without_a_digest_that_has_a_name(layout, aged):
-    """Beside one that can be read and is to go."""
+def test_a_name_shared_with_an_entry_without_a_digest_is_removed(layout, aged):
+    """Beside a readable entry that is removed."""
     path = layout.root / "index.json"
     value = json.loads(path.read_bytes())
     value["manifests"].append({"annotations": {mediatype.REF_NAME: "c:v1"}})

@@ -1,4 +1,4 @@
-"""Writing past the page cache: the same bytes, by another way, and back where that is closed."""
+"""Direct I/O writes the same bytes, and falls back to the page cache."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layout(tmp_path):
 
 @pytest.fixture
 def written(monkeypatch):
-    """What went past the cache: (offset, count)."""
+    """Record direct writes: (offset, count)."""
     seen = []
     real = DirectFile._write
 
@@ -85,7 +85,7 @@ def test_writes_out_of_order_use_the_cache(layout, expected, data, written):
 def test_unaligned_writes_use_the_cache(layout, expected, data, written):
     ingest = layout.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
-    ingest.write_at(0, data[:MIB])  # bytes: nobody knows where they begin
+    ingest.write_at(0, data[:MIB])  # bytes: their alignment is unknown
     piece = data[MIB : 2 * MIB - 1]
     buffer[1:MIB] = piece
     ingest.write_at(MIB, buffer[1:MIB])
@@ -97,7 +97,7 @@ def test_unaligned_writes_use_the_cache(layout, expected, data, written):
     assert layout.path(expected).read_bytes() == data
 
 
-def test_a_file_system_that_does_not_know_it(layout, expected, data, written, monkeypatch):
+def test_file_systems_without_direct_io_use_the_cache(layout, expected, data, written, monkeypatch):
     real = os.open
 
     def refuse(path, flags, *rest, **more):
@@ -111,7 +111,7 @@ def test_a_file_system_that_does_not_know_it(layout, expected, data, written, mo
     assert layout.path(expected).read_bytes() == data
 
 
-def test_a_disk_that_wants_other_blocks(layout, expected, data, monkeypatch, tmp_path):
+def test_disks_with_other_block_sizes_use_the_cache(layout, expected, data, monkeypatch, tmp_path):
     asked = []
     real = os.pwrite
 
@@ -123,12 +123,12 @@ def test_a_disk_that_wants_other_blocks(layout, expected, data, monkeypatch, tmp
 
     monkeypatch.setattr(os, "pwrite", refuse)
     take_in(layout, expected, data).commit(expected)
-    assert asked == ([0] if can_write_directly(tmp_path) else [])  # and never again
+    assert asked == ([0] if can_write_directly(tmp_path) else [])  # and is not tried again
     assert layout.path(expected).read_bytes() == data
 
 
-def test_a_disk_that_fills_up_meanwhile(layout, expected, data, monkeypatch):
-    """The hash was ahead of the file: what is written in its place later is hashed anew."""
+def test_a_full_disk_during_direct_io_rehashes_the_rest(layout, expected, data, monkeypatch):
+    """The hash was ahead of the file: later writes to that range are hashed anew."""
     full = True
     real = os.pwrite
 

@@ -1,4 +1,4 @@
-"""The layout on disk: exactly the files of the specification, and what others wrote in it."""
+"""The layout on disk: the files of the specification, and content of other tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layout(tmp_path):
 
 
 def files(root):
-    """The files below ``root``, without what is only ours."""
+    """Return the files below ``root`` without our private ones."""
     return {
         str(path.relative_to(root))
         for path in root.rglob("*")
@@ -33,7 +33,7 @@ def files(root):
 
 
 def left_over(root):
-    """What lies in our own corner, except locks and what is known of names and manifests."""
+    """Return our private files, except locks and records of names and manifests."""
     known = {"names", "used", "listing"}
     files = [p for p in (root / ".aimage").rglob("*") if p.is_file()]
     return {p.name for p in files if p.parent.name not in known} - {"lock", "gc.lock"}
@@ -48,7 +48,7 @@ def write_index(root, value):
     (root / "index.json").write_text(json.dumps(value))
 
 
-def test_reading_makes_nothing(layout):
+def test_reading_creates_no_files(layout):
     assert list(layout.tags()) == []
     assert not layout.exists(blob(DATA))
     for attempt in (
@@ -62,7 +62,7 @@ def test_reading_makes_nothing(layout):
     assert not layout.root.exists()
 
 
-def test_the_files_are_those_of_the_image_layout(layout):
+def test_a_push_writes_the_files_of_the_image_layout(layout):
     made = put_artifact(layout, "registry.example.com/a:v1", b"one", b"two")
     blobs = {f"blobs/sha256/{d.digest.encoded}" for d in (made.descriptor, *made.children)}
     assert files(layout.root) == {"oci-layout", "index.json", *blobs}
@@ -85,13 +85,13 @@ def test_the_files_are_those_of_the_image_layout(layout):
     assert left_over(layout.root) == set()
 
 
-def test_the_artifact_type_is_on_the_entry(layout):
+def test_an_entry_has_the_artifact_type(layout):
     put_artifact(layout, "a", artifactType="application/vnd.example")
     (entry,) = index_of(layout)["manifests"]
     assert entry["artifactType"] == "application/vnd.example"
 
 
-def test_blobs_are_read_only_and_sha512_has_its_own_place(layout):
+def test_blobs_are_read_only_in_a_directory_per_algorithm(layout):
     content = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
     layout.push(content, bytes_body(DATA))
     for found in (content, put(layout, DATA)):
@@ -101,7 +101,7 @@ def test_blobs_are_read_only_and_sha512_has_its_own_place(layout):
         assert path.read_bytes() == DATA
 
 
-def test_a_truncated_blob_is_not_there_and_is_replaced(layout):
+def test_a_truncated_blob_is_missing_and_is_replaced(layout):
     content = put(layout, DATA)
     path = layout.path(content)
     path.chmod(0o644)
@@ -135,12 +135,12 @@ def test_failed_push_leaves_nothing(layout):
         (b"0123456789x", "has 11 bytes instead of the 10"),
     ],
 )
-def test_verification_error_says_what_differs(layout, body, said):
+def test_verification_error_has_the_difference(layout, body, said):
     with pytest.raises(VerificationError, match=said):
         layout.push(blob(DATA), bytes_body(body))
 
 
-# -- index.json: ours among others'
+# -- index.json shared with other tools
 
 
 FOREIGN = {
@@ -153,7 +153,7 @@ FOREIGN = {
 UNREADABLE = [{"digest": "sha256:../../x"}, "what", None, 7, {"mediaType": BLOB}]
 
 
-def test_entries_and_fields_of_others_stay(layout):
+def test_foreign_entries_and_fields_are_kept(layout):
     write_index(
         layout.root,
         {
@@ -177,7 +177,7 @@ def test_entries_and_fields_of_others_stay(layout):
     assert [name for name, _ in layout.tags()] == ["a:v1"]
 
 
-def test_naming_it_again_keeps_what_others_wrote_on_the_entry(layout):
+def test_retagging_keeps_foreign_fields_of_the_entry(layout):
     made = put_artifact(layout, "a:v1", b"one")
     value = index_of(layout)
     value["manifests"][0]["platform"] = {"os": "linux"}
@@ -185,7 +185,7 @@ def test_naming_it_again_keeps_what_others_wrote_on_the_entry(layout):
     write_index(layout.root, value)
     layout.tag(made.descriptor, Reference.parse("a:v1"))
     assert index_of(layout) == value
-    other = put_artifact(layout, "a:v1", b"two")  # another manifest: what was said is not of it
+    other = put_artifact(layout, "a:v1", b"two")  # another manifest: the former fields do not apply
     (entry,) = index_of(layout)["manifests"]
     assert entry["digest"] == str(other.digest)
     assert "platform" not in entry
@@ -196,20 +196,20 @@ def test_naming_it_again_keeps_what_others_wrote_on_the_entry(layout):
     ("annotations", "name"),
     [
         ({"org.opencontainers.image.ref.name": "a:v1"}, "a:v1"),
-        # as containerd exports: the tag alone is the ref name
+        # as containerd exports: the ref name is only the tag
         ({mediatype.CONTAINERD_NAME: "r.io/a:v1", mediatype.REF_NAME: "v1"}, "r.io/a:v1"),
         ({mediatype.CONTAINERD_NAME_MISSPELT: "r.io/a:v1", mediatype.REF_NAME: "v1"}, "r.io/a:v1"),
         ({mediatype.REF_NAME: "a"}, "a"),
     ],
 )
-def test_names_that_others_wrote(layout, annotations, name):
+def test_foreign_names_are_resolved(layout, annotations, name):
     entry = {**FOREIGN, "annotations": annotations}
     write_index(layout.root, {"schemaVersion": 2, "manifests": [entry]})
     assert [found for found, _ in layout.tags()] == [name]
     assert str(layout.resolve(Reference.parse(name)).digest) == FOREIGN["digest"]
 
 
-def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced_not_doubled(layout):
+def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(layout):
     entry = {**FOREIGN, "annotations": {mediatype.REF_NAME: "a"}}
     write_index(layout.root, {"schemaVersion": 2, "manifests": [entry]})
     assert layout.resolve(Reference.parse("a:latest")).size == 7
@@ -217,13 +217,13 @@ def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced_not_doubled(layo
     assert [(n, d.digest) for n, d in layout.tags()] == [("a:latest", made.digest)]
 
 
-def test_resolve_by_digest_takes_any_entry(layout):
+def test_resolve_by_digest_accepts_any_entry(layout):
     made = put_artifact(layout, "a:v1", b"one")
     for text in (f"a@{made.digest}", f"b@{made.digest}", f"a:v9@{made.digest}"):
         assert layout.resolve(Reference.parse(text)).digest == made.digest
 
 
-def test_pulled_by_digest_it_is_named_by_digest_and_goes_by_that_name(layout):
+def test_a_name_with_a_digest_can_be_resolved_and_removed(layout):
     config = put(layout, b"{}")
     made = manifest(config, [])
     reference = Reference.parse(f"r.io/a@{made.digest}")
@@ -246,7 +246,7 @@ def test_untagging_keeps_the_blobs_and_other_names(layout):
         layout.untag(Reference.parse("a:v1"))
 
 
-def test_an_index_of_nothing_as_go_writes_it(layout):
+def test_an_index_with_null_manifests_is_read(layout):
     write_index(layout.root, {"schemaVersion": 2, "manifests": None})
     assert list(layout.tags()) == []
     put_artifact(layout, "a")
@@ -258,7 +258,7 @@ def test_an_index_of_nothing_as_go_writes_it(layout):
     [b"", b"[]", b'{"manifests":{}}'],
     ids=lambda raw: repr(raw[:12]),
 )
-def test_a_broken_index_is_said_and_not_overwritten(layout, raw):
+def test_a_broken_index_is_reported_and_not_overwritten(layout, raw):
     made = put_artifact(layout, "a", b"one")
     (layout.root / "index.json").write_bytes(raw)
     with pytest.raises(FormatError, match=r"index\.json is not an OCI index"):
@@ -287,10 +287,10 @@ def test_an_edit_without_a_change_does_not_write(layout):
     assert read_index(layout.root)["schemaVersion"] == 2
 
 
-# -- what else may lie in the store's place
+# -- unexpected files in the store
 
 
-def test_a_store_that_is_a_file(tmp_path):
+def test_a_store_that_is_a_file_fails(tmp_path):
     path = tmp_path / "store"
     path.write_text("mine")
     for root in (path, path / "below"):
@@ -308,7 +308,7 @@ def test_a_store_that_is_a_file(tmp_path):
 
 
 def test_a_symlinked_lock_is_refused(layout, tmp_path):
-    """CVE-2025-68146: another's file must not be opened, locked or emptied in the lock's place."""
+    """CVE-2025-68146: a file that replaces the lock must not be opened, locked or truncated."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
     made = put_artifact(layout, "a")
@@ -322,7 +322,7 @@ def test_a_symlinked_lock_is_refused(layout, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_directory_where_a_blob_should_be(layout):
+def test_a_directory_in_place_of_a_blob_fails(layout):
     content = blob(DATA)
     (layout.root / "blobs" / "sha256" / content.digest.encoded).mkdir(parents=True)
     with pytest.raises(NotFoundError):
@@ -333,14 +333,14 @@ def test_a_directory_where_a_blob_should_be(layout):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_store_that_may_not_be_written(layout):
+def test_an_unwritable_store_fails(layout):
     put_artifact(layout, "a")
     layout.root.joinpath("blobs", "sha256").chmod(0o555)
     with pytest.raises(StoreError, match="Permission denied"):
         put(layout, b"new")
 
 
-def test_a_store_that_may_only_be_read_is_read(layout, monkeypatch):
+def test_a_read_only_store_is_readable(layout, monkeypatch):
     made = put_artifact(layout, "a", b"one")
 
     def refuse(*_: object, **__: object) -> None:

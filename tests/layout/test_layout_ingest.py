@@ -1,4 +1,4 @@
-"""A blob on its way in: any order, and never a final name for what was not verified."""
+"""Ingests: writes in any order, and no final name before verification."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ingests(layout):
 
 
 @pytest.mark.parametrize("expected", [CONTENT, None], ids=["expected", "unknown"])
-def test_from_front_to_back(layout, expected):
+def test_sequential_writes(layout, expected):
     ingest = layout.ingest("key", expected)
     for start in range(0, 100, 30):
         assert not layout.exists(CONTENT)
@@ -47,7 +47,7 @@ def test_from_front_to_back(layout, expected):
 
 @settings(max_examples=40)
 @given(st.permutations(range(10)), st.booleans())
-def test_ranges_in_any_order(order, known):
+def test_ranges_are_written_in_any_order(order, known):
     with tempfile.TemporaryDirectory() as directory:
         ingest = FileIngest(Path(directory), "key", CONTENT if known else None)
         written: set[int] = set()
@@ -84,8 +84,8 @@ def test_commit_accepts_only_the_expected_bytes(writes):
             assert not path.exists()
 
 
-def test_writing_over_what_was_hashed_is_noticed(layout):
-    """The hash of the first bytes must not speak for those that are there now."""
+def test_overwriting_hashed_bytes_is_detected(layout):
+    """The hash of the former bytes must not be used for the new ones."""
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.write_at(10, b"\xff" * 10)
@@ -94,12 +94,12 @@ def test_writing_over_what_was_hashed_is_noticed(layout):
     assert not layout.exists(CONTENT)
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, b"\xff" * 50)
-    ingest.write_at(0, DATA)  # begun again, as a retry does
+    ingest.write_at(0, DATA)  # restarted, as by a retry
     ingest.commit(CONTENT)
     assert layout.path(CONTENT).read_bytes() == DATA
 
 
-def test_a_hole_is_not_content(layout):
+def test_a_hole_fails_the_commit(layout):
     zeros = blob(bytes(30))
     ingest = layout.ingest("key", zeros)
     ingest.write_at(0, bytes(10))
@@ -110,7 +110,7 @@ def test_a_hole_is_not_content(layout):
     assert ingests(layout) == []
 
 
-def test_another_digest_than_expected_at_commit(layout):
+def test_commit_of_another_digest_is_refused(layout):
     other = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
@@ -119,19 +119,19 @@ def test_another_digest_than_expected_at_commit(layout):
     assert not layout.exists(CONTENT)
 
 
-def test_aborting_leaves_nothing_and_may_be_done_twice(layout):
+def test_abort_leaves_nothing_and_is_idempotent(layout):
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.abort()
     assert ingests(layout) == []
-    fd = os.open(layout.root, os.O_RDONLY)  # very likely gets the number that became free
+    fd = os.open(layout.root, os.O_RDONLY)  # very likely reuses the freed descriptor number
     ingest.abort()
     os.close(fd)  # raises if the second abort closed it
     with pytest.raises(StoreError):
         ingest.write_at(0, DATA)
 
 
-def test_aborting_after_a_commit_closes_no_other_file(layout):
+def test_abort_after_commit_closes_no_other_file(layout):
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.commit(CONTENT)
@@ -141,7 +141,7 @@ def test_aborting_after_a_commit_closes_no_other_file(layout):
     assert layout.exists(CONTENT)
 
 
-def test_known_content_is_taken_in_by_one_at_a_time(layout):
+def test_known_content_has_one_ingest_at_a_time(layout):
     one = layout.ingest("key", CONTENT)
     one.write_at(0, DATA[:50])
     with pytest.raises(IngestBusyError):
@@ -149,7 +149,7 @@ def test_known_content_is_taken_in_by_one_at_a_time(layout):
     one.write_at(50, DATA[50:])
     one.commit(CONTENT)
     two = layout.ingest("key", CONTENT)
-    one.abort()  # long ended: it must not take away what lies under the same name now
+    one.abort()  # already ended: it must not remove the new file of the same name
     assert two.missing() == [(0, 100)]
     two.write_at(0, DATA)
     two.commit(CONTENT)
@@ -171,7 +171,7 @@ def test_push_does_not_wait_for_a_stalled_ingest(layout, monkeypatch, algorithm)
     assert ingests(layout) == []
 
 
-def test_unknown_content_never_meets_another(layout):
+def test_ingests_of_unknown_content_are_independent(layout):
     one, two = layout.ingest("key"), layout.ingest("key")
     one.write_at(0, DATA)
     two.write_at(0, b"other")
@@ -188,7 +188,7 @@ def full(*_: object, **__: object) -> int:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "mkdir", "replace"])
-def test_a_full_disk_is_said_and_leaves_nothing_half_written(layout, monkeypatch, call):
+def test_a_full_disk_is_reported_and_leaves_no_partial_blob(layout, monkeypatch, call):
     made = put_artifact(layout, "a:v1", b"one")
     new = manifest(made.config, [])
     index = (layout.root / "index.json").read_bytes()
@@ -207,7 +207,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(layout, monkeypatch
     assert layout.resolve(Reference.parse("b:v1")).digest == new.digest
 
 
-def test_no_space_for_the_index_alone(layout, monkeypatch):
+def test_a_full_disk_for_the_index_only(layout, monkeypatch):
     made = put_artifact(layout, "a:v1", b"one")
     index = (layout.root / "index.json").read_bytes()
     with monkeypatch.context() as patch:
@@ -220,7 +220,7 @@ def test_no_space_for_the_index_alone(layout, monkeypatch):
     assert [name for name, _ in layout.tags()] == ["a:v1"]
 
 
-def test_a_disk_that_is_really_full(tmp_path):
+def test_an_actually_full_disk_fails(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
@@ -235,15 +235,15 @@ def test_a_disk_that_is_really_full(tmp_path):
         assert not layout.exists(blob(large))
         assert layout.path(small).read_bytes() == b"small"
         assert ingests(layout) == []
-        put(layout, bytes(64 * 1024))  # what failed does not hold the space
+        put(layout, bytes(64 * 1024))  # the failed ingest releases its space
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-# -- power cuts: what is named must have been made durable before
+# -- power cuts: content is durable before it is named
 
 
-def test_the_order_in_which_things_become_durable(layout, monkeypatch):
+def test_content_is_durable_before_its_name(layout, monkeypatch):
     put_artifact(layout, "z")
     config = put(layout, b"{}")
     made = manifest(config, [])
@@ -284,8 +284,8 @@ def test_the_order_in_which_things_become_durable(layout, monkeypatch):
     ]
 
 
-def test_a_store_that_cannot_be_written_is_said_to_be(tmp_path, monkeypatch):
-    """It must not be tried for ever."""
+def test_an_unwritable_store_is_reported(tmp_path, monkeypatch):
+    """The write must not be retried forever."""
     from clowder_aimage.layout import ingest
 
     calls = []

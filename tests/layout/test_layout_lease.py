@@ -1,4 +1,4 @@
-"""Leases: what a running process needs is not collected."""
+"""Leases: content used by a running process is not collected."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ with ImageLayout(Path(sys.argv[1])).lease(*map(Digest.parse, sys.argv[2:])):
     print("held", flush=True)
     sys.stdin.read()
 """
-# another user may not be allowed to read the code: it is read before we are that user
+# another user may not be allowed to read the code, so it is imported before the switch
 AS_NOBODY = f"""
 import os, sys
 from pathlib import Path
@@ -68,7 +68,7 @@ def layout(tmp_path):
 
 @pytest.fixture
 def stray(layout):
-    """A blob that nothing needs."""
+    """Return an unneeded blob."""
     return put(layout, b"stray")
 
 
@@ -82,7 +82,7 @@ def leases(layout):
 
 @pytest.fixture
 def holder(layout, stray):
-    """A process that holds a lease of the stray."""
+    """Return a process that holds a lease of the stray."""
     with spawn(
         [sys.executable, "-c", HOLD, str(layout.root), str(stray.digest)],
         stdin=subprocess.PIPE,
@@ -95,16 +95,16 @@ def holder(layout, stray):
         process.kill()
 
 
-# -- what a lease is
+# -- lifetime
 
 
-def test_a_lease_of_a_living_process_keeps_blobs(layout, stray, holder):
+def test_a_lease_of_a_running_process_keeps_blobs(layout, stray, holder):
     other = put(layout, b"other")
     assert collected(layout).blobs == 1
     assert layout.exists(stray)
     assert not layout.exists(other)
     assert len(leases(layout)) == 1
-    holder.communicate()  # it ends in peace, and takes its lease with it
+    holder.communicate()  # a normal exit removes the lease
     assert leases(layout) == []
     assert collected(layout).blobs == 1
 
@@ -133,8 +133,8 @@ def test_added_digests_are_kept_until_the_lease_closes(layout, stray):
     assert collected(layout).blobs == 2
 
 
-def test_a_lease_of_a_manifest_keeps_what_is_leased_and_no_more(layout):
-    """Who leases names all that it needs."""
+def test_a_lease_of_a_manifest_keeps_only_leased_digests(layout):
+    """The holder leases every digest that it needs."""
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     with layout.lease(made.digest, *(child.digest for child in made.children)):
@@ -160,7 +160,7 @@ def test_threads_add_to_one_lease(layout, stray):
         *(digest for mine in digests for digest in mine),
     }
     (path,) = leases(layout)
-    assert len(path.read_text().split()) == 8 * 40 + 1  # each once, and whole
+    assert len(path.read_text().split()) == 8 * 40 + 1  # each once, and complete
     lease.close()
     lease.close()  # again
 
@@ -174,7 +174,7 @@ def test_torn_lease_keeps_its_readable_digests(layout, stray):
 
 
 def test_many_digests_are_written_in_full(layout, stray, monkeypatch):
-    """However little the system takes at once."""
+    """Even if the system accepts few bytes per write."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
     digests = {Digest.of(str(n).encode()) for n in range(100)}
@@ -182,16 +182,16 @@ def test_many_digests_are_written_in_full(layout, stray, monkeypatch):
         assert leased(layout.root, remove=True) == digests
 
 
-def test_empty_lease_makes_no_store(layout):
+def test_empty_lease_creates_no_store(layout):
     with layout.lease():
         assert not layout.root.exists()
 
 
-# -- a store that we may only read
+# -- read-only stores
 
 
 @pytest.mark.parametrize(("code", "what"), [(errno.EROFS, "locks"), (errno.EACCES, "files")])
-def test_a_store_that_may_only_be_read(layout, stray, monkeypatch, code, what):
+def test_a_lease_in_a_read_only_store_is_skipped(layout, stray, monkeypatch, code, what):
     def refuse(*_, **__):
         raise OSError(code, os.strerror(code))
 
@@ -211,7 +211,7 @@ def test_lease_on_a_failing_disk_is_an_error(layout, stray, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_another_users_store(layout, stray):
+def test_a_lease_in_a_store_of_another_user(layout, stray):
     for path in (layout.root, *layout.root.parents):
         if not path.stat().st_mode & 0o005:
             path.chmod(path.stat().st_mode | 0o005)
@@ -226,8 +226,8 @@ def test_another_users_store(layout, stray):
     assert not (layout.root / ".aimage" / "lease").exists()
 
 
-def test_a_lease_that_may_not_be_read_stops_a_collection(layout, stray, monkeypatch):
-    """Nobody knows what it keeps."""
+def test_an_unreadable_lease_stops_a_collection(layout, stray, monkeypatch):
+    """The leased digests are unknown."""
     real = os.open
 
     def refuse(path, *arguments, **options):
@@ -243,11 +243,11 @@ def test_a_lease_that_may_not_be_read_stops_a_collection(layout, stray, monkeypa
         assert len(list((layout.root / "blobs" / "sha256").iterdir())) == 2
 
 
-# -- leases and a collection that runs
+# -- leases during a collection
 
 
 def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
-    """Who then asks whether the blob is there hears the truth."""
+    """A later check for the blob is then reliable."""
     waiting, said = threading.Event(), []
     flock = atomic_file.flock
 
@@ -276,7 +276,7 @@ def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
     assert said == ["removed", False]
 
 
-def test_blob_leased_between_marking_and_sweeping_stays(layout, stray, monkeypatch):
+def test_blob_leased_between_marking_and_sweeping_is_kept(layout, stray, monkeypatch):
     other = put(layout, b"other")
     taken = []
     held = lock.held
@@ -300,14 +300,14 @@ def test_keep_blocks_collections(layout, stray):
         os.close(fd)
 
 
-# -- who holds leases
+# -- holders
 
 
 BLOBS = [b"{}", b"a" * 3000, b"b" * 2000, b"c" * 1000]
 
 
 def pulled(layout, tmp_path, during):
-    """Pull the blobs one after the other; ``during(number)`` runs before each is answered."""
+    """Pull the blobs in order; ``during(number)`` runs before each response."""
     raw, by_digest = artifact(*BLOBS)
     answers, asked = serving(raw, by_digest), []
 
@@ -328,7 +328,7 @@ def pulled(layout, tmp_path, during):
 
 
 @pytest.mark.parametrize("store", ["new", "made"])
-def test_a_pull_keeps_what_it_has_fetched(layout, tmp_path, store):
+def test_a_pull_leases_fetched_blobs(layout, tmp_path, store):
     if store == "made":
         put_artifact(layout, "other", b"other")
     elif store == "empty":
@@ -339,7 +339,7 @@ def test_a_pull_keeps_what_it_has_fetched(layout, tmp_path, store):
     assert leases(layout) == []
 
 
-def test_a_pull_keeps_what_it_found(layout, tmp_path):
+def test_a_pull_leases_existing_blobs(layout, tmp_path):
     found, other = put(layout, BLOBS[1]), put(layout, b"other")
     asked = pulled(layout, tmp_path, lambda number: collected(layout))
     assert len(asked) == 3
@@ -347,8 +347,8 @@ def test_a_pull_keeps_what_it_found(layout, tmp_path):
     assert not layout.exists(other)
 
 
-def test_a_copy_keeps_what_it_has_until_it_is_named(layout, tmp_path, monkeypatch):
-    """The manifest comes last; a collection just before it is named takes nothing."""
+def test_a_copy_leases_its_blobs_until_it_is_tagged(layout, tmp_path, monkeypatch):
+    """The manifest is written last; a collection just before the tag removes nothing."""
     source = ImageLayout(tmp_path / "source")
     made = put_artifact(source, "a", b"one", b"two")
     tag = ImageLayout.tag
@@ -364,7 +364,7 @@ def test_a_copy_keeps_what_it_has_until_it_is_named(layout, tmp_path, monkeypatc
 
 @pytest.mark.integration
 @pytest.mark.parametrize("store", ["new", "made"])
-def test_create_keeps_what_it_has_written(layout, tiny, store):
+def test_create_leases_its_blobs(layout, tiny, store):
     if store == "made":
         put_artifact(layout, "other", b"other")
     removed = []
@@ -378,8 +378,8 @@ def test_create_keeps_what_it_has_written(layout, tiny, store):
     assert leases(layout) == []
 
 
-def test_a_push_keeps_what_it_sends(layout, registry, repository, tmp_path):
-    """The name is removed, and everything collected, while it is under way."""
+def test_a_push_leases_its_blobs(layout, registry, repository, tmp_path):
+    """The name is removed and a collection runs during the push."""
     with Proxy(registry.host).running() as proxy:
         name = Reference.parse(f"{proxy.host}/{repository.partition('/')[2]}:v1")
         made = put_artifact(layout, str(name), b"one", b"two")
@@ -401,8 +401,8 @@ def test_a_push_keeps_what_it_sends(layout, registry, repository, tmp_path):
     assert all(again.exists(content) for content in (made.descriptor, *made.children))
 
 
-def test_a_run_keeps_its_model(aimage, tiny, monkeypatch):
-    """From before it is looked at until the end."""
+def test_a_run_leases_its_model(aimage, tiny, monkeypatch):
+    """From before it is resolved until the end."""
     here = aimage()
     here("create", "x", tiny)
     layout = ImageLayout(here.store)
@@ -420,7 +420,7 @@ def test_a_run_keeps_its_model(aimage, tiny, monkeypatch):
     assert collected(layout).blobs == len(before)
 
 
-def test_several_stores_are_leased_and_none_is_made(layout, tmp_path, stray):
+def test_several_stores_are_leased_and_none_is_created(layout, tmp_path, stray):
     absent = tmp_path / "absent"
     first = tmp_path / "first"
     (first / "blobs").mkdir(parents=True)
@@ -430,8 +430,8 @@ def test_several_stores_are_leased_and_none_is_made(layout, tmp_path, stray):
     assert collected(layout).blobs == 1
 
 
-def test_a_lease_is_not_kept_by_a_child(layout, stray):
-    """Its file is closed in the programs that we start."""
+def test_a_child_process_does_not_inherit_a_lease(layout, stray):
+    """Its file is closed in child processes."""
     lease = FileLease(layout.root, [stray.digest])
     with spawn(
         [sys.executable, "-c", "print('here', flush=True); input()"],
@@ -441,14 +441,14 @@ def test_a_lease_is_not_kept_by_a_child(layout, stray):
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"here\n"
-        os.close(lease._fd)  # as if we had ended
+        os.close(lease._fd)  # simulates our exit
         lease._fd = -1
         assert collected(layout).blobs == 1
         child.communicate(b"\n")
 
 
-def test_the_manifest_of_a_lease_need_not_be_whole(layout):
-    """A lease lists what a process is about to fetch, too."""
+def test_a_leased_manifest_may_be_incomplete(layout):
+    """A lease also lists blobs that are still to be fetched."""
     absent = manifest(Descriptor.of("x/y", b"{}"), [])
     layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
     with layout.lease(absent.digest, absent.config.digest):
@@ -457,7 +457,7 @@ def test_the_manifest_of_a_lease_need_not_be_whole(layout):
 
 
 def test_damaged_leased_manifest_does_not_stop_a_collection(layout):
-    """A damaged manifest that is leased, being mended, stops nothing."""
+    """A damaged manifest that is leased is being repaired, and stops nothing."""
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     path = layout.path(made.descriptor)

@@ -1,4 +1,4 @@
-"""Locks between processes, file systems without them, and stores that a group shares."""
+"""Locks between processes, file systems without locks, and stores shared by a group."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def no_locks(request, monkeypatch):
 
 
 @pytest.mark.parametrize("no_locks", [errno.ENOSYS, errno.EOPNOTSUPP], indirect=True)
-def test_everything_works_without_locks(layout, tmp_path, no_locks):
+def test_stores_work_without_locks(layout, tmp_path, no_locks):
     source = ImageLayout(tmp_path / "source")
     put_artifact(source, "a:v1", b"one", b"x" * (JOURNALED + 1))
     copy(source, Reference.parse("a:v1"), layout)
@@ -91,7 +91,7 @@ def test_everything_works_without_locks(layout, tmp_path, no_locks):
 
 
 def test_without_locks_two_ingests_of_a_blob_both_commit(layout, no_locks):
-    """Each goes on as if it were alone: none may write over, or cut, what the other has."""
+    """Each runs as if alone: neither may overwrite or truncate the other's file."""
     content = blob(DATA)
     first = layout.ingest(content.digest.encoded, content)
     first.write_at(0, DATA[:5])
@@ -106,8 +106,8 @@ def test_without_locks_two_ingests_of_a_blob_both_commit(layout, no_locks):
     assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
 
 
-def test_without_locks_a_lease_counts(layout, no_locks):
-    """Nobody can tell whether its process lives: its blobs stay."""
+def test_without_locks_leases_keep_blobs(layout, no_locks):
+    """Whether its process is running is unknown, so its blobs are kept."""
     stray = put(layout, b"stray")
     lease = layout.lease(stray.digest)
     assert Collector(layout, grace=0).run().blobs == 0
@@ -140,7 +140,7 @@ def test_second_ingest_of_a_blob_is_busy(layout):
     first.abort()
 
 
-def test_threads_that_name_things_lose_nothing(layout):
+def test_concurrent_tags_by_threads_are_all_kept(layout):
     def name(who):
         for n in range(5):
             put_artifact(layout, f"t{who}:v{n}", f"{who}/{n}".encode())
@@ -154,10 +154,10 @@ def test_threads_that_name_things_lose_nothing(layout):
     assert {found for found, _ in layout.tags()} == wanted
 
 
-# -- a store that a group shares
+# -- a store shared by a group
 
 GROUP, ANNA, BERT = 61_000, 61_001, 61_002
-# another user may not be allowed to read the code: it is read before we are that user
+# another user may not be allowed to read the code, so it is imported before the switch
 AS_MEMBER = """
 import difflib, importlib, os, pkgutil, stringprep, sys
 import encodings.ascii, encodings.idna, encodings.utf_8_sig
@@ -207,7 +207,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become 
 
 
 class Member:
-    """A user of the group, with a home of their own and a careful umask."""
+    """A user of the group, with their own home and a restrictive umask."""
 
     def __init__(self, uid: int, directory: Path, store: Path) -> None:
         self.uid, self.store = uid, store
@@ -244,7 +244,7 @@ class Member:
 
 @pytest.fixture
 def shared():
-    """A directory that belongs to a group, and two of its members."""
+    """Return a directory that belongs to a group, and two of its members."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         directory.chmod(0o755)
@@ -257,7 +257,7 @@ def shared():
 
 @pytest.fixture
 def model(tmp_path_factory, tiny):
-    """The embedded model where everyone may read it."""
+    """Return the embedded model where everyone may read it."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
         shutil.copytree(tiny, Path(name) / "tiny")
@@ -265,7 +265,7 @@ def model(tmp_path_factory, tiny):
 
 
 def check_modes(store):
-    """Everything can be used by all of the group, and blobs can be changed by none."""
+    """Verify that the group can use everything, and that no user can change blobs."""
     for path in [store, *store.rglob("*")]:
         status = path.lstat()
         mode = stat.S_IMODE(status.st_mode)
@@ -322,7 +322,7 @@ def test_two_users_pull_into_one_store(shared, model, registry: RealRegistry, re
     ids=["small", "large"],
 )
 def test_unfinished_ingest_of_another_user_is_replaced(shared, journaled):
-    """Anna's process is killed in the middle of a blob; Bert wants the same one."""
+    """Anna's process is killed in the middle of a blob; Bert needs the same one."""
     anna, bert = shared
     data = b"0123456789abcdef" * ((JOURNALED // 16 + 16) if journaled else 1)
     content = blob(data)
@@ -346,7 +346,7 @@ def test_unfinished_ingest_of_another_user_is_replaced(shared, journaled):
 
 
 @needs_root
-def test_a_store_of_ones_own_is_not_opened_to_the_group(tmp_path):
+def test_a_private_store_is_not_opened_to_the_group(tmp_path):
     layout = ImageLayout(tmp_path / "store")
     put_artifact(layout, "a:v1", b"one")
     with layout.lease(Digest.of(b"x")):
@@ -354,6 +354,6 @@ def test_a_store_of_ones_own_is_not_opened_to_the_group(tmp_path):
             assert not path.stat().st_mode & 0o022, path
 
 
-def test_group_of_the_tests_is_unused_here():
-    """Else somebody on this machine could meddle."""
+def test_the_test_group_has_no_members_on_this_machine():
+    """Otherwise another user of this machine could interfere."""
     assert GROUP not in {group.gr_gid for group in grp.getgrall()}

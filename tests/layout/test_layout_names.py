@@ -1,4 +1,4 @@
-"""Names among tools that know no lock: ours outlive them, and theirs outlive us."""
+"""Names shared with tools that use no locks: neither side loses its entries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def file_of(layout):
 
 
 def listed(layout):
-    """The names in the file itself, as any other tool sees them."""
+    """Return the names in index.json as other tools see them."""
     value = json.loads(file_of(layout).read_bytes())
     entries = [entry for entry in value["manifests"] if isinstance(entry, dict)]
     return [entry.get("annotations", {}).get(mediatype.REF_NAME) for entry in entries]
@@ -50,30 +50,30 @@ def names(layout):
 
 
 def entry(made, name=None, **fields):
-    """As another tool writes it."""
+    """Return an entry as written by another tool."""
     value = made.descriptor.to_json() | fields
     return value | {"annotations": {mediatype.REF_NAME: name}} if name else value
 
 
 def overwrite(layout, *entries, **fields):
-    """Another tool replaces the file, from what it read long ago."""
+    """Overwrite the index as another tool does, with content read long before."""
     value = {"schemaVersion": 2, "manifests": list(entries), **fields}
     beside = layout.root / "index.foreign"
     beside.write_text(json.dumps(value))
     beside.replace(file_of(layout))
 
 
-# -- what other tools drop, add and change
+# -- entries that other tools drop, add and change
 
 
-def test_a_name_that_another_tool_dropped_is_read_and_put_back(layout):
+def test_a_name_dropped_by_another_tool_is_restored(layout):
     made = {name: put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1")}
     theirs = put_artifact(layout, "theirs:v1", b"theirs")
     layout.untag(ref("theirs:v1"))
     overwrite(layout, entry(theirs, "theirs:v1"))
     assert names(layout) == {"a:v1", "b:v1", "theirs:v1"}
     assert layout.resolve(ref("a:v1")).digest == made["a:v1"].digest
-    assert listed(layout) == ["theirs:v1"]  # who only reads writes nothing
+    assert listed(layout) == ["theirs:v1"]  # a read writes nothing
     layout.tag(made["a:v1"].descriptor, ref("c:v1"))
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
 
@@ -86,7 +86,7 @@ def test_index_removed_by_another_tool_is_restored(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1"]
 
 
-def test_name_given_anew_by_another_tool_is_theirs(layout):
+def test_name_reassigned_by_another_tool_is_kept(layout):
     ours = put_artifact(layout, "a:v1", b"one")
     theirs = put_artifact(layout, "b:v1", b"two")
     overwrite(layout, entry(theirs, "a:v1"))
@@ -96,8 +96,8 @@ def test_name_given_anew_by_another_tool_is_theirs(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1"]
 
 
-def test_old_meaning_of_a_name_given_anew_does_not_come_back(layout):
-    """Once a command of ours has seen it; each name for itself, and the first entry of two."""
+def test_former_target_of_a_reassigned_name_is_not_restored(layout):
+    """Once one of our commands has read it; per name, and with the first entry of two."""
     ours = put_artifact(layout, "a:v1", b"one")
     theirs, third = (put_artifact(layout, name, name.encode()) for name in ("b:v1", "c:v1"))
     overwrite(layout, entry(theirs, "a:v1", x=1), entry(third, "a:v1"), entry(theirs, "b:v1"))
@@ -112,18 +112,18 @@ def test_old_meaning_of_a_name_given_anew_does_not_come_back(layout):
     assert "a:v1" not in names(layout)
 
 
-def test_a_name_that_was_removed_does_not_come_back(layout):
+def test_a_removed_name_is_not_restored(layout):
     made = put_artifact(layout, "a:v1", b"one")
     put_artifact(layout, "b:v1", b"two")
     layout.untag(ref("a:v1"))
     assert names(layout) == {"b:v1"}
-    overwrite(layout)  # an old copy, from before either
+    overwrite(layout)  # an old copy, from before both
     assert names(layout) == {"b:v1"}
     layout.tag(made.descriptor, ref("c:v1"))
     assert sorted(listed(layout)) == ["b:v1", "c:v1"]
 
 
-def test_a_name_that_only_our_records_know_can_be_removed(layout):
+def test_a_name_in_our_records_only_can_be_removed(layout):
     put_artifact(layout, "a:v1", b"one")
     overwrite(layout)
     layout.untag(ref("a:v1"))
@@ -132,8 +132,8 @@ def test_a_name_that_only_our_records_know_can_be_removed(layout):
         layout.untag(ref("a:v1"))
 
 
-def test_a_name_that_another_tool_wrote_short_is_removed_once(layout):
-    """``a`` is ``a:latest``; ours must not come back in its place."""
+def test_a_short_name_of_another_tool_is_removed_once(layout):
+    """``a`` is ``a:latest``; our record must not restore it."""
     made = put_artifact(layout, "a", b"one")
     overwrite(layout, entry(made, "a"))
     layout.untag(ref("a"))
@@ -143,7 +143,7 @@ def test_a_name_that_another_tool_wrote_short_is_removed_once(layout):
 
 
 @pytest.mark.parametrize("left", [None, b"{}"], ids=["gone", "cut"])
-def test_a_name_without_its_manifest_does_not_come_back(layout, left):
+def test_a_name_without_its_manifest_is_not_restored(layout, left):
     made = put_artifact(layout, "a:v1", b"one")
     put_artifact(layout, "b:v1", b"two")
     path = layout.path(made.descriptor)
@@ -169,7 +169,7 @@ def test_malformed_name_records_are_ignored(layout):
 
 
 def test_restored_entry_has_the_fields_of_other_tools(layout):
-    """Once we have written it ourselves."""
+    """After we have written the entry once."""
     made = put_artifact(layout, "a:v1", b"one")
     overwrite(layout, entry(made, "a:v1", platform={"os": "linux"}), **{"x-top": [1]})
     layout.tag(made.descriptor, ref("a:v1"))
@@ -178,7 +178,7 @@ def test_restored_entry_has_the_fields_of_other_tools(layout):
     assert found[1].extra["platform"] == {"os": "linux"}
 
 
-def test_failed_index_write_gives_no_name(layout, monkeypatch):
+def test_failed_index_write_sets_no_name(layout, monkeypatch):
     one, two = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1"))
 
     def full(*_, **__):
@@ -196,11 +196,11 @@ def test_failed_index_write_gives_no_name(layout, monkeypatch):
     assert layout.resolve(ref("a:v1")).digest == one.digest
 
 
-# -- written by another while we look, or write
+# -- concurrent writes by another tool
 
 
-def test_index_being_written_in_place_is_waited_for(layout, monkeypatch):
-    """Truncated, half there, whole: each look finds it further on."""
+def test_reads_wait_for_an_index_being_written_in_place(layout, monkeypatch):
+    """Truncated, partial, complete: each read finds more of it."""
     made = put_artifact(layout, "a:v1", b"one")
     whole = file_of(layout).read_bytes()
     states = [whole[: len(whole) // 2], whole[:-3], whole]
@@ -230,7 +230,7 @@ def test_index_that_stays_broken_is_an_error(layout, monkeypatch):
 
 
 def test_half_written_index_is_not_overwritten(layout, monkeypatch):
-    """Ours comes on top of what the other tool has to say."""
+    """Our entry is added after the other tool's write is complete."""
     made = put_artifact(layout, "a:v1", b"one")
     theirs = entry(put_artifact(layout, "b:v1", b"two"), "theirs:v1")
     whole = json.dumps({"schemaVersion": 2, "manifests": [theirs]}).encode()
@@ -254,7 +254,7 @@ def test_entries_added_between_read_and_write_are_kept(layout, name):
 
 
 def test_last_writer_of_a_name_wins(layout):
-    """What another tool names anew while we write something else is theirs; the same name, ours."""
+    """Another tool's name set during our write of another one is kept; ours wins for its own."""
     one, two, three = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1", "c"))
     before = json.loads(file_of(layout).read_bytes())["manifests"]
     with edit_index(layout.root) as index:
@@ -266,7 +266,7 @@ def test_last_writer_of_a_name_wins(layout):
 
 
 def test_index_that_changes_repeatedly_is_merged(layout, monkeypatch):
-    """Each of its entries is kept, however often the file changes under us."""
+    """Every entry is kept, however often the file changes meanwhile."""
     made = put_artifact(layout, "a:v1", b"one")
     theirs = []
     stamp_of = index_module._stamp_of
@@ -295,7 +295,7 @@ def test_index_created_by_both_at_once_is_merged(layout):
 
 
 def writers(root, count=WRITERS, names=NAMES):
-    """Processes that name so many artifacts each, and pass over no error."""
+    """Start processes that each tag this many artifacts and fail on any error."""
     program = Path(__file__).parent / "layout_writer.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return [
@@ -320,14 +320,14 @@ def ours(count=WRITERS, names=NAMES):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A layout that several processes wrote together."""
+    """Return a layout written by several processes together."""
     layout = ImageLayout(tmp_path_factory.mktemp("written") / "store")
     ended(writers(layout.root))
     return layout
 
 
 @pytest.mark.integration
-def test_skopeo_reads_what_several_processes_wrote(written, skopeo, tmp_path):
+def test_skopeo_reads_a_layout_of_several_processes(written, skopeo, tmp_path):
     for name in ("writer0:v0", f"writer{WRITERS - 1}:v{NAMES - 1}"):
         copied = tmp_path / name.replace(":", "-")
         command = [skopeo, "copy", "-q", f"oci:{written.root}:{name}", f"dir:{copied}"]
@@ -337,7 +337,7 @@ def test_skopeo_reads_what_several_processes_wrote(written, skopeo, tmp_path):
 
 
 @pytest.mark.integration
-def test_umoci_reads_what_several_processes_wrote(written):
+def test_umoci_reads_a_layout_of_several_processes(written):
     umoci = shutil.which("umoci")
     if umoci is None:
         pytest.skip("umoci is not installed")
@@ -348,8 +348,8 @@ def test_umoci_reads_what_several_processes_wrote(written):
 
 
 @pytest.mark.integration
-def test_skopeo_beside_several_of_ours(layout, skopeo, tmp_path):
-    """skopeo knows no lock: of its own names it may lose some, of ours none is lost."""
+def test_concurrent_skopeo_loses_no_name_of_ours(layout, skopeo, tmp_path):
+    """skopeo uses no lock: it may lose some of its own names, but none of ours."""
     source = ImageLayout(tmp_path / "source")
     put_artifact(source, "x:v1", b"theirs")
     put_artifact(layout, "first:v1", b"first")
@@ -358,7 +358,7 @@ def test_skopeo_beside_several_of_ours(layout, skopeo, tmp_path):
         for n in range(3):
             target = f"oci:{layout.root}:theirs{who}:v{n}"
             command = [skopeo, "copy", "-q", f"oci:{source.root}:x:v1", target]
-            subprocess.run(command, capture_output=True)  # it may trip over itself
+            subprocess.run(command, capture_output=True)  # skopeo may conflict with itself
 
     threads = [threading.Thread(target=copy_in, args=(who,)) for who in range(4)]
     for thread in threads:

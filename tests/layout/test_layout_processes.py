@@ -1,4 +1,4 @@
-"""Many processes on one layout."""
+"""Several processes on one layout."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def start(root: Path, who: int) -> subprocess.Popen[bytes]:
     return spawn(arguments, env=environment, stderr=subprocess.PIPE)
 
 
-def test_no_name_is_lost_and_no_reader_sees_half_a_file(tmp_path):
+def test_concurrent_tags_keep_all_names_and_a_readable_index(tmp_path):
     layout = ImageLayout(tmp_path / "store")
     writers = [start(layout.root, who) for who in range(WRITERS)]
     seen, looks = 0, 0
     while any(writer.poll() is None for writer in writers):
-        entries = list(layout.tags())  # raises when index.json is not whole
-        assert len(entries) >= seen  # nothing that was named is taken back
+        entries = list(layout.tags())  # raises if index.json is incomplete
+        assert len(entries) >= seen  # no name is removed
         seen, looks = len(entries), looks + 1
         for _, descriptor in entries[-1:]:
             assert Digest.of(layout.path(descriptor).read_bytes()) == descriptor.digest
@@ -55,8 +55,8 @@ def test_no_name_is_lost_and_no_reader_sees_half_a_file(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_process_that_is_killed_leaves_a_store_that_works(tmp_path):
-    """Killed at moments of its own choosing, many times over; each time the next one goes on."""
+def test_a_killed_process_leaves_a_working_store(tmp_path):
+    """Repeated kills at random moments; the next process continues each time."""
     layout = ImageLayout(tmp_path / "store")
     for who in range(4):
         writer = start(layout.root, who)

@@ -1,4 +1,4 @@
-"""Several stores in order, and stores that we may only read."""
+"""Several stores in order, including read-only ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.process import Aimage
 
 NOBODY = 65534
-# another user may not be allowed to read the code: it is read before we are that user
+# another user may not be allowed to read the code, so it is imported before the switch
 AS_NOBODY = f"""
 import importlib, os, sys
 for name in "ls show tag gc verify".split():
@@ -33,7 +33,7 @@ def files(root):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, tiny):
-    """A home with a store."""
+    """Return a home with a store."""
     home = tmp_path_factory.mktemp("made")
     Aimage(home, home / "other")("create", "theirs", tiny)
     return home
@@ -41,7 +41,7 @@ def made(tmp_path_factory, tiny):
 
 @pytest.fixture
 def two(made, tmp_path):
-    """A store of one's own, still empty, beside one that only another may write."""
+    """Return an own empty store, and one that only another user may write."""
     home = tmp_path / "home"
     shutil.copytree(made, home)
     here = Aimage(home, home / "other")
@@ -80,8 +80,8 @@ def test_layered_store_reads_all_and_writes_the_first(two):
 
 
 @pytest.mark.parametrize("verb", ["rm", "pin"])
-def test_rm_and_pin_of_a_read_only_name_name_its_store(two, verb):
-    """Nor is it said to be kept: a collection of that store would not know."""
+def test_rm_and_pin_of_a_read_only_name_report_its_store(two, verb):
+    """It is not pinned either, as a collection of that store would ignore the pin."""
     digest = two("show", "theirs", "--json").value["digest"]
     names = {"theirs": "theirs:latest", "theirs:latest": "theirs:latest"}
     if verb == "pin":
@@ -92,7 +92,7 @@ def test_rm_and_pin_of_a_read_only_name_name_its_store(two, verb):
         assert f"aimage --store {two.store} {verb} {told}" in done.err
     assert "no mine:latest in the store" in two(verb, "mine", code=3).err
     two("tag", "theirs", "theirs")
-    two(verb, "theirs")  # that of our own
+    two(verb, "theirs")  # of the own store
     if verb == "rm":
         two("rm", "theirs", code=3)
 

@@ -1,4 +1,4 @@
-"""Records that cannot be read: nobody takes them for records that are not there."""
+"""Unreadable records are an error, and are not treated as missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "h.io/a:v1"
 
 @pytest.fixture
 def records(tmp_path):
-    """Two of them."""
+    """Return two records."""
     found = MetadataFiles(tmp_path / "store", KIND)
     for key in (KEY, "other"):
         found.put(key, {"n": 1}, durable=False)
@@ -33,7 +33,7 @@ def records(tmp_path):
 
 
 def break_calls(monkeypatch, name, place, number=errno.EACCES):
-    """Let a call of the operating system fail for what is at ``place``, or below it."""
+    """Make a system call fail for paths at ``place`` or below it."""
     real = getattr(os, name)
 
     def broken(path, *arguments, **options):
@@ -45,7 +45,7 @@ def break_calls(monkeypatch, name, place, number=errno.EACCES):
 
 
 def drop_rights(monkeypatch):
-    """Let processes begin that may not read everything, even where root begins them."""
+    """Start processes without root's permission to read everything."""
     if os.geteuid() == 0:
         if not (setpriv := shutil.which("setpriv")):
             pytest.skip("root may read anything, and there is no setpriv")
@@ -57,7 +57,7 @@ def directory(records):
     return records._root / ".aimage" / KIND
 
 
-# -- there or not
+# -- existing and missing records
 
 
 @pytest.mark.parametrize("there", ["", f"store/.aimage/{KIND}"])
@@ -78,7 +78,7 @@ def test_damaged_or_missing_record_is_none(records, raw):
     assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
 
 
-# -- there, and not to be read
+# -- unreadable records
 
 
 def test_unreadable_directory_is_an_error(records, monkeypatch):
@@ -108,7 +108,7 @@ def test_unreadable_record_is_an_error(records, monkeypatch):
 
 def test_read_error_of_a_record_is_an_error(records, monkeypatch):
     def failing(_):
-        return os.open("/proc/self/mem", os.O_RDONLY)  # whose first byte is an input/output error
+        return os.open("/proc/self/mem", os.O_RDONLY)  # whose first byte gives an I/O error
 
     monkeypatch.setattr(record_module, "open_regular", failing)
     with pytest.raises(StoreError, match="Input/output error") as caught:
@@ -116,7 +116,7 @@ def test_read_error_of_a_record_is_an_error(records, monkeypatch):
     assert file_name(KEY) in caught.value.message
 
 
-def test_a_file_in_the_place_of_the_directory_is_said(records):
+def test_a_file_in_place_of_the_directory_is_an_error(records):
     shutil.rmtree(directory(records))
     directory(records).write_text("no directory")
     for ask in (records.names, lambda: records.get(KEY)):
@@ -124,13 +124,13 @@ def test_a_file_in_the_place_of_the_directory_is_said(records):
             ask()
 
 
-def test_a_store_that_is_a_file_is_said(tmp_path):
+def test_a_store_that_is_a_file_is_an_error(tmp_path):
     (tmp_path / "store").write_text("no directory")
     with pytest.raises(StoreError, match="is not a directory"):
         MetadataFiles(tmp_path / "store", KIND).names()
 
 
-def test_a_link_in_the_place_of_the_directory_is_said_and_not_followed(records, tmp_path):
+def test_a_link_in_place_of_the_directory_is_an_error(records, tmp_path):
     directory(records).rename(tmp_path / "elsewhere")
     directory(records).symlink_to(tmp_path / "elsewhere")
     for ask in (records.names, lambda: records.get(KEY), lambda: list(records.items())):
@@ -138,12 +138,12 @@ def test_a_link_in_the_place_of_the_directory_is_said_and_not_followed(records, 
             ask()
 
 
-# -- those who ask
+# -- callers
 
 
 @pytest.fixture
 def layout(tmp_path):
-    """Two names, of which one is pinned."""
+    """Return two names, one of them pinned."""
     layout = ImageLayout(tmp_path / "store")
     for name in ("kept:v1", "other:v1"):
         put_artifact(layout, name, name.encode())
@@ -152,7 +152,7 @@ def layout(tmp_path):
 
 
 def everything(layout):
-    """The names, and the blobs."""
+    """Return the names and the blobs."""
     blobs = {path.name for path in (layout.root / "blobs" / "sha256").iterdir()}
     return {name for name, _ in layout.tags()}, blobs
 
@@ -173,7 +173,7 @@ def test_unreadable_pins_stop_a_collection(layout, monkeypatch, call, below):
 
 
 def test_unreadable_names_stop_a_collection(layout, monkeypatch):
-    """Another tool has dropped a name: only the records know it."""
+    """Another tool dropped a name, which only the records have."""
     (layout.root / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
     before = everything(layout)
     break_calls(monkeypatch, "listdir", layout.root / ".aimage" / "names")
@@ -185,7 +185,7 @@ def test_unreadable_names_stop_a_collection(layout, monkeypatch):
     assert everything(layout) == before and before[0] == {"kept:v1", "other:v1"}
 
 
-def test_a_name_whose_record_cannot_be_read_stays_and_means_the_same(layout, monkeypatch):
+def test_a_name_with_an_unreadable_record_keeps_its_target(layout, monkeypatch):
     before, other = everything(layout), layout.resolve(Reference.parse("other:v1"))
     kept = layout.resolve(Reference.parse("kept:v1"))
     path = layout.root / ".aimage" / "names" / file_name("kept:v1")
@@ -197,7 +197,7 @@ def test_a_name_whose_record_cannot_be_read_stays_and_means_the_same(layout, mon
     ):
         with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
             change()
-    assert layout.resolve(Reference.parse("kept:v1")).digest == kept.digest  # reading goes on
+    assert layout.resolve(Reference.parse("kept:v1")).digest == kept.digest  # reads still work
     monkeypatch.undo()
     assert everything(layout) == before and path.read_bytes() == raw
 

@@ -1,4 +1,4 @@
-"""Which file a credential comes from, and which credential fits a repository."""
+"""Select the auth file of a credential, and the credential of a repository."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def user_of(found):
 
 @pytest.fixture
 def helpers(tmp_path, monkeypatch):
-    """``helpers(name, answer)`` installs a credential helper; what it was asked is in a file."""
+    """Return ``helpers(name, answer)``, which installs a credential helper that logs its input."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
     def install(name, answer, code=0):
@@ -63,21 +63,21 @@ def answer(user, secret="secret"):  # noqa: S107
         ("teams", "host"),
     ],
 )
-def test_the_longest_path_wins(repository, user):
+def test_the_longest_path_takes_precedence(repository, user):
     known = config(
         **{"r.example.com": "host", "r.example.com/team": "team", "r.example.com/team/x": "x"}
     )
     assert user_of(find_credential([known], "r.example.com", repository)) == user
 
 
-def test_a_path_s_credential_is_for_nothing_else():
+def test_a_path_credential_is_not_used_for_other_paths():
     known = config(**{"r.example.com/team/x": "x"})
     assert find_credential([known], "r.example.com", "team/y") is None
     assert find_credential([known], "r.example.com", "team") is None
     assert find_credential([known], "r.example.com:5000", "team/x") is None
 
 
-def test_the_first_file_wins_even_with_a_shorter_key():
+def test_the_first_file_takes_precedence_over_a_longer_key():
     first, second = config(**{"r.example.com": "a"}), config(**{"r.example.com/x": "b"})
     assert user_of(find_credential([first, second], "r.example.com", "x")) == "a"
     assert user_of(find_credential([{}, second], "r.example.com", "x")) == "b"
@@ -93,12 +93,12 @@ def test_the_first_file_wins_even_with_a_shorter_key():
         ("https://index.docker.io", "docker.io"),
     ],
 )
-def test_docker_hub_by_all_its_names(key, registry):
+def test_every_key_of_docker_hub_is_recognised(key, registry):
     assert user_of(find_credential([config(**{key: "hub"})], registry, "library/x")) == "hub"
 
 
 @pytest.mark.parametrize("what", ["access-token", "refresh-token"])
-def test_docker_desktop_s_other_tokens_are_no_passwords(what):
+def test_docker_desktop_tokens_are_not_used_as_passwords(what):
     known = config(**{f"{DOCKER_HUB_KEY}{what}": "hub"})
     assert find_credential([known], "docker.io", "library/x") is None
 
@@ -111,19 +111,19 @@ def test_docker_desktop_s_other_tokens_are_no_passwords(what):
         {"username": "<token>", "password": "t0k"},
     ],
 )
-def test_identity_tokens(entry):
+def test_identity_tokens_are_read(entry):
     found = find_credential([{"auths": {"r.example.com": entry}}], "r.example.com", "x")
     assert found == Credential(identity_token="t0k")
     assert "t0k" not in repr(found)
 
 
 @pytest.mark.parametrize("auth", ["", "?", base64.b64encode(b"x").decode(), 7])
-def test_an_entry_that_is_none(auth):
+def test_an_invalid_auth_entry_is_ignored(auth):
     known = {"auths": {"r.example.com": {"auth": auth}}}
     assert find_credential([known], "r.example.com", "x") is None
 
 
-def test_a_helper_of_the_host_before_its_entry_before_the_helper_of_all(helpers):
+def test_a_host_helper_precedes_the_entry_and_the_global_helper(helpers):
     own, every = helpers("own", answer("own")), helpers("every", answer("every"))
     known = config(**{"r.example.com": "inline", "r.example.com/path": "path"})
     known |= {"credHelpers": {"r.example.com": "own"}, "credsStore": "every"}
@@ -137,7 +137,7 @@ def test_a_helper_of_the_host_before_its_entry_before_the_helper_of_all(helpers)
     assert user_of(find_credential([known], "other.example.com", "x")) == "every"
 
 
-def test_a_helper_with_an_identity_token(helpers):
+def test_a_helper_returns_an_identity_token(helpers):
     helpers("own", answer("<token>", "t0k"))
     known = {"credHelpers": {"r.example.com": "own"}}
     found = find_credential([known], "r.example.com", "x")
@@ -145,20 +145,20 @@ def test_a_helper_with_an_identity_token(helpers):
 
 
 @pytest.mark.parametrize(("said", "code"), [("no", 0), ("[]", 0), ("not found", 1)])
-def test_a_helper_that_has_nothing(helpers, said, code):
+def test_a_helper_without_a_credential_is_ignored(helpers, said, code):
     helpers("own", said, code)
     known = config(**{"r.example.com": "inline"}) | {"credHelpers": {"r.example.com": "own"}}
     assert user_of(find_credential([known], "r.example.com", "x")) == "inline"
 
 
-def test_a_helper_is_only_looked_for_on_the_path(helpers, tmp_path):
+def test_a_helper_is_run_from_path_only(helpers, tmp_path):
     asked = helpers("own", answer("own"))
     known = {"credsStore": f"x/../../{tmp_path}/docker-credential-own"}
     assert find_credential([known], "r.example.com", "x") is None
     assert not asked.exists()
 
 
-def test_what_containers_writes_for_a_helper_of_docker_hub(helpers):
+def test_a_docker_hub_helper_configured_by_containers_is_used(helpers):
     asked = helpers("own", answer("own"))
     known = {"credHelpers": {"docker.io": "own"}}
     assert helper(known, "docker.io") == "own"
@@ -176,7 +176,7 @@ def files(tmp_path, **options):
     )
 
 
-def test_the_order_of_the_files(tmp_path):
+def test_auth_files_are_searched_in_order(tmp_path):
     first, connection = files(tmp_path)
     assert connection.auth_files == (first, tmp_path / "docker" / "config.json")
     (tmp_path / "run.json").write_text("{}")
@@ -196,7 +196,7 @@ def _accepting(seen):
     return Answer(200)
 
 
-def test_login_and_logout_use_the_file_that_was_named(tmp_path):
+def test_login_and_logout_use_the_named_file(tmp_path):
     first, connection = files(tmp_path)
     with ScriptedRegistry(_accepting).running() as registry:
         assert login(registry.host, "operator", "secret", connection) == str(first)
@@ -209,19 +209,19 @@ def test_login_and_logout_use_the_file_that_was_named(tmp_path):
         logout(registry.host, connection)
 
 
-def test_logout_forgets_every_way_to_write_a_host():
+def test_logout_removes_every_spelling_of_a_host():
     known = config(**{DOCKER_HUB_KEY: "a", "docker.io": "b", "docker.io/team": "c"})
     assert keys_of(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io"]
 
 
 @pytest.mark.parametrize("name", ["run.json", "home.json"])
-def test_a_broken_file_is_named(tmp_path, name):
+def test_the_error_for_a_broken_file_names_it(tmp_path, name):
     (tmp_path / name).write_text('{"auths": []}')
     with pytest.raises(StoreError, match=name):
         read_config(tmp_path / name)
 
 
-def test_a_helper_is_not_asked_before_a_registry_asks(tmp_path, helpers):
+def test_a_helper_runs_only_after_a_challenge(tmp_path, helpers):
     asked = helpers("own", answer("operator"))
     (tmp_path / "config.json").write_text(json.dumps({"credsStore": "own"}))
     connection = ClientOptions(docker_config=tmp_path)
@@ -238,8 +238,8 @@ def test_a_helper_is_not_asked_before_a_registry_asks(tmp_path, helpers):
     assert asked.read_text() == registry.host
 
 
-def test_amazon_ecr_as_its_helper_has_it(tmp_path, helpers):
-    """Basic without a token service, for the user AWS, with a password of two kilobytes."""
+def test_amazon_ecr_basic_credentials(tmp_path, helpers):
+    """Basic authentication without a token service: user AWS, password of two kilobytes."""
     secret = base64.b64encode(bytes(range(256)) * 6).decode()
     asked = helpers("ecr-login", answer("AWS", secret))
     expected = f"Basic {basic('AWS', secret)}"
@@ -266,14 +266,14 @@ def test_amazon_ecr_as_its_helper_has_it(tmp_path, helpers):
 
 
 @pytest.mark.parametrize("token", ["", 7, "two words", "ünicode"])
-def test_a_registry_token_that_is_none(token):
-    """What could not stand in a header is passed over for what else is there."""
+def test_an_invalid_registry_token_is_ignored(token):
+    """A token that is invalid in a header is skipped, and the next credential is used."""
     entry = {"registrytoken": token, "auth": basic("user")}
     known = {"auths": {"r.example.com": entry}}
     assert user_of(find_credential([known], "r.example.com", "x")) == "user"
 
 
-def test_a_registry_token_comes_first_and_is_not_shown():
+def test_a_registry_token_takes_precedence_and_is_not_logged():
     entry = {"registrytoken": "r3ady", "auth": basic("user"), "identitytoken": "1dent1ty"}
     found = find_credential([{"auths": {"r.example.com": entry}}], "r.example.com", "x")
     assert found == Credential(registry_token="r3ady")
@@ -281,8 +281,8 @@ def test_a_registry_token_comes_first_and_is_not_shown():
 
 
 @pytest.mark.integration
-def test_the_command_line_knows_the_places(aimage, private_registry, tiny):
-    """podman's file with a path, and REGISTRY_AUTH_FILE before docker's wrong credentials."""
+def test_the_command_line_reads_the_default_auth_files(aimage, private_registry, tiny):
+    """podman's file with a path, and REGISTRY_AUTH_FILE, precede docker's wrong credentials."""
     here, host = aimage(), private_registry.host
     right = {"auth": basic("operator", "open sesame")}
     here("create", f"{host}/places/x:v1", tiny)

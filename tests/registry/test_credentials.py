@@ -1,4 +1,4 @@
-"""Who gets to see credentials, and who does not."""
+"""Send credentials only to the hosts they belong to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _pull(registry, tmp_path, **options):
 
 
 def _guarded(challenge, wanted):
-    """A registry that serves whoever brings the header ``wanted``."""
+    """Return a registry that requires the header ``wanted``."""
     right = serving(MANIFEST, BLOBS)
 
     def script(seen):
@@ -55,7 +55,7 @@ def _tokens(seen):
 
 
 def _with_realm(realm_of):
-    """A registry whose challenge names a realm, which may be its own ``/token``."""
+    """Return a registry whose challenge has this realm, by default its own ``/token``."""
     right = serving(MANIFEST, BLOBS)
     holder = {}
 
@@ -73,7 +73,7 @@ def _with_realm(realm_of):
     return registry
 
 
-def test_basic(tmp_path):
+def test_basic_authentication(tmp_path):
     script = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
     with ScriptedRegistry(script).running() as registry:
         with pytest.raises(UnauthorizedError, match="no credentials"):
@@ -85,7 +85,7 @@ def test_basic(tmp_path):
             _pull(registry, tmp_path)
 
 
-def test_credentials_are_not_sent_unasked(tmp_path):
+def test_credentials_are_not_sent_before_a_challenge(tmp_path):
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         _docker_config(tmp_path, registry.host)
         _pull(registry, tmp_path)
@@ -101,19 +101,19 @@ def test_netrc_is_not_read(tmp_path, monkeypatch):
     assert not any("Authorization" in seen.headers for seen in registry.seen)
 
 
-def test_a_token_from_the_registry_itself(tmp_path):
+def test_a_token_service_on_the_registry_host(tmp_path):
     with _with_realm(lambda it: f"http://{it.host}/token").running() as registry:
         _docker_config(tmp_path, registry.host)
         _pull(registry, tmp_path)
     asked = [seen for seen in registry.seen if seen.path.startswith("/token")]
-    assert len(asked) == 1  # and used for every request after it
+    assert len(asked) == 1  # and reused for every later request
     assert asked[0].headers["Authorization"] == f"Basic {BASIC}"
     query = parse_qs(urlsplit(asked[0].path).query)
     assert query == {"service": ["test"], "scope": ["repository:team/x:pull"]}
 
 
-def test_a_realm_elsewhere_gets_no_credentials(tmp_path):
-    """CVE-2025-51471, CVE-2026-48978: another host is asked anonymously, unless it is trusted."""
+def test_a_realm_on_another_host_receives_no_credentials(tmp_path):
+    """CVE-2025-51471, CVE-2026-48978: another host is contacted anonymously unless trusted."""
     with ScriptedRegistry(_tokens).running() as other:
         realm = f"http://{other.host.replace('127.0.0.1', 'localhost')}/token"
         with _with_realm(lambda _: realm).running() as registry:
@@ -126,7 +126,7 @@ def test_a_realm_elsewhere_gets_no_credentials(tmp_path):
 
 
 @pytest.mark.parametrize("realm", ["", "file:///etc/passwd", "token", "//", "gopher://x/"])
-def test_a_realm_that_is_no_address(realm, tmp_path):
+def test_an_invalid_realm_url_is_refused(realm, tmp_path):
     with (
         _with_realm(lambda _: realm).running() as registry,
         pytest.raises(UnauthorizedError),
@@ -146,12 +146,12 @@ def test_a_realm_that_is_no_address(realm, tmp_path):
         ("1.1.1.1", False),
     ],
 )
-def test_what_is_inside_this_network(host, internal):
+def test_internal_addresses_are_recognised(host, internal):
     assert _is_internal(host) == internal
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no", b'{"token": 7}', b'{"token": "a\\nb"}'])
-def test_a_token_service_that_gives_none(answer, tmp_path):
+def test_a_token_response_without_a_token_fails(answer, tmp_path):
     def script(seen):
         if seen.path.startswith("/token"):
             return Answer(200, {}, answer)
@@ -163,7 +163,7 @@ def test_a_token_service_that_gives_none(answer, tmp_path):
         _pull(registry, tmp_path)
 
 
-def test_a_huge_token_answer_is_not_read_to_its_end(tmp_path):
+def test_a_huge_token_response_is_not_read_in_full(tmp_path):
     def script(seen):
         if seen.path.startswith("/token"):
             return Answer(200, {}, b" " * 5_000_000)
@@ -175,8 +175,8 @@ def test_a_huge_token_answer_is_not_read_to_its_end(tmp_path):
         _pull(registry, tmp_path)
 
 
-def test_a_redirect_to_another_origin_takes_no_credentials_along(tmp_path):
-    """Another port is another origin: blobs come from content networks that way."""
+def test_a_redirect_to_another_origin_drops_credentials(tmp_path):
+    """Another port is another origin. Blobs are often redirected to a CDN like this."""
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as cdn:
         inner = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
 
@@ -193,7 +193,7 @@ def test_a_redirect_to_another_origin_takes_no_credentials_along(tmp_path):
     assert not any("Authorization" in seen.headers for seen in cdn.seen)
 
 
-def test_an_upload_location_elsewhere_gets_no_credentials(tmp_path):
+def test_an_upload_location_on_another_host_receives_no_credentials(tmp_path):
     def taking(seen):
         return Answer(201)
 
@@ -219,7 +219,7 @@ def test_an_upload_location_elsewhere_gets_no_credentials(tmp_path):
     "host",
     ["127.1", "2130706433", "0x7f000001", "017700000001", "0", "localhost.", "169.254.169.254."],
 )
-def test_other_spellings_of_an_inside_address(host):
+def test_other_spellings_of_internal_addresses_are_refused(host):
     assert _is_internal(host)
 
 
@@ -232,7 +232,7 @@ def test_other_spellings_of_an_inside_address(host):
         lambda host: {host: {"auth": BASIC}, "odd.example.com": "nonsense"},
     ],
 )
-def test_what_docker_reads_is_read(auths, tmp_path):
+def test_auth_keys_that_docker_accepts_are_accepted(auths, tmp_path):
     script = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
     with ScriptedRegistry(script).running() as registry:
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths(registry.host)}))
@@ -242,7 +242,7 @@ def test_what_docker_reads_is_read(auths, tmp_path):
 @pytest.mark.parametrize(
     "text", ["[]", '{"auths": []}', '{"credHelpers": 1}', '{"credsStore": {}}']
 )
-def test_a_docker_config_that_is_none(text, tmp_path):
+def test_an_invalid_docker_config_is_refused_and_unchanged(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StoreError, match="cannot read"):
         logout("registry.example.com", ClientOptions(docker_config=tmp_path))
@@ -250,13 +250,13 @@ def test_a_docker_config_that_is_none(text, tmp_path):
 
 
 @pytest.mark.parametrize("text", ['{"auths": null}', "{}", '{"credHelpers": null}'])
-def test_a_docker_config_without_credentials(text, tmp_path):
+def test_a_docker_config_without_credentials_is_accepted(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(NotFoundError):
         logout("registry.example.com", ClientOptions(docker_config=tmp_path))
 
 
-def test_a_linked_docker_config_stays_a_link(tmp_path):
+def test_a_symlinked_docker_config_stays_a_link(tmp_path):
     real = tmp_path / "elsewhere.json"
     real.write_text(json.dumps({"auths": {"registry.example.com": {"auth": BASIC}}, "kept": 1}))
     (tmp_path / "config.json").symlink_to(real)
@@ -265,8 +265,8 @@ def test_a_linked_docker_config_stays_a_link(tmp_path):
     assert json.loads(real.read_text()) == {"auths": {}, "kept": 1}
 
 
-def test_a_helper_is_asked_by_the_name_that_docker_uses(tmp_path, monkeypatch):
-    """Docker Hub's key is not its host."""
+def test_a_helper_receives_docker_s_server_name(tmp_path, monkeypatch):
+    """Docker Hub's key differs from its host name."""
     said = tmp_path / "said"
     helper = tmp_path / "docker-credential-test"
     helper.write_text(f"#!/bin/sh\ncat > {said}\n")
@@ -288,7 +288,7 @@ def test_a_helper_is_asked_by_the_name_that_docker_uses(tmp_path, monkeypatch):
         ("https://a/v2/", "http://b/up", None),
     ],
 )
-def test_where_an_upload_may_go(base, location, url, tmp_path):
+def test_upload_locations_are_resolved_without_downgrading_to_http(base, location, url, tmp_path):
     with Session(
         Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
     ) as session:
@@ -300,7 +300,7 @@ def test_where_an_upload_may_go(base, location, url, tmp_path):
 
 
 @pytest.mark.parametrize("location", ["http://[::1", "//h:-1/up"])
-def test_an_upload_location_that_is_no_address(location, tmp_path):
+def test_an_invalid_upload_location_is_refused(location, tmp_path):
     base = "https://a/v2/"
     with (
         Session(

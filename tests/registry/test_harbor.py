@@ -1,4 +1,4 @@
-"""Harbor's ways, replayed from its documentation.
+"""Replay Harbor's behaviour from its documentation.
 
 Robot accounts are called ``robot$name`` or ``robot$project+name``; a project must exist before
 anything is pushed to it; tokens of its token service live 30 minutes by default; a proxy-cache
@@ -41,18 +41,18 @@ def no_waiting(monkeypatch):
 
 
 def says(status, code, message):
-    """An error answer as Harbor's core writes it."""
+    """Return an error response in the form of Harbor's core."""
     return Answer(status, {}, json.dumps({"errors": [{"code": code, "message": message}]}).encode())
 
 
 class Harbor:
-    """Token service and registry on one host, as Harbor has it."""
+    """Token service and registry on one host, as in Harbor."""
 
     def __init__(self, inner, life=1800):
         self.inner = inner
         self.life = life
         self.now = 1_800_000_000.0
-        self.tokens = {}  # token -> when it ends
+        self.tokens = {}  # token -> expiry time
         self.asked = []
         self.before = lambda seen: None
         self.registry = ScriptedRegistry(self.script)
@@ -89,7 +89,7 @@ class Harbor:
 
 
 def refusing(method, answer):
-    """An upload that goes well but for one kind of request."""
+    """Return a registry that accepts uploads but refuses one kind of request."""
 
     def inner(seen):
         if seen.method == method:
@@ -113,7 +113,7 @@ def put_manifest(harbor, tmp_path):
         repository.push(descriptor, bytes_body(MANIFEST), reference)
 
 
-def test_a_robot_s_name_and_secret_arrive_as_they_are(tmp_path):
+def test_a_robot_name_and_secret_are_sent_unchanged(tmp_path):
     harbor = Harbor(refusing("", None))
     push(harbor, tmp_path)
     (asked,) = harbor.asked
@@ -123,7 +123,7 @@ def test_a_robot_s_name_and_secret_arrive_as_they_are(tmp_path):
     assert parse_qs(urlsplit(asked.path).query)["scope"] == ["repository:team/x:pull,push"]
 
 
-def test_a_robot_logs_in(tmp_path):
+def test_login_with_a_robot_account(tmp_path):
     harbor = Harbor(lambda seen: Answer(200))
     with harbor.registry.running():
         login(harbor.host, ROBOT, SECRET, ClientOptions(docker_config=tmp_path))
@@ -139,15 +139,15 @@ def test_a_robot_logs_in(tmp_path):
         (says(403, "FORBIDDEN", "project team not found"), UnauthorizedError),
     ],
 )
-def test_a_project_that_does_not_exist(answer, error, tmp_path):
+def test_push_to_a_missing_project_fails(answer, error, tmp_path):
     harbor = Harbor(refusing("POST", answer))
     with pytest.raises(error, match="project team not found") as caught:
         push(harbor, tmp_path)
     assert "create the project" in (caught.value.hint or "")
 
 
-def test_a_token_of_30_minutes_is_renewed_in_a_long_push(tmp_path):
-    """Forty blobs of a minute each: the second token is asked for before the first one ends."""
+def test_a_token_is_renewed_during_a_long_push(tmp_path):
+    """Forty blobs of a minute each: the second token is requested before the first expires."""
     harbor = Harbor(refusing("", None))
 
     def inner(seen):
@@ -162,18 +162,18 @@ def test_a_token_of_30_minutes_is_renewed_in_a_long_push(tmp_path):
             repository.push(Descriptor.of("application/x", data), bytes_body(data))
     assert len(harbor.asked) == 2
     refused = [s for s in harbor.registry.seen if "Authorization" not in s.headers]
-    assert len(refused) == 1  # the very first request
+    assert len(refused) == 1  # the first request
 
 
-def test_a_token_that_ends_while_one_blob_is_sent(tmp_path):
-    """The upload took longer than the token lives: its end is refused, and it is sent again."""
+def test_a_token_that_expires_during_an_upload_is_renewed(tmp_path):
+    """The upload outlasts the token, its last request is refused, and the blob is sent again."""
     harbor = Harbor(refusing("", None))
     slow = [1]
 
     def before(seen):
         if seen.method == "PUT" and slow:
             slow.clear()
-            harbor.now += 3600  # the body was that long under way
+            harbor.now += 3600  # the time that the body took
 
     harbor.before = before
     push(harbor, tmp_path)
@@ -182,7 +182,7 @@ def test_a_token_that_ends_while_one_blob_is_sent(tmp_path):
     assert len(harbor.asked) == 2
 
 
-def test_nothing_can_be_pushed_to_a_proxy_cache(tmp_path):
+def test_push_to_a_proxy_cache_fails(tmp_path):
     said = "can not push artifact to a proxy project: team"
     harbor = Harbor(refusing("POST", says(405, "METHOD NOT ALLOWED", said)))
     with pytest.raises(RegistryError, match="can not push artifact to a proxy project"):
@@ -190,7 +190,7 @@ def test_nothing_can_be_pushed_to_a_proxy_cache(tmp_path):
 
 
 @pytest.mark.parametrize("code", ["METHOD NOT ALLOWED", "METHODNOTALLOWED", "UNSUPPORTED"])
-def test_a_proxy_cache_is_no_refused_dialect(code, tmp_path):
+def test_a_proxy_cache_error_does_not_try_other_dialects(code, tmp_path):
     said = "can not push artifact to a proxy project: team"
     harbor = Harbor(refusing("PUT", says(405, code, said)))
     with pytest.raises(AImageError, match="proxy project") as caught:
@@ -214,7 +214,7 @@ def test_a_proxy_cache_is_no_refused_dialect(code, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_what_a_policy_refuses_is_told_in_its_words(answer, words, hint, tmp_path):
+def test_a_policy_error_includes_harbor_s_message(answer, words, hint, tmp_path):
     harbor = Harbor(refusing("PUT", answer))
     with pytest.raises(AImageError, match=words) as caught:
         put_manifest(harbor, tmp_path)
@@ -222,7 +222,7 @@ def test_what_a_policy_refuses_is_told_in_its_words(answer, words, hint, tmp_pat
     assert not isinstance(caught.value, ManifestRefusedError)
 
 
-def test_a_pull_that_the_vulnerability_policy_prevents(tmp_path):
+def test_a_pull_refused_by_the_vulnerability_policy_fails(tmp_path):
     said = "current image with 3 vulnerabilities cannot be pulled due to configured policy"
     harbor = Harbor(lambda _: says(412, "PROJECTPOLICYVIOLATION", said))
     with (
@@ -233,8 +233,8 @@ def test_a_pull_that_the_vulnerability_policy_prevents(tmp_path):
         repository.resolve(Reference.parse(f"{harbor.host}/team/x:v1"))
 
 
-def test_a_proxy_cache_is_pulled_through(tmp_path):
-    """What it has not got yet it fetches: the answer takes its time, and is an answer."""
+def test_pull_through_a_proxy_cache(tmp_path):
+    """A blob that is not cached yet is fetched upstream, so the response is slow."""
     kind = {"Content-Type": mediatype.OCI_MANIFEST}
     harbor = Harbor(lambda _: Answer(200, kind, MANIFEST))
     with harbor.registry.running(), harbor.repository(tmp_path) as repository:
@@ -246,7 +246,7 @@ def test_a_proxy_cache_is_pulled_through(tmp_path):
 
 
 class Strict(Harbor):
-    """One whose token service knows its robot, and that asks for Basic where a token is no good."""
+    """Reissues no token to an unknown robot, and challenges with Basic on an invalid token."""
 
     def script(self, seen):
         header = seen.headers.get("Authorization", "")
@@ -263,7 +263,7 @@ class Strict(Harbor):
 
 @pytest.fixture
 def packed(aimage):
-    """``packed(host)``: the command line with a small AImage under a name at that host."""
+    """Return ``packed(host)``: the command line with a small AImage tagged for that host."""
 
     def make(host):
         here = aimage()
@@ -281,7 +281,7 @@ def packed(aimage):
 
 
 def taking(seen):
-    """Takes everything, and has every blob of one byte."""
+    """Accepts every upload and serves one-byte blobs."""
     if seen.method == "POST":
         return Answer(202, {"Location": "/upload/1"})
     if seen.method == "HEAD":
@@ -290,7 +290,7 @@ def taking(seen):
 
 
 def helper(here):
-    """A credential helper that keeps one entry in a file, as docker's do; its environment."""
+    """Return the environment of a credential helper that keeps one entry in a file."""
     programs = here.home / "programs"
     programs.mkdir()
     kept = here.home / "kept.json"
@@ -305,8 +305,8 @@ def helper(here):
 
 
 @pytest.mark.parametrize("place", ["docker", "REGISTRY_AUTH_FILE", "helper"])
-def test_a_robot_logs_in_and_pushes(place, packed):
-    """Its name and secret survive a shell's stdin, a file or a helper, and two headers."""
+def test_login_and_push_with_a_robot_account(place, packed):
+    """The name and secret pass unchanged through stdin, a file or a helper, and two headers."""
     harbor = Strict(taking)
     with harbor.registry.running():
         here = packed(harbor.host)
@@ -347,8 +347,8 @@ def test_a_robot_logs_in_and_pushes(place, packed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["POST", "PUT manifest"])
-def test_a_push_that_is_refused(method, answer, code, hint, packed):
-    """Told in Harbor's words, and no other dialect is tried: nothing would be different."""
+def test_a_refused_push_tries_no_other_dialect(method, answer, code, hint, packed):
+    """The error has Harbor's message, and no other dialect is tried."""
 
     def inner(seen):
         is_it = seen.method == "POST" if method == "POST" else "/manifests/" in seen.path
@@ -368,7 +368,7 @@ def test_a_push_that_is_refused(method, answer, code, hint, packed):
     assert len(puts) == (0 if method == "POST" else 1)
 
 
-def test_a_pull_that_a_policy_prevents(aimage):
+def test_the_command_reports_a_pull_refused_by_policy(aimage):
     said = "current image without vulnerability scanning cannot be pulled due to configured policy"
     harbor = Strict(lambda _: says(412, "PROJECTPOLICYVIOLATION", said))
     with harbor.registry.running():
@@ -381,8 +381,8 @@ def test_a_pull_that_a_policy_prevents(aimage):
 
 
 @pytest.mark.parametrize("entry", [{"auth": BASIC}, {"identitytoken": "1dent1ty"}])
-def test_a_token_that_harbor_forgets(entry, tmp_path):
-    """To a token that is no good it says ``Basic``, whatever it had asked for at first."""
+def test_requests_continue_after_a_token_is_discarded(entry, tmp_path):
+    """Harbor answers an invalid token with a ``Basic`` challenge, whatever the first one was."""
     harbor = Strict(taking)
     connection = harbor.connection(tmp_path, entry)
     reference = Reference.parse(f"{harbor.host}/team/x")
@@ -393,7 +393,7 @@ def test_a_token_that_harbor_forgets(entry, tmp_path):
     assert len(harbor.asked) == (1 if "auth" in entry else 3)
 
 
-def test_a_ready_token_that_harbor_forgets(tmp_path):
+def test_an_expired_registry_token_fails(tmp_path):
     harbor = Strict(taking)
     connection = harbor.connection(tmp_path, {"registrytoken": "r3ady"})
     harbor.tokens["r3ady"] = harbor.now + 60

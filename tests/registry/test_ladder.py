@@ -1,4 +1,4 @@
-"""What a registry refused is remembered: the next push does not begin with it."""
+"""Remember the dialects that a registry refused, and skip them at the next push."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOW = 20_000 * DAY
 
 
 def dialect_of(seen):
-    """The dialect of a manifest on its way, by what distinguishes them."""
+    """Return the dialect of a manifest in a request, by its distinguishing fields."""
     if seen.headers["Content-Type"] == mediatype.DOCKER_MANIFEST:
         return "ollama"
     if seen.headers["Content-Type"] == mediatype.AIMAGE_MANIFEST:
@@ -33,7 +33,7 @@ def dialect_of(seen):
 
 
 class Picky:
-    """A registry that takes some dialects only, and counts what it was offered."""
+    """A registry that accepts some dialects only, and records those that were offered."""
 
     host = ""
 
@@ -55,7 +55,7 @@ class Picky:
 
 
 class Client:
-    """A store with one small AImage, and the memory of one machine."""
+    """A store with one small AImage, and one machine's dialect cache."""
 
     def __init__(self, tmp_path):
         self.tmp_path = tmp_path
@@ -64,7 +64,7 @@ class Client:
         self.layout = ImageLayout(tmp_path / "store")
 
     def push(self, picky, dialect_there="clowder", *, by_digest=False, **options):
-        """Push it; returns what the registry was offered, and what was said to come first."""
+        """Push the AImage; return the dialects offered and the substitutions reported."""
         reference = Reference.parse(f"{picky.host}/team/x:v1")
         layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
         aimage = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
@@ -100,13 +100,13 @@ def picky():
         yield picky
 
 
-def test_the_next_push_begins_with_what_was_taken(client, picky):
+def test_the_next_push_begins_with_the_accepted_dialect(client, picky):
     assert client.push(picky) == (["clowder", "ollama", "container"], [])
     assert client.push(picky) == (["container"], [("container", "clowder")])
     assert client.push(picky)[0] == ["container"]
 
 
-def test_after_a_month_the_usual_order_is_tried_again(client, picky):
+def test_the_usual_order_is_restored_after_a_month(client, picky):
     client.push(picky)
     client.now += 30 * DAY - 60
     assert client.push(picky)[0] == ["container"]
@@ -115,14 +115,14 @@ def test_after_a_month_the_usual_order_is_tried_again(client, picky):
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_a_clock_that_went_back(client, picky):
+def test_a_clock_set_back_discards_the_entry(client, picky):
     client.push(picky)
     client.now -= DAY
     assert client.push(picky)[0] == ["clowder", "ollama", "container"]
 
 
-def test_a_dialect_that_is_asked_for_is_tried(client, picky):
-    """And where it is taken after all, it comes first again."""
+def test_a_requested_dialect_is_tried(client, picky):
+    """If it is accepted now, it comes first again."""
     client.push(picky)
     assert client.push(picky, dialect="clowder") == (["clowder", "ollama", "container"], [])
     picky.takes.add("clowder")
@@ -130,8 +130,8 @@ def test_a_dialect_that_is_asked_for_is_tried(client, picky):
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_one_that_refuses_what_it_took(client, picky):
-    """The rest of the ladder comes next, and what it once refused in the end."""
+def test_a_registry_that_refuses_an_accepted_dialect(client, picky):
+    """The remaining dialects follow, and those refused before come last."""
     picky.takes = {"ollama"}
     client.push(picky)
     picky.takes = {"clowder"}
@@ -139,7 +139,7 @@ def test_one_that_refuses_what_it_took(client, picky):
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_one_that_takes_nothing_any_more_is_forgotten(client, picky):
+def test_a_registry_that_refuses_all_dialects_is_removed(client, picky):
     client.push(picky)
     picky.takes = set()
     with pytest.raises(ManifestRefusedError, match="415") as caught:
@@ -148,8 +148,8 @@ def test_one_that_takes_nothing_any_more_is_forgotten(client, picky):
     assert client.ladder.refused(picky.host) == frozenset()
 
 
-def test_what_was_not_refused_is_no_reason(client, picky):
-    """Only the custom type was refused: what lies there as clowder goes as it always did."""
+def test_dialects_that_were_not_refused_are_not_replaced(client, picky):
+    """Only the custom type was refused: a clowder manifest is pushed unchanged."""
     picky.takes = {"clowder", "ollama", "container"}
     assert client.push(picky, "custom")[0] == ["custom", "clowder"]
     assert client.push(picky, "custom") == (["clowder"], [("clowder", "custom")])
@@ -157,16 +157,16 @@ def test_what_was_not_refused_is_no_reason(client, picky):
     assert client.push(picky, "ollama") == (["ollama"], [])
 
 
-def test_a_push_by_digest_and_one_without_fallback_change_no_dialect(client, picky):
+def test_push_by_digest_or_without_fallback_keeps_the_dialect(client, picky):
     client.push(picky)
     for options in ({"by_digest": True}, {"fallback": False}):
         with pytest.raises(ManifestRefusedError):
             client.push(picky, **options)
         assert picky.offered == ["clowder"]
-    assert client.push(picky)[0] == ["container"]  # and nothing was forgotten
+    assert client.push(picky)[0] == ["container"]  # and the cache is unchanged
 
 
-def test_another_registry_has_refused_nothing(client, picky):
+def test_refusals_are_kept_per_registry(client, picky):
     client.push(picky)
     other = Picky("clowder", "container")
     with ScriptedRegistry(other).running() as elsewhere:
@@ -186,7 +186,7 @@ def test_another_registry_has_refused_nothing(client, picky):
         '{"registries": {"h:1": {"refused": {"clowder": NaN}}}}',
     ],
 )
-def test_a_memory_that_is_damaged_is_none(text, tmp_path):
+def test_a_damaged_cache_is_empty(text, tmp_path):
     path = tmp_path / "registries.json"
     path.write_text(text)
     ladder = DialectCache(path, lambda: NOW)
@@ -196,13 +196,13 @@ def test_a_memory_that_is_damaged_is_none(text, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["registries.json"]
 
 
-def test_a_dialect_that_nobody_knows(client, picky):
+def test_an_unknown_dialect_is_ignored(client, picky):
     client.ladder.learn(picky.host, ["klingon"], "clowder")
     picky.takes.add("clowder")
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_old_entries_are_swept_out(tmp_path):
+def test_expired_entries_are_removed(tmp_path):
     path, clock = tmp_path / "registries.json", [NOW]
     ladder = DialectCache(path, lambda: clock[0])
     ladder.learn("old.example.com", ["clowder"], "ollama")
@@ -211,20 +211,20 @@ def test_old_entries_are_swept_out(tmp_path):
     assert list(json.loads(path.read_text())["registries"]) == ["new.example.com"]
 
 
-def test_a_memory_that_cannot_be_written_fails_no_push(client, picky):
+def test_an_unwritable_cache_does_not_fail_a_push(client, picky):
     (client.tmp_path / "state").write_text("a file where the directory should be")
     assert client.push(picky)[0] == ["clowder", "ollama", "container"]
     assert client.push(picky)[0] == ["clowder", "ollama", "container"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_is_not_ours(client, picky):
+def test_an_unwritable_directory_does_not_fail_a_push(client, picky):
     (client.tmp_path / "state").mkdir(mode=0o500)
     assert client.push(picky)[0][-1] == "container"
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
-    """It is replaced whole: whoever reads while another writes knows the one host or the other."""
+def test_the_cache_file_is_replaced_atomically(tmp_path):
+    """A concurrent reader sees either the old content or the new."""
     path = tmp_path / "registries.json"
     writer, reader = DialectCache(path, lambda: NOW), DialectCache(path, lambda: NOW)
     writer.learn("h:1", ["clowder"], "ollama")
@@ -244,7 +244,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
 
 
 @pytest.mark.integration
-def test_two_pushes_to_a_real_registry(aimage, tiny, repository):
+def test_the_second_push_skips_the_refused_dialect(aimage, tiny, repository):
     """docker-registry refuses the custom type; the second push does not offer it again."""
     here, name = aimage(), f"{repository}:v1"
     here("create", name, tiny, "--manifest-type", "custom")
@@ -265,12 +265,12 @@ def test_two_pushes_to_a_real_registry(aimage, tiny, repository):
     [
         ("linux", "{}/state", "state/aimage/registries.json"),
         ("linux", "", ".local/state/aimage/registries.json"),
-        ("linux", "relative", ".local/state/aimage/registries.json"),  # as the XDG says
+        ("linux", "relative", ".local/state/aimage/registries.json"),  # per the XDG specification
         ("darwin", "{}/state", "Library/Application Support/aimage-state/registries.json"),
     ],
 )
-def test_where_it_is_kept(platform, named, place, tmp_path, monkeypatch):
-    """Never in the store, which is a layout that others read too."""
+def test_the_cache_is_in_the_state_directory(platform, named, place, tmp_path, monkeypatch):
+    """It is never in the store, which is a layout that other tools read."""
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", named.format(tmp_path))

@@ -1,4 +1,4 @@
-"""What the configuration says about single registries, where the command line says nothing."""
+"""Limits of single registries in the configuration, overridden by the command line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BLOBS = [b"{}", *(str(i).encode() * 50_000 for i in range(8))]
 
 
 class Counting:
-    """A registry that serves one artifact, and knows how many blobs were asked for at once.
+    """A registry that serves one artifact, and counts concurrent blob requests.
 
-    With ``hold``, an answer waits until two are: then a client that asks one by one is slow, and
-    one that does not is found out at once.
+    With ``hold``, a response waits until two are pending: a client that sends requests one by
+    one is then slow, and one that does not is detected at once.
     """
 
     def __init__(self, *, hold=False):
@@ -32,7 +32,7 @@ class Counting:
         self.lock = threading.Lock()
         self.now = self.most = 0
         self.two = threading.Event()
-        self.patience = 8 if hold else 0.02  # less than what makes a client try once more
+        self.patience = 8 if hold else 0.02  # less than the client's read timeout
 
     def __call__(self, seen):
         if "/blobs/" not in seen.path:
@@ -50,7 +50,7 @@ class Counting:
 
 @pytest.fixture
 def configured(aimage, tmp_path):
-    """``configured(host, **entry)``: the command line, with that in its configuration."""
+    """Return ``configured(host, **entry)``: the command line with that configuration."""
 
     def make(host, **entry):
         path = tmp_path / "config.json"
@@ -62,21 +62,21 @@ def configured(aimage, tmp_path):
     return make
 
 
-def test_jobs_of_a_registry(configured):
+def test_jobs_of_a_registry_limit_concurrent_requests(configured):
     one = Counting()
     with ScriptedRegistry(one).running() as registry:
         configured(registry.host, jobs=1)("pull", f"{registry.host}/x")
     assert one.most == 1
 
 
-def test_the_command_line_s_jobs_win(configured):
+def test_jobs_on_the_command_line_take_precedence(configured):
     several = Counting(hold=True)
     with ScriptedRegistry(several).running() as registry:
         configured(registry.host, jobs=1)("pull", f"{registry.host}/x", "--jobs", "4")
     assert several.most > 1
 
 
-def test_a_registry_s_rate(configured):
+def test_rate_of_a_registry_limits_a_pull(configured):
     """400 kB at 400 kB a second."""
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         begun = time.monotonic()
@@ -84,15 +84,15 @@ def test_a_registry_s_rate(configured):
         assert time.monotonic() - begun > 1
 
 
-def test_the_command_line_s_rate_wins(configured):
-    """At one byte a second it would take days."""
+def test_rate_on_the_command_line_takes_precedence(configured):
+    """At the configured byte per second it would take days."""
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         here = configured(registry.host, limitRate="1")
         here("pull", f"{registry.host}/x", "--limit-rate", "1G")
 
 
 @pytest.mark.parametrize(("limit", "given", "used"), [(7, None, [7]), (7, 9, [9]), (0, None, [])])
-def test_which_rate_is_used(limit, given, used, tmp_path, monkeypatch):
+def test_an_explicit_rate_takes_precedence(limit, given, used, tmp_path, monkeypatch):
     made = []
 
     class Noted(Rate):
@@ -126,8 +126,8 @@ def test_which_rate_is_used(limit, given, used, tmp_path, monkeypatch):
         ("10b/s", 10),
     ],
 )
-def test_rates(text, rate, tmp_path):
-    """The command line and the configuration, by its schema, take the same ones."""
+def test_rates_are_parsed(text, rate, tmp_path):
+    """The command line and the configuration's schema accept the same rates."""
     assert parse_rate(text) == rate
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"registries": {"r.example.com": {"limitRate": text}}}))
@@ -147,7 +147,7 @@ def test_rates(text, rate, tmp_path):
         {"chunkSize": 1024},
     ],
 )
-def test_limits_that_are_none(entry, tmp_path):
+def test_invalid_limits_are_refused(entry, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"registries": {"r.example.com": entry}}))
     with pytest.raises(UsageError, match="cannot use the configuration"):

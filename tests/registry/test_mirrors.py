@@ -1,4 +1,4 @@
-"""Mirrors: asked first for what a digest names, never trusted, and shown nobody's credentials."""
+"""Fetch by digest from mirrors first, verify the bytes, and share no credentials."""
 
 from __future__ import annotations
 
@@ -61,31 +61,31 @@ def mirror():
         yield registry
 
 
-def test_a_digest_comes_from_the_mirror_alone(tmp_path, upstream, mirror):
+def test_a_digest_is_fetched_from_the_mirror_only(tmp_path, upstream, mirror):
     content, _ = pull(upstream, connect(tmp_path, upstream, mirror.host))
     assert content.digest == DIGEST
     assert upstream.seen == []
     assert len(mirror.seen) == 4
 
 
-def test_a_tag_is_the_registry_s_to_say(tmp_path, upstream, mirror):
+def test_a_tag_is_resolved_by_the_registry(tmp_path, upstream, mirror):
     pull(upstream, connect(tmp_path, upstream, mirror.host), ":v1")
     assert upstream.asked("GET") == ["/v2/team/x/manifests/v1"]
     assert len(mirror.asked("GET")) == 3
 
 
-def test_a_tag_at_a_mirror_that_is_trusted(tmp_path, upstream, mirror):
+def test_a_trusted_mirror_resolves_a_tag(tmp_path, upstream, mirror):
     pull(upstream, connect(tmp_path, upstream, mirror.host, trust_tags=True), ":v1")
     assert upstream.seen == []
 
 
-def test_a_path_in_front_of_the_repository(tmp_path, upstream, mirror):
+def test_a_mirror_path_prefixes_the_repository(tmp_path, upstream, mirror):
     pull(upstream, connect(tmp_path, upstream, f"{mirror.host}/proxy/hub"))
     assert {path.partition("/x/")[0] for path in mirror.asked("GET")} == {"/v2/proxy/hub/team"}
 
 
 @pytest.mark.parametrize("status", [401, 429])
-def test_a_mirror_that_fails_is_not_asked_again(tmp_path, upstream, status):
+def test_a_failing_mirror_is_not_used_again(tmp_path, upstream, status):
     slept: list[float] = []
     with ScriptedRegistry(lambda _: Answer(status, {"Retry-After": "50"})).running() as broken:
         connection = connect(tmp_path, upstream, broken.host, sleep=slept.append)
@@ -93,17 +93,17 @@ def test_a_mirror_that_fails_is_not_asked_again(tmp_path, upstream, status):
         assert content.digest == DIGEST
         assert len(broken.seen) == 1
     assert len(upstream.seen) == 4
-    assert slept == []  # its pauses are not ours
+    assert slept == []  # the mirror's Retry-After does not delay the pull
 
 
-def test_a_mirror_that_is_down(tmp_path, upstream, mirror):
+def test_an_unreachable_mirror_is_skipped(tmp_path, upstream, mirror):
     with ScriptedRegistry(lambda _: Answer()).running() as gone:
         pass
     pull(upstream, connect(tmp_path, upstream, gone.host, mirror.host))
-    assert upstream.seen == []  # the next mirror had it
+    assert upstream.seen == []  # served by the next mirror
 
 
-def test_a_mirror_that_lacks_a_blob_is_asked_for_the_others(tmp_path, upstream):
+def test_a_mirror_without_one_blob_serves_the_others(tmp_path, upstream):
     digests = list(BLOBS)
     partial = {digest: BLOBS[digest] for digest in digests[1:]}
     with ScriptedRegistry(serving(MANIFEST, partial)).running() as mirror:
@@ -112,21 +112,21 @@ def test_a_mirror_that_lacks_a_blob_is_asked_for_the_others(tmp_path, upstream):
     assert upstream.asked("GET") == [f"/v2/team/x/blobs/{digests[0]}"]
 
 
-def test_a_manifest_that_is_not_what_was_asked_for(tmp_path, upstream):
+def test_a_wrong_manifest_disables_the_mirror(tmp_path, upstream):
     with ScriptedRegistry(serving(OTHER, OTHER_BLOBS)).running() as liar:
         content, _ = pull(upstream, connect(tmp_path, upstream, liar.host))
-        assert len(liar.seen) == 1  # found out by its first lie
+        assert len(liar.seen) == 1  # detected at its first wrong response
     assert content.digest == DIGEST
 
 
-def test_a_manifest_without_end(tmp_path, upstream):
+def test_an_endless_manifest_is_not_read_in_full(tmp_path, upstream):
     with ScriptedRegistry(lambda _: Answer(200, {}, b" " * 5_000_000)).running() as liar:
         content, _ = pull(upstream, connect(tmp_path, upstream, liar.host))
     assert content.digest == DIGEST
 
 
-def test_a_blob_that_is_not_what_was_asked_for(tmp_path, upstream):
-    """Found out when it is whole, and fetched from the registry."""
+def test_a_wrong_blob_is_fetched_from_the_registry(tmp_path, upstream):
+    """The digest is verified at the end, and the blob then fetched from the registry."""
     wrong = {digest: b"x" * len(blob) for digest, blob in BLOBS.items()}
     with ScriptedRegistry(serving(MANIFEST, wrong)).running() as liar:
         content, store = pull(upstream, connect(tmp_path, upstream, liar.host))
@@ -136,7 +136,7 @@ def test_a_blob_that_is_not_what_was_asked_for(tmp_path, upstream):
     assert sorted(upstream.asked("GET")) == sorted(f"/v2/team/x/blobs/{d}" for d in BLOBS)
 
 
-def test_a_blob_that_is_wrong_everywhere(tmp_path):
+def test_a_blob_that_is_wrong_at_every_host_fails(tmp_path):
     wrong = serving(MANIFEST, {digest: b"x" * len(blob) for digest, blob in BLOBS.items()})
     with (
         ScriptedRegistry(wrong).running() as liar,
@@ -146,7 +146,7 @@ def test_a_blob_that_is_wrong_everywhere(tmp_path):
         pull(registry, connect(tmp_path, registry, liar.host))
 
 
-def test_a_mirror_that_breaks_off_time_and_again(tmp_path, upstream, monkeypatch):
+def test_a_mirror_that_keeps_disconnecting_is_replaced(tmp_path, upstream, monkeypatch):
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
     whole = serving(MANIFEST, BLOBS)
 
@@ -159,8 +159,8 @@ def test_a_mirror_that_breaks_off_time_and_again(tmp_path, upstream, monkeypatch
     assert content.digest == DIGEST
 
 
-def test_a_mirror_that_breaks_off_and_lies(tmp_path, monkeypatch):
-    """The registry's own bytes end what a mirror began; it is remembered who that was."""
+def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(tmp_path, monkeypatch):
+    """The registry completes the blob that a mirror began; the mirror is still recorded."""
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
     large = bytes(range(256)) * 400
     manifest, blobs = artifact(b"{}", large)
@@ -178,11 +178,11 @@ def test_a_mirror_that_breaks_off_and_lies(tmp_path, monkeypatch):
         _, store = pull(upstream, connection, f"@{Digest.of(manifest)}")
         assert store.path(Descriptor.of("", large)).read_bytes() == large
         sent = [seen.headers.get("Range") for seen in upstream.seen if seen.path.endswith(digest)]
-    assert sent == [f"bytes=3000-{len(large) - 1}", None]  # the rest, and then all of it
+    assert sent == [f"bytes=3000-{len(large) - 1}", None]  # the rest, and then the whole blob
 
 
 class Answering(Session):
-    """A mirror's session that has everything."""
+    """A mirror's session that has every blob."""
 
     def __init__(self):
         self.asked = []
@@ -204,7 +204,7 @@ def answering():
 BLOB = f"blobs/{DIGEST}"
 
 
-def test_a_mirror_that_is_avoided_is_asked_for_nothing(answering):
+def test_an_avoided_mirror_gets_no_requests(answering):
     session, mirrors = answering
     assert mirrors.request("GET", BLOB, None, 1) is not None
     mirrors.avoid(DIGEST)
@@ -213,15 +213,15 @@ def test_a_mirror_that_is_avoided_is_asked_for_nothing(answering):
     assert session.asked == [BLOB]
 
 
-def test_what_an_avoided_mirror_sent_is_still_known_as_its_own(answering):
+def test_bytes_of_an_avoided_mirror_are_attributed_to_it(answering):
     _, mirrors = answering
     mirrors.request("GET", BLOB, None, 1)
     mirrors.avoid(DIGEST)
     assert mirrors.distrust(DIGEST)
-    assert not mirrors.distrust(DIGEST)  # told once: all that follows is the registry's
+    assert not mirrors.distrust(DIGEST)  # reported once: all later bytes come from the registry
 
 
-def test_what_no_mirror_sent_is_no_mirror_s_fault(answering):
+def test_bytes_of_the_registry_are_not_attributed_to_a_mirror(answering):
     session, mirrors = answering
     mirrors.avoid(DIGEST)
     assert not mirrors.distrust(DIGEST)
@@ -229,7 +229,7 @@ def test_what_no_mirror_sent_is_no_mirror_s_fault(answering):
     assert session.asked == [BLOB]
 
 
-def test_what_is_absent_everywhere(tmp_path):
+def test_a_blob_missing_everywhere_names_the_registry(tmp_path):
     def absent(_):
         return Answer(404)
 
@@ -241,8 +241,8 @@ def test_what_is_absent_everywhere(tmp_path):
         pull(upstream, connect(tmp_path, upstream, mirror.host))
 
 
-def test_the_registry_s_credentials_are_not_the_mirror_s(tmp_path):
-    """Every header that the mirror receives is looked at; it does ask for credentials."""
+def test_a_mirror_receives_no_registry_credentials(tmp_path):
+    """Check every header that the mirror receives, although it challenges for credentials."""
     inner = serving(MANIFEST, BLOBS)
     with (
         ScriptedRegistry(guarded(inner)).running() as upstream,
@@ -256,7 +256,7 @@ def test_the_registry_s_credentials_are_not_the_mirror_s(tmp_path):
             assert not any("secret" in value or BASIC in value for value in seen.headers.values())
 
 
-def test_the_mirror_s_own_credentials(tmp_path):
+def test_a_mirror_receives_its_own_credentials(tmp_path):
     inner = serving(MANIFEST, BLOBS)
     with (
         ScriptedRegistry(guarded(inner)).running() as upstream,
@@ -270,8 +270,8 @@ def test_the_mirror_s_own_credentials(tmp_path):
         assert sent == {None, f"Basic {own}"}
 
 
-def test_a_push_goes_past_the_mirrors(tmp_path, mirror):
-    """A blob that only a mirror has is not in the registry; a tag there is not yet another."""
+def test_a_push_does_not_use_mirrors(tmp_path, mirror):
+    """A blob on a mirror may be missing in the registry, and its tags may differ."""
 
     def script(seen):
         if seen.method == "POST":
@@ -291,7 +291,7 @@ def test_a_push_goes_past_the_mirrors(tmp_path, mirror):
     assert mirror.seen == []
 
 
-def test_what_the_command_line_says_is_not_said_of_mirrors():
+def test_command_line_options_do_not_apply_to_mirrors():
     entries = {
         "r.example.com": HostSettings(plain_http=True),
         "m.example.com": HostSettings(insecure=True),
@@ -304,7 +304,7 @@ def test_what_the_command_line_says_is_not_said_of_mirrors():
     assert not ClientOptions(insecure=True, registries=entries).to("r.example.com").plain_http
 
 
-def test_the_config_file(tmp_path):
+def test_the_config_file_is_parsed(tmp_path):
     path = tmp_path / "config.json"
     assert read_settings(path) == {}
     entry = {
@@ -340,7 +340,7 @@ def test_the_config_file(tmp_path):
         '{"registries": {"x": {"caFile": ""}}}',
     ],
 )
-def test_a_config_file_that_is_none(tmp_path, text):
+def test_an_invalid_config_file_is_refused(tmp_path, text):
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="cannot use the configuration"):
@@ -348,8 +348,8 @@ def test_a_config_file_that_is_none(tmp_path, text):
 
 
 @pytest.mark.integration
-def test_the_command_line_reads_it(aimage, tiny, registry, upstream):
-    """Named by the environment, found in its usual place, and missed where it is named."""
+def test_the_command_line_reads_the_config_file(aimage, tiny, registry, upstream):
+    """From the environment variable or the default place; a named file must exist."""
     here = aimage()
     host = registry.host
     here("create", f"{host}/mirrored/x:v1", tiny)
@@ -365,17 +365,17 @@ def test_the_command_line_reads_it(aimage, tiny, registry, upstream):
     assert "AIMAGE_CONFIG" in there("pull", f"{upstream.host}/mirrored/x:v1", code=2).err
 
 
-def test_what_one_registry_may_see_at_once():
+def test_jobs_are_limited_per_registry():
     entries = {"slow.example.com": HostSettings(jobs=2), "r.example.com": HostSettings(jobs=6)}
     connection = ClientOptions(registries=entries)
     assert connection.jobs("slow.example.com") == 2
     assert connection.jobs("other.example.com") == connection.jobs(None) == 8
-    assert connection.jobs("r.example.com", "slow.example.com") == 2  # a copy is kind to both
+    assert connection.jobs("r.example.com", "slow.example.com") == 2  # a copy uses the lower limit
     assert ClientOptions(registries=entries, told_jobs=5).jobs("slow.example.com") == 5
 
 
-def test_a_registry_that_wants_small_pieces(tmp_path):
-    """``chunkSize`` is known beforehand: no request is larger."""
+def test_the_configured_chunk_size_is_respected(tmp_path):
+    """With ``chunkSize`` set, no request is larger."""
     data = bytes(range(256)) * 10_000  # 2.4 MiB
     taken = []
 

@@ -1,4 +1,4 @@
-"""Mounts: what may be mounted from where, and every answer to the question."""
+"""Mounts: candidate repositories, and all responses to a mount request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def no_waiting(monkeypatch):
 
 
 class Taking:
-    """A registry that takes blobs, and answers mounts as ``mount(from)`` says."""
+    """A registry that accepts blobs, and answers mounts by ``mount(from)``."""
 
     def __init__(self, mount):
         self.mount = mount
@@ -43,7 +43,7 @@ class Taking:
 
 
 def sent(mount, tmp_path, *places, blobs=(b"a blob",)):
-    """Push blobs that may be in ``places``; returns what was asked, sent and told."""
+    """Push blobs with candidates ``places``; return the requests and events."""
     told = []
     script = Taking(mount)
     with ScriptedRegistry(script).running() as registry:
@@ -58,7 +58,7 @@ def sent(mount, tmp_path, *places, blobs=(b"a blob",)):
     return script.asked, puts, [event.kind for event in told], registry
 
 
-def test_a_mount_sends_nothing(tmp_path):
+def test_a_mounted_blob_is_not_sent(tmp_path):
     asked, puts, told, registry = sent(lambda _: Answer(201), tmp_path, "a/b")
     assert (asked, puts, told) == (["a/b"], [], ["skip"])
     (seen,) = registry.seen
@@ -67,7 +67,7 @@ def test_a_mount_sends_nothing(tmp_path):
     )
 
 
-def test_202_is_an_upload_like_another(tmp_path):
+def test_a_202_response_continues_as_an_upload(tmp_path):
     answer = Answer(202, {"Location": "/upload/mount?state=1"})
     asked, puts, told, registry = sent(lambda _: answer, tmp_path, "a/b")
     assert (asked, puts, told) == (["a/b"], ["/upload/mount"], [])
@@ -76,16 +76,16 @@ def test_202_is_an_upload_like_another(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-def test_a_refused_mount_is_an_upload(status, tmp_path):
+def test_a_refused_mount_falls_back_to_an_upload(status, tmp_path):
     asked, puts, told, _ = sent(
         lambda _: Answer(status), tmp_path, "a/b", blobs=(b"one", b"two", b"three")
     )
     assert set(asked) == {"a/b"}
-    assert len(asked) == (2 if status == 401 else 1)  # where nothing can be had, nobody asks twice
+    assert len(asked) == (2 if status == 401 else 1)  # each repository is tried once
     assert (puts, told) == (["/upload/plain"] * 3, [])
 
 
-def test_the_next_candidate_after_a_refusal(tmp_path):
+def test_a_refused_mount_tries_the_next_candidate(tmp_path):
     def mount(place):
         return Answer(201 if place == "good" else 403)
 
@@ -93,7 +93,7 @@ def test_the_next_candidate_after_a_refusal(tmp_path):
     assert (asked, puts) == (["bad", "good", "good"], [])
 
 
-def test_what_lacked_a_blob_is_asked_last(tmp_path):
+def test_a_repository_without_a_blob_is_tried_last(tmp_path):
     def mount(place):
         return Answer(201) if place == "full" else Answer(202, {"Location": "/upload/mount"})
 
@@ -102,14 +102,14 @@ def test_what_lacked_a_blob_is_asked_last(tmp_path):
     assert puts == ["/upload/mount"]
 
 
-def test_only_so_many_are_asked(tmp_path):
+def test_the_number_of_candidates_is_limited(tmp_path):
     places = [f"p{i}" for i in range(20)]
     asked, puts, *_ = sent(lambda _: Answer(404), tmp_path, *places)
     assert asked == places[:CANDIDATES]
     assert len(puts) == 1
 
 
-def test_an_upload_that_fails_after_a_mount_is_tried_again(tmp_path):
+def test_an_upload_that_fails_after_a_mount_is_retried(tmp_path):
     left = [1]
 
     def script(seen):
@@ -125,7 +125,7 @@ def test_an_upload_that_fails_after_a_mount_is_tried_again(tmp_path):
     assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"a blob"] * 2
 
 
-def test_an_ordinary_upload_that_is_refused_still_fails(tmp_path):
+def test_a_refused_upload_without_a_mount_fails(tmp_path):
     with (
         ScriptedRegistry(lambda _: Answer(405)).running() as registry,
         pytest.raises(RegistryError, match="405"),
@@ -137,8 +137,8 @@ def test_an_ordinary_upload_that_is_refused_still_fails(tmp_path):
 
 
 @pytest.mark.parametrize("grants", [True, False], ids=["granted", "denied"])
-def test_a_token_that_does_not_reach_the_other_repository(grants, tmp_path):
-    """The service gives tokens for the target alone; asked for more it gives that, or none."""
+def test_a_token_without_the_source_scope(grants, tmp_path):
+    """The service issues tokens for the target only; a wider request gets that scope or none."""
 
     def script(seen):
         path, _, query = seen.path.partition("?")
@@ -173,15 +173,15 @@ def manifest(*blobs):
     return Manifest.parse(raw)
 
 
-def test_which_names_count():
+def test_sibling_repositories_are_distinct_and_of_one_registry():
     content = manifest(b"{}").descriptor
     other = manifest(b"{}", b"x").descriptor
     index = Descriptor(mediatype.OCI_INDEX, Digest.of(b"index"), 5)
     names = [
         ("r.example/a:1", content),
-        ("r.example/a:2", content),  # the same again
+        ("r.example/a:2", content),  # the same manifest
         ("r.example/a:3", other),
-        ("r.example/me:old", content),  # the target itself: a HEAD has asked there
+        ("r.example/me:old", content),  # the target itself, already checked with HEAD
         ("r.example:5000/b", content),  # another registry
         ("local", content),
         ("r.example/c", index),
@@ -191,7 +191,7 @@ def test_which_names_count():
     assert sibling_repositories(names, target) == [("a", content), ("a", other)]
 
 
-def test_a_store_is_read_once_and_only_when_asked(tmp_path):
+def test_the_store_is_read_lazily_and_once(tmp_path):
     layout = ImageLayout(tmp_path / "store")
     target = Reference.parse("r.example/new:v1")
     reads = []
@@ -217,13 +217,13 @@ def test_a_store_is_read_once_and_only_when_asked(tmp_path):
     layout.tag(broken.descriptor, Reference.parse("r.example/broken:v1"))
     path = layout.path(broken.descriptor)
     path.chmod(0o644)
-    path.write_bytes(b"rubbish")  # must not trouble a push of something else
+    path.write_bytes(b"rubbish")  # must not affect a push of another manifest
     assert list(found(Digest.of(b"layer"))) == ["old", "older"]
     assert list(found(Digest.of(b"unknown"))) == []
     assert reads == [1]
 
 
-def test_a_push_mounts_what_other_names_say_is_there(tmp_path):
+def test_a_push_mounts_blobs_of_other_stored_names(tmp_path):
     made = manifest(b"{}", b"layer")
     script = Taking(lambda place: Answer(201))
     with ScriptedRegistry(script).running() as registry:

@@ -28,7 +28,7 @@ def authority():
 
 @pytest.fixture(scope="module")
 def clients():
-    """Who signs the certificates of clients."""
+    """Return the authority that signs client certificates."""
     return trustme.CA()
 
 
@@ -39,7 +39,7 @@ def no_bundle(monkeypatch):
 
 
 def secured(authority, clients=None, script=None, optional=False):
-    """A registry behind TLS, which wants a certificate of ``clients``."""
+    """Return a TLS registry that requires a certificate signed by ``clients``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
     if clients is not None:
@@ -52,7 +52,7 @@ def secured(authority, clients=None, script=None, optional=False):
 
 
 def place(directory, host, authority=None, clients=None):
-    """Write what certs.d would have for a host."""
+    """Write the certs.d files of a host."""
     where = directory / host
     where.mkdir(parents=True, exist_ok=True)
     if authority is not None:
@@ -73,7 +73,7 @@ def pull(host, tmp_path, **options):
         return copy(repository, reference, MemoryStore())
 
 
-def test_an_authority_of_one_host(authority, tmp_path):
+def test_a_host_authority_is_trusted(authority, tmp_path):
     with secured(authority).running() as registry, secured(authority).running() as other:
         place(tmp_path / "certs.d", registry.host, authority)
         pull(registry.host, tmp_path)
@@ -81,7 +81,7 @@ def test_an_authority_of_one_host(authority, tmp_path):
             pull(other.host, tmp_path)
 
 
-def test_a_client_certificate(authority, clients, tmp_path):
+def test_a_client_certificate_is_sent(authority, clients, tmp_path):
     with secured(authority, clients).running() as registry:
         place(tmp_path / "certs.d", registry.host, authority)
         with pytest.raises(NetworkError):
@@ -90,14 +90,14 @@ def test_a_client_certificate(authority, clients, tmp_path):
         pull(registry.host, tmp_path)
 
 
-def test_a_client_certificate_of_a_stranger(authority, clients, tmp_path):
+def test_a_client_certificate_of_an_unknown_authority_is_refused(authority, clients, tmp_path):
     with secured(authority, clients).running() as registry:
         place(tmp_path / "certs.d", registry.host, authority, trustme.CA())
         with pytest.raises(NetworkError):
             pull(registry.host, tmp_path)
 
 
-def test_a_ca_file_wins_and_the_client_certificate_is_still_shown(authority, clients, tmp_path):
+def test_a_ca_file_takes_precedence_and_keeps_the_client_certificate(authority, clients, tmp_path):
     right, wrong = tmp_path / "right.pem", tmp_path / "wrong.pem"
     authority.cert_pem.write_to_path(str(right))
     trustme.CA().cert_pem.write_to_path(str(wrong))
@@ -110,10 +110,10 @@ def test_a_ca_file_wins_and_the_client_certificate_is_still_shown(authority, cli
 
 
 @pytest.mark.parametrize("trusted", [None, "right", "wrong", "nonsense"])
-def test_insecure_trusts_anyone_and_the_client_certificate_is_still_shown(
+def test_insecure_skips_verification_and_keeps_the_client_certificate(
     trusted, authority, clients, tmp_path
 ):
-    """Whatever authority certs.d names: nobody is asked."""
+    """The authority in certs.d is ignored."""
     told = {"right": authority, "wrong": trustme.CA()}.get(trusted)
     with secured(authority, clients).running() as registry:
         where = place(tmp_path / "certs.d", registry.host, told, clients)
@@ -122,7 +122,7 @@ def test_insecure_trusts_anyone_and_the_client_certificate_is_still_shown(
         pull(registry.host, tmp_path, insecure=True)
 
 
-def test_insecure_with_an_authority_alone(authority, tmp_path):
+def test_insecure_with_an_authority_only(authority, tmp_path):
     with secured(authority).running() as registry:
         place(tmp_path / "certs.d", registry.host, trustme.CA())
         with pytest.raises(NetworkError, match="cannot trust"):
@@ -130,7 +130,7 @@ def test_insecure_with_an_authority_alone(authority, tmp_path):
         pull(registry.host, tmp_path, insecure=True)
 
 
-def test_insecure_does_not_mind_another_host_s_certificate(authority, clients, tmp_path):
+def test_insecure_accepts_the_certificate_of_another_host(authority, clients, tmp_path):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("elsewhere.example.com").configure_cert(context)
     registry = ScriptedRegistry(serving(MANIFEST, BLOBS))
@@ -143,8 +143,8 @@ def test_insecure_does_not_mind_another_host_s_certificate(authority, clients, t
         pull(host, tmp_path, insecure=True)
 
 
-def test_another_origin_is_shown_no_client_certificate(authority, clients, tmp_path):
-    """Blobs come from another port; it asks for a certificate, and trusts the one we have."""
+def test_another_origin_receives_no_client_certificate(authority, clients, tmp_path):
+    """Blobs are redirected to another port, which requests a certificate from a trusted CA."""
     shown = []
 
     class Recording(ssl.SSLSocket):
@@ -178,19 +178,19 @@ def test_another_origin_is_shown_no_client_certificate(authority, clients, tmp_p
         assert shown
         assert not any(shown)
         place(tmp_path / "certs.d", address, None, clients)
-        pull(address, tmp_path, ca_bundle=bundle)  # its own certificate does reach it
+        pull(address, tmp_path, ca_bundle=bundle)  # its own certificate is sent
         assert shown[-1]
 
 
 @pytest.mark.parametrize("broken", ["ca.crt", "client.cert", "client.key"])
-def test_a_file_that_is_no_certificate(authority, clients, tmp_path, broken):
+def test_an_invalid_certificate_file_is_refused(authority, clients, tmp_path, broken):
     where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
     (where / broken).write_text("nonsense")
     with pytest.raises(StoreError, match=r"cannot use the certificate .*c"):
         pull("r.example.com", tmp_path)
 
 
-def test_a_client_certificate_without_its_key(authority, clients, tmp_path):
+def test_a_client_certificate_without_a_key_is_refused(authority, clients, tmp_path):
     where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
     (where / "client.key").unlink()
     with pytest.raises(StoreError) as raised:
@@ -198,7 +198,7 @@ def test_a_client_certificate_without_its_key(authority, clients, tmp_path):
     assert "x.key" in str(raised.value.hint)
 
 
-def test_the_first_directory_that_knows_the_host_counts(tmp_path):
+def test_the_first_directory_with_the_host_is_used(tmp_path):
     for name in ("a", "b"):
         where = tmp_path / name / "r.example.com:5000"
         where.mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_the_first_directory_that_knows_the_host_counts(tmp_path):
     assert certificates(directories, "r.example.com") == []
 
 
-def test_ssl_cert_file(authority, tmp_path, monkeypatch):
+def test_ssl_cert_file_is_trusted(authority, tmp_path, monkeypatch):
     right, wrong = tmp_path / "right.pem", tmp_path / "wrong.pem"
     authority.cert_pem.write_to_path(str(right))
     trustme.CA().cert_pem.write_to_path(str(wrong))
@@ -229,8 +229,8 @@ def test_ssl_cert_file(authority, tmp_path, monkeypatch):
             pull(registry.host, tmp_path, ca_file=tmp_path / "absent.pem")
 
 
-def test_ssl_cert_dir(authority, tmp_path):
-    """A directory of authorities, each under the hash of its name, as ``openssl rehash`` has it."""
+def test_ssl_cert_dir_is_trusted(authority, tmp_path):
+    """Authorities are named by the hash of their subject, as by ``openssl rehash``."""
     directory = tmp_path / "certs"
     directory.mkdir()
     pem = directory / "authority.pem"
@@ -245,8 +245,8 @@ def test_ssl_cert_dir(authority, tmp_path):
             pull(registry.host, tmp_path, ca_bundle=tmp_path / "empty")
 
 
-def test_the_command_line_s_ssl_cert_dir(tmp_path, monkeypatch):
-    """OpenSSL has a list there, and passes over what is no directory; a file comes first."""
+def test_the_command_line_reads_ssl_cert_dir(tmp_path, monkeypatch):
+    """OpenSSL accepts a list there and skips missing directories; a file takes precedence."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()

@@ -1,4 +1,4 @@
-"""Answers to a pull: honest ones, broken ones, and ones that lie."""
+"""Responses to a pull: correct, broken and wrong ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ KIND = {"Content-Type": "application/vnd.oci.image.manifest.v1+json"}
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    """Retries wait; these tests need not."""
+    """Skip the delay between retries."""
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 def pull(script, tmp_path, reference="{host}/team/x:v1"):
-    """Pull from a scripted registry into memory; what was asked comes back too."""
+    """Pull from a scripted registry into memory; return the requests as well."""
     store = MemoryStore()
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(reference.format(host=registry.host))
@@ -48,7 +48,7 @@ def pull(script, tmp_path, reference="{host}/team/x:v1"):
 
 
 def changed(change):
-    """The honest script, with ``change(seen, answer)`` having the last word."""
+    """Return the correct script with responses altered by ``change(seen, answer)``."""
     right = serving(MANIFEST, BLOBS)
 
     def script(seen):
@@ -63,7 +63,7 @@ def is_blob(seen):
 
 
 class Once:
-    """Does something the first time only."""
+    """Acts on the first call only."""
 
     def __init__(self):
         self.left = 1
@@ -73,7 +73,7 @@ class Once:
         return self.left >= 0
 
 
-def test_an_honest_pull(tmp_path):
+def test_a_pull_from_a_correct_registry(tmp_path):
     store, descriptor, registry = pull(serving(MANIFEST, BLOBS), tmp_path)
     assert descriptor.digest == Digest.of(MANIFEST)
     assert all(Digest.parse(name) in store._blobs for name in BLOBS)
@@ -81,7 +81,7 @@ def test_an_honest_pull(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4096, 1_000_000])
-def test_a_dropped_connection_goes_on_where_it_was(cut, tmp_path):
+def test_a_dropped_connection_is_resumed(cut, tmp_path):
     once = Once()
 
     def change(seen, answer):
@@ -94,8 +94,8 @@ def test_a_dropped_connection_goes_on_where_it_was(cut, tmp_path):
     ranges = [seen.headers.get("Range") for seen in registry.seen if is_blob(seen)]
     assert len(ranges) == 2
     start = int(ranges[1].partition("=")[2].partition("-")[0]) if ranges[1] else 0
-    assert start <= cut  # nothing is skipped
-    assert cut - start <= 1 << 20  # and at most one read is fetched twice
+    assert start <= cut  # no byte is skipped
+    assert cut - start <= 1 << 20  # and at most one read is repeated
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_a_dropped_connection_goes_on_where_it_was(cut, tmp_path):
     ],
     ids=["another", "unnamed", "nonsense", "416", "501", "ignored"],
 )
-def test_a_range_that_is_not_the_one_asked_for_is_never_believed(bad, tmp_path):
-    """The rest is then read from the front, and passed over up to where we were."""
+def test_a_wrong_content_range_is_refused(bad, tmp_path):
+    """The blob is then read from the start, and the bytes already received are discarded."""
     once = Once()
 
     def change(seen, answer):
@@ -128,20 +128,20 @@ def test_a_range_that_is_not_the_one_asked_for_is_never_believed(bad, tmp_path):
     [(len(BLOB), None), (len(BLOB) - 1, f"bytes=0-{len(BLOB) - 1}")],
     ids=["small", "large"],
 )
-def test_what_others_may_join_is_asked_for_as_a_range(small, span, tmp_path, monkeypatch):
-    """Also where that is all of it: the answer tells what this server does about ranges."""
+def test_a_large_blob_is_requested_as_a_range(small, span, tmp_path, monkeypatch):
+    """Even for the whole blob: the response shows whether the server supports ranges."""
     monkeypatch.setattr(download, "SMALL", small)
     _, _, registry = pull(serving(MANIFEST, BLOBS), tmp_path)
     assert [seen.headers.get("Range") for seen in registry.seen if is_blob(seen)] == [span]
 
 
 def without_ranges(manifest, blobs):
-    """A script that answers as if nobody had asked for a part."""
+    """Return a script that ignores Range headers."""
     right = serving(manifest, blobs)
     return lambda seen: right(replace(seen, headers={}))
 
 
-def test_a_server_without_ranges_is_known_by_its_first_answer(tmp_path, monkeypatch):
+def test_a_server_without_ranges_is_detected_by_its_first_response(tmp_path, monkeypatch):
     monkeypatch.setattr(download, "SMALL", len(BLOB) - 1)
     with ScriptedRegistry(without_ranges(MANIFEST, BLOBS)).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
@@ -154,8 +154,8 @@ def test_a_server_without_ranges_is_known_by_its_first_answer(tmp_path, monkeypa
         assert len(registry.seen) == 1
 
 
-def test_a_server_without_ranges_is_joined_by_nobody(tmp_path, monkeypatch):
-    """A slow connection has all of a large blob before it, and another has nothing to do."""
+def test_a_server_without_ranges_gets_one_connection_per_blob(tmp_path, monkeypatch):
+    """One connection has a large blob left while another is idle."""
     monkeypatch.setattr(chunk, "WORTH_SHARING", 0.01)
     large = BLOB * 20
     manifest, blobs = artifact(b"{}", large, *(str(i).encode() for i in range(30)))
@@ -193,7 +193,7 @@ def test_a_server_without_ranges_is_joined_by_nobody(tmp_path, monkeypatch):
 
 
 def redirecting(answer):
-    """Every blob is elsewhere: where ``answer`` says."""
+    """Redirect every blob to the address that ``answer`` gives."""
     right = serving(MANIFEST, BLOBS)
 
     def script(seen):
@@ -204,8 +204,8 @@ def redirecting(answer):
     return script
 
 
-def test_the_body_of_a_redirect_is_not_read_to_its_end(tmp_path):
-    """A few words are; it may have no end at all."""
+def test_the_body_of_a_redirect_is_not_read_in_full(tmp_path):
+    """A short body is read; it could be endless."""
     headers = {"Location": f"/there/{NAME}", "Content-Length": str(1 << 40)}
     script = redirecting(Answer(307, headers, b"gone", flood=64 << 20))
     with ScriptedRegistry(script).running() as registry:
@@ -218,7 +218,7 @@ def test_the_body_of_a_redirect_is_not_read_to_its_end(tmp_path):
     assert registry.flooded < 32 << 20
 
 
-def test_a_short_redirect_does_not_cost_a_connection(tmp_path):
+def test_a_short_redirect_keeps_the_connection(tmp_path):
     headers = {"Location": f"/there/{NAME}"}
     script = redirecting(Answer(307, headers, b"<a href>elsewhere</a>"))
     with ScriptedRegistry(script).running() as registry:
@@ -240,7 +240,7 @@ def test_a_short_redirect_does_not_cost_a_connection(tmp_path):
     ],
 )
 @pytest.mark.parametrize("what", ["/manifests/", "/blobs/"])
-def test_a_redirect_to_what_is_no_address(what, location, tmp_path):
+def test_a_redirect_to_an_invalid_url_fails(what, location, tmp_path):
     right = serving(MANIFEST, BLOBS)
 
     def script(seen):
@@ -250,7 +250,7 @@ def test_a_redirect_to_what_is_no_address(what, location, tmp_path):
         pull(script, tmp_path)
 
 
-def test_a_connection_that_always_drops_is_given_up(tmp_path):
+def test_a_connection_that_always_drops_fails(tmp_path):
     def change(seen, answer):
         return Answer(200, {"Content-Length": "9"}, b"", 0) if is_blob(seen) else None
 
@@ -260,18 +260,18 @@ def test_a_connection_that_always_drops_is_given_up(tmp_path):
 
 @pytest.mark.parametrize("status", [429, 502])
 @pytest.mark.parametrize("what", ["/manifests/", NAME])
-def test_a_passing_error_is_tried_again(status, what, tmp_path):
+def test_a_transient_error_is_retried(status, what, tmp_path):
     once = Once()
     pull(changed(lambda seen, _: Answer(status) if what in seen.path and once else None), tmp_path)
 
 
-def test_a_lasting_error_is_told_with_what_the_registry_said(tmp_path):
+def test_a_permanent_error_includes_the_registry_s_message(tmp_path):
     body = json.dumps({"errors": [{"code": "UNKNOWN", "message": "the disk burns"}]}).encode()
     with pytest.raises(RegistryError, match="500 UNKNOWN the disk burns"):
         pull(changed(lambda seen, _: Answer(500, {}, body) if is_blob(seen) else None), tmp_path)
 
 
-def test_a_missing_blob(tmp_path):
+def test_a_missing_blob_fails(tmp_path):
     with pytest.raises(NotFoundError, match=NAME):
         pull(changed(lambda seen, _: Answer(404) if is_blob(seen) else None), tmp_path)
 
@@ -279,7 +279,7 @@ def test_a_missing_blob(tmp_path):
 @pytest.mark.parametrize(
     "body", [BLOB[:-1] + b"?", BLOB + b"?", BLOB[:-1], b""], ids=["bit", "long", "short", "empty"]
 )
-def test_bytes_that_are_not_the_promised_ones(body, tmp_path):
+def test_wrong_blob_bytes_fail_verification(body, tmp_path):
     def change(seen, answer):
         return Answer(200, {}, body) if is_blob(seen) and "Range" not in seen.headers else None
 
@@ -287,18 +287,18 @@ def test_bytes_that_are_not_the_promised_ones(body, tmp_path):
         with pytest.raises(NetworkError, match="ended after 0 bytes"):
             pull(changed(change), tmp_path)
         return
-    if body == BLOB[:-1]:  # it looks like a dropped connection: the rest is asked for
+    if body == BLOB[:-1]:  # a short body looks like a dropped connection: the rest is requested
         store, *_ = pull(changed(change), tmp_path)
         assert Digest.parse(NAME) in store._blobs
         return
-    if len(body) > len(BLOB):  # the promised bytes were there; what follows is not read
+    if len(body) > len(BLOB):  # the expected bytes are complete; further bytes are not read
         pull(changed(change), tmp_path)
         return
     with pytest.raises(VerificationError, match="hashes to"):
         pull(changed(change), tmp_path)
 
 
-def test_a_manifest_by_digest_is_that_digest(tmp_path):
+def test_a_manifest_pulled_by_digest_is_verified(tmp_path):
     digest = Digest.of(MANIFEST)
     reference = "{host}/team/x@" + str(digest)
     _, descriptor, _ = pull(serving(MANIFEST, BLOBS), tmp_path, reference)
@@ -308,7 +308,7 @@ def test_a_manifest_by_digest_is_that_digest(tmp_path):
         pull(serving(other, BLOBS), tmp_path, reference)
 
 
-def test_a_manifest_that_is_not_what_its_header_says(tmp_path):
+def test_a_manifest_that_contradicts_its_headers_is_refused(tmp_path):
     header = KIND | {"Docker-Content-Digest": str(Digest.of(b"other"))}
     script = changed(
         lambda seen, _: Answer(200, header, MANIFEST) if "/manifests/" in seen.path else None
@@ -333,7 +333,7 @@ def evil(**fields):
         (b" " * (4 * 1024 * 1024 + 1), VerificationError),
     ],
 )
-def test_a_manifest_that_is_none(manifest, error, tmp_path):
+def test_an_invalid_manifest_is_refused(manifest, error, tmp_path):
     with pytest.raises(error):
         pull(serving(manifest, BLOBS), tmp_path)
 
@@ -342,7 +342,7 @@ def test_a_manifest_that_is_none(manifest, error, tmp_path):
     ("digest", "field"),
     [("sha256:../../../../etc/passwd", "config"), ("", "layers"), (None, "subject"), (7, "config")],
 )
-def test_a_bad_digest_is_refused_before_anything_is_asked_for(digest, field, tmp_path):
+def test_a_bad_digest_is_refused_before_any_request(digest, field, tmp_path):
     descriptor = {"mediaType": "text/plain", "digest": digest, "size": 1}
     manifest = evil(**{field: [descriptor] if field == "layers" else descriptor})
     store = MemoryStore()
@@ -364,8 +364,8 @@ def test_an_absurd_size_is_refused(size, tmp_path):
         pull(serving(evil(layers=[layer]), BLOBS), tmp_path)
 
 
-def test_a_compressed_manifest_is_not_unpacked(tmp_path):
-    """What we did not ask to be compressed could unpack to anything."""
+def test_a_compressed_manifest_is_refused(tmp_path):
+    """An encoding that was not requested could decompress to any size."""
     header = KIND | {"Content-Encoding": "gzip"}
     bomb = gzip.compress(b" " * 50_000_000)
     with pytest.raises(VerificationError, match="gzip"):

@@ -1,4 +1,4 @@
-"""What other tools made: fetched byte for byte, named, and pushed again under the same digest."""
+"""Foreign artifacts: fetched byte for byte, tagged, and pushed under the same digest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCHEMA1 = json.dumps(
 
 @dataclass
 class Foreign:
-    """A manifest as somebody wrote it, and the blobs that it names."""
+    """A manifest of another tool, and the blobs that it references."""
 
     media_type: str
     raw: bytes
@@ -43,7 +43,7 @@ class Foreign:
 
 
 def foreign(media_type, config, *layers, indent=None, **fields):
-    """A manifest over (media type, bytes) pairs, with fields that we do not know."""
+    """Return a manifest over (media type, bytes) pairs, with unknown fields."""
     blobs = [config, *layers]
     entries = [Descriptor.of(kind, data).to_json() | {"x-other": 1} for kind, data in blobs]
     document = {"x-unknown": [1.0, None], "layers": entries[1:], "config": entries[0]}
@@ -121,7 +121,7 @@ CUSTOM = foreign(
 
 
 def serving(thing, content_type):
-    """A registry that holds a foreign thing, and takes whatever is pushed."""
+    """Return a registry that serves a foreign artifact, and accepts any push."""
     blobs = {str(Digest.of(data)): data for _, data in thing.blobs}
 
     def script(seen):
@@ -138,7 +138,7 @@ def serving(thing, content_type):
 
 
 def round_trip(script, thing, tmp_path):
-    """Pull and push again; what the registry was sent as a manifest, as what."""
+    """Pull and push again; return the manifest and media type that the registry received."""
     store = ImageLayout(tmp_path / "store")
     with ScriptedRegistry(script).running() as registry:
         name, reach = (
@@ -153,7 +153,7 @@ def round_trip(script, thing, tmp_path):
 
 
 def check(store, name, thing):
-    """It is there byte for byte, and has its name."""
+    """Verify that the artifact is stored byte for byte and tagged."""
     root = store.resolve(name)
     assert (root.digest, root.media_type) == (Digest.of(thing.raw), thing.media_type)
     assert store.path(root).read_bytes() == thing.raw
@@ -162,7 +162,7 @@ def check(store, name, thing):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_real_registry(kind, aimage, repository, tmp_path):
+def test_foreign_artifacts_round_trip_through_a_real_registry(kind, aimage, repository, tmp_path):
     thing, name = KINDS[kind], Reference.parse(f"{repository}:v1")
     digest = str(Digest.of(thing.raw))
     with Repository(name, ClientOptions(docker_config=tmp_path)) as there:
@@ -181,15 +181,15 @@ def test_a_real_registry(kind, aimage, repository, tmp_path):
     check(ImageLayout(other.store), Reference.parse(again), thing)
 
 
-def test_a_manifest_of_our_own_type_that_is_no_aimage(tmp_path):
-    """No registry takes it, but one might."""
+def test_an_aimage_type_manifest_that_is_not_an_aimage_round_trips(tmp_path):
+    """Known registries refuse the type, but another might accept it."""
     script = serving(CUSTOM, mediatype.AIMAGE_MANIFEST)
     assert round_trip(script, CUSTOM, tmp_path) == (CUSTOM.raw, mediatype.AIMAGE_MANIFEST)
 
 
 @pytest.mark.integration
-def test_an_aimage_of_our_own_type(aimage, tiny):
-    """Our own server takes none by push, and serves what the layout holds."""
+def test_a_custom_type_aimage_is_pulled_from_registry_serve(aimage, tiny):
+    """``registry serve`` refuses the type on push, but serves it from a layout."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     maker = aimage("maker")
     digest = maker("create", "team/tiny:v1", tiny, "--manifest-type", "custom").line
@@ -205,7 +205,7 @@ def test_an_aimage_of_our_own_type(aimage, tiny):
 
 @contextlib.contextmanager
 def served(here):
-    """``aimage registry serve`` on a store; its host."""
+    """Run ``aimage registry serve`` on a store; yield its host."""
     process = here.start("registry", "serve", "--addr", "127.0.0.1:0")
     try:
         line = process.stdout.readline()
@@ -226,8 +226,8 @@ def served(here):
         "",
     ],
 )
-def test_a_bare_ollama_manifest(content_type, tmp_path):
-    """ollama's own registry does not say which kind it sends."""
+def test_an_ollama_manifest_without_content_type(content_type, tmp_path):
+    """ollama's registry sends no Content-Type for manifests."""
     thing = ollama()
     script = serving(thing, content_type)
     assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.DOCKER_MANIFEST)
@@ -235,8 +235,8 @@ def test_a_bare_ollama_manifest(content_type, tmp_path):
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/json", ""])
 @pytest.mark.parametrize("on_layers", [True, False])
-def test_an_ollama_manifest_that_does_not_say_what_it_is(on_layers, content_type, tmp_path):
-    """Nor does who sends it: it is what it looks like, and goes on as that."""
+def test_an_ollama_manifest_without_media_type(on_layers, content_type, tmp_path):
+    """With neither mediaType nor Content-Type, the kind is inferred and kept."""
     thing = ollama(mediaType=None)
     thing.media_type = mediatype.OCI_MANIFEST
     if not on_layers:
@@ -249,7 +249,7 @@ def test_an_ollama_manifest_that_does_not_say_what_it_is(on_layers, content_type
 
 
 @pytest.mark.parametrize("fields", [{"annotations": None}, {"subject": None}, {"urls": ["x"]}])
-def test_fields_that_others_add(fields, tmp_path):
+def test_unknown_fields_are_kept(fields, tmp_path):
     thing = ollama(**fields)
     script = serving(thing, thing.media_type)
     assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.DOCKER_MANIFEST)
@@ -263,7 +263,7 @@ def test_fields_that_others_add(fields, tmp_path):
         "application/json",
     ],
 )
-def test_schema_1_is_refused_with_what_to_do(content_type, tmp_path):
+def test_schema_1_is_refused_with_advice(content_type, tmp_path):
     script = serving(Foreign("", SCHEMA1, []), content_type)
     store = ImageLayout(tmp_path / "store")
     with ScriptedRegistry(script).running() as registry:

@@ -1,4 +1,4 @@
-"""Of an index, one manifest is pulled: the wished one, the only one, or this machine's."""
+"""Pull one manifest of an index: the selected one, the only one, or the host platform's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NAME = Reference.parse("r.example/x:v1")
 
 @dataclass
 class Shelf:
-    """What a registry holds: documents and blobs by digest; ``root`` is what the tag names."""
+    """Documents and blobs of a registry by digest; the tag points to ``root``."""
 
     content: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     root: bytes = b""
 
     def manifest(self, text, media_type=mediatype.OCI_MANIFEST, **fields):
-        """A manifest with a layer of its own."""
+        """Add a manifest with a layer of its own."""
         config, layer = (self._blob(data) for data in (b"{}", text.encode() * 100))
         document = {"schemaVersion": 2, "mediaType": media_type, "config": config}
         return self._document(document | {"layers": [layer]} | fields)
@@ -63,7 +63,7 @@ class Shelf:
 
 
 def said(child, platform=None, variant=None, **annotations):
-    """How an index speaks of a child."""
+    """Return the descriptor of a child in an index."""
     if variant is not None:
         annotations[mediatype.VARIANT] = variant
     if platform:
@@ -81,7 +81,7 @@ def shelf():
 
 @pytest.fixture
 def fetch(shelf, tmp_path):
-    """Pull from the shelf; the layout, the digest and what was asked for."""
+    """Pull from the shelf; return the layout, the digest and the requests."""
 
     def run(wish=ANY, name="{host}/team/x:v1"):
         store = ImageLayout(tmp_path / "store")
@@ -98,7 +98,7 @@ def fetch(shelf, tmp_path):
 
 @pytest.mark.parametrize("media_type", [mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST])
 @pytest.mark.parametrize("wish", ["a", "b"])
-def test_a_variant_is_fetched_alone(media_type, wish, shelf, fetch):
+def test_only_the_selected_variant_is_fetched(media_type, wish, shelf, fetch):
     children = {name: shelf.manifest(name) for name in "ab"}
     shelf.index(
         *(said(child, variant=name) for name, child in children.items()), media_type=media_type
@@ -115,27 +115,27 @@ def test_a_variant_is_fetched_alone(media_type, wish, shelf, fetch):
     assert raw == shelf.content[digest][1]
 
 
-def test_an_only_child_needs_no_option(shelf, fetch):
+def test_a_single_child_needs_no_option(shelf, fetch):
     child = shelf.manifest("a")
     shelf.index(said(child, "plan9/mips", "odd"))
     assert fetch() == child["digest"]
 
 
-def test_this_machine_chooses(shelf, fetch):
+def test_the_host_platform_is_selected_by_default(shelf, fetch):
     mine, other = shelf.manifest("a"), shelf.manifest("b")
     shelf.index(said(other, "plan9/mips"), said(mine, str(HERE)))
     assert fetch() == mine["digest"]
     assert fetch(ManifestSelector(platform=Platform.parse("plan9/mips"))) == other["digest"]
 
 
-def test_an_attestation_is_no_candidate(shelf, fetch):
+def test_an_attestation_is_not_a_candidate(shelf, fetch):
     mine, one, two = (shelf.manifest(name) for name in "abc")
     about = {"vnd.docker.reference.type": "attestation-manifest"}
     shelf.index(said(one, "unknown/unknown"), said(two, str(HERE), **about), said(mine))
     assert fetch() == mine["digest"]
 
 
-def test_an_index_in_an_index_is_followed_and_speaks_for_its_children(shelf, fetch):
+def test_a_nested_index_passes_its_annotations_to_its_children(shelf, fetch):
     mine, other = shelf.manifest("a"), shelf.manifest("b")
     inner = [shelf.index(said(child, str(HERE))) for child in (mine, other)]
     shelf.index(*(said(child, variant=name) for name, child in zip("ab", inner, strict=True)))
@@ -144,7 +144,7 @@ def test_an_index_in_an_index_is_followed_and_speaks_for_its_children(shelf, fet
 
 
 @pytest.mark.parametrize("depth", [4, 5])
-def test_nesting_ends_somewhere(depth, shelf, fetch):
+def test_nesting_depth_is_limited(depth, shelf, fetch):
     child = mine = shelf.manifest("a")
     for _ in range(depth + 1):
         child = shelf.index(child)
@@ -155,7 +155,7 @@ def test_nesting_ends_somewhere(depth, shelf, fetch):
         fetch()
 
 
-def test_an_index_that_is_listed_time_and_again_is_read_once(shelf, fetch):
+def test_a_repeated_index_is_read_once(shelf, fetch):
     child = mine = shelf.manifest("a")
     for _ in range(4):
         child = shelf.index(*[child] * 50)
@@ -164,7 +164,7 @@ def test_an_index_that_is_listed_time_and_again_is_read_once(shelf, fetch):
 
 
 @pytest.mark.integration
-def test_so_many_indexes_are_an_attack(shelf, fetch):
+def test_the_number_of_indexes_is_limited(shelf, fetch):
     shelf.index(*(shelf.index(shelf.manifest(str(number))) for number in range(64)))
     with pytest.raises(FormatError, match="over 64 indexes"):
         fetch()
@@ -172,8 +172,8 @@ def test_so_many_indexes_are_an_attack(shelf, fetch):
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("is_index", [True, False])
-def test_a_child_of_another_kind_than_the_index_says(own, is_index, shelf, fetch):
-    """What it is must not depend on whom one asks: the index, the registry or the child."""
+def test_a_child_whose_media_type_differs_from_the_index_is_refused(own, is_index, shelf, fetch):
+    """Its kind must not depend on the source: the index, the registry or the child."""
     inner = shelf.manifest("a")
     child = shelf.index(inner) if is_index else inner
     media_type, raw = shelf.content[child["digest"]]
@@ -189,14 +189,14 @@ def test_a_child_of_another_kind_than_the_index_says(own, is_index, shelf, fetch
     assert fetch() == (inner if is_index else child)["digest"]
 
 
-def test_a_child_that_is_both(shelf, fetch):
+def test_a_child_with_layers_and_manifests_is_refused(shelf, fetch):
     shelf.index(shelf.manifest("a", manifests=[]))
     with pytest.raises(FormatError, match="both layers and manifests"):
         fetch()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_whole_index_is_mended_as_a_whole(count, shelf, tmp_path):
+def test_repair_keeps_a_whole_index(count, shelf, tmp_path):
     children = [shelf.manifest(name) for name in "ab"[:count]]
     whole = shelf.index(*(said(child, variant="x") for child in children))
     layer = json.loads(shelf.content[children[0]["digest"]][1])["layers"][0]["digest"]
@@ -213,7 +213,7 @@ def test_a_whole_index_is_mended_as_a_whole(count, shelf, tmp_path):
     assert verify(store).problems == []
 
 
-def test_the_whole_index_is_one_wish(shelf, fetch):
+def test_a_whole_index_is_pulled_without_a_selector(shelf, fetch):
     children = [shelf.manifest(name) for name in "abc"]
     whole = shelf.index(*(said(child, variant="x") for child in children))
     assert fetch(None) == whole["digest"]
@@ -222,7 +222,7 @@ def test_the_whole_index_is_one_wish(shelf, fetch):
 
 
 @pytest.mark.parametrize("tag", ["", ":v1"])
-def test_by_digest_the_store_names_the_child(tag, shelf, fetch):
+def test_a_pull_by_index_digest_names_the_child(tag, shelf, fetch):
     child = shelf.manifest("a")
     index = shelf.index(child)
     digest = fetch(name="{host}/team/x" + f"{tag}@{index['digest']}")
@@ -232,14 +232,14 @@ def test_by_digest_the_store_names_the_child(tag, shelf, fetch):
         fetch.store.resolve(Reference.parse(f"x@{index['digest']}"))
 
 
-def test_a_tag_is_asked_for_once(shelf, fetch):
-    """It may move meanwhile: the rest goes by digest."""
+def test_a_tag_is_resolved_once(shelf, fetch):
+    """The tag may move meanwhile: later requests use the digest."""
     shelf.index(shelf.manifest("a"))
     fetch()
     assert [path for path in fetch.asked if path.endswith("/v1")] == ["/v2/team/x/manifests/v1"]
 
 
-def test_a_dry_run_is_of_the_choice(shelf, tmp_path):
+def test_a_dry_run_reports_the_selected_manifest(shelf, tmp_path):
     children = {name: shelf.manifest(name) for name in "ab"}
     shelf.index(*(said(child, variant=name) for name, child in children.items()))
     with ScriptedRegistry(shelf).running() as registry:
@@ -253,7 +253,7 @@ def test_a_dry_run_is_of_the_choice(shelf, tmp_path):
 
 
 @pytest.mark.parametrize("own", [None, "a"])
-def test_a_manifest_of_its_own_has_the_variant_that_it_says(own, shelf, fetch):
+def test_a_plain_manifest_matches_the_variant_it_declares(own, shelf, fetch):
     annotations = {"annotations": {mediatype.VARIANT: own}} if own else {}
     digest = shelf.manifest("a", **annotations)["digest"]
     assert fetch(ManifestSelector(platform=Platform("plan9", "mips"))) == digest
@@ -263,7 +263,7 @@ def test_a_manifest_of_its_own_has_the_variant_that_it_says(own, shelf, fetch):
         assert fetch(ManifestSelector("a")) == digest
 
 
-def test_a_child_that_is_not_what_the_index_says(shelf, fetch):
+def test_a_child_with_another_variant_than_the_index_is_refused(shelf, fetch):
     child = shelf.manifest("a")
     shelf.index(child | {"size": child["size"] + 1})
     with pytest.raises(VerificationError, match="promises"):
@@ -274,7 +274,7 @@ def test_a_child_that_is_not_what_the_index_says(shelf, fetch):
 
 
 def candidates(*lines):
-    """A candidate for each ``variant platform`` (``-`` is none)."""
+    """Return a candidate for each ``variant platform`` (``-`` is none)."""
     found = []
     for number, line in enumerate(lines):
         variant, platform = line.split()
@@ -330,7 +330,7 @@ def candidates(*lines):
         (["a -", "- -"], ManifestSelector(""), 1),
     ],
 )
-def test_the_choice(lines, wish, number):
+def test_select_chooses_a_candidate(lines, wish, number):
     found = candidates(*lines)
     assert choose(found, wish, LINUX, NAME) is found[number]
 
@@ -348,7 +348,7 @@ def test_the_choice(lines, wish, number):
         (["- -", "- -"], ANY, []),
     ],
 )
-def test_several_are_listed_with_what_tells_them_apart(lines, wish, options):
+def test_several_matches_are_listed_with_their_differences(lines, wish, options):
     found = candidates(*lines)
     with pytest.raises(UsageError) as error:
         choose(found, wish, LINUX, NAME)
@@ -372,7 +372,7 @@ def test_several_are_listed_with_what_tells_them_apart(lines, wish, options):
         ([], ANY, "without a manifest to choose"),
     ],
 )
-def test_none_is_told_with_what_there_is(lines, wish, said):
+def test_no_match_lists_the_candidates(lines, wish, said):
     found = candidates(*lines)
     with pytest.raises(NotFoundError, match=said) as error:
         choose(found, wish, LINUX, NAME)
@@ -380,7 +380,7 @@ def test_none_is_told_with_what_there_is(lines, wish, said):
     assert "--whole" in (advice(error.value) or "")
 
 
-def test_what_others_wrote_stays_on_its_line():
+def test_foreign_text_is_printed_on_one_line():
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, b"")
     found = [Candidate(descriptor, "x\n  y" * 100), *candidates(*["a -"] * 60)]
     with pytest.raises(UsageError) as error:
@@ -394,7 +394,7 @@ def test_what_others_wrote_stays_on_its_line():
 @pytest.mark.parametrize(
     "platform", [None, [], "linux", {"os": 1, "architecture": "x"}, {"os": "x"}]
 )
-def test_a_platform_that_is_none_is_no_platform(platform):
+def test_an_invalid_platform_is_ignored(platform):
     descriptor = Descriptor.of("x/y", b"", extra={"platform": platform})
     assert Platform.in_descriptor(descriptor) is None
 
@@ -403,7 +403,7 @@ def test_a_platform_that_is_none_is_no_platform(platform):
 
 
 def push_index(repository, shelf, tmp_path):
-    """What is on the shelf, in a real registry."""
+    """Push the shelf to a real registry."""
     name = Reference.parse(f"{repository}:v1")
     root = Digest.of(shelf.root)
     with Repository(name, ClientOptions(docker_config=tmp_path)) as there:
@@ -419,7 +419,7 @@ def push_index(repository, shelf, tmp_path):
             there.push(descriptor, bytes_body(data), tag)
 
 
-def test_the_command_line_chooses(aimage, repository, shelf, tmp_path):
+def test_the_command_line_selects_a_manifest(aimage, repository, shelf, tmp_path):
     children = {name: shelf.manifest(name) for name in ("bf16", "int8")}
     index = shelf.index(*(said(child, str(HERE), name) for name, child in children.items()))
     push_index(repository, shelf, tmp_path)
@@ -447,7 +447,7 @@ def test_the_command_line_chooses(aimage, repository, shelf, tmp_path):
     assert run("push", value["reference"]).line == children["bf16"]["digest"]
 
 
-def test_an_index_in_the_store_is_shown(aimage, repository, shelf, tmp_path):
+def test_show_lists_a_stored_index(aimage, repository, shelf, tmp_path):
     child, alone = shelf.manifest("a"), shelf.manifest("b")
     about = said(shelf.manifest("c"), "unknown/unknown")
     index = shelf.index(said(child, "linux/arm64", "x\ny"), alone, about)
@@ -470,7 +470,7 @@ def test_an_index_in_the_store_is_shown(aimage, repository, shelf, tmp_path):
     }
 
 
-def test_a_copy_is_of_the_whole(aimage, repository, shelf, tmp_path):
+def test_copy_includes_the_whole_index(aimage, repository, shelf, tmp_path):
     index = shelf.index(*(said(shelf.manifest(name), variant=name) for name in "ab"))
     push_index(repository, shelf, tmp_path)
     assert aimage()("copy", f"{repository}:v1", f"{repository}:v2").line == index["digest"]

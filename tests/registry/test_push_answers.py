@@ -1,4 +1,4 @@
-"""Answers to a push, and which of them mean 'try another dialect'."""
+"""Responses to a push, and those that cause another dialect to be tried."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def no_waiting(monkeypatch):
 
 
 def error(status, code, message="", detail=None):
-    """An error answer in the specification's form."""
+    """Return an error response in the specification's form."""
     body = {"errors": [{"code": code, "message": message, "detail": detail}]}
     return Answer(status, {}, json.dumps(body).encode())
 
 
 def taking(refuse):
-    """A registry that takes blobs and asks ``refuse(media type)`` about manifests."""
+    """Return a registry that accepts blobs and applies ``refuse(media type)`` to manifests."""
     blobs: set[str] = set()
 
     def script(seen):
@@ -67,7 +67,7 @@ def store_with(tmp_path, reference, dialect="clowder"):
 
 
 def try_push(script, tmp_path, dialect="clowder", **options):
-    """Push a small AImage; returns the registry and the dialects tried after the first."""
+    """Push a small AImage; return the registry and the dialects tried after the first."""
     tried = []
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
@@ -105,7 +105,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_refused_kind_of_manifest_falls_back(name, tmp_path):
+def test_a_refused_manifest_type_falls_back(name, tmp_path):
     def refuse(media_type, document):
         is_container = document["config"]["mediaType"] == mediatype.OCI_CONFIG
         return None if is_container else REFUSALS[name]
@@ -115,11 +115,11 @@ def test_a_refused_kind_of_manifest_falls_back(name, tmp_path):
     sent = [json.loads(seen.body) for seen in registry.seen if "/manifests/" in seen.path]
     assert len(sent) == 3
     puts = [path for path in registry.asked("PUT") if "/upload/" in path]
-    assert len(puts) == len(set(puts)) == 4  # the file once, and three configs
+    assert len(puts) == len(set(puts)) == 4  # one file, and three configs
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_failure_does_not(name, tmp_path):
+def test_other_failures_do_not_fall_back(name, tmp_path):
     answer, kind = OTHERS[name]
     tried = []
 
@@ -133,12 +133,12 @@ def test_another_failure_does_not(name, tmp_path):
     assert len(tried) == 1
 
 
-def test_where_all_refuse_the_last_word_is_told(tmp_path):
+def test_the_last_error_is_raised_when_all_dialects_are_refused(tmp_path):
     with pytest.raises(ManifestRefusedError, match="415"):
         try_push(taking(lambda *_: REFUSALS["zot"]), tmp_path)
 
 
-def test_custom_goes_down_the_whole_ladder(tmp_path):
+def test_custom_falls_back_through_every_dialect(tmp_path):
     def refuse(media_type, document):
         return None if media_type == mediatype.DOCKER_MANIFEST else REFUSALS["distribution 2.8"]
 
@@ -148,7 +148,7 @@ def test_custom_goes_down_the_whole_ladder(tmp_path):
 
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
-def test_a_passing_error_is_tried_again_with_the_whole_body(method, status, tmp_path):
+def test_a_transient_error_is_retried_with_the_whole_body(method, status, tmp_path):
     right, left = taking(lambda *_: None), [1]
 
     def script(seen):
@@ -160,10 +160,10 @@ def test_a_passing_error_is_tried_again_with_the_whole_body(method, status, tmp_
     registry, _ = try_push(script, tmp_path)
     bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload/1?")]
     assert FILE in bodies
-    assert all(bodies)  # no attempt began where a failed one had ended
+    assert all(bodies)  # no attempt resumed where a failed one ended
 
 
-def test_a_damaged_blob_is_not_sent_as_if_it_were_whole(tmp_path):
+def test_a_damaged_blob_fails_the_push(tmp_path):
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         layout = store_with(tmp_path, reference)
@@ -175,7 +175,7 @@ def test_a_damaged_blob_is_not_sent_as_if_it_were_whole(tmp_path):
     assert not [seen for seen in registry.seen if "/manifests/" in seen.path]
 
 
-def test_an_empty_blob(tmp_path):
+def test_an_empty_blob_is_pushed(tmp_path):
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
@@ -184,7 +184,7 @@ def test_an_empty_blob(tmp_path):
     assert put.headers["Content-Length"] == "0"
 
 
-def test_an_upload_without_a_location(tmp_path):
+def test_an_upload_response_without_location_fails(tmp_path):
     with (
         ScriptedRegistry(lambda _: Answer(202)).running() as registry,
         pytest.raises(AImageError, match="did not say where"),
@@ -194,8 +194,8 @@ def test_an_upload_without_a_location(tmp_path):
             repository.push(Descriptor.of("text/plain", b"x"), bytes_body(b"x"))
 
 
-def test_an_answer_that_should_be_empty_is_not_read_for_ever(tmp_path):
-    """A body of gigabytes where none belongs costs its connection, not our time."""
+def test_an_unexpected_response_body_is_not_read_in_full(tmp_path):
+    """An unexpected body of gigabytes closes the connection instead of being read."""
     right = taking(lambda *_: None)
 
     def script(seen):

@@ -1,4 +1,4 @@
-"""A manifest that no registry takes is told before anything is asked of one."""
+"""Refuse an oversized manifest before any request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from clowder_aimage.registry import ClientOptions, DialectCache
 from tests.scripted import Answer, ScriptedRegistry
 
 OTHER = "application/vnd.example"
-# Layers' annotations make the clowder and container dialects wordy: with so many layers
+# Layers' annotations make the clowder and container dialects large: with this many layers
 # the manifest fits in the ollama dialect alone.
 LAYERS = 18_000
 
 
 def put(layout, media_type, data):
-    """Keep bytes in a layout as they are: what we never would have taken in, another tool might."""
+    """Store bytes in a layout without checks, as another tool might."""
     descriptor = Descriptor.of(media_type, data)
     path = layout.root / "blobs" / "sha256" / descriptor.digest.encoded
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def put(layout, media_type, data):
 
 
 def name(layout, descriptor, reference):
-    """Let a name stand for it in index.json."""
+    """Tag it in index.json."""
     entry = descriptor.to_json()
     entry["annotations"] = {"org.opencontainers.image.ref.name": str(reference)}
     (layout.root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
@@ -40,7 +40,7 @@ def name(layout, descriptor, reference):
 
 
 def foreign(layout, size, *, config=f"{OTHER}.config"):
-    """A manifest of exactly ``size`` bytes."""
+    """Return a manifest of exactly ``size`` bytes."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
@@ -54,7 +54,7 @@ def foreign(layout, size, *, config=f"{OTHER}.config"):
 
 @pytest.fixture(scope="module")
 def large():
-    """An AImage of many small files that only fits into a manifest in the ollama dialect."""
+    """Return an AImage of many small files, whose manifest fits in the ollama dialect only."""
     layers = []
     for i in range(LAYERS):
         file = Descriptor.of(mediatype.AIMAGE_FILE, str(i % 10).encode())
@@ -68,7 +68,7 @@ def layout(tmp_path):
 
 
 def stored(layout, aimage, reference):
-    """``aimage`` as another tool could have written it: in the ollama dialect."""
+    """Store ``aimage`` in the ollama dialect, as another tool might."""
     for i in range(10):
         put(layout, mediatype.AIMAGE_FILE, str(i).encode())
     manifest, config = DIALECTS["ollama"].write(aimage)
@@ -78,7 +78,7 @@ def stored(layout, aimage, reference):
 
 
 def taking(status=201):
-    """A registry that takes blobs, and answers ``status`` to manifests."""
+    """Return a registry that accepts blobs, and answers ``status`` to manifests."""
 
     def script(seen):
         if "/manifests/" in seen.path:
@@ -100,8 +100,8 @@ def test_a_manifest_at_the_limit_is_sent(layout, tmp_path):
 
 @pytest.mark.parametrize("config", [f"{OTHER}.config", mediatype.AIMAGE_CONFIG])
 @pytest.mark.parametrize("by_digest", [False, True])
-def test_a_byte_more_is_told_before_any_request(config, by_digest, layout, tmp_path):
-    """Whether it is an AImage or another tool's, by tag or by digest."""
+def test_a_manifest_over_the_limit_fails_before_any_request(config, by_digest, layout, tmp_path):
+    """For an AImage and a foreign artifact, by tag and by digest."""
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         descriptor = foreign(layout, MAX_MANIFEST_SIZE + 1, config=config)
@@ -115,7 +115,7 @@ def test_a_byte_more_is_told_before_any_request(config, by_digest, layout, tmp_p
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_manifest_below_an_index_is_told_too(depth, layout, tmp_path):
+def test_an_oversized_manifest_in_an_index_fails(depth, layout, tmp_path):
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         child = foreign(layout, MAX_MANIFEST_SIZE + 1)
@@ -128,8 +128,8 @@ def test_a_manifest_below_an_index_is_told_too(depth, layout, tmp_path):
         assert registry.seen == []
 
 
-def test_a_blob_of_that_size_is_none_of_its_business(layout, tmp_path):
-    """An index may name what is no manifest; only manifests have that limit."""
+def test_an_oversized_blob_in_an_index_is_accepted(layout, tmp_path):
+    """An index may list blobs; only manifests have the limit."""
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         blob = put(layout, f"{OTHER}.blob", b"x" * (MAX_MANIFEST_SIZE + 1))
@@ -140,8 +140,8 @@ def test_a_blob_of_that_size_is_none_of_its_business(layout, tmp_path):
 
 
 @pytest.mark.integration
-def test_dialects_that_are_all_too_large(layout, large, tmp_path):
-    """container is the last rung: there is nothing to try, and nothing is asked."""
+def test_push_fails_without_requests_when_no_dialect_fits(layout, large, tmp_path):
+    """container is the last dialect, so none is left to try."""
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         stored(layout, large, reference)
@@ -153,7 +153,7 @@ def test_dialects_that_are_all_too_large(layout, large, tmp_path):
         assert registry.seen == []
 
 
-def test_a_dialect_that_is_too_large_is_passed_over(layout, large, tmp_path):
+def test_an_oversized_dialect_is_skipped(layout, large, tmp_path):
     said = []
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
@@ -174,8 +174,8 @@ def test_a_dialect_that_is_too_large_is_passed_over(layout, large, tmp_path):
 
 
 @pytest.mark.integration
-def test_where_the_rest_is_too_large_the_refusal_is_told(layout, large, tmp_path):
-    """And why there was no other rung. What did not fit is not remembered as refused."""
+def test_the_refusal_is_raised_when_no_other_dialect_fits(layout, large, tmp_path):
+    """The error explains why; an oversized dialect is not cached as refused."""
     ladder = DialectCache(tmp_path / "state.json")
     with ScriptedRegistry(taking(415)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
@@ -187,7 +187,7 @@ def test_where_the_rest_is_too_large_the_refusal_is_told(layout, large, tmp_path
         assert ladder.refused(registry.host) == frozenset()
 
 
-def test_the_command_says_so(aimage, tmp_path):
+def test_the_command_reports_an_oversized_manifest(aimage, tmp_path):
     here = aimage()
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")

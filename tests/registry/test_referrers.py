@@ -1,4 +1,4 @@
-"""Referrers: the API, the tag schema where it is missing, and odd answers of both."""
+"""Referrers: the API, the tag schema without it, and malformed responses of both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_waiting(monkeypatch):
 
 
 def entry(text, kind=SBOM):
-    """A descriptor in a list of referrers."""
+    """Return a descriptor in a list of referrers."""
     digest = str(Digest.of(text.encode()))
     return {
         "mediaType": mediatype.OCI_MANIFEST,
@@ -45,7 +45,7 @@ def index(*entries, **fields):
 
 
 class Keeping:
-    """A registry that keeps what is pushed; ``api`` makes it list referrers itself."""
+    """A registry that stores what is pushed; ``api`` enables its referrers API."""
 
     def __init__(self, api=False):
         self.api = api
@@ -74,7 +74,7 @@ class Keeping:
 
 
 def asked(script, tmp_path, kind=""):
-    """The referrers of SUBJECT in a scripted registry, as JSON, and the paths asked for."""
+    """List the referrers of SUBJECT in a scripted registry; return JSON and request paths."""
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
@@ -83,7 +83,7 @@ def asked(script, tmp_path, kind=""):
 
 
 def attached(script, tmp_path, *names, **options):
-    """Attach files of those names to SUBJECT; the new manifest and the requests."""
+    """Attach files of those names to SUBJECT; return the new manifest and the requests."""
     files = [tmp_path / name for name in names]
     for file in files:
         file.write_text(file.name)
@@ -94,7 +94,7 @@ def attached(script, tmp_path, *names, **options):
     return descriptor, registry
 
 
-def test_pages_of_the_api_with_its_filter(tmp_path):
+def test_api_pages_are_followed_with_the_filter(tmp_path):
     def script(seen):
         path, _, query = seen.path.partition("?")
         assert path == f"/v2/team/x/referrers/{DIGEST}"
@@ -107,13 +107,13 @@ def test_pages_of_the_api_with_its_filter(tmp_path):
     assert asked(script, tmp_path, SBOM)[0] == [entry("one"), entry("two")]
 
 
-def test_a_filter_that_the_registry_ignores(tmp_path):
+def test_an_ignored_filter_is_applied_locally(tmp_path):
     answer = Answer(200, INDEX, index(entry("one"), entry("two", REPORT), entry("one")))
     assert asked(lambda _: answer, tmp_path, REPORT)[0] == [entry("two", REPORT)]
     assert asked(lambda _: answer, tmp_path)[0] == [entry("one"), entry("two", REPORT)]
 
 
-def test_pages_in_a_circle_and_elsewhere(tmp_path):
+def test_circular_and_foreign_page_links_fail(tmp_path):
     def to(link):
         return lambda seen: Answer(200, INDEX | {"Link": f'<{link}>; rel="next"'}, index())
 
@@ -124,7 +124,7 @@ def test_pages_in_a_circle_and_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-def test_without_the_api_the_tag_is_read(status, tmp_path):
+def test_the_referrers_tag_is_read_without_the_api(status, tmp_path):
     def script(seen):
         if "/referrers/" in seen.path:
             return Answer(status)
@@ -134,12 +134,12 @@ def test_without_the_api_the_tag_is_read(status, tmp_path):
     assert asked(script, tmp_path, REPORT)[0] == [entry("two", REPORT)]
 
 
-def test_nothing_is_attached(tmp_path):
+def test_no_referrers(tmp_path):
     assert asked(lambda _: Answer(404), tmp_path)[0] == []
     assert asked(lambda _: Answer(200, INDEX, index()), tmp_path)[0] == []
 
 
-def test_a_page_that_is_lost_is_no_short_list(tmp_path):
+def test_a_missing_page_fails(tmp_path):
     def script(seen):
         link = {"Link": '<?last=1>; rel="next"'}
         return Answer(404) if "last" in seen.path else Answer(200, INDEX | link, index(entry("a")))
@@ -149,24 +149,24 @@ def test_a_page_that_is_lost_is_no_short_list(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
-def test_an_error_is_no_empty_list(status, tmp_path):
+def test_an_error_is_not_an_empty_list(status, tmp_path):
     with pytest.raises(Exception, match=str(status)):
         asked(lambda _: Answer(status), tmp_path)
 
 
 @pytest.mark.parametrize("body", [b"", b"404 page not found", b"{}", SUBJECT])
-def test_what_is_no_list_of_referrers(body, tmp_path):
+def test_an_invalid_referrers_list_is_refused(body, tmp_path):
     with pytest.raises(FormatError):
         asked(lambda _: Answer(200, {}, body), tmp_path)
 
 
-def test_the_tag_of_a_subject():
+def test_the_referrers_tag_of_a_subject():
     assert tag_of(DIGEST) == f"sha256-{DIGEST.encoded}"
     long = Digest.of(b"", "sha512")
     assert tag_of(long) == f"sha512-{long.encoded[:64]}"
 
 
-def test_an_entry_has_the_type_and_the_annotations():
+def test_an_entry_has_the_artifact_type_and_annotations():
     about = Descriptor(mediatype.OCI_MANIFEST, DIGEST, len(SUBJECT))
     made = build(SBOM, [], about, {"a": "b"})
     assert referrer_entry(made.descriptor, made).to_json() == {
@@ -176,14 +176,14 @@ def test_an_entry_has_the_type_and_the_annotations():
         "artifactType": SBOM,
         "annotations": {"a": "b"},
     }
-    plain = Manifest.parse(SUBJECT)  # without artifactType, the config says what it is
+    plain = Manifest.parse(SUBJECT)  # without artifactType, the config's media type is used
     shown = referrer_entry(plain.descriptor, plain)
     assert shown.extra == {"artifactType": "application/vnd.example.blob"}
     empty = parse_document(index(artifactType=""))
     assert "artifactType" not in referrer_entry(empty.descriptor, empty).to_json()
 
 
-def test_a_new_entry_changes_nothing_else():
+def test_a_new_entry_keeps_the_other_entries():
     old = index(entry("one") | {"platform": {"os": "x"}}, annotations={"k": "v"}, other=[1])
     new = Descriptor.from_json(entry("two"))
     document = json.loads(with_entry(old, new))
@@ -195,7 +195,7 @@ def test_a_new_entry_changes_nothing_else():
     ]
 
 
-def test_an_attached_artifact_is_what_the_specification_says(tmp_path):
+def test_an_attached_artifact_follows_the_specification(tmp_path):
     registry = Keeping(api=True)
     descriptor, seen = attached(registry, tmp_path, "b.txt", "a.txt", annotations={"k": "v"})
     document = json.loads(registry.manifests[str(descriptor.digest)])
@@ -225,11 +225,11 @@ def test_an_attached_artifact_is_what_the_specification_says(tmp_path):
         "annotations": {"k": "v"},
     }
     assert set(registry.blobs.values()) == {b"{}", b"a.txt", b"b.txt"}
-    # The registry took note of the subject, so there is no index to keep for it.
+    # The registry returned OCI-Subject, so no index is maintained.
     assert not [path for path in (each.path for each in seen.seen) if "sha256-" in path]
 
 
-def test_without_oci_subject_the_index_under_the_tag_is_kept(tmp_path):
+def test_the_referrers_tag_is_maintained_without_oci_subject(tmp_path):
     registry = Keeping()
     tag = tag_of(DIGEST)
     registry.manifests[tag] = index(entry("foreign"), annotations={"kept": "yes"})
@@ -250,7 +250,7 @@ def test_without_oci_subject_the_index_under_the_tag_is_kept(tmp_path):
     assert listed[2]["annotations"] == {"k": "v"}
 
 
-def test_an_index_that_another_overwrote_is_written_again(tmp_path):
+def test_an_index_overwritten_concurrently_is_written_again(tmp_path):
     registry = Keeping()
     tag, left = tag_of(DIGEST), [1]
 
@@ -266,7 +266,7 @@ def test_an_index_that_another_overwrote_is_written_again(tmp_path):
     assert listed == [entry("faster")["digest"], str(made.digest)]
 
 
-def test_an_index_that_never_stays(tmp_path):
+def test_an_index_that_is_always_overwritten_fails(tmp_path):
     registry = Keeping()
 
     def script(seen):
@@ -278,7 +278,7 @@ def test_an_index_that_never_stays(tmp_path):
         attached(script, tmp_path, "one")
 
 
-def test_something_else_under_the_tag_is_left_alone(tmp_path):
+def test_a_foreign_manifest_under_the_referrers_tag_is_kept(tmp_path):
     registry = Keeping()
     registry.manifests[tag_of(DIGEST)] = SUBJECT
     with pytest.raises(FormatError, match="must be an index"):
@@ -286,7 +286,7 @@ def test_something_else_under_the_tag_is_left_alone(tmp_path):
     assert registry.manifests[tag_of(DIGEST)] == SUBJECT
 
 
-def test_two_files_of_one_name(tmp_path):
+def test_two_files_of_one_name_are_refused(tmp_path):
     reference = Reference.parse("127.0.0.1:9/x")
     connection = ClientOptions(docker_config=tmp_path)
     files = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
@@ -295,6 +295,6 @@ def test_two_files_of_one_name(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["", "spdx", "a/b/c", "a/b; c=d", "/x", "a/ b", "a/b\n"])
-def test_what_is_no_media_type(kind, tmp_path):
+def test_an_invalid_media_type_is_refused(kind, tmp_path):
     with pytest.raises(UsageError, match="not a media type"):
         attach(Reference.parse("127.0.0.1:9/x"), [], ClientOptions(), artifact_type=kind)

@@ -1,4 +1,4 @@
-"""What is tried again, when, and for how long: with a clock that does not run by itself."""
+"""Retry conditions, delays and limits, with an injected clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MANIFEST, BLOBS = artifact(b"{}", b"weights")
 
 
 class Time:
-    """A clock that only sleeping moves."""
+    """A clock that only sleeping advances."""
 
     def __init__(self):
         self.now = NOW
@@ -49,7 +49,7 @@ class Time:
 
 
 def failing(*errors):
-    """A function that fails in these ways, then gives its number of calls."""
+    """Return a function that fails in these ways, then returns its number of calls."""
     left = list(errors)
     calls = []
 
@@ -63,7 +63,7 @@ def failing(*errors):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 599])
-def test_a_status_that_passes(status):
+def test_transient_statuses_are_retried(status):
     function, _ = failing(RegistryError("x", status=status))
     assert retrying(function, sleep=lambda _: None) == 2
 
@@ -79,7 +79,7 @@ def test_a_status_that_passes(status):
         OSError("disk"),
     ],
 )
-def test_what_is_told_at_once(error):
+def test_permanent_errors_are_not_retried(error):
     assert not is_transient(error)
     function, calls = failing(error)
     with pytest.raises(type(error)):
@@ -87,7 +87,7 @@ def test_what_is_told_at_once(error):
     assert len(calls) == 1
 
 
-def test_the_last_error_is_told_after_all_attempts():
+def test_the_last_error_is_raised_after_all_attempts():
     time = Time()
     function, calls = failing(*(BrokenOffError(str(count)) for count in range(9)))
     with pytest.raises(BrokenOffError, match=str(ATTEMPTS - 1)):
@@ -96,7 +96,7 @@ def test_the_last_error_is_told_after_all_attempts():
     assert len(time.slept) == ATTEMPTS - 1
 
 
-def test_waits_have_full_jitter_and_grow_to_a_limit(monkeypatch):
+def test_delays_have_full_jitter_and_grow_to_a_limit(monkeypatch):
     bounds = []
 
     def uniform(low, high):
@@ -134,12 +134,12 @@ def test_an_attempt_with_progress_is_not_counted():
         ("Fri, 31 Feb 2026 00:00:00 GMT", 0),
     ],
 )
-def test_retry_after(value, seconds):
+def test_retry_after_is_parsed(value, seconds):
     assert retry_after(value, NOW) == seconds
 
 
 def busy(times, status=429, **headers):
-    """A registry that is busy so many times."""
+    """Return a registry that answers ``count`` requests as busy."""
     right, left = serving(MANIFEST, BLOBS), [None] * times
 
     def script(seen):
@@ -161,7 +161,7 @@ def resolve(registry, tmp_path, time):
 @pytest.mark.parametrize(
     ("status", "value"), [(429, "17"), (503, email.utils.formatdate(NOW + 17, usegmt=True))]
 )
-def test_a_registry_is_left_alone_as_long_as_it_asks(tmp_path, status, value):
+def test_retry_after_delays_the_next_request(tmp_path, status, value):
     time = Time()
     with busy(1, status, **{"Retry-After": value}).running() as registry:
         resolve(registry, tmp_path, time)
@@ -169,7 +169,7 @@ def test_a_registry_is_left_alone_as_long_as_it_asks(tmp_path, status, value):
     assert time.slept == [17]
 
 
-def test_a_registry_that_asks_for_too_much(tmp_path):
+def test_a_retry_after_over_the_limit_fails(tmp_path):
     time = Time()
     with (
         busy(1, **{"Retry-After": "86400"}).running() as registry,
@@ -181,14 +181,14 @@ def test_a_registry_that_asks_for_too_much(tmp_path):
     assert "requests again in 3600 seconds" in (caught.value.hint or "")
 
 
-def test_a_registry_that_asks_for_as_much_as_is_waited_for_is_asked_again(tmp_path):
+def test_a_retry_after_at_the_limit_is_retried(tmp_path):
     time = Time()
     with busy(1, **{"Retry-After": "60"}).running() as registry:
         resolve(registry, tmp_path, time)
     assert time.slept == [LONGEST_PAUSE]
 
 
-def test_a_pause_is_kept_by_every_request_of_the_session(tmp_path):
+def test_a_pause_applies_to_every_request_of_the_session(tmp_path):
     time = Time()
     connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
     with (
@@ -204,7 +204,7 @@ def test_a_pause_is_kept_by_every_request_of_the_session(tmp_path):
     assert time.slept == [5]
 
 
-def test_an_answer_that_is_final_asks_for_no_pause(tmp_path):
+def test_a_permanent_error_starts_no_pause(tmp_path):
     time = Time()
     with (
         busy(1, 404, **{"Retry-After": "9"}).running() as registry,
@@ -214,7 +214,7 @@ def test_an_answer_that_is_final_asks_for_no_pause(tmp_path):
     assert time.slept == []
 
 
-def test_a_refused_connection_is_told_at_once(tmp_path):
+def test_a_refused_connection_is_not_retried(tmp_path):
     with ScriptedRegistry(lambda _: Answer()).running() as registry:
         pass
     time = Time()
@@ -223,8 +223,8 @@ def test_a_refused_connection_is_told_at_once(tmp_path):
     assert time.slept == []
 
 
-def test_closing_ends_a_pause(tmp_path):
-    """Nobody waits a minute for a session that is over."""
+def test_closing_the_session_ends_a_pause(tmp_path):
+    """No thread waits for a closed session."""
     connection = ClientOptions(docker_config=tmp_path)
     with busy(1, **{"Retry-After": "60"}).running() as registry:
         session = Session(Reference(registry.host, "x"), connection)

@@ -1,45 +1,47 @@
-"""What went wrong in other clients of registries, and the tests that hold ours to it.
+"""Vulnerabilities of other registry clients, and the tests that cover them here.
 
 Digest as a path (CVE-2024-37032, CVE-2026-7020, CVE-2024-3727)
-    test_pull_answers: test_a_bad_digest_is_refused_before_anything_is_asked_for;
-    tests/oci/test_oci_digest: test_a_bad_digest_anywhere_refuses_the_whole_document;
+    test_pull_answers: test_a_bad_digest_is_refused_before_any_request;
+    tests/oci/test_oci_digest: test_a_bad_digest_in_any_field_refuses_the_document;
     here: test_a_bad_digest_in_an_index_or_among_referrers
 Realm on another host, or inside this network (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990)
-    test_credentials: test_a_realm_elsewhere_gets_no_credentials, test_what_is_inside_this_network,
-    test_other_spellings_of_an_inside_address, test_a_huge_token_answer_is_not_read_to_its_end;
-    test_tokens: test_a_realm_elsewhere_gets_no_identity_token,
-    test_a_redirect_of_the_token_service_is_not_followed;
-    here: test_a_realm_without_encryption, test_a_realm_inside_this_network
+    test_credentials: test_a_realm_on_another_host_receives_no_credentials,
+    test_internal_addresses_are_recognised, test_other_spellings_of_internal_addresses_are_refused,
+    test_a_huge_token_response_is_not_read_in_full;
+    test_tokens: test_a_realm_on_another_host_receives_no_identity_token,
+    test_a_redirect_of_the_token_service_is_not_followed; here:
+    test_a_realm_without_encryption_is_refused, test_an_internal_realm_of_a_public_registry_fails
 ``urls`` of foreign layers (CVE-2020-15157)
     test_pull_answers: test_urls_of_foreign_layers_are_never_followed;
-    here: test_urls_of_a_missing_layer_are_not_followed_with_credentials_either
+    here: test_urls_of_a_missing_layer_are_not_followed
 Authorization across origins (GHSA-vh4v-2xq2-g5cg, CVE-2026-50151)
-    test_tokens: test_what_another_origin_receives (other port, other scheme);
-    test_credentials: test_a_redirect_to_another_origin_takes_no_credentials_along,
-    test_an_upload_location_elsewhere_gets_no_credentials, test_where_an_upload_may_go;
-    e2e/test_upload_faults: test_a_location_on_another_host (POST, PATCH, PUT and GET);
-    e2e/test_download_faults: test_blobs_from_a_content_network;
-    here: test_a_redirect_back_does_not_bring_credentials_back
+    test_tokens: test_another_origin_receives_no_credentials (other port, other scheme);
+    test_credentials: test_a_redirect_to_another_origin_drops_credentials,
+    test_an_upload_location_on_another_host_receives_no_credentials,
+    test_upload_locations_are_resolved_without_downgrading_to_http;
+    e2e/test_upload_faults: test_a_location_on_another_host_gets_no_password (all methods);
+    e2e/test_download_faults: test_blobs_are_fetched_from_a_cdn;
+    here: test_a_redirect_back_to_the_origin_sends_no_credentials
 Client certificate and debug log (GHSA-h3wm-jjqf-8jm2, GHSA-whvf-jp7m-59f3, GHSA-5jhf-2qmf-m8c5)
-    test_mtls: test_another_origin_is_shown_no_client_certificate;
+    test_mtls: test_another_origin_receives_no_client_certificate;
     test_tokens: test_no_secret_is_logged_at_any_level;
     here: test_no_secret_of_an_upload_is_logged
 Huge sizes (GHSA-f36w-mj3v-6jqv, CVE-2020-1702)
-    test_pull_answers: test_an_absurd_size_is_refused, test_a_manifest_that_is_none,
-    test_bytes_that_are_not_the_promised_ones;
-    e2e/test_download_faults: test_a_manifest_of_another_size_than_its_index_says,
-    test_a_manifest_that_is_not_the_one;
-    here: test_a_huge_size_takes_no_memory
+    test_pull_answers: test_an_absurd_size_is_refused, test_an_invalid_manifest_is_refused,
+    test_wrong_blob_bytes_fail_verification;
+    e2e/test_download_faults: test_a_manifest_of_another_size_than_in_its_index_is_refused,
+    test_a_wrong_manifest_fetches_nothing;
+    here: test_a_huge_descriptor_size_allocates_no_memory
 Writing outside the store (GHSA-8xwf-rjm4-xvhv, CVE-2026-50163)
-    not ours: nothing is unpacked, and a layer's title names no file. A link planted where a lock
-    should be: tests/layout/test_layout_files: test_a_symlinked_lock_is_refused
+    not applicable: nothing is unpacked, and a layer's title names no file. A link in place of a
+    lock: tests/layout/test_layout_files: test_a_symlinked_lock_is_refused
 Compressed answers (CVE-2024-12886)
-    test_pull_answers: test_a_compressed_manifest_is_not_unpacked;
-    e2e/test_download_faults: test_a_packed_token_is_not_unpacked,
-    test_a_compressed_blob_is_not_unpacked, test_a_manifest_that_is_not_the_one (``packed``)
+    test_pull_answers: test_a_compressed_manifest_is_refused; e2e/test_download_faults:
+    test_a_compressed_token_response_is_not_decompressed,
+    test_a_compressed_blob_is_not_decompressed, test_a_wrong_manifest_fetches_nothing (``packed``)
 Manifest or index (CVE-2021-41190)
-    test_pull_answers: test_a_manifest_that_is_none;
-    e2e/test_download_faults: test_a_manifest_that_is_not_the_one (``other_kind``)
+    test_pull_answers: test_an_invalid_manifest_is_refused;
+    e2e/test_download_faults: test_a_wrong_manifest_fetches_nothing (``other_kind``)
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ INDEX = "application/vnd.oci.image.index.v1+json"
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    """Retries wait; these tests need not."""
+    """Skip the delay between retries."""
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
@@ -76,7 +78,7 @@ def log_in(tmp_path, host):
 
 
 def guarded(inner):
-    """A registry that serves those who know the password."""
+    """Return a registry that requires the password."""
 
     def script(seen):
         if seen.headers.get("Authorization") == f"Basic {BASIC}":
@@ -115,30 +117,30 @@ def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
 
 
 def authenticator(tmp_path, host):
-    """What decides about realms, for a registry that need not be there."""
+    """Return the authenticator of a registry that need not exist."""
     connection = ClientOptions(docker_config=tmp_path)
     with Session(Reference.parse(f"{host}/x"), connection) as session:
         return session._auth
 
 
 @pytest.mark.parametrize("host", ["registry.example.com", "auth.example.com"])
-def test_a_realm_without_encryption(host, tmp_path):
-    """Not even the registry's own, and not even without credentials."""
+def test_a_realm_without_encryption_is_refused(host, tmp_path):
+    """Even the registry's own realm, and even without credentials."""
     asked = authenticator(tmp_path, "registry.example.com")
     with pytest.raises(UnauthorizedError, match="not encrypted"):
         asked.answer("pull", f'Bearer realm="http://{host}/token",service="x"', None)
 
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "127.0.0.1:1", "10.0.0.1", "[::1]:1", "127.1"])
-def test_a_realm_inside_this_network(host, tmp_path):
-    """A registry out there has no business to have us ask there."""
+def test_an_internal_realm_of_a_public_registry_fails(host, tmp_path):
+    """A public registry must not direct requests into this network."""
     asked = authenticator(tmp_path, "registry.example.com")
     with pytest.raises(UnauthorizedError, match="inside this network"):
         asked.answer("pull", f'Bearer realm="https://{host}/token",service="x"', None)
 
 
-def test_urls_of_a_missing_layer_are_not_followed_with_credentials_either(tmp_path):
-    """The registry has not got it and says where it is; that host asks for credentials."""
+def test_urls_of_a_missing_layer_are_not_followed(tmp_path):
+    """The registry lacks the layer and gives its URL, a host that challenges for credentials."""
     challenge = {"WWW-Authenticate": 'Basic realm="give"'}
     with ScriptedRegistry(lambda _: Answer(401, challenge)).running() as other:
         document = json.loads(MANIFEST)
@@ -154,8 +156,8 @@ def test_urls_of_a_missing_layer_are_not_followed_with_credentials_either(tmp_pa
     assert other.seen == []
 
 
-def test_a_redirect_back_does_not_bring_credentials_back(tmp_path):
-    """From us to another host and back: what was left out stays out."""
+def test_a_redirect_back_to_the_origin_sends_no_credentials(tmp_path):
+    """From the registry to another host and back: dropped credentials stay dropped."""
     with ScriptedRegistry(lambda seen: answer(seen)).running() as other:
         inner = serving(MANIFEST, BLOBS)
 
@@ -179,7 +181,7 @@ def test_a_redirect_back_does_not_bring_credentials_back(tmp_path):
 
 
 def test_no_secret_of_an_upload_is_logged(tmp_path, caplog):
-    """Nor what an upload's location on another host is signed with."""
+    """Including the signature in an upload location on another host."""
     caplog.set_level(logging.DEBUG)
     with ScriptedRegistry(lambda _: Answer(503)).running() as other:
         where = {"Location": f"http://{other.host}/up?X-Amz-Signature=s1gnature"}
@@ -194,14 +196,14 @@ def test_no_secret_of_an_upload_is_logged(tmp_path, caplog):
                 target.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
     assert any("s1gnature" in seen.path for seen in other.seen)
     said = f"{caplog.text}{raised.value}{raised.value.hint}"
-    assert "/up" in caplog.text  # urllib3 does log
+    assert "/up" in caplog.text  # urllib3 logs requests
     for secret in ("pa55word", BASIC, "s1gnature"):
         assert secret not in said
         assert not any(secret in repr(record.__dict__) for record in caplog.records)
 
 
-def test_a_huge_size_takes_no_memory(tmp_path):
-    """A descriptor may claim what it likes: nothing is allocated for that."""
+def test_a_huge_descriptor_size_allocates_no_memory(tmp_path):
+    """The size in a descriptor is not used to allocate memory."""
     layer = {"mediaType": "text/plain", "digest": str(Digest.of(b"weights")), "size": 1 << 50}
     raw = json.dumps(json.loads(MANIFEST) | {"layers": [layer]}).encode()
     with ScriptedRegistry(serving(raw, BLOBS)).running() as registry:

@@ -1,4 +1,4 @@
-"""Lists of tags: pages, and pages that lead astray."""
+"""Tag lists: pagination and malformed pages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def page(tags, link=None):
 
 
 def tags(script, tmp_path):
-    """The tags of a repository in a scripted registry, and the paths that were asked for."""
+    """List the tags of a scripted repository; return them and the request paths."""
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
             return repository.tag_names(), registry.asked("GET")
 
 
-def test_all_pages_in_the_order_given(tmp_path):
+def test_all_pages_are_listed_in_order(tmp_path):
     pages = {
         "/v2/team/x/tags/list": page(["b", "a"], '</v2/team/x/tags/list?last=a&n=2>; rel="next"'),
         "/v2/team/x/tags/list?last=a&n=2": page(["10", "a"], '<list?last=9>; rel="next"'),
@@ -43,7 +43,7 @@ def test_all_pages_in_the_order_given(tmp_path):
     assert asked == list(pages)
 
 
-def test_an_absolute_link(tmp_path):
+def test_an_absolute_link_is_followed(tmp_path):
     def script(seen):
         if "last" in seen.path:
             return page(["b"])
@@ -67,18 +67,18 @@ def test_a_link_to_another_host_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("link", ["//evil.example/x", "http://["])
-def test_links_that_lead_nowhere(link, tmp_path):
+def test_invalid_links_are_refused(link, tmp_path):
     with pytest.raises(RegistryError, match="is at another host"):
         tags(lambda _: page(["a"], f'<{link}>; rel="next"'), tmp_path)
 
 
-def test_pages_in_a_circle(tmp_path):
+def test_circular_pages_fail(tmp_path):
     with pytest.raises(RegistryError, match="circle"):
         tags(lambda seen: page(["a"], f'<{seen.path}>; rel="next"'), tmp_path)
 
 
 @pytest.mark.parametrize("limit", ["MAX_PAGES", "MAX_LIST_SIZE"])
-def test_pages_without_an_end(limit, tmp_path, monkeypatch):
+def test_endless_pages_fail(limit, tmp_path, monkeypatch):
     monkeypatch.setattr(listing, limit, 5)
     count = iter(range(100))
     with pytest.raises(RegistryError, match="does not end"):
@@ -90,18 +90,18 @@ def test_pages_without_an_end(limit, tmp_path, monkeypatch):
     "body",
     [b"", b"[]", b'{"tags": "a"}', b'{"tags": ["a\\nb"]}'],
 )
-def test_what_is_no_list_of_tags(body, tmp_path):
+def test_an_invalid_tag_list_is_refused(body, tmp_path):
     with pytest.raises(FormatError):
         tags(lambda _: Answer(200, {}, body), tmp_path)
 
 
-def test_a_list_that_is_too_large(tmp_path):
+def test_an_oversized_tag_list_is_refused(tmp_path):
     body = b'{"tags": ["' + b"a" * (4 << 20) + b'"]}'
     with pytest.raises(VerificationError, match="more than"):
         tags(lambda _: Answer(200, {}, body), tmp_path)
 
 
-def test_a_passing_error_in_the_middle(tmp_path):
+def test_a_transient_error_between_pages_is_retried(tmp_path):
     left = [1]
 
     def script(seen):
@@ -112,6 +112,6 @@ def test_a_passing_error_in_the_middle(tmp_path):
     assert tags(script, tmp_path)[0] == ["a", "b"]
 
 
-def test_no_such_repository(tmp_path):
+def test_a_missing_repository_fails(tmp_path):
     with pytest.raises(NotFoundError):
         tags(lambda _: Answer(404), tmp_path)

@@ -1,4 +1,4 @@
-"""TLS, proxies, and what the command line says against what the environment says."""
+"""TLS and proxies: precedence of the command line over the environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def authority():
 
 @pytest.fixture
 def secured(authority):
-    """A registry behind TLS."""
+    """Return a registry behind TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
     registry = ScriptedRegistry(serving(MANIFEST, BLOBS))
@@ -43,7 +43,7 @@ def ca_file(authority, tmp_path):
 
 @pytest.fixture
 def other_bundle(tmp_path, monkeypatch):
-    """An environment that trusts somebody else."""
+    """Set an environment that trusts another authority."""
     path = tmp_path / "other.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(path))
@@ -59,10 +59,10 @@ def pull(host, tmp_path, **options):
 def test_an_unknown_authority_is_not_trusted(secured, tmp_path):
     with pytest.raises(NetworkError, match="cannot trust the certificate") as raised:
         pull(secured, tmp_path)
-    assert raised.value.remedy == "ca_file"  # not plain HTTP: it does speak TLS
+    assert raised.value.remedy == "ca_file"  # no fallback to plain HTTP
 
 
-def test_tls_to_a_registry_without(tmp_path):
+def test_tls_to_a_plain_http_registry_fails(tmp_path):
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         host = f"{HOST}:{registry.host.rpartition(':')[2]}"
         with pytest.raises(NetworkError, match=f"cannot speak TLS with {host}") as raised:
@@ -73,26 +73,26 @@ def test_tls_to_a_registry_without(tmp_path):
 
 
 @pytest.mark.usefixtures("other_bundle")
-def test_a_ca_file_wins_over_the_environment(secured, tmp_path, ca_file):
+def test_a_ca_file_takes_precedence_over_the_environment(secured, tmp_path, ca_file):
     pull(secured, tmp_path, ca_file=ca_file)
 
 
-def test_the_environment_s_bundle_is_used(secured, tmp_path, ca_file, monkeypatch):
+def test_the_ca_bundle_of_the_environment_is_used(secured, tmp_path, ca_file, monkeypatch):
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(ca_file))
     pull(secured, tmp_path)
 
 
 @pytest.mark.usefixtures("other_bundle")
-def test_insecure_wins_over_the_environment_and_says_nothing_of_its_own(secured, tmp_path):
+def test_insecure_takes_precedence_over_the_environment_without_warnings(secured, tmp_path):
     pull(secured, tmp_path, insecure=True)
 
 
-def test_plain_http_to_a_registry_with_tls(secured, tmp_path):
+def test_plain_http_to_a_tls_registry_fails(secured, tmp_path):
     with pytest.raises(NetworkError):
         pull(secured, tmp_path, plain_http=True)
 
 
-def test_loopback_is_reached_without_a_proxy(tmp_path, monkeypatch):
+def test_loopback_bypasses_the_proxy(tmp_path, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     for name in ("no_proxy", "NO_PROXY"):
@@ -100,5 +100,5 @@ def test_loopback_is_reached_without_a_proxy(tmp_path, monkeypatch):
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         pull(registry.host, tmp_path)
         port = registry.host.rpartition(":")[2]
-        with pytest.raises(NetworkError):  # an address that is not loopback's goes to the proxy
+        with pytest.raises(NetworkError):  # other addresses use the proxy
             pull(f"{HOST}:{port}", tmp_path, plain_http=True)

@@ -1,4 +1,4 @@
-"""Bearer tokens: what is asked for, for how long they are used, and who shares them."""
+"""Bearer tokens: requested scopes, lifetime and sharing between threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOW = 1_800_000_000.0
 
 
 class Clock:
-    """A clock that stands until it is told otherwise."""
+    """A clock that is advanced by hand."""
 
     def __init__(self):
         self.now = NOW
@@ -39,7 +39,7 @@ class Clock:
 
 
 class Guarded:
-    """A registry with its token service; a token is good until ``self.revoke()``."""
+    """A registry with a token service; tokens are valid until ``self.revoke()``."""
 
     def __init__(self, inner=None, *, scope=None, realm=None, entry=None, **answer):
         self.inner = inner or (lambda _: Answer(200))
@@ -98,7 +98,7 @@ def get(session, path="tags/list", method="GET"):
     return response.status_code
 
 
-def test_the_scope_is_ours_where_the_challenge_has_none(tmp_path):
+def test_the_default_scope_is_used_when_the_challenge_has_none(tmp_path):
     guarded = Guarded()
     with guarded.session(tmp_path) as session:
         assert get(session) == get(session, method="HEAD") == 200
@@ -107,11 +107,11 @@ def test_the_scope_is_ours_where_the_challenge_has_none(tmp_path):
     assert guarded.queries() == [
         {"service": ["registry"], "scope": ["repository:team/x:pull"]},
         {"service": ["registry"], "scope": ["repository:team/x:pull,push"]},
-        {"service": ["registry"]},  # logging in asks for no repository
+        {"service": ["registry"]},  # login requests no repository scope
     ]
 
 
-def test_a_challenge_with_several_scopes(tmp_path):
+def test_a_challenge_with_several_scopes_shares_one_token(tmp_path):
     guarded = Guarded(scope="repository:team/x:pull,push repository:team/y:pull")
     with guarded.session(tmp_path) as session:
         assert get(session) == get(session, method="POST") == 200
@@ -120,21 +120,21 @@ def test_a_challenge_with_several_scopes(tmp_path):
             "service": ["registry"],
             "scope": ["repository:team/x:pull,push", "repository:team/y:pull"],
         }
-    ]  # one token for one set of scopes, whatever the method
+    ]  # one token per set of scopes, whatever the method
 
 
 @pytest.mark.parametrize(
     ("answer", "good_for", "not_for"),
     [
-        ({}, 47, 49),  # 60 s where nothing is said, less a fifth
+        ({}, 47, 49),  # 60 s without expires_in, less a fifth
         ({"expires_in": 300}, 269, 271),  # less 30 s
         ({"expires_in": -5}, 47, 49),
         ({"expires_in": 300, "issued_at": NOW - 100}, 169, 171),
-        ({"expires_in": 300, "issued_at": NOW - 5000}, 269, 271),  # a clock is wrong
+        ({"expires_in": 300, "issued_at": NOW - 5000}, 269, 271),  # a wrong clock
         ({"expires_in": 300, "issued_at": "yesterday"}, 269, 271),
     ],
 )
-def test_a_token_is_renewed_a_little_before_it_expires(tmp_path, answer, good_for, not_for):
+def test_a_token_is_renewed_before_it_expires(tmp_path, answer, good_for, not_for):
     if isinstance(answer.get("issued_at"), float):
         when = datetime.datetime.fromtimestamp(answer["issued_at"], datetime.UTC)
         answer = answer | {"issued_at": when.isoformat().replace("+00:00", "Z")}
@@ -148,11 +148,11 @@ def test_a_token_is_renewed_a_little_before_it_expires(tmp_path, answer, good_fo
         assert get(session) == 200
     assert guarded.count == 2
     refused = [seen for seen in guarded.registry.seen if "Authorization" not in seen.headers]
-    assert len(refused) == 1  # the renewal came before a 401 could
+    assert len(refused) == 1  # renewed before a 401
 
 
-def test_an_expired_token_in_an_upload(tmp_path):
-    """The registry forgets the token between POST and PUT: the upload begins again."""
+def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path):
+    """The token is revoked between POST and PUT: the upload begins again."""
     guarded = Guarded()
 
     def inner(seen):
@@ -191,7 +191,7 @@ def test_threads_share_one_exchange(tmp_path):
     assert guarded.count == 2
 
 
-def test_an_identity_token_is_traded_by_post(tmp_path):
+def test_an_identity_token_is_exchanged_by_post(tmp_path):
     guarded = Guarded(entry={"identitytoken": "1dent1ty"}, refresh_token="r0tated")
     with guarded.session(tmp_path) as session:
         assert get(session) == 200
@@ -200,7 +200,7 @@ def test_an_identity_token_is_traded_by_post(tmp_path):
     first, second = guarded.asked
     assert first.method == second.method == "POST"
     assert "Authorization" not in first.headers
-    assert first.path == "/token"  # nothing secret in an address
+    assert first.path == "/token"  # no secret in a URL
     assert parse_qs(first.body.decode()) == {
         "grant_type": ["refresh_token"],
         "service": ["registry"],
@@ -211,8 +211,8 @@ def test_an_identity_token_is_traded_by_post(tmp_path):
     assert parse_qs(second.body.decode())["refresh_token"] == ["r0tated"]
 
 
-def test_a_registry_token_is_shown_as_it_is(tmp_path):
-    """Docker's ``registrytoken``: an access token that somebody else has fetched."""
+def test_a_registry_token_is_sent_unchanged(tmp_path):
+    """Docker's ``registrytoken``: an access token obtained by another program."""
     guarded = Guarded(entry={"registrytoken": "r3ady"})
     guarded.good.add("r3ady")
     with guarded.session(tmp_path) as session:
@@ -220,11 +220,11 @@ def test_a_registry_token_is_shown_as_it_is(tmp_path):
         guarded.revoke()
         with pytest.raises(UnauthorizedError, match="not accepted"):
             get(session)
-    assert guarded.asked == []  # no token service was told anything
+    assert guarded.asked == []  # the token service received no request
 
 
-def test_a_realm_elsewhere_gets_no_identity_token(tmp_path):
-    """Every header and body that the other host receives is looked at."""
+def test_a_realm_on_another_host_receives_no_identity_token(tmp_path):
+    """Check every header and body that the other host receives."""
     guarded = Guarded(entry={"identitytoken": "1dent1ty"})
     with ScriptedRegistry(lambda _: guarded.token()).running() as other:
         guarded.realm = f"http://{other.host.replace('127.0.0.1', 'localhost')}/token"
@@ -239,7 +239,7 @@ def test_a_realm_elsewhere_gets_no_identity_token(tmp_path):
         assert "1dent1ty" not in seen.path
 
 
-def test_a_token_service_that_is_busy_is_asked_again(tmp_path):
+def test_a_busy_token_service_is_retried(tmp_path):
     guarded = Guarded()
     answers = [Answer(503), Answer(429)]
     right = guarded.token
@@ -255,7 +255,7 @@ def test_a_token_service_that_is_busy_is_asked_again(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_token_service_that_refuses_is_believed(tmp_path, status):
+def test_a_refusal_by_the_token_service_is_not_retried(tmp_path, status):
     guarded = Guarded()
     guarded.token = lambda: Answer(status)  # type: ignore[method-assign]
     with guarded.session(tmp_path) as session:
@@ -292,13 +292,13 @@ def test_a_redirect_of_the_token_service_is_not_followed(tmp_path):
         ('"', _Challenge("")),
     ],
 )
-def test_challenges(header, challenge):
+def test_challenges_are_parsed(header, challenge):
     assert _Challenge.parse(header) == challenge
 
 
 @pytest.mark.parametrize("entry", [{"auth": BASIC}, {"identitytoken": "pa55word"}])
 def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
-    """Not the password, not the token, not the signature in a content network's address."""
+    """Not the password, the token, or the signature in a CDN's URL."""
     caplog.set_level(logging.DEBUG)
     manifest, blobs = artifact(b"{}", b"weights")
     with ScriptedRegistry(serving(manifest, blobs)).running() as cdn:
@@ -316,7 +316,7 @@ def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
             reference = Reference.parse(f"{guarded.registry.host}/team/x")
             with (
                 Repository(reference, ClientOptions(docker_config=tmp_path)) as repository,
-                contextlib.suppress(RegistryError),  # the script does not know the query
+                contextlib.suppress(RegistryError),  # the script ignores the query
             ):
                 repository.resolve(reference)
                 for digest, blob in blobs.items():
@@ -326,7 +326,7 @@ def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
                         repository.open(content).read()
     assert any("s1gnature" in seen.path for seen in cdn_script)
     assert not any("Authorization" in seen.headers for seen in cdn_script)
-    assert "/token" in caplog.text  # urllib3 does log
+    assert "/token" in caplog.text  # urllib3 logs requests
     for secret in ("pa55word", BASIC, "t0k3n", "s1gnature"):
         assert secret not in caplog.text
         assert not any(secret in repr(record.__dict__) for record in caplog.records)
@@ -334,7 +334,7 @@ def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
 
 @pytest.fixture(params=["port", "scheme"])
 def elsewhere(request, tmp_path):
-    """Another origin on the same host, by its port alone or by its scheme too; its authority."""
+    """Return another origin on the same host, by port or by scheme, and its authority."""
     authority = trustme.CA()
     bundle = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(bundle))
@@ -350,8 +350,8 @@ def elsewhere(request, tmp_path):
         yield other, f"{scheme}://{other.host}", bundle
 
 
-def test_what_another_origin_receives(tmp_path, elsewhere):
-    """Every header of every request: a redirected blob, and an upload that is to go there."""
+def test_another_origin_receives_no_credentials(tmp_path, elsewhere):
+    """Check every header: of a redirected blob, and of an upload location."""
     other, there, bundle = elsewhere
     manifest, blobs = artifact(b"{}", b"weights")
     inner = serving(manifest, blobs)
@@ -379,8 +379,8 @@ def test_what_another_origin_receives(tmp_path, elsewhere):
         assert not any("t0k3n" in value or BASIC in value for value in seen.headers.values())
 
 
-def test_oras_itself_says_nothing(caplog):
-    """It would print what a token service answers."""
+def test_oras_logging_is_disabled(caplog):
+    """Its logger would print the token service's responses."""
     caplog.set_level(logging.DEBUG)
     for name in ("oras", "oras.logger"):
         assert not logging.getLogger(name).isEnabledFor(logging.CRITICAL)

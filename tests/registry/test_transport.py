@@ -1,4 +1,4 @@
-"""One request: how long each of its steps may take, and what is closed in the end."""
+"""Timeouts of the steps of a request, and closing of connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODY = bytes(5000)
 
 @pytest.fixture(params=["plain", "tls"])
 def session(request, tmp_path):
-    """To a registry that takes everything."""
+    """Return a session to a registry that accepts everything."""
     registry = ScriptedRegistry(lambda seen: Answer(201 if seen.body else 200))
     options = {}
     if request.param == "tls":
@@ -47,7 +47,7 @@ def session(request, tmp_path):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """The timeout under which a socket was given each large piece."""
+    """Record the socket timeout at each large write."""
     timeouts = []
     for kind in (socket.socket, ssl.SSLSocket):
         real = kind.sendall
@@ -73,13 +73,13 @@ def get(session):
     response.raw.release_conn()
 
 
-def test_a_body_has_longer_than_a_connection_to_be_made(session, sent):
+def test_a_body_has_a_longer_timeout_than_connecting(session, sent):
     put(session)
     assert SEND_TIMEOUT > CONNECT_TIMEOUT
     assert sent == [SEND_TIMEOUT]
 
 
-def test_a_body_over_a_connection_that_is_used_again(session, sent):
+def test_a_body_on_a_reused_connection_has_the_write_timeout(session, sent):
     get(session)
     put(session)
     assert sent == [SEND_TIMEOUT]
@@ -87,7 +87,7 @@ def test_a_body_over_a_connection_that_is_used_again(session, sent):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """For how long the answer to each request may keep us waiting."""
+    """Record the read timeout of each request."""
     seconds, real = [], Transport.send
 
     def send(self, *arguments, timeout):
@@ -98,20 +98,20 @@ def reads(monkeypatch):
     return seconds
 
 
-def test_a_first_look_tells_soon_that_nobody_answers(session, reads):
+def test_the_first_request_has_a_short_read_timeout(session, reads):
     get(session)
     get(session)
     assert reads == [FIRST_READ_TIMEOUT, READ_TIMEOUT]
 
 
 @pytest.mark.parametrize("body", [BODY, b""], ids=["some", "empty"])
-def test_a_first_request_with_a_body_is_waited_for(body, session, reads):
-    """The registry has something to do with it before it can answer."""
+def test_a_first_request_with_a_body_has_the_full_read_timeout(body, session, reads):
+    """The registry processes the body before it responds."""
     session.request("PUT", session.url("manifests/v1"), body=body).close()
     assert reads == [READ_TIMEOUT]
 
 
-def test_a_caller_may_wait_longer_for_what_it_sent(session, reads):
+def test_a_caller_can_extend_the_read_timeout(session, reads):
     session.request("PUT", session.url("manifests/v1"), body=BODY, read_timeout=500.0).close()
     assert reads == [500.0]
 
@@ -127,15 +127,15 @@ def adapter(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_connections_through_a_proxy_are_ours(scheme, adapter):
+def test_proxy_connections_use_our_connection_class(scheme, adapter):
     manager = adapter.proxy_manager_for("http://proxy.example.com:3128")
     pool = manager.connection_from_url(f"{scheme}://r.example.com/")
     assert type(pool) is POOLS[scheme]
 
 
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h"])
-def test_connections_through_socks_are_its_own(scheme, adapter):
-    """Ours would go past it."""
+def test_socks_connections_use_their_own_class(scheme, adapter):
+    """Our connection class would bypass the SOCKS proxy."""
     socks = pytest.importorskip("urllib3.contrib.socks", exc_type=ImportError)
     manager = adapter.proxy_manager_for(f"{scheme}://proxy.example.com:1080")
     assert type(manager) is socks.SOCKSProxyManager
@@ -143,7 +143,7 @@ def test_connections_through_socks_are_its_own(scheme, adapter):
         assert manager.connection_from_url(f"{scheme}://r.example.com/").ConnectionCls is kind
 
 
-def test_closing_closes_the_connections_of_proxies_too(adapter):
+def test_closing_closes_proxy_connections(adapter):
     pools = [
         adapter.proxy_manager_for(proxy).connection_from_url("http://r.example.com/")
         for proxy in ("http://one.example.com:3128", "http://other.example.com:3128")

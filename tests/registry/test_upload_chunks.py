@@ -1,6 +1,6 @@
-"""Uploads in pieces, and where they go on: registries that are strict, and ones that forget.
+"""Chunked uploads and their resumption, with strict and forgetful registries.
 
-What a real registry does about this: tests/e2e/test_upload_faults.py.
+Tests with a real registry: tests/e2e/test_upload_faults.py.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ SIZE = len(BLOB)
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    """Retries wait; these tests need not."""
+    """Skip the delay between retries."""
     monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Pieces of 4, 1 and 0.25 MiB in place of 64, 16, 4 and 1."""
+    """Use chunks of 4, 1 and 0.25 MiB in place of 64, 16, 4 and 1."""
     monkeypatch.setattr(upload, "FIRST_CHUNK", 4 * MIB)
     monkeypatch.setattr(upload, "SMALLEST_CHUNK", MIB // 4)
 
 
 @dataclass
 class Strict:
-    """A registry that takes bodies of up to ``limit`` bytes, in order, and says where it is.
+    """A registry that accepts bodies of up to ``limit`` bytes, in order, and reports its offset.
 
-    ``fails(seen)`` answers first; ``keeps(count)`` is how many bytes it takes of a piece;
-    ``least`` is the smallest piece that it wants, but for the last.
+    ``fails(seen)`` answers first; ``keeps(count)`` is the number of bytes kept of a chunk;
+    ``least`` is the minimum chunk size, except for the last.
     """
 
     limit: int = 1 << 40
@@ -106,8 +106,8 @@ class Strict:
 
 
 def push(strict, tmp_path, *blobs, chunk=0):
-    """Push an artifact of blobs from a layout; returns the registry. ``chunk`` is the largest body
-    that it is known to take."""
+    """Push an artifact of blobs from a layout; return the registry. ``chunk`` is the largest body
+    that it is known to accept."""
     raw, _ = artifact(b"{}", *blobs)
     layout = ImageLayout(tmp_path / "store")
     here = Reference(None, "x", "v1")
@@ -138,7 +138,7 @@ def push(strict, tmp_path, *blobs, chunk=0):
 
 
 def pieces(registry):
-    """Method, range and size of every request that brought bytes of a large blob."""
+    """Return the method, range and size of every request with bytes of a large blob."""
     return [
         (seen.method, seen.headers.get("Content-Range"), len(seen.body))
         for seen in registry.seen
@@ -149,8 +149,8 @@ def pieces(registry):
 # -- too large
 
 
-def test_pieces_in_order(tmp_path):
-    """As ghcr.io wants them: 4 MiB at most, each where the last one ended."""
+def test_chunks_are_sent_in_order(tmp_path):
+    """As ghcr.io requires: at most 4 MiB, each starting where the previous ended."""
     registry = push(Strict(limit=4 * MIB), tmp_path, BLOB)
     assert pieces(registry) == [
         ("PUT", None, SIZE),
@@ -159,8 +159,8 @@ def test_pieces_in_order(tmp_path):
     ]
 
 
-def test_what_is_learned_of_one_blob_goes_for_the_next(tmp_path):
-    """A registry is asked once what it finds too large."""
+def test_the_learned_chunk_size_is_used_for_the_next_blob(tmp_path):
+    """The limit of a registry is probed once."""
     other = BLOB[::-1]
     registry = push(Strict(limit=MIB), tmp_path, BLOB, other)
     sizes = [size for _, _, size in pieces(registry)]
@@ -168,15 +168,15 @@ def test_what_is_learned_of_one_blob_goes_for_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [MIB // 4, MIB // 4 + 1, MIB - 1])
-def test_down_to_the_smallest(limit, tmp_path):
-    """Every size is tried, however many there are; a failed attempt is another thing."""
+def test_every_chunk_size_is_tried(limit, tmp_path):
+    """All sizes are tried, whatever their number; they do not count as failed attempts."""
     registry = push(Strict(limit=limit), tmp_path, BLOB)
     sizes = [size for _, _, size in pieces(registry)]
     assert sizes[:3] == [SIZE, 4 * MIB, MIB]
     assert set(sizes[3:]) == {MIB // 4}
 
 
-def test_too_small_to_go_on(tmp_path):
+def test_a_limit_below_the_smallest_chunk_fails(tmp_path):
     strict = Strict(limit=MIB // 8)
     with pytest.raises(RegistryError, match="413"):
         push(strict, tmp_path, BLOB)
@@ -185,8 +185,8 @@ def test_too_small_to_go_on(tmp_path):
 
 
 @pytest.mark.parametrize("least", [MIB // 2, 3 * MIB])
-def test_the_smallest_piece_that_a_registry_wants(least, tmp_path):
-    """Between too large and too small; the last piece may be as small as it is."""
+def test_the_minimum_chunk_size_is_respected(least, tmp_path):
+    """Chunks lie between the minimum and the limit; the last may be smaller."""
     strict = Strict(limit=4 * MIB - 1, least=least)
     push(strict, tmp_path, BLOB)
     *body, last = [size for size in strict.sizes if size > 2]
@@ -194,20 +194,20 @@ def test_the_smallest_piece_that_a_registry_wants(least, tmp_path):
     assert sum(body) + last == SIZE
 
 
-def test_a_registry_that_wants_pieces_larger_than_it_takes(tmp_path):
+def test_a_minimum_chunk_size_above_the_limit_fails(tmp_path):
     with pytest.raises(RegistryError, match="413"):
         push(Strict(limit=MIB, least=2 * MIB), tmp_path, BLOB)
 
 
 @pytest.mark.parametrize("least", ["-1", "x", "", "9" * 40])
-def test_a_smallest_piece_that_is_none(least, tmp_path):
+def test_an_invalid_minimum_chunk_size_is_ignored(least, tmp_path):
     strict = Strict(limit=4 * MIB)
     strict.least = least
     push(strict, tmp_path, BLOB)
 
 
-def test_a_smallest_piece_is_no_reason_for_pieces(tmp_path, monkeypatch):
-    """Where any body is taken, a large blob is one."""
+def test_a_minimum_chunk_size_does_not_cause_chunking(tmp_path, monkeypatch):
+    """A registry that accepts any size gets a large blob in one request."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     registry = push(Strict(least=MIB), tmp_path, BLOB)
     assert pieces(registry) == [("PATCH", None, SIZE)]
@@ -223,8 +223,8 @@ def test_a_smallest_piece_is_no_reason_for_pieces(tmp_path, monkeypatch):
     ],
     ids=["largest", "smallest", "rest", "any"],
 )
-def test_pieces_between_the_smallest_and_the_largest(chunk, least, sizes, tmp_path):
-    """Where the two contradict each other, what the registry says of itself counts."""
+def test_the_minimum_chunk_size_overrides_the_configured_size(chunk, least, sizes, tmp_path):
+    """If they contradict each other, the registry's own header is used."""
     registry = push(Strict(least=least), tmp_path, BLOB, chunk=chunk)
     assert [size for method, _, size in pieces(registry) if method == "PATCH"] == sizes
 
@@ -232,18 +232,18 @@ def test_pieces_between_the_smallest_and_the_largest(chunk, least, sizes, tmp_pa
 # -- where it is
 
 
-def test_a_registry_that_keeps_less_than_it_was_sent(tmp_path):
-    """It says so, and the rest follows from there."""
+def test_a_partially_kept_chunk_is_continued_at_the_offset(tmp_path):
+    """The registry reports its offset, and the upload continues there."""
     strict = Strict(limit=MIB, keeps=lambda count: count - count // 3)
     registry = push(strict, tmp_path, BLOB)
     starts = [int(span.partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
     kept = MIB - MIB // 3
     assert starts == [kept * i for i in range(len(starts))]
-    assert strict.begun == 4  # whole, 4 MiB, 1 MiB, which was gone on with; and the config
+    assert strict.begun == 4  # whole, 4 MiB, 1 MiB, which was continued; and the config
 
 
 def failing(condition, *answers):
-    """Answers to the first requests for which the condition holds."""
+    """Return answers to the first requests that satisfy the condition."""
     left = list(answers)
 
     def fails(seen):
@@ -252,13 +252,13 @@ def failing(condition, *answers):
     return fails
 
 
-def test_a_registry_that_is_elsewhere_is_asked_where(tmp_path):
-    """416: what an earlier, broken request brought is there, and is not sent again."""
+def test_a_416_response_queries_the_offset(tmp_path):
+    """Bytes of an earlier, broken request arrived and are not sent again."""
     strict = Strict(limit=MIB)
 
     def fails(seen):
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
-            strict.here += seen.body[: MIB // 2]  # it arrived so far, and broke off
+            strict.here += seen.body[: MIB // 2]  # received, then disconnected
             strict.fails = lambda _: None
             return Answer(502)
         return None
@@ -269,12 +269,12 @@ def test_a_registry_that_is_elsewhere_is_asked_where(tmp_path):
     assert starts[:5] == [0, MIB, 2 * MIB, 2 * MIB + MIB // 2, 3 * MIB + MIB // 2]
 
 
-def test_an_upload_that_is_gone_begins_anew(tmp_path):
+def test_a_missing_upload_is_restarted(tmp_path):
     strict = Strict(limit=MIB)
 
     def fails(seen):
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
-            strict.begun += 1  # nobody knows that location any more
+            strict.begun += 1  # the old location is unknown now
             strict.fails = lambda _: None
             return Answer(502)
         return None
@@ -285,8 +285,8 @@ def test_an_upload_that_is_gone_begins_anew(tmp_path):
     assert starts == [0, MIB, 2 * MIB, *range(0, 6 * MIB, MIB)]
 
 
-def test_a_registry_that_forgets_time_and_again_is_given_up(tmp_path):
-    """It comes forward, forgets, and comes as far again: that is not forward."""
+def test_a_registry_that_keeps_losing_uploads_fails(tmp_path):
+    """Reaching the same offset after a loss is not progress."""
     strict = Strict(limit=MIB)
     asked = []
 
@@ -294,7 +294,7 @@ def test_a_registry_that_forgets_time_and_again_is_given_up(tmp_path):
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
             asked.append(seen)
             assert len(asked) < 50
-            strict.begun += len(asked) % 2  # every other time all is lost
+            strict.begun += len(asked) % 2  # everything is lost every other time
             return Answer(502)
         return None
 
@@ -304,7 +304,7 @@ def test_a_registry_that_forgets_time_and_again_is_given_up(tmp_path):
     assert len(asked) <= ATTEMPTS + 1
 
 
-def test_a_registry_that_stays_elsewhere_is_given_up(tmp_path):
+def test_a_repeated_416_response_fails(tmp_path):
     strict = Strict(limit=MIB)
     asked = []
 
@@ -321,8 +321,8 @@ def test_a_registry_that_stays_elsewhere_is_given_up(tmp_path):
 
 
 @pytest.mark.parametrize("said", ["0-999999999", "bytes=0-x", "7-9", "", "0-" + "9" * 30])
-def test_a_place_that_cannot_be(said, tmp_path):
-    """What a registry says of itself is not believed against our own size."""
+def test_an_invalid_offset_is_ignored(said, tmp_path):
+    """An offset outside the blob's size is not used."""
     strict = Strict()
     fails = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
     answer = failing(lambda seen: seen.method == "GET", Answer(204, {"Range": said}))
@@ -331,7 +331,7 @@ def test_a_place_that_cannot_be(said, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["0-{}", "bytes=0-{}"])
-def test_both_forms_of_a_range(form, tmp_path):
+def test_both_forms_of_a_range_are_parsed(form, tmp_path):
     strict = Strict()
 
     def fails(seen):
@@ -349,8 +349,8 @@ def test_both_forms_of_a_range(form, tmp_path):
 
 
 @pytest.mark.parametrize("extra", ["", "other=1&"])
-def test_a_status_that_cannot_be_told_is_asked_for_once_more(extra, tmp_path):
-    """Then a new upload begins: a registry may be unable to tell for good."""
+def test_a_failed_offset_query_is_retried_once(extra, tmp_path):
+    """Then a new upload begins, as the registry may never answer."""
     strict = Strict()
     puts = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
     gets = failing(lambda seen: seen.method == "GET", Answer(500), Answer(500))
@@ -360,8 +360,8 @@ def test_a_status_that_cannot_be_told_is_asked_for_once_more(extra, tmp_path):
     assert len(asked) == 2
 
 
-def test_what_arrived_unseen_is_not_sent_again(tmp_path):
-    """The last answer was lost; the upload is over, and the blob is there."""
+def test_an_upload_whose_last_response_was_lost_is_not_repeated(tmp_path):
+    """The upload is complete and the blob exists."""
     strict = Strict()
 
     def fails(seen):
@@ -376,11 +376,11 @@ def test_what_arrived_unseen_is_not_sent_again(tmp_path):
     assert pieces(registry) == [("PUT", None, SIZE)]
 
 
-# -- uploads that the registry has forgotten
+# -- uploads that the registry lost
 
 
 def forgetting(method, status, then=lambda seen: None):
-    """Answers the first large request of a method so, once ``then`` has heard of it."""
+    """Answer the first large request of a method with an unknown upload, after ``then``."""
     answer = failing(lambda seen: seen.method == method and len(seen.body) > MIB, Answer(status))
 
     def fails(seen):
@@ -394,24 +394,24 @@ def forgetting(method, status, then=lambda seen: None):
 
 @pytest.fixture(params=["PUT", "PATCH"])
 def method(request, monkeypatch):
-    """How a large blob goes."""
+    """Return the method of a large upload."""
     if request.param == "PATCH":
         monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     return request.param
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_forgotten_upload_begins_anew(method, status, tmp_path):
+def test_a_lost_upload_is_restarted(method, status, tmp_path):
     registry = push(Strict(fails=forgetting(method, status)), tmp_path, BLOB)
     assert pieces(registry) == [(method, None, SIZE)] * 2
     first, second = [number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB]
     between = [(seen.method, "/upload/" in seen.path) for seen in registry.seen[first + 1 : second]]
-    assert between == [("HEAD", False), ("POST", False)]  # nobody asks where it was
+    assert between == [("HEAD", False), ("POST", False)]  # the offset is not queried
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_forgotten_upload_that_arrived_is_over(method, status, tmp_path):
-    """It was finished by a request whose answer was lost, or by somebody else."""
+def test_a_lost_upload_whose_blob_exists_is_complete(method, status, tmp_path):
+    """A request whose response was lost completed it, or another client did."""
     encoded = hashlib.sha256(BLOB).hexdigest()
     strict = Strict()
     strict.fails = forgetting(
@@ -425,8 +425,8 @@ def test_a_forgotten_upload_that_arrived_is_over(method, status, tmp_path):
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_registry_that_forgets_every_upload_is_given_up(method, status, tmp_path):
-    """One of several behind a load balancer that share nothing: the hint says so."""
+def test_a_registry_that_loses_every_upload_fails_with_a_hint(method, status, tmp_path):
+    """The hint names a load balancer before registries without shared storage."""
     strict = Strict()
 
     def fails(seen):
@@ -441,8 +441,8 @@ def test_a_registry_that_forgets_every_upload_is_given_up(method, status, tmp_pa
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_registry_that_forgets_after_each_piece_is_given_up(status, tmp_path):
-    """That a first piece is taken each time is no way forward."""
+def test_a_registry_that_loses_each_upload_after_a_chunk_fails(status, tmp_path):
+    """Accepting the first chunk each time is not progress."""
     strict = Strict()
 
     def fails(seen):
@@ -456,7 +456,7 @@ def test_a_registry_that_forgets_after_each_piece_is_given_up(status, tmp_path):
 
 
 def closing(strict, *, stored):
-    """A PUT without a body is answered with 504 once; the blob is in the registry or is not."""
+    """Answer a PUT without a body with 504 once; the blob may exist or not."""
 
     def fails(seen):
         if seen.method != "PUT" or seen.body or len(strict.here) != SIZE:
@@ -470,7 +470,7 @@ def closing(strict, *, stored):
 
 
 def after_the_last_byte(registry):
-    """What was asked for once all of a large blob had been sent."""
+    """Return the requests after the last byte of a large blob."""
     large = max(number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB)
     return [
         (seen.method, "/upload/" in seen.path)
@@ -479,8 +479,8 @@ def after_the_last_byte(registry):
     ]
 
 
-def test_what_was_closed_unseen_is_not_closed_again(tmp_path, monkeypatch):
-    """The upload is still known, with every byte of the blob, which is there."""
+def test_a_completed_upload_is_not_completed_again(tmp_path, monkeypatch):
+    """The upload still exists with all bytes, and so does the blob."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     strict = Strict()
     strict.fails = closing(strict, stored=True)
@@ -490,7 +490,7 @@ def test_what_was_closed_unseen_is_not_closed_again(tmp_path, monkeypatch):
     assert [step for step in asked[3:] if step[0] == "PUT"] == [("PUT", True)]  # the config's
 
 
-def test_what_was_not_closed_is_looked_for_before_it_is(tmp_path, monkeypatch):
+def test_the_blob_is_checked_before_the_upload_is_completed_again(tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     strict = Strict()
     strict.fails = closing(strict, stored=False)
@@ -503,8 +503,8 @@ def test_what_was_not_closed_is_looked_for_before_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("location", ["http://[::1", "http://h:99999999/"])
 @pytest.mark.parametrize("when", ["POST", "PATCH"])
-def test_an_upload_that_goes_on_at_what_is_no_address(when, location, tmp_path, monkeypatch):
-    """The registry has lost its way; another attempt would not help."""
+def test_an_invalid_location_in_an_upload_fails(when, location, tmp_path, monkeypatch):
+    """It is not retried: another attempt would not help."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     strict = Strict()
     strict.fails = lambda seen: Answer(202, {"Location": location}) if seen.method == when else None
@@ -513,19 +513,19 @@ def test_an_upload_that_goes_on_at_what_is_no_address(when, location, tmp_path, 
     assert strict.begun == (when == "PATCH")
 
 
-# -- other ways
+# -- other methods
 
 
-def test_a_large_blob_is_resumable_where_a_put_is_not(tmp_path, monkeypatch):
-    """PATCH without a range, as docker sends it, and a PUT that is empty."""
+def test_a_large_blob_is_sent_by_patch(tmp_path, monkeypatch):
+    """PATCH without a range, as docker sends it, and an empty PUT."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     registry = push(Strict(), tmp_path, BLOB)
     assert pieces(registry) == [("PATCH", None, SIZE)]
     assert b"" in [seen.body for seen in registry.seen if seen.method == "PUT"]
 
 
-def test_pieces_of_a_damaged_blob(tmp_path):
-    """The registry finds out; we say whose copy it was, and do not try again."""
+def test_a_damaged_blob_in_chunks_fails_without_retry(tmp_path):
+    """The registry detects it, and the error names the local copy."""
     strict = Strict(limit=MIB)
 
     def spoiled(seen):
