@@ -11,7 +11,25 @@ from collections import Counter
 from pathlib import Path
 
 # Per cent of lines and branches together, rounded down; "." is the root's modules
-FLOORS: dict[str, int] = {"oci": 95}  # the others are not measured yet
+FLOORS = {
+    ".": 97,
+    "api": 95,
+    "cli": 93,
+    "content": 97,
+    "dialect": 98,
+    "distribution": 53,  # most of its tests serve in a process of their own, which is not measured
+    "engine": 88,
+    "exporter": 97,
+    "formats": 97,
+    "http": 87,
+    "importer": 98,
+    "layout": 96,
+    "model": 96,
+    "node": 94,
+    "oci": 99,
+    "registry": 97,
+    "tensor": 98,
+}
 COUNTS = ("num_statements", "num_branches", "covered_lines", "covered_branches")
 
 
