@@ -1,1 +1,1 @@
-"""The worker's interfaces: each module has ``routes(service)``, a list of routes."""
+"""The worker's interfaces; each module has ``routes(service)``, which returns its routes."""

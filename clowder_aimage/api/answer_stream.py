@@ -1,4 +1,4 @@
-"""Streamed answers: server-sent events (HTML Living Standard, 9.2), and lines of JSON."""
+"""Streamed responses: server-sent events (HTML Living Standard, 9.2) and JSON lines."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from aiohttp import web
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.api_error import api_error
 
-TICK = 0.5  # seconds between two looks at whether the client is still there
-KEEP_ALIVE = 10.0  # seconds of silence after which a comment is sent: proxies give up after 15
-STALL = 60.0  # seconds in which a client must take a piece
+TICK = 0.5  # seconds between two checks that the client is still connected
+KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
+STALL = 60.0  # seconds within which a client must receive a piece
 _PIECE = 64 * 1024
 
 T = TypeVar("T")
 
 
 def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
-    """Return an event whose data is JSON; after its id, ``mark``, a client resumes."""
+    """Return an event with JSON data; clients resume after its id, ``mark``."""
     head = f"id: {mark}\n" if mark is not None else ""
     if event is not None:
         if not event.isprintable():
@@ -36,16 +36,16 @@ def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """Return a line that clients skip."""
+    """Return a comment line, which clients ignore."""
     return f": {' '.join(text.split())}\n\n".encode()
 
 
 async def ticking(
     events: AsyncGenerator[T, None], every: float | None = None
 ) -> AsyncGenerator[T | None, None]:
-    """Yield the events as they come, and None for every ``every`` seconds of silence.
+    """Yield the events as they arrive, and None after every ``every`` seconds of silence.
 
-    Closing this ends them, and returns when that is done. Raises their errors.
+    Closing the generator closes ``events`` and waits for that. Raises the errors of ``events``.
     """
     async with contextlib.aclosing(events):
         while True:
@@ -63,14 +63,14 @@ async def ticking(
 
 
 def is_gone(request: web.Request) -> bool:
-    """Return True if the client has left."""
+    """Return whether the client has disconnected."""
     return request.transport is None or request.transport.is_closing()
 
 
 class EventStream:
-    """An answer that is a stream of events, without buffering.
+    """A response that streams events without buffering.
 
-    ``clock`` measures the silence after which keep-alive comments are sent.
+    ``clock`` measures the silence before a keep-alive comment.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class EventStream:
                 **(headers or {}),
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache, no-store",
-                "X-Accel-Buffering": "no",  # nginx would collect events otherwise
+                "X-Accel-Buffering": "no",  # disables nginx's buffering
             }
         )
 
     async def open(self) -> None:
-        """Send the head of the answer."""
+        """Send the headers of the response."""
         await self.response.prepare(self._request)
 
     async def send(self, *frames: bytes) -> None:
-        """Send frames at once. Raises ConnectionResetError."""
+        """Send frames without delay. Raises ConnectionResetError."""
         for whole in frames:
             for start in range(0, len(whole), _PIECE):
                 if is_gone(self._request):
@@ -114,22 +114,22 @@ class EventStream:
             raise ConnectionResetError("the client does not read") from None
 
     async def keep_alive(self) -> None:
-        """Send a comment if nothing was sent for long. Raises ConnectionResetError."""
+        """Send a comment after a long silence. Raises ConnectionResetError."""
         if is_gone(self._request):
             raise ConnectionResetError("the client has left")
         if self._clock() - self._sent >= KEEP_ALIVE:
             await self.send(comment("keep-alive"))
 
     async def close(self) -> web.StreamResponse:
-        """End the answer. Raises ConnectionResetError."""
+        """End the response. Raises ConnectionResetError."""
         await self._in_time(self.response.write_eof())
         return self.response
 
 
 class NdjsonStream:
-    """An answer of JSON lines, as ollama has them.
+    """A response of JSON lines, as in ollama's API.
 
-    An error before the first line has a status of its own.
+    An error before the first line determines the status of the response.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -138,11 +138,11 @@ class NdjsonStream:
 
     @property
     def has_begun(self) -> bool:
-        """A line was sent."""
+        """Return whether a line was sent."""
         return self._response is not None
 
     async def write(self, value: Mapping[str, Any]) -> None:
-        """Send a line now."""
+        """Send a line without delay."""
         if self._response is None:
             self._response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
             await self._response.prepare(self._request)
@@ -150,7 +150,7 @@ class NdjsonStream:
         await self._response.write(line.encode() + b"\n")
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
-        """End with the error: ollama's ``error``, its ``status``, and our ``code``.
+        """End with an error: ollama's ``error``, its ``status``, and our ``code``.
 
         The error is raised if no line was sent.
         """
@@ -162,7 +162,7 @@ class NdjsonStream:
         return await self.end()
 
     async def end(self) -> web.StreamResponse:
-        """End the answer."""
-        assert self._response is not None  # noqa: S101 - every answer has a line
+        """End the response."""
+        assert self._response is not None  # noqa: S101 - every response has a line
         await self._response.write_eof()
         return self._response

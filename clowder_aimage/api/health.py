@@ -1,4 +1,4 @@
-"""Health, readiness, metrics, events, and the description (OpenAPI 3.1) of a worker."""
+"""The health, readiness, metrics, events and OpenAPI 3.1 description of a worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.route import INFER, OPEN, Route
 
 DESCRIPTION = Path(__file__).with_name("openapi.json")
-ALIVE = 15.0  # seconds of silence after which a comment is sent
+ALIVE = 15.0  # seconds of silence before a comment is sent
 
 
 def routes(service: Service) -> list[Route]:
@@ -32,18 +32,18 @@ def routes(service: Service) -> list[Route]:
 
 
 class Health:
-    """The handlers, over one service."""
+    """The handlers for one service."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._description = DESCRIPTION.read_text("utf-8")
 
     async def alive(self, _: web.Request) -> web.Response:
-        """Answer that the event loop runs; nothing else is checked."""
+        """Respond that the event loop runs, without further checks."""
         return web.json_response({"status": "ok"})
 
     async def ready(self, request: web.Request) -> web.Response:
-        """Answer if requests should be sent here. Without a token no model is named."""
+        """Respond with the readiness. Models are named only to requests with a token."""
         service, node = self._service, self._service.node
         missing = node.missing() if node is not None else ()
         reasons = await asyncio.to_thread(service.readiness.against, service.wanted, missing)
@@ -68,7 +68,7 @@ class Health:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""
-        mark = f"{self._service.started:.3f}-"  # numbers begin anew with each worker
+        mark = f"{self._service.started:.3f}-"  # event numbers restart with each worker
         last = request.headers.get("Last-Event-ID", "")
         after = last.removeprefix(mark) if last.startswith(mark) else "0"
         if not after.isascii() or not after.isdigit() or len(after) > 15:

@@ -1,7 +1,7 @@
-"""The request of ``POST /v1/images/generations``: read and checked.
+"""The request of ``POST /v1/images/generations``: parsing and validation.
 
-The fields are those of OpenAI's images API, of its ``gpt-image`` models, and those that other
-servers have beside them: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's.
+The fields are those of OpenAI's images API for its ``gpt-image`` models, and extensions of other
+servers: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MAX_PIXELS = 3840 * 2160
 MAX_PICTURES = 10
 MAX_TEXT = 32_000  # characters of a prompt
 MAX_GUIDANCE = 1000
-SHIFTS = (0.001, 1000)  # beyond these there is one noise level
+SHIFTS = (0.001, 1000)  # outside of these bounds there is only one noise level
 MAX_PREVIEWS = 3
 
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
-# Presets that change the model's own number of steps, and their factors
+# Presets that change the model's default number of steps, with their factors
 PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
@@ -42,10 +42,10 @@ def _flag(value: object) -> object:
 
 
 class ImageRequest(RequestBody):
-    """A request whose fields are in their bounds; the AImage decides those that are None."""
+    """A validated request; the AImage provides the defaults of fields that are None."""
 
     model_config = ConfigDict(extra="allow")
-    # Clients send them and nothing here depends on them; ``user`` is neither kept nor logged
+    # Accepted from clients and ignored; ``user`` is neither kept nor logged
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
     prompt: _Text
@@ -75,7 +75,7 @@ class ImageRequest(RequestBody):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise ApiError for fields that do not go together."""
+        """Raise ApiError for incompatible fields."""
         if not self.prompt.strip():
             raise wrong("prompt", "is empty")
         if self.background == "transparent":
@@ -102,14 +102,14 @@ class ImageRequest(RequestBody):
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The sides that are given, but not by ``size``."""
+        """The sides that are given other than by ``size``."""
         if _whole_size(self.size):
             return ()
         return tuple(name for name in ("width", "height") if getattr(self, name) is not None)
 
     @property
     def dimensions(self) -> str:
-        """The size of the pictures, or "auto" if the AImage decides on a side."""
+        """The size of the pictures, or "auto" if a side is left to the AImage."""
         if self.size != "auto":
             return self.size
         return f"{self.width}x{self.height}" if self.width and self.height else "auto"
@@ -121,9 +121,9 @@ class ImageRequest(RequestBody):
         return PictureEncoding(self.output_format, quality, self.png_facts)
 
     def for_model(self, aimage: AImage, previews: int = 0) -> GenerateRequest:
-        """Return the parameters, with the defaults of the AImage.
+        """Return the parameters with the defaults of the AImage.
 
-        Raises ApiError: a negative prompt without effect; with the other side it is too large.
+        Raises ApiError if a negative prompt has no effect or the default side makes it too large.
         """
         whole = _whole_size(self.size) or {"width": self.width, "height": self.height}
         steps = self.num_inference_steps if self.steps is None else self.steps
@@ -150,7 +150,7 @@ class ImageRequest(RequestBody):
 
 
 def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> ImageRequest:
-    """Return the request in the body ``raw``, with the worker's ``defaults`` of fields.
+    """Parse the request in the body ``raw``, with the worker's ``defaults`` of fields.
 
     Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
     """
@@ -177,7 +177,7 @@ def _whole_size(text: str) -> dict[str, int | None] | None:
 
 
 def check_pixels(param: str, width: int, height: int) -> None:
-    """Raise ApiError if a picture is larger than any that is made here."""
+    """Raise ApiError if a picture exceeds the maximum size."""
     if width * height > MAX_PIXELS:
         given = f"{width * height} as {width}x{height}"
         raise wrong(param, f"can make {MAX_PIXELS} pixels at most, not {given}")

@@ -1,6 +1,6 @@
-"""The models of the store by their exact names, whole or in part.
+"""The models of the store by exact name, complete or partial.
 
-All functions but ``forget`` read files and belong in a thread.
+All functions but ``forget`` read files and must run in a thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("aimage.worker")
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A name in the store, and its manifest; ``size`` of all blobs, ``missing`` ones."""
+    """A name in the store and its manifest; ``size`` of all blobs, ``missing`` blobs."""
 
     reference: Reference
     descriptor: Descriptor
@@ -39,22 +39,22 @@ class ModelEntry:
 
 
 def items(store: ImageLayout) -> list[ModelEntry]:
-    """Return every name that a client could ask for, in order; unreadable ones are left out."""
+    """Return all names that a client can request, in order; skip unreadable ones."""
     found = []
     for name, descriptor in store.tags():
-        with contextlib.suppress(AImageError):  # another tool's name, or a manifest that is damaged
+        with contextlib.suppress(AImageError):  # another tool's name, or a damaged manifest
             found.append(item_of(store, Reference.parse(name), descriptor))
     return sorted(found, key=lambda item: str(item.reference))
 
 
 def item(store: ImageLayout, reference: Reference) -> ModelEntry | None:
-    """Return the entry of exactly this name. Raises ContentError, StoreError."""
+    """Return the entry with exactly this name. Raises ContentError, StoreError."""
     descriptor = entry(store, reference)
     return None if descriptor is None else item_of(store, reference, descriptor)
 
 
 def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
-    """Return the descriptor of exactly this name: of a digest, not by another name."""
+    """Return the descriptor of exactly this name; a digest does not match other names."""
     wanted = index_name(reference)
     parsed = Reference.parse(wanted)
     for name, descriptor in store.tags():
@@ -71,7 +71,7 @@ def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) ->
 
 
 def properties(store: ImageLayout, reference: Reference) -> dict[str, Any]:
-    """Return the config of the AImage; empty if it is not one, or unreadable."""
+    """Return the config of the AImage; empty if it is not an AImage or unreadable."""
     try:
         return dict(read_aimage(store, reference).aimage.properties)
     except AImageError:
@@ -86,16 +86,16 @@ def changed(store: ImageLayout, descriptor: Descriptor) -> datetime:
 
 
 def unknown(reference: Reference) -> NotFoundError:
-    """Return the error of a missing name, without the paths of this machine."""
+    """Return the error for a missing name, without local paths."""
     hint = "pull it first" if reference.registry else "create it, or name a registry"
     return NotFoundError(f"model {reference} not found here", hint=hint)
 
 
 async def forget(service: Service, reference: Reference) -> None:
-    """Remove a name, its model from memory when unused, and the blobs that nothing needs.
+    """Remove a name, its model from memory if unused, and unreferenced blobs.
 
-    Recent blobs stay for the grace period of the collection. Raises NotFoundError, StoreError;
-    ApiError: 409, it is pinned.
+    Recent blobs are kept for the grace period of the collection. Raises NotFoundError, StoreError;
+    ApiError (409) if the name is pinned.
     """
     store = service.store
     found = await asyncio.to_thread(entry, store, reference)
@@ -107,7 +107,7 @@ async def forget(service: Service, reference: Reference) -> None:
         await asyncio.to_thread(store.untag, reference)
     except NotFoundError as error:
         if await asyncio.to_thread(entry, store, reference) is None:
-            raise unknown(reference) from None  # another was faster
+            raise unknown(reference) from None  # removed concurrently
         raise UsageError(f"{reference} is in a store that is only read") from error
     others = await asyncio.to_thread(lambda: {one.digest for _, one in store.tags()})
     if found.digest not in others:
@@ -117,7 +117,7 @@ async def forget(service: Service, reference: Reference) -> None:
 
 
 async def let_go(service: Service, digest: Digest) -> None:
-    """Unload a model: now if it is unused, else when its last request has ended."""
+    """Unload a model: at once if it is unused, else after its last request."""
     for model in service.engine.loaded():
         if model.digest == digest:
             model.keep_alive = 0.0
@@ -125,14 +125,14 @@ async def let_go(service: Service, digest: Digest) -> None:
 
 
 def _collect(store: ImageLayout) -> None:
-    """Remove the blobs that nothing needs. A failure is logged: the name is gone all the same."""
+    """Remove unreferenced blobs. A failure is only logged, as the name has been removed."""
     try:
         Collector(store).run()
     except AImageError as error:
         _log.warning("collection failed", extra={"reason": error.message})
 
 
-# -- as ollama shows it (ollama, docs/api.md, "Show Model Information")
+# -- in ollama's form (ollama, docs/api.md, "Show Model Information")
 
 
 def details(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,5 +169,5 @@ def _quantization(known: Mapping[str, Any]) -> str:
 
 
 def capabilities(known: Mapping[str, Any]) -> list[str]:
-    """Return ``image`` for a model that makes pictures: chat programs do not offer it then."""
+    """Return ``image`` for an image model, so that chat clients do not offer it."""
     return ["image"] if "pipeline" in known and "format" not in known else []

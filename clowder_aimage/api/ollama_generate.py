@@ -1,9 +1,9 @@
-"""ollama's ``/api/generate``, for models that make pictures.
+"""ollama's ``/api/generate`` for image models.
 
-The fields are those of ollama's image generation, which left it in July 2026 (ollama,
+The fields are those of ollama's image generation, which was removed in July 2026 (ollama,
 server/routes.go, ``handleImageGenerate``; docs/api.md): ``width``, ``height``, ``steps``, and the
-``seed`` in ``options``; ``completed`` of ``total`` steps while it runs, ``image`` at the end. Our
-own ``stop``, with an empty prompt, ends the model's work after the current step.
+``seed`` in ``options``; ``completed`` of ``total`` steps while it runs, ``image`` at the end. The
+extension ``stop``, with an empty prompt, ends the model's work after the current step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from clowder_aimage.http.route import ADMIN
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
-SILENCE = 10.0  # seconds of silence after which an empty line is sent
+SILENCE = 10.0  # seconds of silence before an empty line is sent
 
 
 def _keep_alive(value: object) -> float | None:
-    """Return seconds: a number, or a duration as Go writes it. Below 0 is for ever."""
+    """Parse seconds, a number or a duration in Go's form. A negative value means for ever."""
     try:
         return None if value == "" else duration(value)
     except ValueError:
@@ -62,9 +62,9 @@ class _GenerateBody(ModelBody, _Options):
     png_facts: bool | None = None
 
     def parameters(self) -> dict[str, int]:
-        """Return sizes, steps and seed, of the request itself or of its ``options``.
+        """Return the sizes, steps and seed of the request or of its ``options``.
 
-        A size of 0, or a seed below 0, is none.
+        A size of 0 or a negative seed counts as not given.
         """
         found = {}
         for name in ("width", "height", "steps", "seed"):
@@ -73,14 +73,14 @@ class _GenerateBody(ModelBody, _Options):
             if value is not None and (value >= 0 if name == "seed" else value != 0):
                 found[name] = value
         width, height = found.get("width", 0), found.get("height", 0)
-        if min(width, height) > 0:  # before a model is loaded for it
+        if min(width, height) > 0:  # before a model is loaded for the request
             check_pixels("width" if width >= height else "height", width, height)
         found.setdefault("seed", secrets.randbits(32))
         return found
 
 
 class OllamaGeneration:
-    """One request: it loads, unloads or stops a model, or makes a picture."""
+    """A request to load, unload or stop a model, or to generate a picture."""
 
     def __init__(self, service: Service, request: web.Request, body: _GenerateBody) -> None:
         self._service, self._request, self._body = service, request, body
@@ -93,7 +93,7 @@ class OllamaGeneration:
         self._begun = time.monotonic_ns()
 
     async def answer(self) -> web.StreamResponse:
-        """Answer the request. Raises AImageError."""
+        """Respond to the request. Raises AImageError."""
         if self._body.prompt:
             return await self._generate()
         if self._body.stop:
@@ -113,7 +113,7 @@ class OllamaGeneration:
             raise ApiError(403, f"this token may not {verb} models", code="insufficient_scope")
 
     def _terms(self) -> dict[str, Any]:
-        """Return ``keep_alive`` and ``pull`` of the engine; only admins choose them."""
+        """Return ``keep_alive`` and ``pull`` for the engine; only admins may set them."""
         if not self._is_admin:
             return {"pull": NEVER}
         return {"keep_alive": self._body.keep_alive, "pull": self._service.settings.pull}
@@ -170,13 +170,13 @@ class OllamaGeneration:
         return {"model": name, "created_at": created, "response": "", **more, "done": done}
 
     def _progress(self, event: Event | None) -> dict[str, Any] | None:
-        """Return the line for an event; None stands for silence.
+        """Return the line for an event; None means silence.
 
-        Queueing and loading have no line: an error of the model then has a status of its own.
+        Queueing and loading have no line, so that an error can still determine the status.
         """
         if isinstance(event, Step):
             return self._line(completed=event.index, total=event.total)
-        if isinstance(event, PullingEvent):  # not completed and total: those are steps
+        if isinstance(event, PullingEvent):  # without completed and total, which are steps
             return self._line(status="pulling", pulled=event.done, size=event.total)
         return self._line() if event is None or isinstance(event, StartedEvent) else None
 
@@ -191,7 +191,7 @@ class OllamaGeneration:
 
 
 async def generate(service: Service, request: web.Request) -> web.StreamResponse:
-    """Answer ``POST /api/generate``."""
+    """Respond to ``POST /api/generate``."""
     generation = OllamaGeneration(service, request, await read_body(request, _GenerateBody))
     request["model"] = str(generation.reference)
     return await generation.answer()

@@ -1,8 +1,8 @@
-"""ollama's API, for a worker that makes pictures (ollama, docs/api.md).
+"""ollama's API for a worker with image models (ollama, docs/api.md).
 
-The shapes are those that its clients expect: the ``ollama`` Python client, and Open WebUI, which
-splits versions by ``int()``, requires ``name`` and ``model`` of every model, and reads
-``expires_at`` by ``datetime.fromisoformat``.
+The JSON is what clients require: the ``ollama`` Python client, and Open WebUI, which parses
+versions with ``int()``, requires ``name`` and ``model`` of every model, and parses ``expires_at``
+with ``datetime.fromisoformat``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Lines = AsyncGenerator[dict[str, Any], None]
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this interface that make no pictures."""
+    """Return the routes of this interface that do not generate pictures."""
     return [
         Route("GET", "/", _hello, OPEN),
         Route("GET", "/api/version", _version, OPEN),
@@ -52,8 +52,8 @@ def routes(service: Service) -> list[Route]:
 
 
 def picture_routes(service: Service) -> list[Route]:
-    """Return the routes that make pictures."""
-    from clowder_aimage.api.ollama_generate import generate  # which imports what pictures need
+    """Return the routes that generate pictures."""
+    from clowder_aimage.api.ollama_generate import generate  # imports the dependencies of pictures
 
     return [Route("POST", "/api/generate", partial(generate, service), INFER)]
 
@@ -90,7 +90,7 @@ def _model(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
 
 
 def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
-    """Return the names of a model; a digest has no algorithm here, as ollama's."""
+    """Return the names of a model, with the digest without its algorithm, as in ollama."""
     name = str(reference)
     return {"name": name, "model": name, "digest": digest.encoded}
 
@@ -171,7 +171,7 @@ async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 def _tag(store: ImageLayout, source: Reference, target: Reference) -> bool:
-    if _source(store, source) is None:  # before a store is made just to look into it
+    if _source(store, source) is None:  # before a store is created for nothing
         return False
     with store.keep():
         if (found := _source(store, source)) is None:
@@ -182,7 +182,7 @@ def _tag(store: ImageLayout, source: Reference, target: Reference) -> bool:
 
 
 def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
-    """Return the descriptor to copy: by its name, or by its digest alone."""
+    """Return the descriptor to copy: by its name, or by a digest alone."""
     found = model_list.entry(store, source)
     if found is None and source.digest is not None:
         with contextlib.suppress(NotFoundError):
@@ -220,7 +220,7 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> None:
-    """Raise UsageError if a request asks for an insecure registry that is not configured so."""
+    """Raise UsageError if an insecure registry is requested that is not configured as such."""
     if not body.insecure or reference.is_loopback:
         return
     known = service.connection.to(reference.registry or "")
@@ -244,7 +244,7 @@ async def _answer_lines(
 
 
 async def _progress(transfer: SharedTransfer, verb: str, *last: str) -> _Lines:
-    """Yield the lines of a transfer; ``size``, which ollama lacks, is that of all blobs."""
+    """Yield the lines of a transfer; ``size``, an extension, is that of all blobs."""
     yield {"status": "pulling manifest" if verb == "pulling" else "retrieving manifest"}
     async with contextlib.aclosing(transfer.watch()) as blobs:
         async for blob in blobs:

@@ -1,4 +1,4 @@
-"""OpenAI's images API: ``POST /v1/images/generations``, ``/v1/models``, and links to pictures."""
+"""OpenAI's images API: ``POST /v1/images/generations``, ``/v1/models``, and picture links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 
-# Fields of the pipeline, and the names that clients have for them
+# Fields of the pipeline and their names in requests
 _PARAMS = {"width": "size", "height": "size", "negative": "negative_prompt"} | {
     name: name for name in ("steps", "seed", "guidance", "shift", "n", "prompt")
 }
@@ -37,7 +37,7 @@ _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of OpenAI's clients."""
+    """Return the routes of OpenAI's API."""
     images, models = ImageRoutes(service), openai_model.ModelCatalog(service)
 
     async def list_models(_: web.Request) -> web.StreamResponse:
@@ -51,19 +51,19 @@ def routes(service: Service) -> list[Route]:
         Route("POST", "/v1/images/generations", images.generate, INFER),
         Route("GET", "/v1/models", list_models, INFER),
         Route("GET", "/v1/models/{id:.+}", get_model, INFER),
-        Route("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # by its signature
+        Route("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # signed links
     ]
 
 
 class ImageRoutes:
-    """Handlers that make pictures, and send those that are kept for a link."""
+    """Handlers that generate pictures and serve linked pictures."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._pictures = picture_link.PictureLinks()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer with pictures, in one piece or as a stream."""
+        """Respond with pictures, in one piece or as a stream."""
         strict = request.query.get("strict", "") in ("1", "true")
         service, names = self._service, ("pull", "stream_format", "png_facts")
         defaults = {name: getattr(service.settings, name) for name in names}
@@ -83,7 +83,7 @@ class ImageRoutes:
         return await _streamed(request, body, stream_form, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
-        """Answer with the picture of a link."""
+        """Respond with the picture of a link."""
         query = request.query
         name, expires = request.match_info["name"], query.get("expires", "")
         try:
@@ -106,7 +106,7 @@ class ImageRoutes:
         previews: int = 0,
         learn: Callable[[GenerateRequest], None] = lambda _: None,
     ) -> AsyncGenerator[Event, None]:
-        """Yield events until all pictures are made; ``learn`` is called with the parameters."""
+        """Yield events until all pictures are complete; call ``learn`` with the parameters."""
 
         def make(aimage: AImage) -> GenerateRequest:
             if not openai_model.is_runnable(aimage):
@@ -126,7 +126,7 @@ class ImageRoutes:
         events: AsyncGenerator[Event, None],
         headers: dict[str, str],
     ) -> web.StreamResponse:
-        """Answer with all pictures at once; none are made for a client that has left."""
+        """Respond with all pictures at once; cancel if the client disconnects."""
         pictures: list[ImageEvent] = []
         try:
             async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
@@ -144,7 +144,7 @@ class ImageRoutes:
         return web.Response(text=text, content_type="application/json", headers=headers)
 
     def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:
-        """Return the function that keeps a picture and returns its URL on this host."""
+        """Return a function that keeps a picture and returns its URL on this host."""
         base = self._service.settings.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
 
@@ -183,9 +183,9 @@ async def _streamed(
     events: AsyncGenerator[Event, None],
     headers: dict[str, str],
 ) -> web.StreamResponse:
-    """Stream events as they come; a client that leaves ends the work.
+    """Stream events as they arrive; a disconnection cancels the work.
 
-    An error before the first event has a status of its own; a later one is an event.
+    An error before the first event determines the status; a later one is sent as an event.
     """
     stream = answer_stream.EventStream(request, headers)
     async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
@@ -209,7 +209,7 @@ async def _streamed(
 
 def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> str:
     if not isinstance(error, AImageError):
-        _log.error("a stream failed: %s", type(error).__name__)  # its text may hold a prompt
+        _log.error("a stream failed: %s", type(error).__name__)  # its text may contain a prompt
         error = ApiError(500, "the worker failed; its log says at what", code="internal_error")
     found = fault.api_error(_with_param(error, body))
     if found.status >= 500:
@@ -218,7 +218,7 @@ def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> s
 
 
 def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | ApiError:
-    """Return the error with the field of the request that the pipeline refused."""
+    """Return the error with the request field that the pipeline rejected."""
     if not isinstance(error, UsageError):
         return error
     known = {**_PARAMS, **{name: name for name in body.sides}}

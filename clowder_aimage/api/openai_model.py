@@ -1,4 +1,4 @@
-"""The models of a store in OpenAI's interface: those that make pictures, and aliases."""
+"""The models of a store in OpenAI's interface: image models and aliases."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from clowder_aimage.schema import validate
 
 FAMILY = "z-image"
 _PARTS = {"text_encoder", "transformer", "vae"}
-_MAX_KNOWN = 4096  # manifests remembered
+_MAX_KNOWN = 4096  # cached manifests
 
 
 def is_runnable(aimage: AImage) -> bool:
-    """Return True if the AImage is of the family that makes pictures here.
+    """Return whether the AImage belongs to the supported family of image models.
 
-    An AImage of another tool may not name its family; its components decide then.
+    An AImage of another tool may lack its family; then its components are checked.
     """
     properties = aimage.properties
     if "family" in properties:
@@ -38,23 +38,23 @@ def is_runnable(aimage: AImage) -> bool:
 
 
 def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
-    """Return the AImage of that name, its config validated. Raises NotFoundError, ContentError."""
+    """Return the AImage with its validated config. Raises NotFoundError, ContentError."""
     stored = read_aimage(store, reference)
     validate("aimage-config", stored.aimage.properties)
     return stored
 
 
 def unknown_model(name: str) -> ApiError:
-    """Return the error for a model that is not here."""
+    """Return the error for a missing model."""
     message = f"there is no model {name[:200]!r} here; GET /v1/models lists those that are"
     return ApiError(404, message, code="model_not_found", param="model")
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedModel:
-    """The AImage of a request, if it is here, and when it may be pulled.
+    """The AImage of a request, if it is in the store, and when it may be pulled.
 
-    ``is_default``: it stands in for another one.
+    ``is_default``: it replaces another model.
     """
 
     reference: Reference
@@ -64,10 +64,10 @@ class SelectedModel:
 
 
 async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) -> SelectedModel:
-    """Return the model that makes the pictures.
+    """Return the model that generates the pictures.
 
-    The worker's default stands in for a plain name that is not here: clients have names built in. A
-    name with a registry or a digest is that very model. Raises ApiError.
+    The worker's default replaces an unknown plain name, as clients have hard-coded names. A name
+    with a registry or a digest is never replaced. Raises ApiError.
     """
     pull = body.pull if may_pull else NEVER
     reference = _parse(service, body.model)
@@ -96,7 +96,7 @@ def _parse(service: Service, name: str | None) -> Reference:
 
 
 async def read_here(service: Service, reference: Reference) -> AImage | None:
-    """Return the AImage, if it is here. Raises ApiError: it makes no pictures."""
+    """Return the AImage if it is in the store. Raises ApiError if it is not an image model."""
     try:
         stored = await asyncio.to_thread(read_model, service.store, reference)
     except NotFoundError:
@@ -107,25 +107,25 @@ async def read_here(service: Service, reference: Reference) -> AImage | None:
 
 
 def no_pictures(reference: Reference) -> ApiError:
-    """Return the error for an AImage that makes no pictures."""
+    """Return the error for an AImage that is not an image model."""
     return wrong("model", f"{reference} makes no pictures", "model_not_supported")
 
 
 class ModelCatalog:
-    """The list of models, read from the store for each request; facts of manifests are kept."""
+    """The list of models, read from the store for each request; manifest facts are cached."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._known: dict[Digest, dict[str, Any] | None] = {}
 
     def all(self) -> list[dict[str, Any]]:
-        """Return every model that can be run, by name; then their aliases."""
+        """Return all runnable models by name, then their aliases."""
         found = {}
         for name, descriptor in self._service.store.tags():
             try:
                 reference = Reference.parse(name)
             except UsageError:
-                continue  # another tool's name, which no request can have
+                continue  # another tool's name, which is invalid in a request
             facts = self._facts(reference, descriptor.digest)
             if facts is not None:
                 found[str(reference)] = facts
@@ -133,7 +133,7 @@ class ModelCatalog:
         return listed + [_model(alias, facts) for alias, facts in self._aliases(found)]
 
     def one(self, name: str) -> dict[str, Any]:
-        """Return the model that a client names. Raises ApiError."""
+        """Return the model with the name of a request. Raises ApiError."""
         try:
             reference = self._service.reference(name)
             descriptor = self._service.store.resolve(reference)
@@ -154,14 +154,14 @@ class ModelCatalog:
                 yield alias, found[name]
 
     def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
-        """Return the facts of a model; None if it cannot be run, or not be read."""
+        """Return the facts of a model; None if it is not runnable or not readable."""
         try:
             facts = self._known[digest]
         except KeyError:
             try:
                 facts = self._read(reference)
             except NotFoundError:
-                return None  # it may be here later
+                return None  # it may be stored later
             except AImageError:
                 facts = None
             if len(self._known) >= _MAX_KNOWN:
@@ -173,7 +173,7 @@ class ModelCatalog:
         stored = read_model(self._service.store, reference)
         if not is_runnable(stored.aimage):
             return None
-        with contextlib.suppress(KeyError, ValueError, OverflowError):  # a day that is in no month
+        with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date
             created = datetime.fromisoformat(stored.aimage.properties["created"])
             return {"created": int(created.timestamp())}
         path = self._service.store.path(stored.descriptor)

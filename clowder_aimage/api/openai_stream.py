@@ -1,9 +1,9 @@
-"""The two forms of a stream of events.
+"""The two forms of an event stream.
 
-``PlainStream`` is that of ollama's image generation ("Streaming Progress" of its documentation):
-``progress`` for each step, ``done`` with everything. ``OpenAIStream`` is that of OpenAI's images
-API, whose clients know an event by the ``type`` in its data; progress is in comments, which they
-skip, or on request in events of a type that OpenAI does not have.
+``PlainStream`` is that of ollama's image generation (its documentation, "Streaming Progress"):
+``progress`` for each step, ``done`` with the pictures. ``OpenAIStream`` is that of OpenAI's images
+API, whose clients identify an event by the ``type`` in its data. Progress is sent in comments,
+which clients ignore, or on request in events of a type that OpenAI does not have.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from clowder_aimage.engine.event import (
 )
 from clowder_aimage.model.pipeline import GenerateRequest, Step
 
-KeepPicture = Callable[[ImageEvent], str]  # the link to a picture that is kept from then on
-# Older words for OpenAI's, and the one that leaves it to us
+KeepPicture = Callable[[ImageEvent], str]  # keeps a picture and returns its link
+# Older names of OpenAI's presets, and the automatic one
 _QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 
 
 def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
-    """Return the form that a client expects.
+    """Return the stream form that a client expects.
 
-    OpenAI's SDKs name themselves, but accept nothing else for a stream than for one answer.
+    OpenAI's SDKs identify themselves, but send the same Accept header for streams and others.
     """
     if body.stream_format != AUTO:
         return body.stream_format
@@ -48,27 +48,27 @@ def encoded(picture: ImageEvent | PreviewEvent) -> str:
 
 
 def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
-    """Return a picture as an entry of an answer: its bytes, or its URL."""
+    """Return a picture as an entry of a response: its bytes or its URL."""
     is_link = body.response_format == "url"
     return {"url": keep(picture)} if is_link else {"b64_json": encoded(picture)}
 
 
 def usage() -> dict[str, Any]:
-    """Return token counts of zero: clients require them."""
+    """Return zero token counts, which clients require."""
     details = {"image_tokens": 0, "text_tokens": 0}
     counts = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
     return {**counts, "input_tokens_details": details, "output_tokens_details": details}
 
 
 def quality(body: ImageRequest) -> str:
-    """Return the preset in OpenAI's words."""
+    """Return the preset under OpenAI's name."""
     return _QUALITIES.get(body.quality, body.quality)
 
 
 class PlainStream:
-    """ollama's form. Steps count through all pictures of a request.
+    """ollama's form. Steps are counted across all pictures of a request.
 
-    ``learn`` sets the parameters once the model is known; ``frames`` yields those of an event,
+    ``learn`` sets the parameters once the model is known; ``frames`` yields the frames of an event,
     ``end`` those after the last picture.
     """
 
@@ -77,7 +77,7 @@ class PlainStream:
         self._data: list[dict[str, str]] = []
 
     def learn(self, parameters: GenerateRequest) -> None:
-        """Ignore the parameters: no event has the size."""
+        """Ignore the parameters, as no event contains the size."""
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
@@ -94,7 +94,7 @@ class PlainStream:
 
 
 class OpenAIStream:
-    """OpenAI's form: ``completed`` for each picture, after up to three ``partial_image``."""
+    """OpenAI's form: ``completed`` for each picture after up to three ``partial_image``."""
 
     def __init__(self, body: ImageRequest, keep: KeepPicture, *, has_progress: bool) -> None:
         self._body, self._keep, self._has_progress = body, keep, has_progress
@@ -156,7 +156,7 @@ ImageStream = PlainStream | OpenAIStream
 
 
 def image_stream(dialect: str, body: ImageRequest, keep: KeepPicture) -> ImageStream:
-    """Return the stream of that form."""
+    """Return the stream of the given form."""
     if dialect == OLLAMA:
         return PlainStream(body, keep)
     return OpenAIStream(body, keep, has_progress=dialect == WITH_PROGRESS)

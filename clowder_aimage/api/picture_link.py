@@ -1,7 +1,7 @@
-"""Pictures behind links: in memory only, for a while, and a limited number.
+"""Linked pictures: kept in memory, for a limited time and in a limited number.
 
-A link is signed with a key that lives as long as the worker (HMAC-SHA256, RFC 2104), so that it
-needs no token: its owner may fetch the picture until it expires.
+A link is signed with a key of the worker process (HMAC-SHA256, RFC 2104) and needs no token:
+anyone with the link may fetch the picture until it expires.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
 class ExpiredError(NotFoundError):
-    """The picture of a link is not kept any more."""
+    """The picture of a link is no longer available."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class LinkedPicture:
 
 
 class PictureLinks:
-    """The pictures that a worker keeps; the oldest are removed first."""
+    """The linked pictures of a worker; the oldest are removed first."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PictureLinks:
 
     @property
     def size(self) -> int:
-        """The bytes of all pictures."""
+        """The total size of all pictures in bytes."""
         return sum(len(one.data) for one in self._kept.values())
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class PictureLinks:
         return f"{PATH}{name}?expires={expires}&signature={self._sign(name, expires)}"
 
     def find(self, name: str, expires: str, signature: str) -> LinkedPicture:
-        """Return the picture of a link. Raises ExpiredError; NotFoundError: it is not valid."""
+        """Return the picture of a link. Raises ExpiredError, or NotFoundError if it is invalid."""
         given = signature.encode("utf-8", "surrogatepass")
         is_number = _EXPIRES.fullmatch(expires) is not None
         if not is_number or not hmac.compare_digest(self._sign(name, int(expires)).encode(), given):
@@ -83,7 +83,7 @@ class PictureLinks:
         return kept
 
     def purge(self) -> None:
-        """Remove expired pictures, and the oldest ones above the limits."""
+        """Remove expired pictures and the oldest ones above the limits."""
         now = self._clock()
         for name in [name for name, one in self._kept.items() if one.expires <= now]:
             del self._kept[name]

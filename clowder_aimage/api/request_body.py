@@ -1,4 +1,4 @@
-"""Bodies of requests: strict JSON, read into pydantic models; errors name the field."""
+"""Request bodies: strict JSON parsed into pydantic models; errors name the field."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BodyT = TypeVar("_BodyT", bound="RequestBody")
 
 
 class RequestBody(BaseModel):
-    """The fields of a body. Null is the same as no field; unknown fields are ignored."""
+    """The fields of a body. Null counts as absent; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()  # fields that are not even kept
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()  # accepted and discarded
 
 
 class ModelBody(RequestBody):
-    """The name of a model, by its new and its old field, and the form of the answer."""
+    """The name of a model, in its new or old field, and the form of the response."""
 
     model: str = ""
     name: str = ""
@@ -33,7 +33,7 @@ class ModelBody(RequestBody):
 
     @property
     def reference(self) -> str:
-        """The name, or "" if there is none."""
+        """The name, or "" if it is absent."""
         return self.model or self.name
 
 
@@ -45,7 +45,7 @@ Whole = Annotated[int, BeforeValidator(_integer)]
 
 
 async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
-    """Return the body of a request of any Content-Type: curl's default is a form's.
+    """Parse the body of a request of any Content-Type, as curl defaults to a form's.
 
     Raises as ``parse_body``.
     """
@@ -55,9 +55,9 @@ async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
 def parse_body(
     raw: bytes, kind: type[_BodyT], defaults: Mapping[str, object] | None = None
 ) -> _BodyT:
-    """Return the body ``raw``, with ``defaults`` of fields that it does not have.
+    """Parse the body ``raw``, with ``defaults`` for absent fields.
 
-    Raises ApiError: 400, it is not a JSON object, or a field is malformed.
+    Raises ApiError (400) if it is not a JSON object or a field is malformed.
     """
     try:
         if not raw.strip():
@@ -77,7 +77,7 @@ def parse_body(
 
 
 def _field_error(error: ValidationError) -> ApiError:
-    """Return the answer to the first malformed field. Its value is not repeated."""
+    """Return the response to the first malformed field. Its value is not repeated."""
     first: Any = error.errors(include_url=False)[0]
     param, kind = str(first["loc"][-1])[:60], first["type"]
     if kind == "missing":
@@ -90,5 +90,5 @@ def _field_error(error: ValidationError) -> ApiError:
 
 
 def wrong(param: str, message: str, code: str = "") -> ApiError:
-    """Return the answer to a malformed field."""
+    """Return the response to a malformed field."""
     return ApiError(400, f"{param} {message}", code=code or "invalid_value", param=param)

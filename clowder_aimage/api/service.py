@@ -1,4 +1,4 @@
-"""The service behind every route of a worker, and its readiness for requests."""
+"""The service behind all routes of a worker and its readiness."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.registry import ClientOptions
 
-BY_NODE = "node"  # whose pins the node itself checks: it may need a part alone
+BY_NODE = "node"  # pins checked by the node, which may need only some components
 
 
 class NodeState(Protocol):
-    """The node's part of the readiness of its server."""
+    """The node's contribution to the readiness of its server."""
 
     def missing(self) -> Sequence[str]:
-        """Return the models that are to be here and are not."""
+        """Return the desired models that are not present."""
 
     def against(self) -> list[dict[str, str]]:
-        """Return other reasons to send requests elsewhere."""
+        """Return the other reasons for which the server is not ready."""
 
     def warnings(self) -> Sequence[str]:
-        """Return what is wrong although requests are accepted."""
+        """Return the problems that do not affect readiness."""
 
 
 class Readiness:
-    """The readiness of one store. Threads may share it."""
+    """The readiness of one store. Thread-safe."""
 
     def __init__(self, store: ImageLayout) -> None:
         self._store = store
@@ -47,15 +47,15 @@ class Readiness:
     def against(
         self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
     ) -> list[dict[str, str]]:
-        """Return the reasons to send requests elsewhere: the store, and missing models.
+        """Return the reasons for which the server is not ready: the store and missing models.
 
-        A store that fails is a reason, not an error. ``missing`` are known not to be here.
+        A store failure is a reason, not an error. ``missing`` are models known to be missing.
         """
         found = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
         try:
             pins = self._store.pins.items()
             pinned = sorted(name for name, value in pins if value.get("by") != BY_NODE)
-        except (AImageError, OSError):  # which models are to be here is unknown
+        except (AImageError, OSError):  # the required models are unknown
             pinned = []
             found = found or [{"reason": "store not readable"}]
         others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]
@@ -74,10 +74,10 @@ class Readiness:
 
 
 def _is_writable(store: ImageLayout) -> bool:
-    """Return True if a byte can be written where the store is, or will be. No file is left."""
+    """Return whether the location of the store is writable. No file is left behind."""
     place = store.root / ".aimage"
     try:
-        while not place.exists() and place != place.parent:  # it may not even be looked at
+        while not place.exists() and place != place.parent:  # it may be inaccessible
             place = place.parent
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"x")
@@ -90,10 +90,10 @@ def _is_writable(store: ImageLayout) -> bool:
 
 @dataclass(slots=True)
 class Service:
-    """A worker: its engine and store, and the names that clients have for models.
+    """A worker: its engine and store, and the aliases of models.
 
-    ``node`` is the state of a server that is a node, too; ``has_gone`` is called when a name was
-    removed; ``wanted`` are models to have before requests are accepted.
+    ``node`` is the state of a server that is also a node; ``has_gone`` is called after a name was
+    removed; ``wanted`` are the models required for readiness.
     """
 
     engine: Engine
@@ -110,16 +110,16 @@ class Service:
     started: float = field(default_factory=time.time)
 
     def reference(self, name: str | None) -> Reference:
-        """Return the AImage that a client means by ``name``. Raises UsageError."""
+        """Return the AImage to which a client's ``name`` refers. Raises UsageError."""
         text = (self.alias(name) or name) if name else self.settings.default_model
         if not text:
             raise UsageError("the request names no model, and the worker has no default")
         return Reference.parse(text)
 
     def alias(self, name: str) -> str | None:
-        """Return the name that an alias stands for.
+        """Return the target of an alias.
 
-        ``:latest`` is what clients add to a name without a tag.
+        Clients append ``:latest`` to a name without a tag.
         """
         other = name.removesuffix(f":{DEFAULT_TAG}")
         other = other if other != name else f"{name}:{DEFAULT_TAG}"
@@ -129,7 +129,7 @@ class Service:
 def make_service(
     settings: ServerSettings, store: ImageLayout, connection: ClientOptions
 ) -> Service:
-    """Return the service of a worker, or of a node that makes no pictures."""
+    """Create the service of a worker, or of a node without image generation."""
     metrics, news = Metrics(), EventLog()
     transfers = TransferQueue(store, connection, metrics, news)
     if not isinstance(settings, Settings):

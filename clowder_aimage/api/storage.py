@@ -1,8 +1,8 @@
-"""Clowder's storage API: content by its URL, kept in the store.
+"""Clowder's storage API: stored content addressed by URL.
 
 The requests are those of Clowder's storage manager (aifoundry-org/storage-manager, README.md, "API"
-and "Downloaders"), and so are the statuses that it documents: 200, 201, 204, 206, 404. The rest is
-answered as docs/api.md says.
+and "Downloaders"), with the statuses that it documents: 200, 201, 204, 206, 404. All other
+responses are described in docs/api.md.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry.docker_config import Credential
 
-STOP_TIMEOUT = 3.0  # seconds that a pull gets to end in when its content is deleted
+STOP_TIMEOUT = 3.0  # seconds for a pull to end when its content is deleted
 _MAX_URL = 1500  # characters of a URL
-_OTHERS = ("hf", "huggingface", "http", "https")  # what the storage manager took, too
+_OTHERS = ("hf", "huggingface", "http", "https")  # also accepted by the storage manager
 
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of this interface."""
-    one = "/content/{url:.+}"  # base64 has slashes, where it is not that of URLs
+    one = "/content/{url:.+}"  # standard base64 contains slashes
     return [
         Route("GET", "/content/", partial(_list, service), ADMIN),
         Route("POST", "/content/", partial(_post, service), ADMIN),
@@ -51,12 +51,12 @@ def routes(service: Service) -> list[Route]:
 
 
 def encode(url: str) -> str:
-    """Return a URL as a segment of a path."""
+    """Encode a URL as a path segment."""
     return base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
 
 
 def decode(part: str) -> str:
-    """Return the URL that is base64 of either alphabet (RFC 4648, 4 and 5), padded or not.
+    """Decode a URL from base64 in either alphabet (RFC 4648, 4 and 5), padded or not.
 
     Raises ApiError.
     """
@@ -73,7 +73,7 @@ def parse(url: str) -> Reference:
     It is ``oci://REGISTRY/REPOSITORY[:TAG][@DIGEST]``, or ``ollama://[NAMESPACE/]MODEL[:TAG]`` for
     ollama's own registry.
 
-    Raises ApiError: 422, a scheme that is not fetched; 400, not such a URL; UsageError.
+    Raises ApiError: 422 for an unsupported scheme, 400 for a malformed URL; UsageError.
     """
     scheme, found, name = url.partition("://")
     scheme = scheme.lower()
@@ -119,7 +119,7 @@ class _ContentBody(RequestBody):
 
 
 def _credentials(body: _ContentBody) -> Credentials | None:
-    """Return the credentials of a body, or None.
+    """Return the credentials of a body, if any.
 
     They are a token, or base64 of ``user:password`` if ``credentialsType`` is ``Basic``. Raises
     ApiError, which does not repeat them.
@@ -169,7 +169,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
     if item is not None and not item.missing:
         return _created(item, 200)
     with service.transfers.pull(reference, credentials) as pull:
-        pull.is_kept = True  # also if the client leaves: it may look again later
+        pull.is_kept = True  # even if the client disconnects: it may poll later
         try:
             root = await pull.end()
         except UnauthorizedError as error:
@@ -178,7 +178,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
             raise registry_error(error) from None
     item = await asyncio.to_thread(model_list.item, service.store, stored_name(reference, root))
     if item is None:
-        raise _unknown(reference)  # it was deleted meanwhile
+        raise _unknown(reference)  # deleted in the meantime
     return _created(item, 201)
 
 
@@ -195,9 +195,9 @@ async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 async def _stop_pulls(service: Service, reference: Reference) -> bool:
-    """End the pulls of the content that is to be deleted; return True if there were any.
+    """Stop the pulls of content that is being deleted; return whether there were any.
 
-    Raises ApiError: 409, one does not end.
+    Raises ApiError (409) if a pull does not end.
     """
     pulls = [one for one in service.transfers.pulls() if one.reference == reference]
     for pull in pulls:

@@ -1,4 +1,4 @@
-"""A worker as a role of a server: its routes, its work beside them, and its end."""
+"""The worker as a role of a server: its routes, background work and shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("aimage.worker")
 
 
 class WorkerRole(Role):
-    """The interfaces over a service; a node's has none that makes pictures."""
+    """The interfaces over a service; a node has none that generate pictures."""
 
     def __init__(self, service: Service, *, makes_pictures: bool = True) -> None:
         self._service = service
@@ -35,7 +35,7 @@ class WorkerRole(Role):
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         if not self._makes_pictures:
             return found
-        from clowder_aimage.api import openai  # which imports what pictures need
+        from clowder_aimage.api import openai  # imports the dependencies of pictures
 
         return [*openai.routes(service), *ollama_routes.picture_routes(service), *found]
 
@@ -67,7 +67,7 @@ class WorkerRole(Role):
 
 
 async def drain(engine: Engine, grace: float, hurry: asyncio.Event) -> None:
-    """Accept nothing more; let what runs end within ``grace`` seconds, or until ``hurry``."""
+    """Refuse new work; finish running work in ``grace`` seconds, or until ``hurry`` is set."""
     closing = asyncio.create_task(engine.close(grace))
     hurrying = asyncio.create_task(hurry.wait())
     await asyncio.wait({closing, hurrying}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,1 +1,1 @@
-"""The command line; nothing heavy is imported before a verb needs it."""
+"""The command line. Heavy modules are imported only by the verbs that need them."""

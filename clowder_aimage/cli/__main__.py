@@ -1,4 +1,4 @@
-"""``python -m clowder_aimage.cli``: the command line without its script."""
+"""Run the command line: ``python -m clowder_aimage.cli``."""
 
 from clowder_aimage.cli.main import main
 

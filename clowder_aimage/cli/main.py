@@ -1,4 +1,4 @@
-"""``aimage``: the group of all verbs, and its exit codes."""
+"""The ``aimage`` command: the group of all verbs and its exit codes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clowder_aimage.cli.console.output import printable
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError
 
-# verb: (module, first line of its help); the module is imported when the verb is used
+# verb: (module, first line of its help); modules are imported on use
 VERBS = {
     "create": ("create", "Pack a model as an AImage."),
     "convert": ("convert", "Convert the weights of an AImage."),
@@ -97,7 +97,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its documented exit code.
 
     Args:
-        arguments: What follows the program's name; by default those of this process.
+        arguments: The arguments after the program name; by default those of this process.
     """
     try:
         code = cli.main(arguments, prog_name="aimage", standalone_mode=False)
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> NoReturn:
-    """Run the command line and leave the process, without waiting for threads on a dead network."""
+    """Run the command line and exit without joining threads that wait for the network."""
     code = run()
     if threading.active_count() > 1:
         logging.shutdown()

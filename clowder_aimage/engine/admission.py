@@ -1,4 +1,4 @@
-"""Admission of requests: the limits of an engine, its pull policies, and its errors."""
+"""Admission of requests: the limits of an engine, its pull policies and its errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"  # when an AImage is
 class EngineLimits:
     """The limits of an engine.
 
-    queue: requests that may wait. models: loaded at once. keep_alive: seconds that an idle model
-    stays in memory; FOR_EVER, or 0. deadline: seconds of a request, from its arrival to its last
-    picture. text_encoder: between requests, "keep", "release" to load it again for new prompts,
-    "auto" for what fits. memory: bytes that all models together may use; None for the machine's.
-    load_timeout: seconds that a load may make no progress. cancel_timeout: seconds in which a
-    process must end a cancelled request before it is killed.
+    queue: maximum number of waiting requests. models: maximum number of loaded models. keep_alive:
+    seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a request's
+    arrival to its last picture. text_encoder: after a request, "keep" it in memory, "release" it
+    and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
+    models; None for the machine's memory. load_timeout: seconds that a load may make no progress.
+    cancel_timeout: seconds for a process to end a cancelled request before it is killed.
     """
 
     queue: int = 8
@@ -35,7 +35,7 @@ class EngineLimits:
 
 
 class BusyError(AImageError):
-    """Too many requests wait already; ``retry_after`` is in seconds."""
+    """Too many requests are waiting; ``retry_after`` is in seconds."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
         hint = f"try again in {retry_after} seconds"
@@ -44,13 +44,13 @@ class BusyError(AImageError):
 
 
 class DeadlineError(AImageError):
-    """A request took longer than the worker allows."""
+    """A request exceeded its deadline."""
 
 
 class StoppedError(AImageError):
-    """A model or a transfer was stopped, or the worker is about to end."""
+    """A model or a transfer was stopped, or the worker is shutting down."""
 
 
 def ending() -> StoppedError:
-    """Return the error of requests to a worker that ends."""
+    """Return the error for requests to a worker that is shutting down."""
     return StoppedError("the worker is about to end", hint="ask another one")

@@ -1,6 +1,6 @@
-"""Backoff of pulls: when a failed pull is tried again.
+"""Backoff of pulls: when a failed pull is retried.
 
-Requests inside a pull are repeated by registry/retry.py; this is the one table for whole pulls.
+Requests within a pull are retried by registry/retry.py; this table is for whole pulls.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from clowder_aimage import errors
 from clowder_aimage.errors import AImageError
 
 FIRST, LONGEST = 1.0, 300.0  # seconds of backing off
-HOUR, DAY = 3600.0, 86400.0  # after content that failed verification: all of it is fetched again
+HOUR, DAY = 3600.0, 86400.0  # after content that failed verification, which is fetched again whole
 TIME, SPACE, CHANGE = "time", "space", "change"
 WRONG, STORE = "verification_failed", "store_failed"
-NEVER_FETCHED = "never_fetched"  # it is missing, and its policy is never
+NEVER_FETCHED = "never_fetched"  # missing, with the policy "never"
 
-# The code of an error, and the condition of the next attempt: time alone (backoff, or the next
+# The code of an error and the condition of the next attempt: time alone (backoff, or the next
 # check of the tag), more space, or a change
 _TABLE: tuple[tuple[type[AImageError], str, str], ...] = (
     (errors.NoSpaceError, "no_space", SPACE),
@@ -35,8 +35,8 @@ _TABLE: tuple[tuple[type[AImageError], str, str], ...] = (
 class Backoff:
     """The next attempt.
 
-    ``code`` is for machines; ``after`` is TIME, SPACE or CHANGE; ``delay`` is in seconds, infinite
-    if time alone changes nothing.
+    ``code`` is machine-readable; ``after`` is TIME, SPACE or CHANGE; ``delay`` is in seconds,
+    infinite if time alone is not sufficient.
     """
 
     code: str
@@ -45,11 +45,11 @@ class Backoff:
 
 
 def again(error: AImageError, attempts: int, chance: float, refresh: float) -> Backoff:
-    """Return the attempt after the ``attempts``-th failure in a row.
+    """Return the attempt after ``attempts`` consecutive failures.
 
-    Backoff is exponential with full jitter (Brooker, "Exponential Backoff And Jitter", 2015);
-    ``chance``, in [0, 1), is the place in the interval. A longer Retry-After counts. After an error
-    that only a change can remove, the delay is ``refresh`` seconds.
+    The backoff is exponential with full jitter (Brooker, "Exponential Backoff And Jitter", 2015);
+    ``chance``, in [0, 1), is the position in the interval. A longer Retry-After takes precedence.
+    After an error that requires a change, the delay is ``refresh`` seconds.
     """
     rows = (row[1:] for row in _TABLE if isinstance(error, row[0]))
     code, after = next(rows, ("failed", TIME))
@@ -61,8 +61,8 @@ def again(error: AImageError, attempts: int, chance: float, refresh: float) -> B
 
 
 def whole(times: int, chance: float) -> float:
-    """Return the seconds before content that failed verification ``times`` times is fetched again.
+    """Return the delay in seconds after content failed verification ``times`` times.
 
-    ``chance``, in [0, 1), shortens them: nodes that failed together shall not return together.
+    ``chance``, in [0, 1), shortens it, so that nodes that failed together do not retry together.
     """
     return min(DAY, HOUR * 2.0 ** min(times - 1, 10)) * (1.0 - chance / 4.0)

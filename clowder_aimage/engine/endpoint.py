@@ -1,4 +1,4 @@
-"""The address of a server: of a worker, a registry or a node."""
+"""The address of a worker, a registry or a node."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Endpoint:
 
     @classmethod
     def parse_listen(cls, text: str) -> Endpoint:
-        """Return the endpoint of ``HOST:PORT`` or ``[V6]:PORT`` to listen on; port 0: a free one.
+        """Parse ``HOST:PORT`` or ``[V6]:PORT`` to listen on; port 0 selects a free port.
 
-        ``localhost`` is its IPv4 address, as one port is announced. Raises UsageError.
+        ``localhost`` is resolved to IPv4, so that one port is announced. Raises UsageError.
         """
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
@@ -56,7 +56,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine reaches it; False for a name that must be resolved."""
+        """Return whether only this machine can connect; False for a name that must be resolved."""
         try:
             return self.scheme == "unix" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -64,7 +64,7 @@ class Endpoint:
 
     @property
     def authority(self) -> str:
-        """The ``host:port`` of its URL (RFC 3986, 3.2)."""
+        """The ``host:port`` of the URL (RFC 3986, 3.2)."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
-"""The engine: admits requests, fetches models, and serves each request in its turn.
+"""The engine: admits requests, fetches models, and serves the requests in order.
 
-A request is admitted, its AImage is fetched if necessary, then it queues for the model
-(``scheduler``). All of it runs on one event loop; work that takes long runs in other threads and
-processes. A deadline, a stop and the end of the worker end a request at once, whatever its stage;
-the model ends after the current step, or with its process.
+A request is admitted, its AImage is fetched if necessary, and it is queued for the model
+(``scheduler``). The engine runs on one event loop; long work runs in other threads and processes.
+A deadline, a stop or the shutdown of the worker ends a request at once, in any stage; the model
+finishes its current step or is killed.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Engine:
         self.is_draining = False
 
     def loaded(self) -> list[ModelSlot]:
-        """Return the models in memory, the last used first."""
+        """Return the models in memory, most recently used first."""
         return self._scheduler.loaded()
 
     @property
     def waiting(self) -> int:
-        """The number of requests whose turn has not come."""
+        """The number of requests not yet being served."""
         return sum(not request.is_begun for request in self._requests)
 
     # -- serving
@@ -79,13 +79,13 @@ class Engine:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
-        ``make`` returns the parameters once the AImage is in the store.
+        ``make`` returns the parameters and is called once the AImage is in the store.
 
         Raises:
-            BusyError, DeadlineError, StoppedError: the request was refused or ended.
-            NotFoundError: the AImage is not in the store in full and must not or cannot be pulled.
-            UsageError, ModelError: the model cannot serve the request; it failed.
-            AImageError: an error of ``make``, of a pull or of loading.
+            BusyError, DeadlineError, StoppedError: The request was refused or ended.
+            NotFoundError: The AImage is incomplete in the store and is not or cannot be pulled.
+            UsageError, ModelError: The model cannot serve the request, or failed.
+            AImageError: An error of ``make``, of a pull or of loading.
         """
         request = QueuedRequest(
             reference, make, encoding or PictureEncoding(), keep_alive=keep_alive, pull=pull
@@ -99,15 +99,15 @@ class Engine:
         return self._stream(QueuedRequest(reference, keep_alive=keep_alive, pull=pull))
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, which a task of its own serves until this is closed.
+        """Yield the events of a request, which is served in a separate task until this is closed.
 
-        Events are queued: a slow consumer does not keep a model from the next request.
+        Events are queued, so that a slow consumer does not block the model.
         """
         events: asyncio.Queue[Event | None] = asyncio.Queue()
 
         def end(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
-                task.exception()  # which is raised below, unless the consumer has left
+                task.exception()  # raised below, unless the consumer has closed the generator
             events.put_nowait(None)
 
         task = asyncio.create_task(self._serve(request, events.put_nowait))
@@ -143,10 +143,10 @@ class Engine:
             self._left.set()
 
     def _check_queue(self, stage: str, limit: int) -> None:
-        """Raise BusyError if ``limit`` requests are in a stage already.
+        """Raise BusyError if a stage has ``limit`` requests already.
 
-        Requests that wait for a download are counted apart: they take no place from those whose
-        model is in the store.
+        Requests that wait for a download are counted separately, so that they do not block requests
+        whose model is in the store.
         """
         is_pulling = stage == "pulling"
         waiting = [one for one in self._requests if not one.is_begun]
@@ -176,7 +176,7 @@ class Engine:
             await self._generate(model, request, parameters, emit)
 
     async def _find(self, request: QueuedRequest) -> StoredAImage | None:
-        """Return the AImage if the store has it in full; None if it is to be pulled."""
+        """Return the AImage if it is complete in the store; None if it must be pulled."""
         may_pull = request.pull != admission.NEVER and request.reference.registry is not None
         if may_pull and request.pull == admission.ALWAYS:
             return None
@@ -190,7 +190,7 @@ class Engine:
     async def _generate(
         self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
     ) -> None:
-        assert request.runner is not None  # noqa: S101 - its turn has come
+        assert request.runner is not None  # noqa: S101 - set when the turn has come
         outcome, begun = "cancelled", self._clock()
         last = begun
 
@@ -227,7 +227,7 @@ class Engine:
     # -- ending
 
     async def stop(self, reference: Reference) -> bool:
-        """Unload the models of ``reference`` at once; return whether there were any."""
+        """Unload the models of ``reference`` at once; return whether any were loaded."""
         digest = None
         with contextlib.suppress(NotFoundError):
             digest = (await asyncio.to_thread(self.store.resolve, reference)).digest
@@ -240,11 +240,11 @@ class Engine:
         return bool(found)
 
     async def expire(self) -> None:
-        """Unload idle models whose time is over; to be called periodically."""
+        """Unload idle models whose keep-alive has expired; call this periodically."""
         await self._scheduler.expire()
 
     async def close(self, grace: float) -> None:
-        """End running requests within ``grace`` seconds, and others at once."""
+        """End running requests within ``grace`` seconds and all others at once."""
         self.is_draining = True
         self._interrupt(lambda request: not request.is_begun)
         self._transfers.close()

@@ -1,4 +1,4 @@
-"""Events: of a request, from its place in the queue to its last picture, and of a worker."""
+"""Events of a request, from the queue to the last picture, and events of a worker."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 from clowder_aimage.model.pipeline import Step
 
 MAX_EVENTS = 1000
-# Logged too: these have no request with a line in the log
+# Written to the log as well, since no request's log line reports them
 LOGGED = frozenset({"pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
 _log = logging.getLogger("aimage.worker")
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedEvent:
-    """The request waits; ``ahead`` requests are served first."""
+    """The request is queued; ``ahead`` requests are served first."""
 
     ahead: int
 
 
 @dataclass(frozen=True, slots=True)
 class PullingEvent:
-    """The model is pulled: ``done`` of ``total`` bytes."""
+    """The model is being pulled: ``done`` of ``total`` bytes."""
 
     done: int
     total: int
@@ -38,7 +38,7 @@ class PullingEvent:
 
 @dataclass(frozen=True, slots=True)
 class LoadingEvent:
-    """The model is loaded into memory."""
+    """The model is being loaded into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class StartedEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviewEvent:
-    """A preview of picture ``picture``, encoded as the picture will be.
+    """A preview of picture ``picture``, encoded in the format of the picture.
 
     ``number`` counts the previews of a picture from 0.
     """
@@ -74,7 +74,7 @@ Event = QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | Step | Previe
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
-    """Event number ``id`` of a worker: its ``kind`` (pull, load, generate, evict, ...), facts."""
+    """Event ``id`` of a worker: its ``kind`` (pull, load, generate, evict, ...) and fields."""
 
     id: int
     kind: str
@@ -83,7 +83,7 @@ class LoggedEvent:
 
 
 class EventLog:
-    """The events of a worker, for its clients; the last ones are kept, without prompts."""
+    """The most recent events of a worker, without prompts, for clients."""
 
     def __init__(self) -> None:
         self._items: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
@@ -93,7 +93,7 @@ class EventLog:
         self._is_closed = False
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Add an event, in the event loop."""
+        """Add an event from the event loop."""
         self.attach()
         if kind in LOGGED:
             _log.info(kind, extra=facts)
@@ -102,17 +102,17 @@ class EventLog:
         self._changed = asyncio.Event()
 
     def attach(self) -> None:
-        """Add the events of other threads in the running event loop."""
+        """Attach the running event loop, so that other threads can add events."""
         self._loop = asyncio.get_running_loop()
 
     def tell_from_thread(self, kind: str, **facts: Any) -> None:
         """Add an event from another thread, if an event loop is attached."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(partial(self.tell, kind, **facts))
 
     async def listen(self, after: int = 0) -> AsyncGenerator[LoggedEvent, None]:
-        """Yield the events after number ``after`` that are kept, then new ones."""
+        """Yield the retained events after number ``after``, then new ones."""
         while True:
             found = [item for item in self._items if item.id > after]
             for item in found:

@@ -1,7 +1,7 @@
-"""Frames between a worker and the processes of its models: JSON, followed by bytes.
+"""Frames between a worker and its model processes: JSON followed by bytes.
 
-A frame is the length of the JSON and of the bytes (two unsigned 32-bit numbers, little-endian),
-the JSON object, the bytes. Nothing is pickled: a frame cannot run code.
+A frame is the lengths of the JSON and of the bytes (two unsigned 32-bit numbers, little-endian),
+the JSON object, and the bytes. Nothing is pickled, so a frame cannot execute code.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Message = dict[str, Any]
 
 
 def encode(message: Message, data: bytes = b"") -> bytes:
-    """Return a frame."""
+    """Encode a frame."""
     text = json.dumps(message, separators=(",", ":")).encode()
     return _LENGTHS.pack(len(text), len(data)) + text + data
 
 
 def read(file: BinaryIO) -> tuple[Message, bytes] | None:
-    """Read the next frame of a file; None at its end."""
+    """Read the next frame of a file; return None at its end."""
     head = file.read(_LENGTHS.size)
     if len(head) < _LENGTHS.size:
         return None
@@ -36,7 +36,7 @@ def read(file: BinaryIO) -> tuple[Message, bytes] | None:
 
 
 async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
-    """Read the next frame of a stream; None at its end."""
+    """Read the next frame of a stream; return None at its end."""
     try:
         length, size = _lengths(await stream.readexactly(_LENGTHS.size))
         text = await stream.readexactly(length)

@@ -1,8 +1,8 @@
-"""The memory of this machine, or of the container that the process runs in.
+"""The memory of this machine, or of the container of this process.
 
 Sources: Linux, Documentation/filesystems/proc.rst ("MemAvailable"),
 Documentation/admin-guide/cgroup-v2.rst ("memory.max", "memory.current"; "inactive_file" of
-memory.stat is reclaimed when it is needed) and cgroup-v1/memory.rst.
+memory.stat is reclaimable) and cgroup-v1/memory.rst.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARE = 0.8  # of the memory; the rest is for the system and other processes
-_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of version 2 and version 1
-_UNLIMITED = 1 << 60  # version 1 has a huge number for no limit
+_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup version 2 and version 1
+_UNLIMITED = 1 << 60  # version 1 reports a huge number for no limit
 
 
 def memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that a worker may use; None if they are unknown."""
+    """Return the number of bytes that a worker may use; None if unknown."""
     limits = (_number(group / name) for group in _groups(root) for name in _LIMITS)
     found = [size for size in (_physical(), *limits) if 0 < size < _UNLIMITED]
     return int(min(found) * _SHARE) if found else None
 
 
 def available(root: Path = Path("/")) -> int | None:
-    """Return the bytes that a new process may use now; None if they are unknown."""
+    """Return the number of bytes available to a new process; None if unknown."""
     kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
     found = [] if kilobytes is None else [kilobytes * 1024]
     for group in _groups(root):
@@ -42,9 +42,9 @@ def _physical() -> int:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the control groups of this process, from the inner to the outer ones.
+    """Yield the control groups of this process, innermost first.
 
-    Lines of /proc/self/cgroup are ``NUMBER:CONTROLLERS:PATH``, without controllers for version 2.
+    Lines of /proc/self/cgroup are ``NUMBER:CONTROLLERS:PATH``, without controllers in version 2.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -56,7 +56,7 @@ def _groups(root: Path) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         inner = mount / path.lstrip("/")
-        # in a container the path may be the host's, and the container's own group is mounted
+        # in a container, the path may be the host's while the container's group is mounted
         yield from (one for one in (inner, *inner.parents) if one.is_relative_to(mount))
 
 
@@ -68,7 +68,7 @@ def _number(file: Path) -> int:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Read the lines ``NAME NUMBER`` of a file of the system."""
+    """Parse the lines ``NAME NUMBER`` of a system file."""
     try:
         words = [line.split() for line in file.read_text().splitlines()]
         return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}

@@ -1,6 +1,6 @@
 """The metrics of a worker (Prometheus, "Metric naming").
 
-No label is a prompt, a user or a digest: their number would grow without end.
+No label is a prompt, a user or a digest, as their cardinality is unbounded.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from clowder_aimage import __version__
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# Outcomes of resolving a tag. refused: the registry answered with an error; failed: no answer
+# Outcomes of resolving a tag. refused: an error response of the registry; failed: no response
 TAG_CHECKS = ("unchanged", "moved", "refused", "failed")
 SOURCES = ("registry", "mirror", "neighbour", "cache")
-_HOSTS = 20  # registries with a label of their own
-_MODELS = 50  # and models
+_HOSTS = 20  # registries with their own label
+_MODELS = 50  # models with their own label
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
-    """The metrics of one worker, in a registry of their own."""
+    """The metrics of one worker, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -66,15 +66,15 @@ class Metrics:
         self.pull_inflight = gauge(f"{name}_inflight", "Pulls that run.")
         self.pull_stalls = counter(f"{name}_stalls", "Pulls without a byte for a while.")
         self.mismatches = counter("aimage_digest_mismatch", "Content that failed verification.")
-        # The label of a registry or a model; "other" after the first ones
+        # The label of a registry or a model; "other" once the limit is reached
         self.host = partial(_label, set(), _HOSTS)
         self.model = partial(_label, set(), _MODELS)
         self._shown: set[str] = set()
 
     def tag_checked(self, registry: str, outcome: str) -> None:
-        """Count a tag that was resolved; ``outcome`` is one of TAG_CHECKS.
+        """Count a resolved tag; ``outcome`` is one of TAG_CHECKS.
 
-        All outcomes exist from the first one on: a counter that starts at 1 has no increase.
+        All outcomes are created together: a counter that starts at 1 shows no increase.
         """
         host = self.host(registry)
         for each in TAG_CHECKS:
@@ -82,14 +82,14 @@ class Metrics:
         self.tag_checks.labels(outcome, host).inc()
 
     def show_models(self, loaded: Iterable[str]) -> None:
-        """Show the models in memory."""
+        """Set the models in memory."""
         there = {self.model(name) for name in loaded}
         for name in self._shown | there:
             self.models.labels(name).set(name in there)
         self._shown |= there
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Format all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

@@ -1,4 +1,4 @@
-"""Find and fetch AImages: for a request, and the models that a worker is configured to have."""
+"""Find and fetch AImages for requests and for preloading."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _log = logging.getLogger("aimage.worker")
 
 
 def find(store: ImageLayout, reference: Reference) -> StoredAImage:
-    """Return the AImage if all its blobs are in the store in their full size.
+    """Return the AImage if all its blobs are in the store with their full size.
 
-    Raises NotFoundError, also for one that is incomplete or damaged; FormatError.
+    Raises NotFoundError, also if it is incomplete or damaged, and FormatError.
     """
     try:
         root = store.resolve(reference)
@@ -36,7 +36,7 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
     try:
         stored = read_aimage(store, reference)
         found = check_stored(store, stored)
-    except (NotFoundError, VerificationError):  # the manifest or the config
+    except (NotFoundError, VerificationError):  # of the manifest or the config
         missing = "its manifest or config"
     else:
         if found.is_complete:
@@ -51,9 +51,9 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
 async def fetch(
     transfers: TransferQueue, reference: Reference, emit: Callable[[PullingEvent], None]
 ) -> None:
-    """Pull an AImage; requests for the same one share the transfer. Raises as ``pull``.
+    """Pull an AImage; concurrent requests for it share one transfer. Raises as ``pull``.
 
-    If this is cancelled, the transfer is too, unless others wait for it; partial content is kept.
+    Cancellation also cancels the transfer unless others wait for it; partial content is kept.
     """
     with transfers.pull(reference) as transfer:
         while not transfer.result.done():
@@ -64,7 +64,7 @@ async def fetch(
 
 
 async def preload(transfers: TransferQueue, names: Sequence[str]) -> None:
-    """Fetch models until each is in the store; failures are logged."""
+    """Fetch models until all are in the store; log failures."""
     references = [Reference.parse(name) for name in dict.fromkeys(names)]
     await asyncio.gather(*(_preload(transfers, one) for one in references if one.registry))
 

@@ -1,8 +1,8 @@
 """The process of one loaded model: ``python -m clowder_aimage.engine.process``.
 
-Commands are read from standard input, replies are written to standard output, both as frames. The
-first thread owns MLX and does the work; a second one reads commands, so that a cancel is seen
-between two steps. When the worker has ended, standard input ends, and so does this process.
+Commands are read from standard input and replies are written to standard output as frames. The
+main thread owns MLX and does the work; a second thread reads commands, so that a cancellation is
+noticed between two steps. When the worker ends, standard input is closed and this process exits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class _PinnedStore(LayeredStore):
-    """Stores in which every name resolves to one manifest: a tag may have moved meanwhile."""
+    """Stores in which every name resolves to one manifest, even if the tag has moved."""
 
     def __init__(self, roots: Sequence[Path], manifest: Descriptor) -> None:
         super().__init__(roots)
@@ -42,19 +42,19 @@ class _PinnedStore(LayeredStore):
 
 
 class ModelProcess:
-    """One model, and the requests that it serves one after another."""
+    """One model and its requests, served one after another."""
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
         self._source, self._target = source, target
         self._commands: queue.Queue[frame.Message | None] = queue.Queue()
         self._cancelled: set[int] = set()
-        self._is_orphaned = False  # the worker has ended
+        self._is_orphaned = False  # the worker has exited
         self._model: Any = None
-        self._lock = threading.Lock()  # of the target
+        self._lock = threading.Lock()  # guards the target
         self._leases = contextlib.ExitStack()
 
     def run(self) -> None:
-        """Serve until standard input ends."""
+        """Serve until standard input is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         with self._leases:
             while (command := self._commands.get()) is not None:
@@ -79,15 +79,15 @@ class ModelProcess:
                 self._load(command)
             else:
                 self._generate(command)
-        except BrokenPipeError:  # the worker has ended
+        except BrokenPipeError:  # the worker has exited
             raise
         except AImageError as error:
             self._fail(number, type(error).__name__, error.message, error.hint)
-        except Exception as error:  # any error is reported to the worker
+        except Exception as error:  # every error is reported to the worker
             if _lacks_memory(error):
                 self._fail(number, "MemoryError", "there is not enough memory for this")
                 return
-            # on one line, and without the message, which may contain a prompt
+            # one line, without the message, which may contain a prompt
             _log.error("the model failed: %s at %s", type(error).__name__, _places(error))
             self._fail(number, "ModelError", f"the model failed: {type(error).__name__}")
         finally:
@@ -109,7 +109,7 @@ class ModelProcess:
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Report the memory of this process periodically: it grows while a load makes progress."""
+        """Report this process's memory periodically: it grows while a load makes progress."""
         is_over = threading.Event()
 
         def report() -> None:
@@ -133,7 +133,7 @@ class ModelProcess:
         number: int = command["id"]
         request = GenerateRequest(**command["request"])
         encoding = PictureEncoding(**command["encoding"])
-        name = command["reference"].partition("@")[0]  # the facts have the digest apart
+        name = command["reference"].partition("@")[0]  # the digest is a separate fact
         facts = describe_picture(Reference.parse(name), self._model, request)
         events = self._model.generate(request)  # raises at once if the request cannot be served
         self._send("started", number)
@@ -170,7 +170,7 @@ class ModelProcess:
 
 
 def _needs_mlx() -> Any:
-    """Return the module ``generate``. Raises ModelError if the extra [mlx] is not installed."""
+    """Import and return the module ``generate``. Raises ModelError without the extra [mlx]."""
     try:
         from clowder_aimage import generate
     except ModuleNotFoundError as error:
@@ -178,13 +178,13 @@ def _needs_mlx() -> Any:
             raise
         raise ModelError(
             f"this worker stores models and runs none: {error.name} is not installed "
-            "(pip install 'clowder-aimage[mlx]')"  # in the message: a 5xx has no hint
+            "(pip install 'clowder-aimage[mlx]')"  # in the message, as a 5xx response has no hint
         ) from None
     return generate
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Return whether an allocation failed; MLX raises a RuntimeError then."""
+    """Return whether an allocation failed, for which MLX raises a RuntimeError."""
     text = str(error).lower()
     is_of_mlx = isinstance(error, RuntimeError) and any(word in text for word in _NO_MEMORY)
     return isinstance(error, MemoryError) or is_of_mlx
@@ -206,7 +206,7 @@ def _set_memory(pipeline: Any, command: frame.Message) -> None:
 
 
 def _resident() -> int:
-    """Return the resident bytes of this process; the peak where there is no /proc."""
+    """Return the resident memory of this process in bytes; its peak without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -218,16 +218,16 @@ def _resident() -> int:
 
 
 def main() -> None:
-    """Run the process; output that libraries print goes to standard error."""
+    """Run the process; redirect the output of libraries to standard error."""
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # One line each, for the log of the worker; no errors if it has ended
+    # One line each, for the worker's log; no errors after the worker has exited
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.raiseExceptions = False
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         ModelProcess(source, target).run()
-    os._exit(0)  # without waiting for threads
+    os._exit(0)  # without joining threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A request in the engine, and the model that serves it."""
+"""A request in the engine and the model that serves it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer is for ever
+MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
 MakeRequest = Callable[[AImage], GenerateRequest]
 _HINTS = {
     "waiting": "it was still waiting for its turn; try again later",
@@ -27,10 +27,10 @@ _HINTS = {
 
 @dataclass(slots=True, eq=False)
 class ModelSlot:
-    """A model that is in use, or was recently.
+    """A model that is or recently was in use.
 
-    ``size`` is the bytes of its blobs, ``current`` the request that is served, ``users`` the number
-    of requests that wait or are served.
+    ``size`` is the size of its blobs, ``current`` the request being served, ``users`` the number
+    of requests that wait or are being served.
     """
 
     reference: Reference
@@ -40,7 +40,7 @@ class ModelSlot:
     clock: Callable[[], float] = time.monotonic
     runner: Runner | None = None
     load: asyncio.Task[Runner] | None = None
-    unloading: asyncio.Task[None] | None = None  # if it was stopped while it was loaded
+    unloading: asyncio.Task[None] | None = None  # if it was stopped during the load
     current: object | None = None
     users: int = 0
     is_stopped: bool = False
@@ -56,18 +56,18 @@ class ModelSlot:
 
     @property
     def is_ready(self) -> bool:
-        """True while it is in memory."""
+        """Return whether the model is in memory."""
         return self.runner is not None and self.runner.is_alive
 
     @property
     def is_free(self) -> bool:
-        """True if it is in memory and would serve a request at once."""
+        """Return whether the model is in memory and can serve a request at once."""
         runner = self.runner
         return self.current is None and runner is not None and runner.is_free
 
     @property
     def left(self) -> float:
-        """Seconds until it may be unloaded."""
+        """The seconds until it may be unloaded."""
         if self.users:
             return self.keep_alive
         return max(0.0, self.used + self.keep_alive - self.clock())
@@ -79,17 +79,17 @@ class ModelSlot:
         return None if left >= MAX_KEEP_ALIVE else datetime.now(UTC) + timedelta(seconds=left)
 
     def pinned_name(self, reference: Reference) -> str:
-        """Return ``reference`` with the digest that it had when the model was first requested."""
+        """Return ``reference`` with its digest at the model's first request."""
         return f"{str(reference).partition('@')[0]}@{self.digest}"
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A request on its way through the engine.
+    """A request in the engine.
 
-    ``make`` returns the parameters once the AImage is in the store; None for a request that only
-    loads the model. ``stage`` is one of waiting, pulling, loading, drawing. ``moved`` is set when
-    the load has begun or the turn has come, ``turn`` when the turn has come.
+    ``make`` returns the parameters once the AImage is in the store; it is None for a request that
+    only loads the model. ``stage`` is one of waiting, pulling, loading, drawing. ``moved`` is set
+    when the load begins or the turn has come, ``turn`` when the turn has come.
     """
 
     reference: Reference
@@ -101,7 +101,7 @@ class QueuedRequest:
     number: int = 0
     stage: str = "waiting"
     model: ModelSlot | None = None
-    runner: Runner | None = None  # from its turn on
+    runner: Runner | None = None  # set with the turn
     error: AImageError | None = None
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
@@ -110,16 +110,16 @@ class QueuedRequest:
 
     @property
     def is_begun(self) -> bool:
-        """True once its turn has come."""
+        """Return whether its turn has come."""
         return self.turn.is_set()
 
     @property
     def is_interrupted(self) -> bool:
-        """True if the deadline or an interruption ends it."""
+        """Return whether the deadline has passed or the request was interrupted."""
         return self.error is not None or (self.limit is not None and self.limit.expired())
 
     def timeout(self) -> asyncio.Timeout:
-        """Return the context that the deadline and ``interrupt`` end."""
+        """Return the context that ends at the deadline or on ``interrupt``."""
         self.limit = asyncio.timeout(None if self.deadline == FOR_EVER else self.deadline)
         return self.limit
 
@@ -130,7 +130,7 @@ class QueuedRequest:
             self.limit.reschedule(asyncio.get_running_loop().time())
 
     def cause(self, error: Exception) -> Exception:
-        """Return the error that ended the request: ``error``, or the interruption before it."""
+        """Return the error that ended the request: an earlier interruption, else ``error``."""
         if self.error is not None:
             return self.error
         if self.limit is not None and self.limit.expired():

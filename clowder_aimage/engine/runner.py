@@ -1,4 +1,4 @@
-"""A loaded model as seen by the worker: a child process that communicates in frames."""
+"""A loaded model in the worker: a child process with which it exchanges frames."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
-GRACE = 2.0  # seconds in which a process may end before it is killed
+GRACE = 2.0  # seconds for a process to end before it is killed
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models")  # of EngineLimits
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
@@ -31,14 +31,14 @@ _log = logging.getLogger("aimage.worker")
 
 
 class NoMemoryError(ModelError):
-    """The memory is not enough for a model or a picture."""
+    """The memory is insufficient for a model or a picture."""
 
 
 class Runner:
-    """One process with one model. Requests are served one at a time, in order.
+    """A process with one model. Requests are served one at a time, in order.
 
-    ``ending`` is the task in which the process ends a cancelled request. Lines that the process
-    writes to standard error go to the log.
+    ``ending`` is the task that waits for the process to end a cancelled request. Lines that the
+    process writes to standard error are logged.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, cancel_timeout: float) -> None:
@@ -55,10 +55,10 @@ class Runner:
     async def start(
         cls, roots: Sequence[Path], reference: str, manifest: Descriptor, limits: EngineLimits
     ) -> Runner:
-        """Start a process and load an AImage that the store has in full.
+        """Start a process and load an AImage that is complete in the store.
 
-        If this is cancelled, the process is killed. Raises AImageError, reported by the process;
-        NoMemoryError; ModelError: the process does not start, it died, or its load stalled.
+        Cancellation kills the process. Raises AImageError reported by the process; NoMemoryError;
+        ModelError if the process does not start, dies, or makes no progress during the load.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -66,7 +66,7 @@ class Runner:
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
-                start_new_session=True,  # an interrupt at the terminal is for the worker alone
+                start_new_session=True,  # a terminal interrupt goes to the worker only
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
         except OSError as error:
@@ -95,7 +95,7 @@ class Runner:
 
     @property
     def is_free(self) -> bool:
-        """True if it would accept a request now."""
+        """Return whether a request would be accepted now."""
         return self.is_alive and (self.ending is None or self.ending.done())
 
     @property
@@ -109,13 +109,13 @@ class Runner:
         encoding: PictureEncoding,
         on_event: Callable[[Event], None],
     ) -> None:
-        """Make pictures; ``on_event`` is called with steps, previews and pictures.
+        """Generate pictures; ``on_event`` is called with steps, previews and pictures.
 
-        If this is cancelled, the process ends the request after the current step, and this returns
-        at once: the next request waits until the process is free, or was killed because it did not
-        end the request in time.
+        On cancellation, the process ends the request after the current step, and this returns at
+        once. The next request waits until the process is free, or until it was killed because the
+        request did not end in time.
 
-        Raises AImageError, reported by the process; ModelError: the process died.
+        Raises AImageError reported by the process; ModelError if the process died.
         """
         if self.ending is not None:
             await asyncio.wait({self.ending})
@@ -132,7 +132,7 @@ class Runner:
                 is_done = True
                 if message["is"] == "error":
                     raise _error(message)
-                if message["cancelled"]:  # though this request was not: the process is ending
+                if message["cancelled"]:  # without a cancellation here: the process is exiting
                     raise self._died()
                 return
         finally:
@@ -140,21 +140,21 @@ class Runner:
                 self.ending = asyncio.create_task(self._cancel(number))
 
     async def stop(self) -> None:
-        """End the process; all of its memory is free then."""
+        """End the process, which frees all of its memory."""
         await self.end(GRACE)
         if self.ending is not None:
             await asyncio.wait({self.ending})
 
     def send(self, message: frame.Message) -> None:
-        """Send a frame; if the process has ended, ``receive`` raises."""
+        """Send a frame; if the process has exited, ``receive`` raises."""
         assert self._process.stdin is not None  # noqa: S101 - it is a pipe
         if not self._process.stdin.is_closing():
             self._process.stdin.write(frame.encode(message))
 
     async def receive(self) -> tuple[frame.Message, bytes]:
-        """Return the next frame; if this is cancelled, the next call returns it.
+        """Return the next frame; after a cancellation, the next call returns it.
 
-        Raises ModelError: the process has ended, or sent something else.
+        Raises ModelError if the process has exited or sent an invalid frame.
         """
         assert self._process.stdout is not None  # noqa: S101 - it is a pipe
         if self._receiving is None:
@@ -172,9 +172,9 @@ class Runner:
         return found
 
     async def end(self, grace: float) -> None:
-        """End the process within ``grace`` seconds, or kill it; its memory is free then.
+        """End the process within ``grace`` seconds or kill it, which frees its memory.
 
-        If this is cancelled, the process is killed at once.
+        On cancellation, the process is killed at once.
         """
         if self._process.stdin is not None:
             self._process.stdin.close()
@@ -190,7 +190,7 @@ class Runner:
     async def _loaded(self, timeout: float) -> frame.Message:
         """Return the message that ends a load.
 
-        The process reports how much memory it has: a load whose size does not change has stalled.
+        The process reports its memory: a load during which it does not change has stalled.
         """
         loop, size = asyncio.get_running_loop(), None
         end = loop.time() + timeout
@@ -204,7 +204,7 @@ class Runner:
                     hint="see the worker's log, and whether the disk and the device work",
                 ) from None
             except ModelError as error:
-                # not sent by this worker: the system needs memory
+                # not sent by this worker: the system is out of memory
                 if self._process.returncode == -SIGKILL:
                     raise NoMemoryError(error.message, **error.advice) from None
                 raise
@@ -214,7 +214,7 @@ class Runner:
                 size, end = message["bytes"], loop.time() + timeout
 
     async def _cancel(self, number: int) -> None:
-        """Cancel a request and read the rest of its frames; kill the process after a timeout."""
+        """Cancel a request and discard the rest of its frames; kill the process on a timeout."""
         with contextlib.suppress(ModelError):
             try:
                 async with asyncio.timeout(self._cancel_timeout):
@@ -226,7 +226,7 @@ class Runner:
 
     def _died(self) -> ModelError:
         how, signal = "ended", -(self._process.returncode or 0)
-        if signal > 0:  # the advice is in the message: a 5xx has no hint
+        if signal > 0:  # the advice is in the message, as a 5xx response has no hint
             how = f"was killed by signal {signal}: it may have lacked memory; "
             how += "ask for a smaller picture"
         return ModelError(f"the model's process {how}", hint="the next request starts it again")
@@ -251,7 +251,7 @@ async def _log_lines(process: asyncio.subprocess.Process) -> None:
     while True:
         try:
             line = await process.stderr.readline()
-        except ValueError:  # a line above the limit, which is dropped
+        except ValueError:  # the line exceeds the limit and is dropped
             continue
         if not line:
             return

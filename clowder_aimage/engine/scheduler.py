@@ -1,8 +1,8 @@
-"""The scheduler: which request is served next, which model is loaded and which is unloaded for it.
+"""The scheduler: selects the next request, and the models to load and to unload.
 
-Requests wait in one queue, in the order of arrival. A request gets its turn as soon as its model is
-in memory and free; while a request waits for memory, later ones get no turn on a model that would
-have to be unloaded. All of it runs on one event loop; ``arrange`` is called after each change.
+Requests wait in one queue in order of arrival. A request is served once its model is in memory and
+free. While a request waits for memory, later requests are not served by a model that would have
+to be unloaded. Everything runs on one event loop; ``arrange`` is called after each change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _log = logging.getLogger("aimage.worker")
 
 @dataclass(slots=True, eq=False)
 class ModelScheduler:
-    """The models of one worker, each in a process of its own.
+    """The models of a worker, each in its own process.
 
-    ``_free`` returns the bytes of memory for another model; None for enough. ``_loads`` has
-    cancelled ones too, until they end.
+    ``_free`` returns the bytes of memory for another model; None if there is enough. ``_loads``
+    includes cancelled loads until they end.
     """
 
     _roots: Sequence[Path]
@@ -48,17 +48,17 @@ class ModelScheduler:
 
     @property
     def models(self) -> list[ModelSlot]:
-        """The models that are loaded or that requests wait for."""
+        """The models that are loaded or requested."""
         return list(self._models.values())
 
     def loaded(self) -> list[ModelSlot]:
-        """Return the models in memory, the last used first."""
+        """Return the models in memory, most recently used first."""
         return sorted((one for one in self.models if one.is_ready), key=lambda one: -one.used)
 
     # -- the queue
 
     def enter(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
-        """Queue a request by its number."""
+        """Queue a request, ordered by its number."""
         digest = stored.descriptor.digest
         model = self._models.get(digest)
         if model is None:
@@ -77,7 +77,7 @@ class ModelScheduler:
         return model
 
     def ahead(self, request: QueuedRequest) -> int:
-        """Return the number of requests before this one."""
+        """Return the number of requests ahead of this one."""
         return sum(one.number < request.number for one in self._queue)
 
     def leave(self, request: QueuedRequest) -> None:
@@ -101,7 +101,7 @@ class ModelScheduler:
         self.arrange()
 
     def arrange(self) -> None:
-        """Give turns, and begin the next load."""
+        """Serve the next requests and begin the next load."""
         is_full = False  # a request waits for memory
         for request in list(self._queue):
             model = request.model
@@ -127,9 +127,9 @@ class ModelScheduler:
     # -- loads and unloads
 
     def _begin(self, model: ModelSlot) -> bool:
-        """Load a model, or unload an idle one for it; return False if all models are at work."""
+        """Load a model, or unload an idle one for it; return False if all models are busy."""
         if self._loads:
-            return True  # one load at a time; this one is next
+            return True  # one load at a time; this model is next
         taken = len(self.loaded()) + len(self._unloads)
         if taken < self._limits.models:
             self._load(model)
@@ -165,7 +165,7 @@ class ModelScheduler:
             return await start()
 
     async def _unload_idle(self) -> bool:
-        """Unload the model that was idle for longest; return False if none is idle."""
+        """Unload the model that was idle longest; return False if none is idle."""
         if (idle := self._idle()) is None:
             return False
         await _wait([self.unload(idle, "memory")])
@@ -213,7 +213,7 @@ class ModelScheduler:
     def unload(self, model: ModelSlot, reason: str) -> asyncio.Task[Any] | None:
         """Unload a model or cancel its load; return the task that ends when its memory is free."""
         load, runner = model.load, model.runner
-        # a second cancel would not wait for the process
+        # a second cancellation would not wait for the process
         if load is not None and not load.cancelling():
             load.cancel()
         model.runner = model.current = None
@@ -229,7 +229,7 @@ class ModelScheduler:
         return task
 
     async def stop(self, model: ModelSlot) -> None:
-        """Unload a model at once; no request is served by it any more."""
+        """Unload a model at once; it serves no further requests."""
         model.is_stopped = True
         if self._models.get(model.digest) is model:
             del self._models[model.digest]  # a new request loads it again
@@ -237,19 +237,19 @@ class ModelScheduler:
         await _wait([model.unloading])  # if its load had just ended
 
     async def expire(self) -> None:
-        """Unload idle models whose time is over."""
+        """Unload idle models whose keep-alive has expired."""
         idle = [one for one in self.loaded() if not one.users and not one.left]
         await _wait([self.unload(one, "idle") for one in idle])
 
     async def end(self) -> None:
-        """Unload all models, and wait until they have ended."""
+        """Unload all models and wait until they have ended."""
         for model in self.models:
             self.unload(model, "end")
         while tasks := [*self._loads, *self._unloads]:
             await _wait(tasks)
 
     def _drop(self, model: ModelSlot) -> None:
-        """Forget a model that is not in memory and that no request waits for."""
+        """Remove a model that is neither in memory nor requested."""
         is_needed = model.users or model.load is not None or model.runner is not None
         if not is_needed and self._models.get(model.digest) is model:
             del self._models[model.digest]
@@ -259,6 +259,6 @@ class ModelScheduler:
 
 
 async def _wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """Wait for all tasks; their errors are not raised, and a cancelled wait cancels none."""
+    """Wait for all tasks without raising their errors; cancellation does not cancel them."""
     if waited := [task for task in tasks if task is not None]:
         await asyncio.wait(waited)

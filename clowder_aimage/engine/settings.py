@@ -1,7 +1,7 @@
 """Settings of a server, from the command line, the environment and the configuration.
 
-The configuration is one file (schemas/config.schema.json). The object ``worker`` in it has the
-fields in camel case: ``maxModels`` in the file is AIMAGE_SERVE_MAX_MODELS in the environment.
+The configuration is one file (schemas/config.schema.json). Its object ``worker`` has the fields in
+camel case: ``maxModels`` in the file is AIMAGE_SERVE_MAX_MODELS in the environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.schema import read_configuration
 
 camel = to_camel  # the name of a field in the configuration
-MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer is for ever
+MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
@@ -34,9 +34,9 @@ _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, 
 
 
 def duration(value: object) -> float:
-    """Return the seconds of 90, "90s", "5m", "1h30m" or "500ms" (Go's durations).
+    """Parse 90, "90s", "5m", "1h30m" or "500ms" (Go's durations) into seconds.
 
-    Negative durations, and those above MAX_DURATION, are FOR_EVER. Raises ValueError.
+    Negative durations and those above MAX_DURATION become FOR_EVER. Raises ValueError.
     """
     is_nan = isinstance(value, float) and math.isnan(value)
     if isinstance(value, int | float) and not isinstance(value, bool) and not is_nan:
@@ -53,7 +53,7 @@ def duration(value: object) -> float:
 
 
 def _size(value: object) -> int | None:
-    """Return bytes, of a number or a text such as "12GiB"."""
+    """Parse a number of bytes from a number or a string such as "12GiB"."""
     if value is None or (type(value) is int and value >= 0):
         return value
     return parse_size(str(value))
@@ -78,7 +78,7 @@ def _list(value: object) -> object:
 
 
 def _base_url(value: object) -> str | None:
-    """Check the base of links: scheme, host, optional port and path (RFC 3986, 3)."""
+    """Validate the base of links: scheme, host, optional port and path (RFC 3986, 3)."""
     if value is None:
         return None
     text = str(value).strip().rstrip("/")
@@ -103,10 +103,10 @@ ServerSettingsT = TypeVar("ServerSettingsT", bound="ServerSettings")
 
 
 class ServerSettings(BaseModel):
-    """Settings of every server, made by ``gather``.
+    """Settings common to all servers, created by ``gather``.
 
-    ``SECTION`` is the object of the configuration, ``PREFIX`` that of the variables in the
-    environment, ``PATHS`` the fields whose relative paths start at the configuration.
+    ``SECTION`` is the object in the configuration, ``PREFIX`` that of the environment variables,
+    ``PATHS`` the fields whose relative paths are resolved against the configuration's directory.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -125,7 +125,7 @@ class ServerSettings(BaseModel):
 
     @property
     def address(self) -> str | None:
-        """The address to listen on; None for the socket alone."""
+        """The address to listen on; None to listen on the socket only."""
         return self.addr or (None if self.socket else self.ADDRESS)
 
 
@@ -163,10 +163,10 @@ def gather(
     file: Path | None,
     spell: Callable[[str], str] = camel,
 ) -> tuple[ServerSettingsT, dict[str, str]]:
-    """Return the settings of a server, and the origin of each that is not a default.
+    """Return the settings of a server, and the origin of each non-default setting.
 
-    Origins are the file, a variable of the environment, or "command line" for ``options``;
-    ``spell`` returns the name of an option. Raises UsageError, which names the origin.
+    The origin is the file, an environment variable, or "command line" for ``options``; ``spell``
+    returns the name of an option. Raises UsageError with the origin.
     """
     section = read_section(file, kind) if file else {}
     found = {name: (value, str(file)) for name, value in section.items()}
@@ -184,7 +184,7 @@ def gather(
 
 
 def read_section(file: Path, kind: type[ServerSettings] = Settings) -> dict[str, Any]:
-    """Return the part of a configuration for a server, by field. Raises UsageError."""
+    """Return a server's section of a configuration, by field. Raises UsageError."""
     section = read_configuration(file, lambda document: document.get(kind.SECTION, {}))
     found = {name: section[key] for name in kind.model_fields if (key := camel(name)) in section}
     paths = {name: str(file.parent / found[name]) for name in kind.PATHS if name in found}
@@ -196,7 +196,7 @@ def _sentence(
 ) -> str:
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # of several fields
+    if not first["loc"]:  # an error of several fields
         return message
     name = str(first["loc"][0])
     origin = origins.get(name, "")

@@ -1,7 +1,7 @@
-"""One pull or push, shared by all requests for it.
+"""A pull or push that is shared by all requests for it.
 
-A transfer runs in a thread of its own, which records its events; the event loop polls the record: a
-copy has thousands of events a second.
+A transfer runs in its own thread and records its events. The event loop polls the record, as a
+copy has thousands of events per second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from clowder_aimage.registry import Repository
 
 INTERVAL = 0.1  # seconds between two polls of a transfer
 PULL, PUSH = "pull", "push"
-_WINDOW = 5.0  # seconds that a speed is measured over
+_WINDOW = 5.0  # seconds over which the rate is measured
 T = TypeVar("T")
 Work = Callable[["SharedTransfer", OnEvent], Descriptor]
 
@@ -42,9 +42,9 @@ class TransferBlob:
 
 
 class SharedTransfer:
-    """A pull or a push that waits, runs or has ended.
+    """A pull or push that is queued, running or done.
 
-    ``users`` is the number of requests that wait for it. A transfer without users ends unless
+    ``users`` is the number of requests that wait for it. A transfer without users is stopped unless
     ``is_kept`` is set; partial content is kept.
     """
 
@@ -60,7 +60,7 @@ class SharedTransfer:
         self.begun = self.moved = time.monotonic()
         self.is_stalled = False
         self.result: asyncio.Future[Descriptor] = asyncio.get_running_loop().create_future()
-        self.result.add_done_callback(asyncio.Future.exception)  # retrieved, also without users
+        self.result.add_done_callback(asyncio.Future.exception)  # marks it as retrieved
         self._work, self._is_over = work, is_over
         self._blobs: dict[Digest, TransferBlob] = {}
         self._passed: deque[tuple[float, int]] = deque(maxlen=64)
@@ -68,17 +68,17 @@ class SharedTransfer:
 
     @property
     def is_queued(self) -> bool:
-        """True if it waits for others, longer than every transfer does at first."""
+        """Return whether it waits for other transfers beyond the initial delay."""
         return not self.is_begun and time.monotonic() - self.begun > 1.0
 
     @property
     def completed(self) -> int:
-        """The bytes in the store."""
+        """The number of bytes in the store."""
         return sum(blob.completed for blob in self.blobs())
 
     @property
     def rate(self) -> float:
-        """Bytes per second, over the last seconds."""
+        """The bytes per second over the last seconds."""
         now = time.monotonic()
         with self._lock:
             recent = [(at, count) for at, count in self._passed if now - at <= _WINDOW]
@@ -87,7 +87,7 @@ class SharedTransfer:
         return sum(count for _, count in recent) / max(now - recent[0][0], INTERVAL)
 
     def blobs(self) -> list[TransferBlob]:
-        """Return all known blobs, as they are now."""
+        """Return the current state of all known blobs."""
         with self._lock:
             return [replace(blob) for blob in self._blobs.values()]
 
@@ -98,16 +98,16 @@ class SharedTransfer:
         run_in_thread(lambda: self._work(self, self._on_event), self.result, f"aimage-{self.kind}")
 
     def stop(self, *, is_now: bool = False) -> None:
-        """End the transfer; a running one ends between two pieces of a blob.
+        """Stop the transfer; a running one stops between two pieces of a blob.
 
-        With ``is_now`` its thread is not waited for, which may hang on a silent registry.
+        With ``is_now``, do not wait for its thread, which may hang on an unresponsive registry.
         """
         self.is_stopped = True
         if (is_now or not self.is_begun) and not self.result.done():
             self.result.set_exception(self._stopped())
 
     def check(self) -> None:
-        """Raise StoppedError if the transfer is to end; called in its thread."""
+        """Raise StoppedError if the transfer must stop; called in its thread."""
         if self.is_stopped or self._is_over() or not (self.users or self.is_kept):
             self.is_stopped = True
             raise self._stopped()
@@ -116,12 +116,12 @@ class SharedTransfer:
         return StoppedError(f"the {self.kind} of {self.reference} was given up")
 
     def count(self, source: str, count: int) -> None:
-        """Count bytes from a source: "registry", "mirror", "neighbour"."""
+        """Count bytes by source: "registry", "mirror" or "neighbour"."""
         with self._lock:
             self.sources[source] += count
 
     def _on_event(self, event: CopyEvent) -> None:
-        if self.kind == PUSH:  # a pull may end only between bytes of a blob: see TransferGate
+        if self.kind == PUSH:  # a pull may stop only between bytes of a blob: see TransferGate
             self.check()
         if event.kind == "plan":
             self.total = event.count
@@ -145,13 +145,13 @@ class SharedTransfer:
             blob.completed = blob.total
 
     async def watch(self) -> AsyncGenerator[TransferBlob, None]:
-        """Yield each blob whose state has changed, until the transfer ends.
+        """Yield each blob whose state has changed until the transfer ends.
 
-        Raises StoppedError, and as ``pull`` or ``push``.
+        Raises StoppedError, otherwise as ``pull`` or ``push``.
         """
         seen: dict[Digest, int] = {}
         while True:
-            is_done = self.result.done()  # before the blobs: later changes are seen next time
+            is_done = self.result.done()  # read before the blobs, so that no change is missed
             for blob in self.blobs():
                 if seen.get(blob.digest) != blob.completed:
                     seen[blob.digest] = blob.completed
@@ -162,16 +162,16 @@ class SharedTransfer:
         self.result.result()
 
     async def end(self) -> Descriptor:
-        """Wait for the end and return the root. Raises as ``watch``."""
+        """Wait for the end and return the root descriptor. Raises as ``watch``."""
         return await asyncio.shield(self.result)
 
 
 def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -> None:
-    """Set ``result`` to what ``call`` returns or raises, in a daemon thread of its own."""
+    """Run ``call`` in a daemon thread; set ``result`` to its result or exception."""
     loop = asyncio.get_running_loop()
 
     def settle(set_it: Callable[[Any], None], value: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(lambda: None if result.done() else set_it(value))
 
     def run() -> None:
@@ -184,9 +184,9 @@ def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -
 
 
 class TransferGate(Rate):
-    """An unlimited rate that ends a stopped pull.
+    """An unlimited rate that stops a pull between two pieces of a blob.
 
-    Between two pieces of a blob, partial content is kept for the next pull, and no lock is held.
+    At this point partial content is kept for the next pull and no lock is held.
     """
 
     def __init__(self, transfer: SharedTransfer) -> None:
@@ -202,7 +202,7 @@ class TransferGate(Rate):
 
 
 class CountedSource(WrappedSource):
-    """A registry whose blobs are counted, and limited to ``rate``.
+    """A registry source that counts the bytes of blobs and limits them to ``rate``.
 
     ``count`` is called with "registry" or "mirror" and the bytes of each reader.
     """
@@ -216,7 +216,7 @@ class CountedSource(WrappedSource):
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
         reader = self._source.open(content, offset, length)
         if content.media_type in mediatype.DOCUMENTS:
-            return reader  # of which there may be many, from memory
+            return reader  # documents are numerous and read from memory
 
         def ended(count: int) -> None:
             source = self._source

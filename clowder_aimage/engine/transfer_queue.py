@@ -1,4 +1,4 @@
-"""The queue of transfers of a worker: each runs once, urgent ones first."""
+"""The queue of a worker's transfers: each runs once, in order of urgency."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 
-MAX_TRANSFERS = 32  # interactive ones of one registry: each has threads of its own
-_MAX_ALL = 2 * MAX_TRANSFERS  # of all registries: a silent one leaves places for the others
+MAX_TRANSFERS = 32  # interactive ones per registry: each has its own threads
+_MAX_ALL = 2 * MAX_TRANSFERS  # in total: an unresponsive registry cannot use them all
 INTERACTIVE, DESIRED, PREFETCH = range(3)  # urgencies
 URGENCIES = ("interactive", "desired", "prefetch")
-_PLACES = (8, 4, 2)  # by urgency: a transfer begins while fewer than this run
-_EXTRA = 4  # more places, each for a registry without a running transfer
+_PLACES = (8, 4, 2)  # by urgency: a transfer begins while fewer are running
+_EXTRA = 4  # additional places for registries without a running transfer
 STALL = 15.0  # seconds without a byte that count as a stall
 OnBytes = Callable[[str, int], object]
 Near = Callable[[Reference, OnBytes], Callable[[Source], Source]]
@@ -47,20 +47,20 @@ _Key = tuple[str, str, object]
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The credentials of one pull: an entry of docker's config file.
+    """The credentials of a pull: an entry of docker's config file.
 
-    It has ``auth`` or ``registrytoken``, is in memory as long as the pull, and in no log.
+    It has ``auth`` or ``registrytoken``. It is held in memory during the pull and never logged.
     """
 
     entry: tuple[str, str] = field(repr=False)
 
 
 class TransferQueue:
-    """The transfers of one worker, shared by all of its interfaces.
+    """The transfers of a worker, shared by all of its interfaces.
 
-    ``near`` returns, for a reference, a wrapper of its registry with nearer sources, which reports
-    the bytes by source. Transfers that are not interactive wait ``settle`` seconds, so that of
-    many that arrive together the first to run is chosen by priority.
+    ``near`` returns, for a reference, a wrapper that adds nearer sources to its registry and
+    reports the bytes by source. Non-interactive transfers wait for ``settle`` seconds, so that the
+    first of many concurrent transfers is selected by priority.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class TransferQueue:
         self._settle = settle
 
     def of(self, reference: Reference) -> SharedTransfer | None:
-        """Return the pull of ``reference`` that waits or runs."""
+        """Return the queued or running pull of ``reference``, if any."""
         return next((one for one in self.pulls() if one.reference == reference), None)
 
     def pulls(self) -> list[SharedTransfer]:
-        """Return all pulls that wait or run."""
-        known = list(self._known.values())  # other threads call this too
+        """Return all queued or running pulls."""
+        known = list(self._known.values())  # called from other threads too
         return [one for one in known if one.kind == PULL and not one.is_stopped]
 
     def close(self) -> None:
-        """Refuse new transfers and end the others; partial content is kept."""
+        """Refuse new transfers and stop the others; partial content is kept."""
         self.is_over = True
         for each in list(self._known.values()):
             each.stop(is_now=True)
 
     def look(self) -> None:
-        """Count stalled pulls; to be called periodically."""
+        """Count stalled pulls; call this periodically."""
         now = time.monotonic()
         for each in self.pulls():
             if each.is_begun and not each.is_stalled and now - each.moved > STALL:
@@ -113,10 +113,10 @@ class TransferQueue:
         urgency: int = INTERACTIVE,
         priority: int = 0,
     ) -> Iterator[SharedTransfer]:
-        """Join the pull of ``reference``, or begin it; a user may raise its urgency.
+        """Join or begin the pull of ``reference``; a new user may raise its urgency.
 
-        Only users with the same credentials share a pull. Raises StoppedError, BusyError;
-        UsageError: the reference has no registry.
+        A pull is shared only between users with the same credentials. Raises StoppedError,
+        BusyError, and UsageError if the reference has no registry.
         """
         if reference.registry is None:
             hint = f"name one, such as registry.example.com/team/{reference}"
@@ -145,7 +145,7 @@ class TransferQueue:
 
     @contextlib.contextmanager
     def push(self, reference: Reference) -> Iterator[SharedTransfer]:
-        """Join the push of ``reference``, or begin it. Raises as ``pull``."""
+        """Join or begin the push of ``reference``. Raises as ``pull``."""
         with self._joined(
             (PUSH, str(reference), None),
             reference,
@@ -225,7 +225,7 @@ class TransferQueue:
         for source, count in pull.sources.items():
             metrics.pull_bytes.labels(source).inc(count)
         metrics.dedup.inc(pull.sources["cache"])
-        if outcome == "failed":  # its code is "failed" too after an error of this program
+        if outcome == "failed":  # internal errors have the code "failed" too
             code = again(error, 1, 0.0, 0.0).code if isinstance(error, AImageError) else "failed"
             metrics.pull_failures.labels(code, host).inc()
         if isinstance(error, VerificationError):
@@ -233,17 +233,17 @@ class TransferQueue:
 
 
 def _next(known: list[SharedTransfer]) -> list[SharedTransfer]:
-    """Return the transfers that start now: by urgency, then by priority.
+    """Return the transfers to start now, by urgency, then by priority.
 
-    A registry leaves the last place to another one that can use it. If all places are taken, there
-    are extra places, one for each registry without a running transfer, by waiting time and not by
-    priority. So silent registries never keep out another one for ever: their transfers end, at the
-    latest by timeouts, and the extra places go to those that have waited longest.
+    A registry leaves the last place to another registry that can use it. When all places are taken,
+    each registry without a running transfer can use an extra place, by waiting time and not by
+    priority. Unresponsive registries therefore never block another one permanently: their transfers
+    end by timeouts, and the extra places go to the transfers that have waited longest.
     """
     running = [one for one in known if one.is_begun]
     waiting = [one for one in known if not one.is_begun]
     waiting.sort(key=lambda one: (one.urgency, -one.priority, one.number))
-    for left in (1, 0):  # the second time no other registry can use the place
+    for left in (1, 0):  # in the second pass no other registry can use the place
         for one in waiting:
             most = _PLACES[one.urgency]
             if one not in running and len(running) < most and _running(one, running) < most - left:

@@ -1,7 +1,7 @@
-"""A client of a worker's API, with the standard library alone, so that it is imported fast.
+"""A client of a worker's API that uses only the standard library, for a fast import.
 
-It reads replies while the worker sends them: lines of JSON (ollama's API) or server-sent events
-(OpenAI's API). An error of the worker becomes one of the project's errors.
+It reads replies incrementally: lines of JSON (ollama's API) or server-sent events (OpenAI's API).
+Errors reported by the worker are raised as AImageError.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 
 _CONNECT = 10.0  # seconds
-_REPLY = 300.0  # seconds for a reply in one piece; the removal of a large model takes long
-_SILENCE = 120.0  # seconds; a worker sends a comment into a stream of events every ten
-_MAX_LINE = 256 << 20  # bytes: ten large pictures as base64
+_REPLY = 300.0  # seconds for a complete reply; the removal of a large model is slow
+_SILENCE = 120.0  # seconds; a worker sends a comment into an event stream every ten seconds
+_MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
 _MAX_REPLY = 16 << 20
 _MAX_ERROR = 64 << 10
 _PIECE = 1 << 20
-# A machine that vanished is detected after a minute, however long a picture takes
+# An unreachable machine is detected after a minute, however long a picture takes
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
-# Codes of the worker are more exact than the status
+# The worker's codes are more specific than the status
 _CODES: Mapping[str, type[AImageError]] = {
     "model_not_found": errors.NotFoundError,
     "registry_unauthorized": errors.UnauthorizedError,
@@ -42,15 +42,15 @@ _KINDS: Mapping[int, type[AImageError]] = {
     404: errors.NotFoundError,
     507: errors.NoSpaceError,
 }
-# OpenAI's types of errors, in a stream whose own status was 200
+# OpenAI's error types, in a stream whose own status was 200
 _TYPES = {"invalid_request_error": 400, "authentication_error": 401, "permission_error": 403}
 
 
 class WorkerClient:
-    """A worker on this machine or another one; ``host`` is an address for ``Endpoint.parse``.
+    """A local or remote worker; ``host`` is an address for ``Endpoint.parse``.
 
-    Every method raises NetworkError (no worker answers, or the connection ended), FormatError (a
-    reply is not one of a worker), and the errors of _CODES and _KINDS, which the worker reported.
+    All methods raise NetworkError if no worker answers or the connection is lost, FormatError if a
+    reply is invalid, and the errors of _CODES and _KINDS if the worker reports them.
     """
 
     def __init__(self, host: str = DEFAULT_HOST, token: str | None = None) -> None:
@@ -60,7 +60,7 @@ class WorkerClient:
         self._token = token
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON of a reply; None for an empty one."""
+        """Return the JSON of a reply; None if it is empty."""
         with self._request(method, path, body, _REPLY) as response, self._network():
             text = response.read(_MAX_REPLY + 1)
         if len(text) > _MAX_REPLY:
@@ -68,7 +68,7 @@ class WorkerClient:
         return self._parse(text) if text.strip() else None
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the JSON lines of a reply as they come (ollama's API).
+        """Yield the JSON lines of a reply as they arrive (ollama's API).
 
         A line with an ``error`` is raised. Closing the generator closes the connection, which
         cancels the request.
@@ -80,10 +80,10 @@ class WorkerClient:
     def events(
         self, path: str, body: Mapping[str, Any]
     ) -> Generator[tuple[str, dict[str, Any]], None, None]:
-        """Yield the type and the JSON data of server-sent events as they come; else as ``lines``.
+        """Yield the type and JSON data of server-sent events as they arrive; else as ``lines``.
 
-        The first event is ``open``, with the header fields of the reply in lower case. Source: HTML
-        standard, 9.2.6 "Interpreting an event stream".
+        The first event is ``open`` with the header fields of the reply in lower case. Source: HTML
+        Living Standard, 9.2.6 "Interpreting an event stream".
         """
         with self._request("POST", path, body, _SILENCE) as response:
             yield "open", {name.lower(): text for name, text in response.getheaders()}
@@ -117,13 +117,13 @@ class WorkerClient:
                 with suppress(BrokenPipeError, ConnectionResetError):  # it may have replied
                     connection.request(method, path, data, headers)
                 response = connection.getresponse()
-            with closing(response):  # it may own the socket now
+            with closing(response):  # the response may own the socket now
                 if not 200 <= response.status < 300:
                     raise self._refusal(response)
                 yield response
 
     def _read(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
-        """Yield lines without their ends (``readline`` takes a broken connection for the end)."""
+        """Yield lines without line ends (``readline`` treats a broken connection as the end)."""
         begun = bytearray()
         while piece := self._piece(response):
             first, *others = piece.split(b"\n")
@@ -162,7 +162,7 @@ class WorkerClient:
             raise FormatError(message, hint="check that AIMAGE_HOST names a worker") from None
 
     def _value(self, text: bytes) -> dict[str, Any]:
-        """Return an object of a stream. Raises the error in it."""
+        """Return an object of a stream. Raises the error that it contains."""
         value = self._parse(text)
         if not isinstance(value, dict):
             kind = type(value).__name__

@@ -1,3 +1,3 @@
-"""The HTTP server shell (aiohttp) that the registry, the worker and the node share."""
+"""The HTTP server shell (aiohttp) shared by the registry, the worker and the node."""
 
 PRODUCT = "aimage"  # in headers (RFC 9110, "Server")

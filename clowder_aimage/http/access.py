@@ -22,7 +22,7 @@ _ALLOWED = {
     INFER: "this token may make pictures and list models, and no more",
     NODE: "this token is one of a node, which may read what another one has, and no more",
 }
-# Tools of registries send credentials only after this challenge (RFC 7617)
+# Registry clients send credentials only after this challenge (RFC 7617)
 _REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
 _CHALLENGE = f'Bearer realm="{PRODUCT}"'
 
@@ -40,9 +40,9 @@ def read_token(path: Path) -> str:
 
 
 def read_tokens(path: Path) -> dict[str, str]:
-    """Return the tokens in a file, and the scope of each.
+    """Return the tokens in a file with the scope of each.
 
-    A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; a token alone is an admin's. Empty
+    A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; the scope defaults to admin. Empty
     lines and lines that begin with ``#`` are skipped. Raises UsageError.
     """
     found: dict[str, str] = {}
@@ -78,11 +78,11 @@ def _is_token(text: str) -> bool:
 
 
 def check_host(allowed: frozenset[str] | None) -> Middleware:
-    """Refuse requests that a web page could have led a browser to send.
+    """Refuse requests that a malicious web page may have caused.
 
-    DNS rebinding (CVE-2024-28224): the ``Host`` must be one of ``allowed``; None allows any.
-    Cross-site requests: an ``Origin``, which only browsers send, must be the host itself; a request
-    that changes something must not come from another site (Fetch Metadata, ``Sec-Fetch-Site``).
+    DNS rebinding (CVE-2024-28224): the ``Host`` must be in ``allowed``; None allows any host.
+    Cross-site requests: an ``Origin``, which only browsers send, must be the same host; a request
+    that changes state must not be cross-site (Fetch Metadata, ``Sec-Fetch-Site``).
     """
 
     @web.middleware
@@ -102,9 +102,9 @@ def check_host(allowed: frozenset[str] | None) -> Middleware:
 
 
 def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, str]) -> Middleware:
-    """Refuse callers without a token of the route's scope; without ``tokens`` all are admins.
+    """Refuse requests without a token of the route's scope; without ``tokens`` all are admins.
 
-    An unknown path needs a token, too: the answer would show which paths exist.
+    An unknown path requires a token too, so that a response does not reveal which paths exist.
     """
 
     @web.middleware
@@ -126,7 +126,7 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
 
 
 def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
-    """Return the scope of the request's token. All are compared, each in constant time."""
+    """Return the scope of the request's token. All tokens are compared, each in constant time."""
     text = bearer_token(request.headers.get("Authorization", ""))
     token = text.encode("utf-8", "surrogateescape")
     found = None
@@ -139,7 +139,7 @@ def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
 def bearer_token(authorization: str) -> str:
     """Return the token in an ``Authorization`` header, or "" if there is none.
 
-    It is a bearer token, or the password of any user (RFC 6750, RFC 7617).
+    It is a bearer token or the password of any user (RFC 6750, RFC 7617).
     """
     scheme, _, value = authorization.partition(" ")
     if scheme.lower() == "bearer":
@@ -153,7 +153,7 @@ def bearer_token(authorization: str) -> str:
 
 
 def host_name(host: str) -> str | None:
-    """Return the name in a ``Host`` header, without its port; None if there is none."""
+    """Return the host in a ``Host`` header without its port; None if there is none."""
     try:
         return urlsplit(f"//{host}").hostname
     except ValueError:

@@ -1,7 +1,7 @@
-"""Errors of the HTTP interfaces: their statuses, their codes, and their JSON.
+"""Errors of the HTTP interfaces: their statuses, codes and JSON.
 
-A client of ``/api/`` reads ollama's form, a client of ``/v2/`` that of the OCI distribution
-specification ("Error Codes"), every other client that of OpenAI.
+``/api/`` uses ollama's form, ``/v2/`` that of the OCI distribution specification ("Error Codes"),
+and every other path that of OpenAI.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from clowder_aimage import errors
 from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
 
-RETRY_AFTER = 5  # seconds, where nothing better is known
+RETRY_AFTER = 5  # seconds, unless a better value is known
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
-INTERFACE = web.AppKey("interface", str)  # the form of errors of paths that belong to no interface
-# The first class that fits gives the status and the code (OpenAI, "Error codes")
+INTERFACE = web.AppKey("interface", str)  # the form of errors outside of the interfaces
+# The first matching class determines the status and the code (OpenAI, "Error codes")
 _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (BusyError, 503, "overloaded"),
     (StoppedError, 503, "unavailable"),
@@ -32,7 +32,7 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (errors.RegistryError, 502, "registry_failed"),
 )
 _OTHER = (500, "internal_error")
-# Codes of the distribution specification for errors that did not arise from one of its routes
+# Distribution specification codes of errors that were not raised by one of its routes
 _OCI_CODES = {
     **dict.fromkeys((400, 408, 413), "SIZE_INVALID"),
     **dict.fromkeys((404, 405), "UNSUPPORTED"),
@@ -43,12 +43,12 @@ _OCI_CODES = {
 
 
 class ApiError(AImageError):
-    """An error that answers a request.
+    """An error that is sent as the response to a request.
 
     Args:
         status: The HTTP status.
         code: The code of the interface.
-        param: The field of the request that is wrong.
+        param: The name of the invalid field.
         details: Facts for the distribution API, which lists one error for each of them.
     """
 
@@ -69,16 +69,16 @@ class ApiError(AImageError):
 
 
 def interface_of(request: web.Request) -> str:
-    """Return the interface whose clients read the answer: OPENAI, OLLAMA or OCI."""
+    """Return the interface of the response: OPENAI, OLLAMA or OCI."""
     if request.path.startswith("/v2/"):
         return OCI
     return OLLAMA if request.path.startswith("/api/") else request.app.get(INTERFACE, OPENAI)
 
 
 def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
-    """Return the answer to an error of a lower floor.
+    """Return the response to an error of a lower layer.
 
-    Messages of the store hold paths of this machine: they are for the log.
+    The store's messages contain local paths, so they are only logged.
     """
     if isinstance(error, ApiError):
         return error
@@ -96,9 +96,9 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
 
 
 def registry_error(error: AImageError) -> AImageError:
-    """Return the error of a pull or a push as the client gets it.
+    """Return the error of a pull or a push in the form sent to the client.
 
-    The status is 502 if the registry, or the content it sent, is at fault.
+    The status is 502 if the registry or its content is at fault.
     """
     own = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
     if isinstance(error, (*own, StoreError, NoSpaceError)):
@@ -111,7 +111,7 @@ def registry_error(error: AImageError) -> AImageError:
 
 
 def response(request: web.Request, error: ApiError) -> web.Response:
-    """Return the answer in the form of the interface that was asked."""
+    """Return the response in the form of the requested interface."""
     form = {OCI: _oci, OLLAMA: _ollama, OPENAI: _openai}[interface_of(request)]
     return web.json_response(form(error), status=error.status, headers=error.headers)
 

@@ -1,7 +1,7 @@
-"""The application: the routes of a server's roles, and the middlewares before them.
+"""The application: the routes of a server's roles and the middlewares before them.
 
-A request passes, in this order: the access log, errors to JSON, ``Host`` and ``Origin``, tokens and
-scopes, the end of the server, the body; then its route.
+A request passes through the access log, error conversion, ``Host`` and ``Origin`` checks, token
+and scope checks, the shutdown check, and the body reader before its route.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from clowder_aimage.http.api_error import INTERFACE, OCI, OPENAI, ApiError, inte
 from clowder_aimage.http.route import BODY, Role, with_head
 
 MAX_BODY = 16 * BODY
-BODY_TIMEOUT = 30.0  # seconds that a request's body may take
+BODY_TIMEOUT = 30.0  # seconds for a request's body to arrive
 CLIENT_CLOSED_REQUEST = 499  # nginx
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -41,15 +41,15 @@ def build_app(
     tokens: Mapping[str, str] | None = None,
     interface: str = OPENAI,
 ) -> web.Application:
-    """Return the application that answers the routes of ``roles``.
+    """Return the application that serves the routes of ``roles``.
 
     Args:
-        roles: Their routes are tried in order.
+        roles: Their routes are matched in this order.
         hosts: The names that a request's Host header may carry; None: any.
-        tokens: The tokens of callers, each with its scope. Without tokens all callers are admins.
-        interface: The form of errors of paths that belong to no interface.
+        tokens: The tokens with their scopes. Without tokens, all clients are admins.
+        interface: The form of errors outside of the interfaces.
     """
-    # A request's own entries have plain names: typed keys came with aiohttp 3.14.
+    # Plain names for a request's entries: typed keys require aiohttp 3.14.
     warnings.simplefilter("ignore", web.NotAppKeyWarning)
     scopes: dict[web.AbstractRoute, str] = {}
     bodies: dict[web.AbstractRoute, int | None] = {}
@@ -73,7 +73,7 @@ def build_app(
 
 
 def _account(roles: Sequence[Role]) -> Middleware:
-    """Give each request an id, count it, and log one line on it, without its content."""
+    """Assign each request an id, count it, and log one line about it, without its content."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -98,7 +98,7 @@ def _account(roles: Sequence[Role]) -> Middleware:
             }
             if "model" in request:
                 facts["model"] = str(request["model"])
-            # nodes ask each other for ranges by the hundred
+            # nodes request ranges from each other by the hundred
             level = logging.DEBUG if "Aimage-Node" in request.headers else logging.INFO
             _log.log(level, "request", extra=facts)
 
@@ -107,14 +107,14 @@ def _account(roles: Sequence[Role]) -> Middleware:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer errors in the interface's form.
+    """Convert errors to responses in the interface's form.
 
-    If the answer has begun, the connection is cut: the client would take it for complete.
+    If the response has begun, the connection is aborted, so that it does not appear complete.
     """
     try:
         return await handler(request)
     except ConnectionError:
-        raise  # the client has left
+        raise  # the client has disconnected
     except Exception as error:
         found = _api_error(request, error)
         if request.get("answered"):
@@ -123,12 +123,12 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
             raise ConnectionResetError("the answer broke off") from None
         answer = errors.response(request, found)
         if found.status in (408, 413):
-            answer.force_close()  # the rest of the body is not waited for
+            answer.force_close()  # do not wait for the rest of the body
         return answer
 
 
 def _api_error(request: web.Request, error: Exception) -> ApiError:
-    """Return the answer to an exception, and log those that are not the client's fault."""
+    """Return the response to an exception; log exceptions that the client did not cause."""
     interface = interface_of(request)
     if isinstance(error, AImageError):
         found = errors.api_error(error, interface)
@@ -139,7 +139,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
         return _framework_error(error, interface)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
         return ApiError(400, "the request's body is not JSON", code="invalid_json")
-    if isinstance(error, ClientError):  # aiohttp, of a body that is not valid HTTP
+    if isinstance(error, ClientError):  # from aiohttp, for a body that is not valid HTTP
         return ApiError(400, "the request's body broke off", code="invalid_body")
     if interface == OCI:
         _log.error("%s %s", request.method, request.path, exc_info=error)
@@ -150,7 +150,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
 
 
 def _log_failure(request: web.Request, error: AImageError, status: int) -> None:
-    if interface_of(request) == OCI:  # also for a log without fields
+    if interface_of(request) == OCI:  # for logs without fields too
         _log.error("%s %s: %s", request.method, request.path, error)
     else:
         facts = {"id": request["id"], "status": status, "reason": error.message}
@@ -158,7 +158,7 @@ def _log_failure(request: web.Request, error: AImageError, status: int) -> None:
 
 
 def _places(error: Exception) -> list[str]:
-    """Return where an error was raised. Its text and its variables may hold a prompt."""
+    """Return where an error was raised. Its text and variables may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
@@ -177,10 +177,10 @@ def _framework_error(error: web.HTTPException, interface: str) -> ApiError:
 
 
 def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
-    """Begin nothing new when the server is about to end.
+    """Refuse new work during shutdown.
 
-    Reads are answered; the client is to send the next one on a new connection, which another server
-    may accept.
+    Reads are served; the connection is closed, so that the client's next request can reach another
+    server.
     """
 
     @web.middleware
@@ -197,7 +197,7 @@ def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
 
 
 def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
-    """Read the body before the handler begins; large and slow ones get no further."""
+    """Read the body before the handler runs; reject large and slow bodies."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -223,7 +223,7 @@ def _too_large() -> ApiError:
 
 
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Set the headers of every answer; a browser must not guess at content types."""
+    """Set the headers of every response, and disable content type sniffing."""
     request["answered"] = True
     response.headers["Server"] = PRODUCT  # without versions
     response.headers.setdefault("X-Content-Type-Options", "nosniff")

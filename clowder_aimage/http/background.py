@@ -1,4 +1,4 @@
-"""Work beside the requests: coroutines of the event loop, and calls in threads."""
+"""Background work: coroutines on the event loop and calls in threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger("aimage.worker")
 
 @contextlib.asynccontextmanager
 async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Run coroutines meanwhile, and cancel them at the end. A failure is logged."""
+    """Run coroutines in the background; cancel them on exit. A failure is logged."""
     tasks = [asyncio.ensure_future(each) for each in coroutines]
     for task in tasks:
         task.add_done_callback(_log_failure)
@@ -35,10 +35,10 @@ def _log_failure(task: asyncio.Task[object]) -> None:
 
 
 async def aside(call: Callable[[], _T]) -> _T:
-    """Return ``call()``, which runs in a daemon thread of its own.
+    """Return the result of ``call()``, run in a separate daemon thread.
 
-    The threads of the event loop's executor are few, and the process does not end before they do: a
-    silent upstream must neither keep others from the disk nor the server from ending.
+    The event loop's executor has few threads, and the process does not exit before they end. An
+    unresponsive upstream must block neither disk access nor the exit.
     """
     done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
     run_in_thread(call, done, "aimage-upstream")

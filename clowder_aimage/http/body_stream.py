@@ -1,4 +1,4 @@
-"""Bodies that are not held in memory: of requests as they arrive, of answers from a file."""
+"""Bodies that are not held in memory: streamed requests, and responses from a file."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from aiohttp import web
 
 from clowder_aimage.http.api_error import ApiError
 
-READ_TIMEOUT = 60.0  # seconds to wait for the next byte, and over which the speed is judged
-MIN_SPEED = 1024  # bytes per second that must arrive on average
+READ_TIMEOUT = 60.0  # seconds to wait for the next byte, and over which the speed is measured
+MIN_SPEED = 1024  # minimum average of bytes received per second
 PIECE = 4 * 1024 * 1024  # bytes that the client must take within SEND_TIMEOUT
-SEND_TIMEOUT = 300.0  # seconds: a slower client would hold a file and a connection for ever
+SEND_TIMEOUT = 300.0  # seconds: a slower client would occupy a file and a connection indefinitely
 
 
 async def pieces(request: web.Request) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Raises ApiError: 408, nothing comes, or too slowly."""
+    """Yield the body as it arrives. Raises ApiError (408) if nothing arrives or it is too slow."""
     clock = asyncio.get_running_loop().time
     waited, count = 0.0, 0
     while True:
@@ -29,7 +29,7 @@ async def pieces(request: web.Request) -> AsyncIterator[bytes]:
             raise _too_slow(f"nothing has arrived for {READ_TIMEOUT:.0f} seconds") from None
         if not piece:
             return
-        waited += clock() - began  # for the client, not for our own disk
+        waited += clock() - began  # time spent on the client, not on the local disk
         count += len(piece)
         if waited > READ_TIMEOUT:
             if count < MIN_SPEED * READ_TIMEOUT:
@@ -53,8 +53,8 @@ async def send_file(
 ) -> None:
     """Send ``count`` bytes of ``file`` by sendfile(2), each ``piece`` within ``timeout`` seconds.
 
-    The head of the answer is sent already: a failure closes the connection. Raises
-    ConnectionError: the client has left or takes nothing, or the file is too short.
+    The headers have been sent already, so a failure closes the connection. Raises
+    ConnectionError if the client disconnects or stalls, or if the file is too short.
     """
     transport = request.transport
     if transport is None:
@@ -79,17 +79,17 @@ async def send_growing_file(
     end: int,
     wait: Callable[[int], Awaitable[int]],
 ) -> None:
-    """Send bytes [start, end) of a file that still grows.
+    """Send the bytes [start, end) of a file that is still growing.
 
-    ``wait(offset)`` returns how far it may be sent once that is past ``offset``. Raises
-    ConnectionError, also if the file does not grow any more.
+    ``wait(offset)`` returns the available end of the file once it exceeds ``offset``. Raises
+    ConnectionError, also if the file stops growing.
     """
     while start < end:
         try:
             front = min(end, await wait(start))
         except ConnectionError:
             if request.transport is not None:
-                request.transport.abort()  # the answer must not look complete
+                request.transport.abort()  # the response must not appear complete
             raise
         await send_file(request, file, start, front - start)
         start = front

@@ -1,4 +1,4 @@
-"""Listening sockets: TCP, unix, and those that systemd passes on."""
+"""Listening sockets: TCP, unix, and sockets passed by systemd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BACKLOG = 128
 
 @dataclass(slots=True)
 class Listeners:
-    """Open sockets, their URLs, and the names that a ``Host`` header may carry (None: any)."""
+    """Open sockets, their URLs, and the names allowed in a ``Host`` header (None: any)."""
 
     sockets: list[socket.socket] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Listeners:
     path: Path | None = None
 
     def close(self) -> None:
-        """Close the sockets, and remove the unix socket's file."""
+        """Close the sockets and remove the unix socket's file."""
         for each in self.sockets:
             each.close()
         if self.path is not None:
@@ -57,10 +57,10 @@ def listen(
     has_tokens: bool,
     allow_hosts: tuple[str, ...] = (),
 ) -> Listeners:
-    """Listen on systemd's sockets, else the unix socket ``path``; and on the TCP ``address``.
+    """Listen on systemd's sockets, else on the unix socket ``path``, and on the TCP ``address``.
 
-    A default address is not used beside another socket. Raises AccessError; UsageError: an address
-    is malformed, or other machines reach it and there are no tokens.
+    A default address is not used if there is another socket. Raises AccessError; UsageError if an
+    address is malformed, or if it is reachable from other machines and there are no tokens.
     """
     found = Listeners()
     try:
@@ -74,7 +74,7 @@ def listen(
             endpoint = Endpoint.parse_listen(address)
             check_access(endpoint, has_tokens=has_tokens)
             found.add(listen_tcp(endpoint))
-        for each in found.sockets:  # systemd's, too
+        for each in found.sockets:  # including systemd's
             if each.family != socket.AF_UNIX:
                 check_access(Endpoint("http", *each.getsockname()[:2]), has_tokens=has_tokens)
     except BaseException:
@@ -86,7 +86,7 @@ def listen(
 
 
 def check_access(endpoint: Endpoint, *, has_tokens: bool) -> None:
-    """Raise UsageError if other machines reach the endpoint and there are no tokens."""
+    """Raise UsageError if other machines can reach the endpoint and there are no tokens."""
     if not endpoint.is_loopback and not has_tokens:
         raise UsageError(
             f"{endpoint.authority} can be reached from other machines, and callers are not "
@@ -112,10 +112,10 @@ def listen_tcp(endpoint: Endpoint) -> socket.socket:
 
 
 def listen_unix(path: Path) -> socket.socket:
-    """Return a listening unix socket that its owner and its group may use.
+    """Return a listening unix socket for its owner and its group.
 
-    Its directory is created for the same two; a world-writable one is refused. Raises UsageError:
-    the path cannot hold a socket; AccessError, also if another process listens there.
+    Its directory is created with the same access; a world-writable one is refused. Raises
+    UsageError if the path is invalid for a socket; AccessError, also if the socket is in use.
     """
     try:
         path.parent.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -128,7 +128,7 @@ def listen_unix(path: Path) -> socket.socket:
         _remove_stale(path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            before = os.umask(0o777 & ~_SOCKET_MODE)  # it is at no moment open to others
+            before = os.umask(0o777 & ~_SOCKET_MODE)  # the socket is never accessible to others
             try:
                 listening.bind(str(path))
             finally:

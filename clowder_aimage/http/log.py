@@ -1,7 +1,7 @@
-"""The log: a line for each request and event on standard error, for people or as JSON.
+"""The log: a line for each request and event on standard error, as text or as JSON.
 
-Modules log by the standard library, with fields in ``extra``; structlog only formats. No line holds
-a prompt, a user's name or a token: ``redact`` removes fields of such names.
+Modules log with the standard library, with fields in ``extra``; structlog only formats. No line
+contains a prompt, a user's name or a token: ``redact`` masks fields with such names.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[s
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for a request that is not HTTP: it is answered, and may hold anything."""
+    """Return False for a request that is not HTTP, as its error may contain arbitrary data."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
 
 def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None = None) -> None:
-    """Write all log records, ours and those of libraries, to ``file`` in one form."""
+    """Write all log records, including those of libraries, to ``file`` in one form."""
     target = file or sys.stderr
     sink = logging.StreamHandler(target)
     sink.setFormatter(

@@ -1,4 +1,4 @@
-"""Routes of a server, and the roles that bring them."""
+"""Routes of a server and the roles that define them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from aiohttp import web
 
 OPEN, INFER, NODE, ADMIN = "open", "infer", "node", "admin"
 SCOPES = (OPEN, INFER, NODE, ADMIN)
-BODY = 1 << 20  # bytes: a prompt and its parameters need a thousandth of it
+BODY = 1 << 20  # bytes: ample for a prompt and its parameters
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route, and the scope of the tokens that may use it.
+    """A route and the token scope that it requires.
 
-    Scopes: "open" for everybody (health, version), "infer" to generate and list, "node" for other
-    nodes, which may read what is here, "admin" for everything.
+    Scopes: "open" without a token (health, version), "infer" to generate and list, "node" for
+    reads by other nodes, "admin" for everything.
 
-    ``request["scope"]`` is the scope of the caller, where it is known: "admin", "infer", "node".
+    ``request["scope"]`` is the scope of the caller, if known: "admin", "infer" or "node".
     ``request["id"]`` is the request's id. A handler may set ``request["model"]`` for the log. The
-    body has been read, up to ``body`` bytes, when the handler begins; if ``body`` is None the
+    body has been read, up to ``body`` bytes, before the handler runs; if ``body`` is None, the
     handler streams it.
     """
 
@@ -42,7 +42,7 @@ class Route:
 
 
 def with_head(routes: Iterable[Route]) -> list[Route]:
-    """Return the routes, and a HEAD for each GET that has none (RFC 9110, 9.3.2)."""
+    """Return the routes, with a HEAD route for each GET route without one (RFC 9110, 9.3.2)."""
     every = list(routes)
     known = {(route.method, route.path) for route in every}
     heads = [
@@ -54,31 +54,31 @@ def with_head(routes: Iterable[Route]) -> list[Route]:
 
 
 class Role:
-    """A registry, a worker, a node: a server has one of these roles, or several."""
+    """A registry, a worker or a node: a server has one or more roles."""
 
     @property
     def is_draining(self) -> bool:
-        """The role begins nothing new."""
+        """Return whether the role refuses new work."""
         return False
 
     def routes(self) -> list[Route]:
-        """Return the routes that the role answers."""
+        """Return the routes of the role."""
         return []
 
     def count(self, route: str, status: int) -> None:
-        """Count an answered request."""
+        """Count a completed request."""
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Do the role's own work meanwhile."""
+        """Run the role's background work."""
         yield
 
     async def ready(self) -> None:
-        """Note that connections are accepted from now on."""
+        """Signal that connections are accepted."""
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
-        """Begin nothing new; end what runs within ``grace`` seconds, or when ``hurry`` is set."""
+        """Refuse new work; finish running work in ``grace`` seconds, or until ``hurry`` is set."""
 
     def reload(self) -> bool:
-        """Read the configuration again; return False if the role reads it only once."""
+        """Reload the configuration; return False if the role does not support it."""
         return False

@@ -1,4 +1,4 @@
-"""The life of a server, from the first connection to the last, and the timeouts of connections."""
+"""The lifecycle of a server and the timeouts of its connections."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from clowder_aimage.http.background import beside
 from clowder_aimage.http.listening_socket import Listeners
 from clowder_aimage.http.route import Role
 
-MAX_HEADER = 16 * 1024  # bytes of a request's line, and of each of its header fields
-LINGER = 1.0  # seconds that connections get to end in when all work is done
-IDLE = 60.0  # seconds that a connection may be open without a request
-CROWD = 512  # idle connections above which IDLE_IN_CROWD holds
+MAX_HEADER = 16 * 1024  # bytes of a request line and of each header field
+LINGER = 1.0  # seconds for connections to close after all work is done
+IDLE = 60.0  # seconds that a connection may be idle
+CROWD = 512  # number of idle connections above which IDLE_IN_CROWD applies
 IDLE_IN_CROWD = 2.0  # seconds
-WRITE = 60.0  # seconds in which the client must take a byte
+WRITE = 60.0  # seconds within which the client must receive a byte
 INTERVAL = 1.0  # seconds between two checks
 
 _log = logging.getLogger("aimage.worker")
 
 
 class IdleTimeout:
-    """Closes connections without a request. A request begins when its head is complete."""
+    """Closes idle connections. A request begins when its headers are complete."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class IdleTimeout:
 
     @property
     def middleware(self) -> Middleware:
-        """The first of an application's middlewares."""
+        """The first middleware of an application."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -55,7 +55,7 @@ class IdleTimeout:
         return middleware
 
     def check(self, connections: list[web.RequestHandler]) -> None:
-        """Close those of ``connections`` that have been idle for too long."""
+        """Close the ``connections`` that have been idle for too long."""
         now = self._clock()
         self._since = {
             each: self._since.get(each, now) for each in connections if each not in self._busy
@@ -67,14 +67,14 @@ class IdleTimeout:
 
 
 class WriteTimeout:
-    """Closes connections whose unsent bytes have not become fewer."""
+    """Closes connections whose number of unsent bytes does not decrease."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since: dict[web.RequestHandler, tuple[int, float]] = {}
 
     def check(self, connections: list[web.RequestHandler]) -> None:
-        """Close those of ``connections`` that take nothing; their requests end with them."""
+        """Close stalled ``connections``; this ends their requests."""
         now, seen = self._clock(), {}
         for connection in connections:
             transport = connection.transport
@@ -89,20 +89,20 @@ class WriteTimeout:
 
 
 class Signals:
-    """The first request to end, the second, and that to read the configuration again."""
+    """Signals for shutdown, for immediate shutdown, and for a reload."""
 
     def __init__(self) -> None:
         self.first, self.second, self.reload = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def watch(self) -> None:
-        """Receive SIGINT, SIGTERM and SIGHUP from now on."""
+        """Handle SIGINT, SIGTERM and SIGHUP from now on."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.receive)
         loop.add_signal_handler(signal.SIGHUP, self.reload.set)
 
     def receive(self) -> None:
-        """Note a request to end."""
+        """Record a shutdown request."""
         (self.second if self.first.is_set() else self.first).set()
 
 
@@ -117,16 +117,16 @@ def serve(
 ) -> None:
     """Serve the ``roles`` until SIGINT or SIGTERM.
 
-    Threads that still run at the end, a download, are not waited for: the caller is to leave the
+    Threads that are still running, such as downloads, are not joined: the caller must exit the
     process.
 
     Args:
         listeners: The sockets.
         roles: The roles of the server.
-        tokens: The tokens of callers, each with its scope.
-        grace: Seconds that requests get to end in.
-        interface: The form of errors of paths that belong to no interface.
-        on_ready: Gets the URLs once connections are accepted (``unix://PATH`` for a socket).
+        tokens: The tokens with their scopes.
+        grace: Seconds for requests to finish.
+        interface: The form of errors outside of the interfaces.
+        on_ready: Called with the URLs once connections are accepted (``unix://PATH`` for a socket).
         options: Further arguments of aiohttp's AppRunner.
     """
     hosts = None if listeners.hosts is None else frozenset(listeners.hosts)
@@ -151,7 +151,7 @@ async def _run(
     signals = Signals()
     signals.watch()
     async with contextlib.AsyncExitStack() as stack:
-        for role in roles:  # which end after the last request
+        for role in roles:  # roles end after the last request
             await stack.enter_async_context(role.running())
         await stack.enter_async_context(accepting(app, listeners, **options))
         await stack.enter_async_context(beside(_notify_watchdog(), _reload(signals, roles)))
@@ -171,14 +171,14 @@ async def _run(
 async def accepting(
     app: web.Application, listeners: Listeners, **options: Any
 ) -> AsyncIterator[None]:
-    """Answer requests; on leaving, connections get a moment to end."""
+    """Serve requests; on exit, let connections close within a short time."""
     clock = asyncio.get_running_loop().time
     idle, stalled = IdleTimeout(clock), WriteTimeout(clock)
     app.middlewares.insert(0, idle.middleware)
     defaults: dict[str, Any] = {
-        "handler_cancellation": True,  # a client that leaves ends its request
+        "handler_cancellation": True,  # a disconnected client cancels its request
         "shutdown_timeout": LINGER,
-        "lingering_time": LINGER,  # for the rest of a body that was refused
+        "lingering_time": LINGER,  # for the rest of a rejected body
         "max_line_size": MAX_HEADER,
         "max_field_size": MAX_HEADER,
     }
@@ -207,7 +207,7 @@ def _is_not_disconnect(record: logging.LogRecord) -> bool:
 
 
 async def _notify_watchdog() -> None:
-    """Notify systemd's watchdog, if there is one, that the loop turns."""
+    """Send keep-alives to systemd's watchdog, if any, while the loop is running."""
     period = systemd.watchdog()
     while period is not None:
         systemd.notify("WATCHDOG=1")

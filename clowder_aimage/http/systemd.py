@@ -13,7 +13,7 @@ FIRST = 3  # SD_LISTEN_FDS_START
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Send ``state`` (READY=1, STOPPING=1, WATCHDOG=1) to systemd, if it started the process."""
+    """Send ``state`` (READY=1, STOPPING=1, WATCHDOG=1) to systemd if it started the process."""
     address = environment.get("NOTIFY_SOCKET", "")
     if address[:1] not in ("/", "@"):
         return
@@ -25,7 +25,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds between two WATCHDOG=1; None if there is no watchdog."""
+    """Return the seconds between two WATCHDOG=1; None without a watchdog."""
     try:
         period = int(environment["WATCHDOG_USEC"]) / 1_000_000
         is_ours = int(environment.get("WATCHDOG_PID", os.getpid())) == os.getpid()

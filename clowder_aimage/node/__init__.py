@@ -1,1 +1,1 @@
-"""The node daemon: wanted models present on this machine, whatever happens."""
+"""The node daemon: keeps the desired models present on this machine."""

@@ -1,4 +1,4 @@
-"""The role of a node in a server: its routes, and its work beside the requests."""
+"""The node's role in a server: its routes and its background work."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _RetryBody(RequestBody):
 
 
 class Daemon(Role):
-    """The node of ``service``, and its peers.
+    """The node of ``service`` and its peers.
 
-    ``tokens`` are those of the server, with their scopes; the peers get that of the scope NODE.
+    ``tokens`` are the server's tokens with their scopes; peers authenticate with the NODE token.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Daemon(Role):
         self._service = service
         service.has_gone, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
-        self._sharing = PeerSharing(  # also without peers of its own: others may know this node
+        self._sharing = PeerSharing(  # always needed: other nodes may list this one as a peer
             service.store,
             service.connection,
             node=self.node.id,
@@ -64,7 +64,7 @@ class Daemon(Role):
             service.transfers.near = self._sharing.near
 
     def routes(self) -> list[Route]:
-        """Return the routes beside those of a worker."""
+        """Return the node's own routes."""
         return [
             Route("GET", "/v1/node", self.status, INFER),
             Route("POST", "/v1/node/retry", self.retry, ADMIN),
@@ -89,7 +89,7 @@ class Daemon(Role):
         return web.json_response(body)
 
     async def retry(self, request: web.Request) -> web.Response:
-        """Retry one model now, or all for an empty body."""
+        """Retry one model at once, or all models for an empty body."""
         name = ""
         if (await request.read()).strip():
             name = (await read_body(request, _RetryBody)).ref
@@ -103,7 +103,7 @@ class Daemon(Role):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Reconcile meanwhile."""
+        """Reconcile while the server runs."""
         self._service.news.attach()
         self._sharing.peers.start()
         await self.node.begin()
@@ -114,7 +114,7 @@ class Daemon(Role):
             await asyncio.to_thread(self._sharing.close)
 
     def reload(self) -> bool:
-        """Read the desired state again."""
+        """Reload the desired state."""
         _log.info("reading the desired state again")
         self.node.wake(reload=True)
         return True
@@ -124,7 +124,7 @@ class Daemon(Role):
         self._service.news.tell_from_thread("neighbour", url=url, state=state, **facts)
 
     async def _measure(self) -> None:
-        """Measure until it is cancelled; log an error once, and go on."""
+        """Measure until cancelled; log a repeated error only once."""
         metrics, known = self.node.metrics, set[tuple[object, ...]]()
         while True:
             try:
@@ -137,7 +137,7 @@ class Daemon(Role):
                 self._sharing.registry.leases.turn()
                 known.clear()
             except Exception as error:
-                metrics.ready.set(0)  # it is unknown
+                metrics.ready.set(0)  # the state is unknown
                 kind = (type(error), getattr(error, "errno", None))
                 if kind not in known:
                     _log.exception("cannot measure the node")

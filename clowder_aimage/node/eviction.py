@@ -1,8 +1,8 @@
-"""The eviction of models from a node's store. All of it blocks but ``Evictor.prune``.
+"""Eviction of models from a node's store. Everything blocks except ``Evictor.prune``.
 
-As kubelet does it ("Garbage collection", image lifecycle): above the watermark ``high`` the least
-recently used models are evicted until ``low`` is reached. Models that are specified, pinned, or
-leased by a running process stay.
+As in kubelet (Kubernetes, "Garbage Collection", image lifecycle): above the watermark ``high``,
+the least recently used models are evicted until the usage falls to ``low``. Models that are
+specified, pinned, or leased by a running process are never evicted.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from clowder_aimage.oci import Reference
 
 EVERY = 10.0  # seconds between two measurements of the disk
 OFTEN = 1.0  # seconds between two searches for names to prune
-GRACE = 60.0  # seconds that an unreferenced blob is left for lack of space
-STALE = 600.0  # seconds after which an interrupted download is removed then
-AGE = 120.0  # seconds after its last use in which a model stays, as in kubelet
+GRACE = 60.0  # seconds before an unreferenced blob is removed under disk pressure
+STALE = 600.0  # seconds before an interrupted download is removed under disk pressure
+AGE = 120.0  # seconds since its last use before a model can be evicted, as in kubelet
 _log = logging.getLogger("aimage.node")
 
 
 class DiskReading(NamedTuple):
-    """The usage of a file system, in bytes."""
+    """The usage of a file system in bytes."""
 
     total: int
     used: int
@@ -49,12 +49,12 @@ class DiskReading(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The used part for an ordinary user, as df has it."""
+        """The fraction used for an unprivileged user, computed as in df."""
         return self.used / max(1, self.used + self.free)
 
 
 def usage(root: Path) -> DiskReading:
-    """Measure the file system that the store is on, or will be."""
+    """Measure the file system of the store, which need not exist yet."""
     place = root
     while not os.path.exists(place) and place != place.parent:  # noqa: PTH110 - never raises
         place = place.parent
@@ -74,9 +74,9 @@ def stored(root: Path) -> tuple[int, int]:
 
 @dataclass(slots=True)
 class Watermarks:
-    """The watermarks of a store's disk, as parts of it.
+    """The watermarks of a store's disk, as fractions of its size.
 
-    ``age``: seconds in which a model stays after its last use. ``measure`` returns the usage.
+    A model can be evicted ``age`` seconds after its last use. ``measure`` returns the usage.
     """
 
     high: float = 0.85
@@ -85,7 +85,7 @@ class Watermarks:
     measure: Callable[[Path], DiskReading] = field(default=usage)
 
     def excess(self, root: Path) -> int:
-        """Return the bytes to evict; 0 below the upper watermark."""
+        """Return the number of bytes to evict; 0 below the upper watermark."""
         found = self.measure(root)
         if found.part <= self.high:
             return 0
@@ -97,9 +97,9 @@ def relieve(
 ) -> Collection:
     """Free ``excess`` bytes.
 
-    Unreferenced blobs go first, then names that are not in ``keep`` and were not used for ``age``
-    seconds, the least recently used first. With ``is_all`` no name goes if ``excess`` bytes cannot
-    be freed. Raises StoreError or VerificationError if nothing could be collected.
+    Unreferenced blobs are removed first, then names that are not in ``keep`` and were not used for
+    ``age`` seconds, least recently used first. With ``is_all``, no name is removed unless
+    ``excess`` bytes can be freed. Raises StoreError or VerificationError if nothing was collected.
     """
     plain = Collector(store, grace=GRACE, stale=STALE).run()
     left = excess - plain.size - plain.partial_size
@@ -122,7 +122,7 @@ def relieve(
 
 
 class Evictor:
-    """Removes names, and collects unreferenced blobs."""
+    """Removes names and collects unreferenced blobs."""
 
     def __init__(self, service: Service, marks: Watermarks, metrics: NodeMetrics) -> None:
         self._service, self._store = service, service.store
@@ -130,10 +130,10 @@ class Evictor:
         self._measured_at, self._pruned_at = -EVERY, -EVERY
         self._seen: object = None  # the desired state and the records at the last pruning
         self._is_full = False
-        self.spare: Callable[[], object] = lambda: None  # releases what is kept for peers
+        self.spare: Callable[[], object] = lambda: None  # frees the space of ranges kept for peers
 
     def check_disk(self, keep: Callable[[], Iterable[str]]) -> None:
-        """Measure the disk, and evict above the upper watermark. Raises as ``relieve``."""
+        """Measure the disk and evict above the upper watermark. Raises as ``relieve``."""
         if time.monotonic() - self._measured_at < EVERY:
             return
         self._measured_at = time.monotonic()
@@ -149,7 +149,7 @@ class Evictor:
         self._is_full = excess > 0
 
     def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> None:
-        """Evict until ``needed`` bytes are free, no name if that is impossible; log a failure."""
+        """Evict until ``needed`` bytes are free, or evict no name; log a failure."""
         try:
             excess = max(0, needed - self._store.free())
             self._relieve(excess, keep(), "space", is_all=True)
@@ -157,7 +157,7 @@ class Evictor:
             _log.warning("cannot free space", extra={"reason": error.message})
 
     def collect(self, reason: str, grace: float) -> None:
-        """Remove blobs without a reference for ``grace`` seconds. Raises as ``relieve``."""
+        """Remove blobs unreferenced for ``grace`` seconds. Raises as ``relieve``."""
         self._note(Collector(self._store, grace=grace).run(), reason)
 
     def _relieve(
@@ -185,7 +185,7 @@ class Evictor:
         self._metrics.images.set(sum(1 for _ in self._store.tags()))
 
     async def prune(self, wanted: Set[str], records: SpecStore) -> list[str]:
-        """Remove the names that the files listed once and list no longer; return them.
+        """Remove the names that were once listed in the files and are not any more; return them.
 
         Raises StoreError if the records cannot be read.
         """
@@ -200,7 +200,7 @@ class Evictor:
                 await asyncio.to_thread(unpin, self._store, name, records.owner)
                 await model_list.forget(self._service, reference)
             except NotFoundError:
-                pass  # another process removed it
+                pass  # removed by another process
             except AImageError as error:
                 _log.warning("cannot remove a name", extra={"model": name, "reason": error.message})
                 continue
@@ -209,10 +209,10 @@ class Evictor:
         return list(gone)
 
     def _unwanted(self, wanted: Set[str], records: SpecStore) -> dict[str, str]:
-        """Return the names to prune, and how the files listed them.
+        """Return the names to prune, each with its listed form.
 
-        Those are names that the files of this node, and of no other, ever listed and list no
-        longer, that only the node may have pinned, and whose digest no running process leases.
+        A name is pruned if only this node's files ever listed it and do not list it now, if it has
+        no pin but the node's own, and if no running process leases its digest.
         """
         known, others = indexed(records.ours()), indexed(records.others())
         former = set(known) - set(wanted)
@@ -220,7 +220,7 @@ class Evictor:
             return {}
         here = {name: descriptor.digest for name, descriptor in self._store.tags()}
         for name in former - (set(here) - set(others)):
-            records.forget(known[name])  # removed already, or another node's alone from now on
+            records.forget(known[name])  # already removed, or now listed by another node only
         held = leased(self._store.root, remove=False) - {here[name] for name in wanted & set(here)}
         pins = self._store.pins.items()
         kept = set(others) | {name for name, pin in pins if not is_own_pin(pin, records.owner)}
@@ -229,7 +229,7 @@ class Evictor:
 
 
 def indexed(names: Mapping[str, str]) -> dict[str, str]:
-    """Return the listed names in ``names`` by their names in the index."""
+    """Map the names in the index to the listed names."""
     found = {}
     for name, stored_as in names.items():
         with contextlib.suppress(AImageError):

@@ -1,4 +1,4 @@
-"""The specification of one model of the desired state (schemas/desired.schema.json)."""
+"""The specification of a model in the desired state (schemas/desired.schema.json)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY_NAMES = {word: name for name, word in POLICIES.items()}
 _WORDS = POLICIES | {word: word for word in POLICIES.values()}
 _MIN_REFRESH = 1.0  # seconds
 _MAX_REFRESH = 100 * 365 * 86400.0
-_MAX_VIOLATIONS = 20  # of which the first in the text is reported
+_MAX_VIOLATIONS = 20  # the first of them in the text is reported
 
 PlacedSpec = tuple["ModelSpec", Callable[[], str]]
 """A spec, and a function that returns its place in the files."""
@@ -33,12 +33,12 @@ PlacedSpec = tuple["ModelSpec", Callable[[], str]]
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model that is to be on this node. Two are equal wherever they come from.
+    """A model that this node must have. Equality ignores ``origin``.
 
-    ``reference`` includes the ``digest`` where there is one. ``policy`` is one of the engine's,
-    by default Kubernetes' default. The larger ``priority`` is pulled first. ``components`` are
-    sorted; none means all. ``refresh`` is in seconds, and FOR_EVER for never. ``origin`` is the
-    name of the file. Raises FormatError: no registry, or a digest other than ``digest``.
+    ``reference`` includes the ``digest``, if any. ``policy`` is one of the engine's pull policies,
+    by default as in Kubernetes. Models of higher ``priority`` are pulled first. ``components`` are
+    sorted; none means all. ``refresh`` is in seconds, FOR_EVER for never. ``origin`` is the name
+    of the file. Raises FormatError if there is no registry or the digest is not ``digest``.
     """
 
     reference: Reference
@@ -63,16 +63,16 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        """The reference as text, with the tag and the digest where there are both."""
+        """The reference as text, with its tag and digest if it has both."""
         return str(self.reference)
 
     @property
     def is_moving(self) -> bool:
-        """Return whether its tag may come to mean another manifest."""
+        """Return whether the tag can move to another manifest."""
         return self.digest is None and self.refresh != FOR_EVER
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a file that specifies the same."""
+        """Return the entry of a file that specifies this model."""
         return {
             "ref": self.name,
             **({"digest": str(self.digest)} if self.digest else {}),
@@ -85,13 +85,13 @@ class ModelSpec:
 
 
 def default_policy(reference: Reference) -> str:
-    """Return the policy of an entry without one (Kubernetes, "Default image pull policy")."""
+    """Return the default policy of an entry (Kubernetes, "Default image pull policy")."""
     is_moving = reference.digest is None and reference.tag in (None, DEFAULT_TAG)
     return ALWAYS if is_moving else IF_MISSING
 
 
 def parse_specs(document: object, origin: str = "") -> tuple[ModelSpec, ...]:
-    """Return the specs in a document, each once; none for None. Raises FormatError."""
+    """Return the distinct specs in a document; empty for None. Raises FormatError."""
     return once(entries(document, origin, origin, lambda _: 0))
 
 
@@ -100,7 +100,7 @@ def entries(
 ) -> Iterator[PlacedSpec]:
     """Yield the specs in a document (schemas/desired.schema.json). Raises FormatError.
 
-    ``line`` returns the line of a value, 0 where it is unknown; ``file`` is the name for messages.
+    ``line`` returns the line of a value, 0 if unknown; ``file`` is the name used in messages.
     """
     items = [] if document is None else document
     found = [
@@ -122,9 +122,9 @@ def entries(
 
 
 def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
-    """Return each spec once. A name in the store (``index_name``) has one spec.
+    """Return the distinct specs, one for each name in the store (``index_name``).
 
-    Raises FormatError with both places if two of the same model differ.
+    Raises FormatError with both positions if two specs of one model differ.
     """
     specs: dict[str, PlacedSpec] = {}
     for spec, place in found:
@@ -140,7 +140,7 @@ def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
 
 
 def _subject(path: Path) -> str:
-    """Return the entry of a path, and its part, for messages."""
+    """Return the entry that a path points into, and the part of it, for messages."""
     if not path:
         return ""
     inner = "/".join(str(part + 1 if isinstance(part, int) else part) for part in path[1:])[:100]
@@ -149,10 +149,10 @@ def _subject(path: Path) -> str:
 
 
 def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:
-    """Return the spec of an entry that is valid by the schema. Raises FormatError or UsageError."""
+    """Return the spec of a schema-valid entry. Raises FormatError or UsageError."""
     text, digest = entry["ref"], entry.get("digest")
     if digest is not None and "@" not in text:
-        text = f"{text}@{digest}"  # without a tag, so that no default is added
+        text = f"{text}@{digest}"  # without a tag, so that no default tag is added
     return ModelSpec(
         reference=Reference.parse(text),
         digest=None if digest is None else Digest.parse(digest),

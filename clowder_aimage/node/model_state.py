@@ -1,4 +1,4 @@
-"""One model of the desired state: its state, the actions for it, and the lease that keeps it."""
+"""The state of a model in the desired state, its actions, and its lease."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ UNKNOWN, PRESENT, PULLING, WAITING, FAILED = "unknown", "present", "pulling", "w
 class Suspect:
     """Content that failed verification ``count`` times in a row.
 
-    ``root`` is the digest that the tag meant; from ``retry_at`` on it is fetched again, although
-    the tag has not moved.
+    ``root`` is the digest to which the tag resolved. It is fetched again from ``retry_at`` on, even
+    if the tag has not moved.
     """
 
     root: Digest
@@ -38,9 +38,9 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A lack of space: with ``free`` bytes the pull is tried again, ``room`` bytes are evicted for.
+    """A lack of space: the pull needs ``free`` free bytes; evict ``room`` bytes.
 
-    From ``evict_at`` on it may be tried to evict again; ``evictions`` were made so far.
+    Eviction may be retried from ``evict_at`` on; ``evictions`` counts the attempts so far.
     """
 
     free: int
@@ -51,13 +51,13 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Everything that decides what happens to a model next.
+    """The complete input of the transitions of a model.
 
-    ``name`` is its reference in the store, ``manifest`` its meaning there, and ``is_here`` whether
-    the store has all of it. ``root`` is the digest of the registry's last answer; ``drift`` is the
-    manifest that the tag means in the registry where that is another one. The store is read at
-    ``due``. The registry may be asked from ``check_at`` on, and never before ``not_before``, as
-    after a failure.
+    ``name`` is its reference in the store, ``manifest`` the descriptor stored under it, and
+    ``is_here`` whether the store has all of its content. ``root`` is the digest in the registry's
+    last response; ``drift`` is the manifest to which the tag resolves in the registry if it is
+    another one. The store is read at ``due``. The registry is not queried before ``check_at``, nor,
+    after a failure, before ``not_before``.
     """
 
     spec: ModelSpec
@@ -75,7 +75,7 @@ class ModelState:
     not_before: float = -math.inf
     suspect: Suspect | None = None
     shortage: Shortage | None = None
-    sources: Mapping[str, int] = field(default_factory=dict)  # bytes of the last pull
+    sources: Mapping[str, int] = field(default_factory=dict)  # bytes of the last pull by source
 
     @property
     def digest(self) -> Digest | None:
@@ -83,7 +83,7 @@ class ModelState:
 
     @property
     def is_followed(self) -> bool:
-        """Return whether the registry is asked about the tag of a model that is here."""
+        """Return whether the tag is checked in the registry once the model is present."""
         return self.spec.is_moving and self.spec.policy != NEVER
 
     @property
@@ -93,20 +93,20 @@ class ModelState:
 
     @property
     def is_troubled(self) -> bool:
-        """Return whether a failure stays until something changes; an older version may be here."""
+        """Return whether a failure persists until a change; an older version may be present."""
         if self.failure is None:
             return False
         return self.phase == FAILED or (self.phase == PRESENT and self.failure.after != TIME)
 
     @property
     def next_check(self) -> float:
-        """The time of the next check; infinite where it takes a change, or space."""
+        """The time of the next check; infinite if it depends on a change or on free space."""
         retry_at = self.suspect.retry_at if self.suspect else math.inf
         return max(self.not_before, min(self.check_at, retry_at))
 
     @property
     def next_try(self) -> float:
-        """The time of the next pull; of a suspect whose tag has not moved: of its retry."""
+        """The time of the next pull; for a suspect whose tag has not moved, that of its retry."""
         is_wrong = self.failure is not None and self.failure.code == WRONG
         return self.suspect.retry_at if is_wrong and self.suspect else self.next_check
 
@@ -129,7 +129,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Ask the registry what the tag means, on condition that it is not ``known``."""
+    """Resolve the tag in the registry unless it still points to ``known``."""
 
     known: Digest | None
 
@@ -148,13 +148,13 @@ Event = Callable[[ModelState, float], Step]
 
 
 class ModelStatus:
-    """The state of a model, changed by events alone and on the event loop alone."""
+    """The state of a model, changed only by events and only on the event loop."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.state = ModelState(spec, spec.reference)
         self.changed = datetime.now(UTC)
         self.transfer: SharedTransfer | None = None
-        self.version = 0  # changes when the store is to be read anew
+        self.version = 0  # incremented when the store must be read again
         self._lease: FileLease | None = None
         self._leased: Digest | None = None
         self._is_closed = False
@@ -165,7 +165,7 @@ class ModelStatus:
         return self.state.spec
 
     def apply(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Enter the state after ``event``; return the actions to perform."""
+        """Apply ``event`` and return the actions to perform."""
         before = self.state
         self.state, actions = event(before, now)
         if (before.phase, before.reason) != (self.state.phase, self.state.reason):
@@ -173,13 +173,13 @@ class ModelStatus:
         return actions
 
     def hold(self, store: ImageLayout, digest: Digest) -> None:
-        """Lease a manifest, and what it needs. Raises StoreError.
+        """Lease a manifest and the blobs it references. Raises StoreError.
 
-        Another thread may close the lease meanwhile.
+        Another thread may close the lease concurrently.
         """
         if self._leased == digest:
             return
-        lease: FileLease | None = store.lease(digest)  # may wait for a collection: not locked
+        lease: FileLease | None = store.lease(digest)  # outside the lock: may wait for gc
         with self._lock:
             if not self._is_closed:
                 lease, self._lease, self._leased = self._lease, lease, digest
@@ -187,7 +187,7 @@ class ModelStatus:
             lease.close()
 
     def close(self) -> None:
-        """Release the lease for good. Writes to the disk; any thread may call it."""
+        """Release the lease permanently. Writes to the disk; safe to call from any thread."""
         with self._lock:
             self._is_closed = True
             lease, self._lease, self._leased = self._lease, None, None
@@ -195,12 +195,12 @@ class ModelStatus:
             lease.close()
 
     def to_json(self, now: float) -> dict[str, Any]:
-        """Return the model as the node's API has it; ``now`` is on the node's clock."""
+        """Return the model in the form of the node's API; ``now`` is on the node's clock."""
         state, spec = self.state, self.spec
         transfer = self.transfer if state.phase == PULLING else None
         is_queued = transfer is not None and transfer.is_queued
         failure = state.failure if state.phase in (WAITING, FAILED, PRESENT) else None
-        wait = state.next_try - now  # the store is read more often
+        wait = state.next_try - now  # the store is read more often than this
         sources = self.transfer.sources if self.transfer is not None else state.sources
         return {
             "ref": spec.name,

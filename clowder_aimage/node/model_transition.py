@@ -1,9 +1,9 @@
-"""The events of a model: pure functions from a state to the next one and the actions to perform.
+"""The transitions of a model: pure functions from a state and an event to a state and actions.
 
-Check, MEASURE and PULL come last and have an outcome, which is the next event: ``checked``,
-``measured`` or ``pulled``, or else ``failed``, ``stopped`` or ``store_changed``. There is no clock,
-no I/O and no randomness: ``now`` is in seconds on the node's monotonic clock, and ``chance``, in
-[0, 1), is the random part of pauses.
+Check, MEASURE and PULL are last in the actions and produce the next event: ``checked``,
+``measured`` or ``pulled``, or else ``failed``, ``stopped`` or ``store_changed``. The functions use
+no clock, no I/O and no randomness: ``now`` is in seconds on the node's monotonic clock, and
+``chance``, in [0, 1), is the jitter of delays.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from clowder_aimage.node.model_state import (
 from clowder_aimage.oci import Digest, Reference
 
 LOOK = 10.0  # seconds between two reads of the store
-MAX_EVICT = 60.0  # seconds, at most, between two evictions for the same model
-STEP = 1024 * 1024  # bytes more, before a pull that had no space at all is tried again
+MAX_EVICT = 60.0  # minimum seconds between two evictions for one model, at most
+STEP = 1024 * 1024  # additional bytes required to retry a pull that found no space at all
 CRASHED = "the node failed; its log has the error"
-CRASH = 30.0  # seconds after an error in the node itself
+CRASH = 30.0  # seconds after an internal error of the node
 STOP = 1.0  # seconds after a transfer was stopped
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of an action.
+    """A failed action.
 
-    For lack of space: ``free`` bytes there are, ``needed`` by the pull, and whether it ``began``
-    to write. For content that failed verification: the ``root`` that the tag means.
+    For lack of space: the ``free`` bytes, the bytes ``needed`` by the pull, and whether it
+    ``began`` to write. For content that failed verification: the ``root`` of the tag.
     """
 
     error: AImageError
@@ -68,43 +68,43 @@ class Failure:
 
 
 def specified(state: ModelState, now: float, spec: ModelSpec) -> Step:
-    """Return the step after the desired state was read; a spec that differs forgets failures."""
-    is_same = spec == state.spec  # its origin may be another file
+    """Apply a newly read spec; a changed spec clears failures."""
+    is_same = spec == state.spec  # the origin may be another file
     state = replace(state, spec=spec)
     return (state, ()) if is_same else retried(state, now)
 
 
 def retried(state: ModelState, now: float) -> Step:
-    """Return the step after a retry was requested, or credentials have changed: forget failures."""
+    """Apply a requested retry or changed credentials: clear failures."""
     state = replace(state, attempts=0, failure=None, suspect=None, shortage=None)
     return replace(state, due=now, check_at=-math.inf, not_before=-math.inf), ()
 
 
 def store_changed(state: ModelState, now: float) -> Step:
-    """Return the step after something was removed, or may have been: the store is read at once."""
+    """Apply a possible removal from the store: read the store at once."""
     return replace(state, due=now), ()
 
 
 def crashed(state: ModelState, now: float) -> Step:
-    """Return the step after an error in the node itself."""
+    """Apply an internal error of the node."""
     return replace(state, phase=FAILED, reason=CRASHED, due=now + CRASH), ()
 
 
 def stopped(state: ModelState, now: float, reason: str) -> Step:
-    """Return the step after a transfer was stopped from outside."""
+    """Apply the stop of a transfer from outside."""
     phase = PRESENT if state.is_here else WAITING
     return replace(state, phase=phase, reason=reason, due=now + STOP), ()
 
 
 def unreadable(state: ModelState, now: float, reason: str) -> Step:
-    """Return the step after the store could not be read: it is unknown what it has."""
+    """Apply a failed read of the store, whose content is then unknown."""
     state = replace(state, phase=WAITING, reason=reason, is_here=False, root=None)
     failure = Backoff(STORE, TIME, LOOK)
     return replace(state, failure=failure, check_at=now + LOOK, due=now + LOOK), ()
 
 
 def store_read(state: ModelState, now: float, name: Reference, found: Completeness) -> Step:
-    """Return the step after the store was read, which calls the model ``name``."""
+    """Apply a read of the store, in which the model has the name ``name``."""
     state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
     if not found.is_complete:
         return _on_missing(state, now)
@@ -142,7 +142,7 @@ def _on_missing(state: ModelState, now: float) -> Step:
 
 
 def _lost(state: ModelState) -> ModelState:
-    """Return the state of a model that was removed: it is pulled at once if a failure allows it."""
+    """Return the state of a removed model, which is pulled at once unless a failure delays it."""
     failure = state.failure if state.failure and state.failure.after == TIME else None
     reason = state.reason if failure else None
     state = replace(state, phase=WAITING, reason=reason, failure=failure)
@@ -152,9 +152,9 @@ def _lost(state: ModelState) -> ModelState:
 def checked(
     state: ModelState, now: float, root: Digest | None = None, chosen: Digest | None = None
 ) -> Step:
-    """Return the step after the registry answered that the tag means ``root``; None is as before.
+    """Apply a response of the registry: the tag resolves to ``root``; None if it has not changed.
 
-    ``chosen`` is the manifest for this machine, which an index contains.
+    ``chosen`` is the manifest for this machine if ``root`` is an index.
     """
     if state.is_here:
         return _checked_here(state, now, root, chosen)
@@ -209,7 +209,7 @@ def pulled(
     sources: Mapping[str, int],
     chance: float,
 ) -> Step:
-    """Return the step after a pull, and a read of the store; ``sources`` are the bytes of each."""
+    """Apply a completed pull and a read of the store; ``sources`` are the bytes by source."""
     state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
     state = replace(state, root=None, drift=None, suspect=None, sources=sources)
     if not found.is_complete:
@@ -219,9 +219,9 @@ def pulled(
 
 
 def measured(state: ModelState, now: float, free: int) -> Step:
-    """Return the step after ``free`` bytes were found free in the store's file system."""
+    """Apply a measurement of ``free`` bytes in the store's file system."""
     shortage = state.shortage
-    if shortage is None or not state.is_short:  # a retry was requested meanwhile
+    if shortage is None or not state.is_short:  # a retry was requested in the meantime
         return _rest(state, now), ()
     if free < min(shortage.free, shortage.room) and now >= shortage.evict_at:
         state, actions = _evict(state, shortage, now)
@@ -237,7 +237,7 @@ def _evict(state: ModelState, shortage: Shortage, now: float) -> Step:
 
 
 def failed(state: ModelState, now: float, event: Failure, chance: float) -> Step:
-    """Return the step after an action failed."""
+    """Apply the failure of an action."""
     error, attempts, before = event.error, state.attempts + 1, state.reason
     failure = again(error, attempts, chance, state.spec.refresh)
     state = replace(state, attempts=attempts, failure=failure)
@@ -256,7 +256,7 @@ def failed(state: ModelState, now: float, event: Failure, chance: float) -> Step
 
 
 def _shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
-    """Return how much space a retry needs: little more where the pull had not begun to write."""
+    """Return the space required for a retry: slightly more if the pull had not begun to write."""
     free = event.free + (RESERVE if event.began else STEP)
     room = event.free + missing if missing else event.needed + RESERVE
     evictions = state.shortage.evictions if state.shortage else 0
@@ -274,7 +274,7 @@ def _suspected(state: ModelState, event: Failure, now: float, chance: float) -> 
 
 
 def _pause(state: ModelState, failure: Backoff, now: float) -> ModelState:
-    """Return the state with the times at which the registry may be asked after a failure."""
+    """Return the state with the earliest times of the next queries after a failure."""
     is_in_use = state.is_here and math.isinf(failure.delay)
     check_at = now + (state.spec.refresh if is_in_use else failure.delay)
     state = replace(state, check_at=check_at)
@@ -287,12 +287,12 @@ def _pause(state: ModelState, failure: Backoff, now: float) -> ModelState:
 
 
 def _rest(state: ModelState, now: float) -> ModelState:
-    """Return the state with the next read of the store, or when the registry may be asked."""
+    """Return the state with the time of the next read of the store or query of the registry."""
     return replace(state, due=max(now, min(now + LOOK, state.next_check)))
 
 
 def _enter(state: ModelState, phase: str, reason: str | None) -> Step:
-    """Return the state in ``phase``, and the announcement of an end that is new."""
+    """Return the state in ``phase``, with an announcement if it newly became present or failed."""
     is_news = phase != state.phase and phase in (PRESENT, FAILED)
     actions = (Announce(phase, {"reason": reason} if reason else {}),) if is_news else ()
     return replace(state, phase=phase, reason=reason), actions

@@ -1,4 +1,4 @@
-"""The node: keeps the models of the desired state in the store, and reports on them."""
+"""The node: keeps the desired models in the store and reports their status."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_director
 from clowder_aimage.oci import Reference
 
 TICK = 0.5  # seconds between two turns
-SETTLE = 3.0  # seconds without a change of the desired state before names are pruned
-SETTLE_EMPTY = 10.0  # the same where all of them would be
+SETTLE = 3.0  # seconds that the desired state must be unchanged before names are pruned
+SETTLE_EMPTY = 10.0  # the same if all names would be pruned
 _log = logging.getLogger("aimage.node")
 
 
 class Node:
     """Reconciles the store of ``service`` with the desired state.
 
-    All of it runs on one event loop; what blocks is in threads. ``files`` is the desired state as
-    it was when last valid.
+    Everything runs on one event loop; blocking calls run in threads. ``files`` is the last valid
+    desired state.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Node:
         self.files = SpecFiles()
         self._service, self._settings, self._clock = service, settings, clock
         self._records = SpecStore(service.store.root, settings.desired)
-        self._error: str | None = None  # of the last reading of the desired state
+        self._error: str | None = None  # of the last read of the desired state
         self._loaded: datetime | None = None
-        self._is_known = True  # from the files as they are, or as they were before the node began
+        self._is_known = True  # read from the files, or recorded by an earlier run
         self._seen: object = None  # the fingerprint of the files
         self._models: dict[str, ModelStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -73,32 +73,32 @@ class Node:
             self.metrics.config.set(1)
 
     def takes_part(self, reference: Reference) -> bool:
-        """Return whether this node keeps or pulls anything of a repository."""
+        """Return whether this node keeps or pulls any model of a repository."""
         kept = (model.spec.reference for model in list(self._models.values()))
         pulled = (pull.reference for pull in self._service.transfers.pulls())
         return any(one.name == reference.name for one in (*kept, *pulled))
 
     def missing(self) -> list[str]:
-        """Return the names of the models that are not here in full."""
+        """Return the names of the models that are not fully present."""
         return [model.spec.name for model in self._models.values() if not model.state.is_here]
 
     def against(self) -> list[dict[str, str]]:
-        """Return reasons to send requests elsewhere, other than missing models."""
+        """Return the reasons other than missing models for which the node is not ready."""
         return [] if self._is_known else [{"reason": "desired state never read"}]
 
     def warnings(self) -> list[str]:
-        """Return problems for which requests need not go elsewhere."""
+        """Return the problems that do not affect readiness."""
         if self._error is not None:
             return ["desired state invalid"]
         return ["nothing is wanted"] if self._settings.desired and not self._models else []
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the status of each model, by priority."""
+        """Return the status of each model by descending priority."""
         now = self._clock()
         return [model.to_json(now) for model in self._ordered()]
 
     def disk(self) -> dict[str, Any]:
-        """Return the usage of the disk, without figures where it cannot be measured. Blocks."""
+        """Return the usage of the disk, without numbers if it cannot be measured. Blocks."""
         marks, figures = self.evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
         with contextlib.suppress(StoreError, OSError):
             found = marks.measure(self._service.store.root)
@@ -107,7 +107,7 @@ class Node:
         return figures | {"high": marks.high, "low": marks.low}
 
     def desired(self) -> dict[str, Any]:
-        """Return where the desired state comes from, and whether it is valid."""
+        """Return the source of the desired state and whether it is valid."""
         directory = self._settings.desired
         return {
             "directory": str(directory) if directory else None,
@@ -118,17 +118,17 @@ class Node:
         }
 
     def retry(self, name: str | None = None) -> bool:
-        """Try failed and waiting models again now; return whether there is one of that name."""
+        """Retry failed and waiting models at once; return whether any model matches ``name``."""
         found = [one for one in self._models.values() if name is None or is_of(name, one.spec)]
         self._signal(found, retried)
         return bool(found)
 
     def look_again(self) -> None:
-        """Read the store for each model: something may have been removed."""
+        """Schedule a read of the store for each model, as content may have been removed."""
         self._signal(list(self._models.values()), store_changed)
 
     def wake(self, *, reload: bool = False) -> None:
-        """Begin the next turn at once; with ``reload`` the desired state is read again."""
+        """Start the next turn at once; with ``reload``, reload the desired state."""
         if reload:
             self._seen = None
         self._woken.set()
@@ -140,12 +140,12 @@ class Node:
         self.wake()
 
     async def begin(self) -> None:
-        """Read the desired state for the first time: the node is not ready before."""
+        """Read the desired state for the first time; the node is not ready before."""
         self._followed_at = self._clock()
         await self._read()
 
     async def run(self) -> None:
-        """Reconcile until it is cancelled."""
+        """Reconcile until cancelled."""
         try:
             while True:
                 try:
@@ -165,7 +165,7 @@ class Node:
                 model.close()
 
     async def turn(self) -> None:
-        """Begin everything that is due."""
+        """Start all actions that are due."""
         await self._read()
         now = self._clock()
         for model in self._ordered():
@@ -180,7 +180,7 @@ class Node:
         if (directory := self._settings.desired) is not None:
             seen = await asyncio.to_thread(fingerprint, directory)
             if seen != self._seen:
-                self._seen = seen  # before the files are read: a later change is seen next time
+                self._seen = seen  # before the files are read, to detect changes during the read
                 await self._load(directory)
         if self._followed is not self.files:
             self._followed = self.files
@@ -200,7 +200,7 @@ class Node:
             self._service.news.tell("desired", valid=False, reason=error.message)
             return
         self._error, self._loaded, self._is_known = None, datetime.now(UTC), True
-        with contextlib.suppress(AImageError):  # a store that is only read
+        with contextlib.suppress(AImageError):  # a read-only store
             await asyncio.to_thread(self._records.put_last, directory, self.files.specs)
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
@@ -209,7 +209,7 @@ class Node:
         self._service.news.tell("desired", valid=True, models=models)
 
     async def _follow(self, specs: dict[str, ModelSpec]) -> None:
-        """Add and remove models; those whose spec has changed are due now."""
+        """Add and remove models; models with a changed spec are due at once."""
         if specs != {name: model.spec for name, model in self._models.items()}:
             self._followed_at = self._clock()
         for name in [name for name in self._models if name not in specs]:
@@ -240,7 +240,7 @@ class Node:
         task.add_done_callback(ended)
 
     async def _check_credentials(self) -> None:
-        """Retry unauthorized models when the files with credentials have changed."""
+        """Retry unauthorized models after the credential files have changed."""
         now = await asyncio.to_thread(credentials, self._service.connection)
         if now == self._credentials:
             return
@@ -253,7 +253,7 @@ class Node:
 
     async def _evict(self, now: float) -> None:
         names = self._names()
-        # a file may be half written and valid, and a directory may be mounted late
+        # a file may be incomplete yet valid, and a directory may be mounted late
         is_settled = now - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
         try:
             if self._may_prune and is_settled:
@@ -273,10 +273,10 @@ class Node:
         return {index_name(model.state.name) for model in list(self._models.values())}
 
     def _protected(self) -> set[str]:
-        """Return the names that stay however full the disk is. Blocks.
+        """Return the names that are never evicted. Blocks.
 
-        Those are the models of this node and of others, and, unless they may be pruned anyway, the
-        former models of this node.
+        These are the models of this node and of other nodes, and the former models of this node
+        unless they can be pruned.
         """
         names = self._names() | set(indexed(self._records.others()))
         return names if self._may_prune else names | set(indexed(self._records.ours()))
@@ -292,9 +292,9 @@ class Node:
 
 
 def is_of(name: str, spec: ModelSpec) -> bool:
-    """Return whether a client means a spec by ``name``.
+    """Return whether the client's ``name`` refers to a spec.
 
-    The tag may be missing, and the name may begin with ``oci://``, as in Clowder's API.
+    ``name`` may lack the tag, or begin with ``oci://`` as in Clowder's API.
     """
     try:
         reference = Reference.parse(name.removeprefix("oci://"))

@@ -1,4 +1,4 @@
-"""The metrics of a node beside those of its pulls. Dashboards use their names."""
+"""The metrics of a node, in addition to those of its pulls. Dashboards depend on the names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class NodeMetrics:
-    """The metrics of one node, in the registry of its worker."""
+    """The metrics of a node, in the registry of its worker."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, namespace="aimage", registry=registry)
@@ -47,7 +47,7 @@ class NodeMetrics:
             self.bytes.labels(kind)
 
     def set_failed(self, counts: Mapping[str, int]) -> None:
-        """Set the failed models by code; remove the other codes."""
+        """Set the number of failed models by code and remove all other codes."""
         for code in self._failed_codes - set(counts):
             self.failed.remove(code)
         for code, count in counts.items():

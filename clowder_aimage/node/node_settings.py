@@ -1,4 +1,4 @@
-"""The settings of a node: options, AIMAGE_NODE_..., "node" in the configuration, in this order."""
+"""The settings of a node: from options, then AIMAGE_NODE_..., then "node" in the configuration."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _PERIOD = _check(lambda seconds: seconds >= 1.0, "at least 1 second")
 class NodeSettings(ServerSettings):
     """The settings of a node.
 
-    ``desired`` is a directory; with ``prune`` models that it lists no longer are removed. ``high``
-    and ``low`` are per cent of the disk. Collections of unreferenced blobs are ``collect`` seconds
-    apart; ``min_age`` is in seconds.
+    ``desired`` is a directory; with ``prune``, models no longer listed in it are removed. ``high``
+    and ``low`` are percentages of the disk. ``collect`` is the interval in seconds at which
+    unreferenced blobs are collected; ``min_age`` is in seconds.
     """
 
     SECTION = "node"

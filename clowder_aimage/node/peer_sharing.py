@@ -1,8 +1,8 @@
 """The exchange of ranges of blobs with other nodes.
 
-A blob is read range by range, each from the node that owns it, from one to which that redirects,
-from the next owner, and at last from the registry. The ingest verifies the blob; one that is wrong
-is read from the registry alone. Manifests and tags always come from the registry.
+A blob is read range by range: from the node that owns the range, from a node to which the owner
+redirects, from the next owner, and finally from the registry. The ingest verifies the blob; after
+a mismatch it is read from the registry alone. Manifests and tags always come from the registry.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerTimeouts
 
-_MAX_FAILURES = 3  # of peers, after which the registry is asked for a range
+_MAX_FAILURES = 3  # failed peers for a range before the registry is used
 
 
 class PeerSharing:
     """Ranges of blobs from and for the nodes at ``addresses()``; ``node`` is the id of this one.
 
-    ``has_repository(reference)``, called in threads, is True if this node fetches from a
-    repository itself: then it does so for others. ``token`` is shared by the nodes. Called from
-    any thread:
+    ``has_repository(reference)``, called in threads, returns whether this node pulls from a
+    repository itself; only then does it fetch for others. ``token`` is shared by the nodes. The
+    callbacks may be called from any thread:
 
-    - ``on_bytes(source, count)``: bytes came for others, from a "registry" or "mirror";
-    - ``on_traffic(direction, count)``: bytes were "sent" to others, or "received" from them;
-    - ``on_state(url, state, reason)``: a node is "live" or "silent" now.
+    - ``on_bytes(source, count)``: bytes were fetched for others from a "registry" or "mirror";
+    - ``on_traffic(direction, count)``: bytes were "sent" to others or "received" from them;
+    - ``on_state(url, state, reason)``: a node became "live" or "silent".
 
-    Raises UsageError if one of the addresses is not valid.
+    Raises UsageError if an address is invalid.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PeerSharing:
         self.registry = ReadOnlyRegistry(layout, node, self.ranges)
 
     def close(self) -> None:
-        """Stop: pulls that wait for another node fail, and what was kept for others goes."""
+        """Close the exchange: fail pulls that wait for other nodes, remove ranges kept for them."""
         self._closed.set()
         self._client.close()
         self.peers.close()
@@ -83,15 +83,15 @@ class PeerSharing:
     def near(
         self, reference: Reference, on_bytes: OnBytes = lambda *_: None
     ) -> Callable[[Source], Source]:
-        """Return the function from a pull's source to the ``PeerSource`` before it."""
+        """Return a function that wraps the source of a pull in a ``PeerSource``."""
         return lambda source: PeerSource(self.cache, source, reference, on_bytes)
 
 
 class PeerSource(WrappedSource):
-    """The repository of ``reference`` at the registry ``source``, behind the other nodes.
+    """The repository of ``reference`` at the registry ``source``, with the other nodes before it.
 
-    ``on_bytes`` is called with the bytes that came from a "neighbour", and with those that had
-    been fetched for one before ("cache"); ``source`` counts its own.
+    ``on_bytes`` is called with the bytes from a "neighbour" and with those already fetched on
+    behalf of one ("cache"); ``source`` counts its own.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class PeerSource(WrappedSource):
         self.cache, self.owners, self.upstream = cache, cache.owners, cache.upstream
         self.source, self.reference, self._on_bytes = source, reference, on_bytes
         self._lock = threading.Lock()
-        self._of_peers: set[Digest] = set()  # blobs of which a part came from a peer
-        self._wrong: set[Digest] = set()  # and was wrong
+        self._of_peers: set[Digest] = set()  # blobs partly read from a peer
+        self._wrong: set[Digest] = set()  # those of them that failed verification
 
     @property
     def alignment(self) -> int:
@@ -126,7 +126,7 @@ class PeerSource(WrappedSource):
         )
 
     def distrust(self, content: Descriptor, /) -> bool:
-        """Read a blob from the registry alone, as it was wrong; return whether to try again."""
+        """Restrict a blob that failed verification to the registry; return whether to retry."""
         self.cache.forget(content.digest)
         self.upstream.distrust(self.reference, content)
         with self._lock:
@@ -137,7 +137,7 @@ class PeerSource(WrappedSource):
         return was_shared or own
 
     def count(self, content: Descriptor, source: str, count: int) -> None:
-        """Note bytes that came from a "neighbour", or from the "cache" for them."""
+        """Count bytes from a "neighbour", or from the "cache" of ranges kept for them."""
         with self._lock:
             self._of_peers.add(content.digest)
         self._on_bytes(source, count)
@@ -146,7 +146,7 @@ class PeerSource(WrappedSource):
 
 
 class _RangeReader(io.RawIOBase):
-    """Bytes [at, end) of a blob, one range after the other."""
+    """Read the bytes [at, end) of a blob, one range after another."""
 
     def __init__(self, source: PeerSource, content: Descriptor, at: int, end: int) -> None:
         self._source, self._content = source, content
@@ -186,7 +186,7 @@ class _RangeReader(io.RawIOBase):
         return count
 
     def _opened(self, part: BlobRange) -> tuple[Any, str]:
-        """Open what is left of a range at the first place that has it, and name the place."""
+        """Open the rest of a range at the first source that has it; return its name too."""
         source, cache = self._source, self._source.cache
         span = BlobSpan(source.reference, part.digest, self._at, min(part.end, self._end))
         while True:
@@ -212,7 +212,7 @@ class _RangeReader(io.RawIOBase):
             return reader, "registry"
 
     def _finish(self) -> None:
-        """End a range, all of whose bytes are written by now."""
+        """Finish a range whose bytes have all been written."""
         part, flight = self._part, self._flight
         self._close_stream()
         if part is not None and self._began == part.start and self._at >= part.end:

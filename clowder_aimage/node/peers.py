@@ -1,6 +1,6 @@
-"""The other nodes: their addresses, and which of them answer.
+"""The other nodes: their addresses and their liveness.
 
-One thread pings each of them; a node whose answers fail is left out for twice as long each time.
+One thread pings each node. A node that fails is skipped for twice as long each time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.registry.peer import PeerClient, PeerError, addresses_of
 
 LIVE, SILENT = "live", "silent"
-LATE = 6  # failures that a late answer counts for: a minute
+LATE = 6  # failures that a late response counts for: a minute
 _ADDRESS = re.compile(r"(?:(https?)://|(dns):)?\[?([A-Za-z0-9._:%-]{1,253})\]?:([0-9]{1,5})/?")
-_MAX_ADDRESSES = 4096  # of one name
+_MAX_ADDRESSES = 4096  # per name
 _THREADS = 8
-_RATE = 10.0  # pings a second: with a thousand peers each is pinged less often
-_TICK = 0.5  # seconds between two looks at which pings are due
+_RATE = 10.0  # pings per second: with a thousand peers, each is pinged less often
+_TICK = 0.5  # seconds between two checks for due pings
 _FIRST_TIMEOUT = 2.0  # seconds that a pull waits for the first pings
 
 _log = logging.getLogger("aimage.node")
@@ -36,12 +36,12 @@ _log = logging.getLogger("aimage.node")
 class SharingLimits:
     """The limits of the exchange of ranges, in seconds and bytes.
 
-    ``ping``: between two pings of a node; ``lookup``: between two look-ups of a name; ``longest``:
-    for which a node that fails is left out at most. ``coming``: for an owner that receives a range,
-    or redirects; ``busy``: for one that sends to others; ``pause``: the longest pause between two
-    requests. ``kept``: bytes of temporary files; ``spared``: bytes that are left free on the disk:
-    a pull needs them more. ``uploads``: ranges that are sent at once: each is sent soon, and others
-    can redirect to it.
+    ``ping`` is the interval of pings, ``lookup`` that of look-ups, ``longest`` the maximum time
+    for which a failing node is skipped. ``coming`` is the longest wait for an owner that fetches
+    the range or redirects, ``busy`` for one that sends to others, ``pause`` the longest pause
+    between two requests. ``kept`` bounds the temporary files; ``spared`` bytes of the disk are left
+    to pulls. ``uploads`` is the number of concurrent uploads; it is small so that each is quick and
+    its receiver can serve others.
     """
 
     ping: float = 3.0
@@ -70,10 +70,10 @@ def parse_peer(text: str) -> Endpoint:
 
 
 def urls_of(peer: Endpoint) -> list[str]:
-    """Return the URLs to ping for a configured address, of a name without link-local ones.
+    """Return the URLs to ping for a configured address, without link-local addresses of a name.
 
-    No node reaches another one by a link-local address, but the credentials of a cloud's machine
-    are at one (169.254.169.254). Raises OSError or UnicodeError if the name cannot be looked up.
+    Nodes are never reachable at link-local addresses, but a cloud's metadata service with the
+    machine's credentials is (169.254.169.254). Raises OSError or UnicodeError if the look-up fails.
     """
     if peer.scheme != "dns":
         return [str(peer)]
@@ -89,28 +89,28 @@ def _is_routable(host: str) -> bool:
 
 @dataclass(eq=False)
 class Peer:
-    """The state of one node. All fields are guarded by the lock of ``Peers``."""
+    """The state of a node. All fields are guarded by the lock of ``Peers``."""
 
     url: str
     id: str | None = None
     is_alive: bool = False
     reason: str | None = "not asked yet"
     due: float = 0.0  # time of the next ping
-    failures: int = 0  # since the last range that came
-    retry_at: float = 0.0  # until then it is left out
+    failures: int = 0  # since the last range received
+    retry_at: float = 0.0  # the node is skipped until then
     reported: str = SILENT
 
     def state(self, now: float) -> tuple[str, str | None]:
-        """Return LIVE or SILENT, and the reason for which it is not asked."""
+        """Return LIVE or SILENT, and the reason for which the node is skipped."""
         if not self.is_alive:
             return SILENT, self.reason
         return LIVE, self.reason if self.retry_at > now else None
 
 
 class Peers:
-    """The nodes at ``addresses()``, which is called anew each time. Threads may share it.
+    """The nodes at ``addresses()``, which is called each time. Thread-safe.
 
-    ``node`` is the id of this node: an address that answers with it is left out.
+    ``node`` is the id of this node; an address that answers with it is ignored.
     ``on_state(url, state, reason)`` is called when a node becomes live or silent.
     """
 
@@ -134,11 +134,11 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="aimage-peers", daemon=True)
 
     def start(self) -> None:
-        """Start to ping."""
+        """Start the pings."""
         self._thread.start()
 
     def close(self) -> None:
-        """End the pings."""
+        """Stop the pings."""
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -146,23 +146,23 @@ class Peers:
 
     @property
     def is_configured(self) -> bool:
-        """True if there may be any."""
+        """Return whether any peers may be configured."""
         return bool(self._addresses())
 
     def wait(self) -> None:
-        """Wait until all were pinged once, for a moment at most."""
+        """Wait, for a limited time, until all nodes have been pinged once."""
         if self._thread.is_alive():
             self._began.wait(_FIRST_TIMEOUT)
 
     def usable(self) -> dict[str, Peer]:
-        """Return the nodes that may be asked now, by their ids."""
+        """Return the nodes that may be queried now, by id."""
         now = self._clock()
         with self._lock:
             usable = [one for one in self._known.values() if one.is_alive and one.retry_at <= now]
         return {one.id: one for one in usable if one.id and one.id != self._node}
 
     def states(self) -> list[dict[str, Any]]:
-        """Return ``url``, ``id``, ``state`` and ``reason`` of all other nodes."""
+        """Return ``url``, ``id``, ``state`` and ``reason`` of each other node."""
         now = self._clock()
         with self._lock:
             known = [self._known[url] for url in sorted(self._known)]
@@ -174,12 +174,12 @@ class Peers:
         return states + [_to_json(f"dns:{each.authority}", None, SILENT, reason) for each in lost]
 
     def succeeded(self, one: Peer) -> None:
-        """Note that a range came from a node."""
+        """Record that a range was received from a node."""
         with self._lock:
             one.failures, one.retry_at = 0, 0.0
 
     def failed(self, one: Peer, reason: str, *, cost: int = 1) -> None:
-        """Leave a node out for a while, twice as long each time, and ping it at once."""
+        """Skip a node temporarily, twice as long each time, and ping it at once."""
         with self._lock:
             if one.retry_at > self._clock():
                 return  # the same failure on another connection
@@ -202,7 +202,7 @@ class Peers:
                 self._wake.clear()
 
     def _look_up(self) -> None:
-        """Update the addresses; of a name that cannot be looked up the last ones count."""
+        """Update the addresses; keep the last ones of a name that cannot be looked up."""
         configured = list(map(parse_peer, self._addresses()))
         is_due = self._clock() >= self._next_lookup
         if is_due:
@@ -223,7 +223,7 @@ class Peers:
             every = max(self.limits.ping, len(self._known) / _RATE)
             due = [one for one in self._known.values() if one.due <= now]
             for one in due:
-                one.due = now + every * random.uniform(0.8, 1.2)  # noqa: S311 - no two in step
+                one.due = now + every * random.uniform(0.8, 1.2)  # noqa: S311 - desynchronize nodes
         return due
 
     def _ping(self, one: Peer) -> None:

@@ -1,8 +1,8 @@
-"""Records of the desired state that outlive the node's process, presence of models, and their pins.
+"""Persistent records of the desired state, presence checks, and pins of models.
 
-The records are small files in the store: for each name, the directories whose files ever listed it
-(only such a name is pruned); for each directory, its specs when the files were last valid. Nodes
-that share a store share these records.
+The records are small files in the store. For each name, they hold the directories whose files ever
+listed it; only such names are pruned. For each directory, they hold its last valid specs. Nodes
+with a common store share the records.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions
 
 _KIND = "wanted"
-_EVER, _LAST = "ever ", "last "  # no name has a space in it
+_EVER, _LAST = "ever ", "last "  # names contain no spaces
 _log = logging.getLogger("aimage.node")
 
 
 class SpecStore:
     """The records in the store at ``root``, for a node that reads the files of ``directory``.
 
-    Methods that write raise StoreError or NoSpaceError, methods that read StoreError.
+    Methods that write raise StoreError or NoSpaceError; methods that read raise StoreError.
     """
 
     def __init__(self, root: Path, directory: Path | None = None) -> None:
@@ -49,7 +49,7 @@ class SpecStore:
         self._records = MetadataFiles(root, _KIND)
 
     def put_last(self, directory: Path, specs: Iterable[ModelSpec]) -> None:
-        """Record the specs of a directory whose files are valid, durably."""
+        """Record the valid specs of a directory durably."""
         key = f"{_LAST}{directory.absolute()}"
         value = {"wants": [spec.to_json() for spec in specs]}
         known = self._records.get(key)
@@ -57,7 +57,7 @@ class SpecStore:
             self._records.put(key, value, durable=True)
 
     def last(self, directory: Path) -> tuple[ModelSpec, ...] | None:
-        """Return the last valid specs of a directory; None where there is no readable record."""
+        """Return the last valid specs of a directory; None if there is no readable record."""
         try:
             known = self._records.get(f"{_LAST}{directory.absolute()}")
             return None if known is None else parse_specs(known.get("wants"), str(directory))
@@ -65,7 +65,7 @@ class SpecStore:
             return None
 
     def stamp(self) -> int:
-        """Return a number that changes when any record may have changed."""
+        """Return a number that changes whenever a record may have changed."""
         try:
             return (self._root / PRIVATE / _KIND).stat().st_mtime_ns
         except OSError:
@@ -74,7 +74,7 @@ class SpecStore:
     def remember(self, name: str, stored: str = "") -> None:
         """Record durably that the files list ``name``.
 
-        ``stored`` is its name in the store where that differs: a name with an index's digest is
+        ``stored`` is the name in the store if it differs: a name with the digest of an index is
         stored with the digest of the chosen manifest.
         """
         key = self._prefix + name
@@ -84,23 +84,23 @@ class SpecStore:
             self._records.put(key, fact, durable=True)
 
     def stored(self, name: str) -> str:
-        """Return the name in the store where it is recorded as another; else an empty text."""
+        """Return the recorded name in the store if it differs, else an empty string."""
         return str((self._records.get(self._prefix + name) or {}).get("stored", ""))
 
     def ours(self) -> dict[str, str]:
-        """Return the names that this directory ever listed, with their names in the store."""
+        """Map the names that this directory ever listed to their names in the store."""
         return {name: stored for owner, name, stored in self._ever() if owner == self.owner}
 
     def others(self) -> dict[str, str]:
-        """Return the names that the directories of other nodes ever listed, as ``ours``."""
+        """Map the names that other nodes' directories ever listed, as ``ours``."""
         return {name: stored for owner, name, stored in self._ever() if owner != self.owner}
 
     def forget(self, name: str) -> None:
-        """Remove the record that this directory ever listed ``name``."""
+        """Remove the record that this directory listed ``name``."""
         self._records.remove(self._prefix + name)
 
     def is_damaged(self) -> bool:
-        """Return whether a record cannot be parsed: another node may list any name then."""
+        """Return whether a record cannot be parsed; another node may then list any name."""
         directory = self._root / PRIVATE / _KIND
         lost = (name for name in self._records.names() if self._records.read(name) is None)
         return any(os.path.lexists(directory / name) for name in lost)
@@ -113,10 +113,10 @@ class SpecStore:
 
 
 def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Completeness:
-    """Return what the store has of a model that it calls ``name``.
+    """Return the completeness of a model that the store has under ``name``.
 
-    A model that cannot be read counts as missing: a pull repairs it. Raises StoreError if the index
-    cannot be read; no pull repairs that.
+    An unreadable model counts as missing, since a pull repairs it. Raises StoreError if the index
+    cannot be read, which no pull repairs.
     """
     try:
         root = model_list.entry(store, name)
@@ -126,10 +126,10 @@ def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Complet
         return Completeness()
     try:
         found = check_completeness(store, root)
-        if spec.components:  # also where nothing is missing: it may not have these components
+        if spec.components:  # checked for complete models too: the components may not exist
             return check_blobs(store, root, _specified(store, spec, name))
         return found
-    except NotFoundError:  # it has no such component: a pull fails with that
+    except NotFoundError:  # no such component: the pull reports the error
         return Completeness(root, root.size, (root,))
     except AImageError:
         return Completeness()
@@ -143,19 +143,19 @@ def _specified(store: ImageLayout, spec: ModelSpec, name: Reference) -> list[Des
 
 
 class Pinner:
-    """Records, leases and pins the models that are to stay. All methods block.
+    """Records, leases and pins the models to keep. All methods block.
 
-    The pins are of one owner: several nodes may share a store.
+    Pins belong to one owner, as several nodes may share a store.
     """
 
     def __init__(self, store: ImageLayout, records: SpecStore) -> None:
         self._store, self._records = store, records
-        self._failed: set[str] = set()  # the models that could not be recorded
+        self._failed: set[str] = set()  # models that could not be recorded
 
     def keep(self, model: ModelStatus) -> None:
-        """Record, lease and pin a model, so that no other node and no eviction removes it.
+        """Record, lease and pin a model to protect it from other nodes and from eviction.
 
-        A store that cannot be written serves all the same.
+        A failure to write to the store is logged and does not fail the model.
         """
         spec, name, manifest = model.spec, model.state.name, model.state.manifest
         writes: tuple[Callable[[], object], ...] = (
@@ -174,24 +174,24 @@ class Pinner:
         if failed is None:
             self._failed.discard(spec.name)
             return
-        if not self._failed:  # one warning for all models
+        if not self._failed:  # log one warning for all models
             facts = {"model": spec.name, "reason": failed.message}
             _log.warning("cannot write to the store", extra=facts)
         self._failed.add(spec.name)
 
     def stored(self, spec: ModelSpec) -> str:
-        """Return the recorded name in the store if it is another one; else an empty text."""
+        """Return the recorded name in the store if it differs, else an empty string."""
         try:
             return self._records.stored(spec.name)
-        except StoreError:  # the model is there all the same
+        except StoreError:  # the record is optional
             return ""
 
     def remember(self, spec: ModelSpec, name: Reference) -> None:
-        """Record a model as listed, and its name in the store. Raises StoreError, NoSpaceError."""
+        """Record a model as listed, with its name in the store. Raises StoreError, NoSpaceError."""
         self._records.remember(spec.name, str(name) if name != spec.reference else "")
 
     def _pin(self, spec: ModelSpec, name: str) -> None:
-        """Set the specified pin, or remove this node's own; another node's stays."""
+        """Set the specified pin, or remove this node's own pin; keep pins of other nodes."""
         if not spec.pin:
             unpin(self._store, name, self._records.owner)
         elif self._store.pins.get(name) is None:
@@ -200,19 +200,19 @@ class Pinner:
 
 
 def unpin(store: ImageLayout, name: str, owner: str) -> None:
-    """Remove the pin that the node of ``owner`` set. Raises StoreError."""
+    """Remove the pin set by the node ``owner``. Raises StoreError."""
     known = store.pins.get(name)
     if known is not None and is_own_pin(known, owner):
         store.pins.remove(name)
 
 
 def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
-    """Return whether the node of ``owner`` set a pin."""
+    """Return whether a pin was set by the node ``owner``."""
     return pin.get("by") == BY_NODE and pin.get("owner") == owner
 
 
 def credentials(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:
-    """Return the files with credentials and when each was changed last."""
+    """Return the credential files with their modification times."""
     found = []
     for path in connection.auth_files:
         with contextlib.suppress(OSError):

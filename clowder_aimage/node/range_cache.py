@@ -1,7 +1,7 @@
-"""The ranges that this node has for its peers, and the ones that it fetches for them.
+"""The ranges that this node has for its peers and those it fetches for them.
 
-A range is in a blob of the layout, in a temporary file, if it was fetched for a peer, or in the
-ingest of a pull. Nothing here is verified: the node that pulls the blob does so.
+A range is in a blob of the layout, in a temporary file if it was fetched for a peer, or in the
+ingest of a pull. Ranges are not verified here but by the node that pulls the blob.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import BlobSpan, PeerError
 
 MAX_FILES = 512
-AT_ONCE = 4  # ranges that are fetched for peers at a time
+AT_ONCE = 4  # ranges fetched for peers concurrently
 _MAX_WRITTEN = 32768  # ranges in ingests that are remembered
-_MAX_STALL = 40.0  # seconds in which no byte of a range comes
-_TICK = 0.2  # seconds between looks at whether this node shuts down
+_MAX_STALL = 40.0  # seconds without a byte of a range
+_TICK = 0.2  # seconds between two checks for shutdown
 
 _log = logging.getLogger("aimage.node")
 
 
 class RangeFile(io.FileIO):
-    """An open file, read from ``offset`` on. Others may share its position, which is not used."""
+    """An open file, read from ``offset`` on. Its shared file position is not used."""
 
     def __init__(self, fd: int, offset: int) -> None:
         super().__init__(fd)
@@ -52,20 +52,20 @@ class RangeFile(io.FileIO):
 
 
 class RangeFlight:
-    """One range that is being fetched, however many wait for it."""
+    """A range being fetched, shared by all requests for it."""
 
     def __init__(self, part: BlobRange) -> None:
         self.part = part
         self.landed = threading.Event()
         self.error: AImageError | None = None
         self.is_of_registry = False
-        self.moved = time.monotonic()  # when the last byte came
+        self.moved = time.monotonic()  # when the last byte was received
 
 
 class RangeCache:
-    """The ranges of this node. Threads may share it. If the disk is full, nothing is kept.
+    """The ranges of this node. Thread-safe. Nothing is kept when the disk is full.
 
-    ``on_traffic("received", count)`` is called with the bytes that came from peers for peers.
+    ``on_traffic("received", count)`` is called with the bytes received from peers for peers.
     """
 
     def __init__(
@@ -81,23 +81,23 @@ class RangeCache:
         self._is_closed = False
 
     def close(self) -> None:
-        """Remove what is kept; waiting calls get an error."""
+        """Remove all kept ranges; waiting calls raise an error."""
         self._is_closed = True
         self.clear()
 
     def clear(self) -> None:
-        """Remove what is kept for peers."""
+        """Remove the ranges kept for peers."""
         self._drop(lambda _: True)
 
     def forget(self, digest: Digest) -> None:
-        """Remove what came for a blob: it is wrong."""
+        """Remove the ranges of a blob that failed verification."""
         with self._lock:
             for part in [part for part in self._written if part.digest == digest]:
                 del self._written[part]
         self._drop(lambda part: part.digest == digest)
 
     def size(self, digest: Digest) -> int | None:
-        """Return the size of a blob if it is known without a request."""
+        """Return the size of a blob if it is known without a request, else None."""
         known = self.upstream.known_size(digest)
         with contextlib.suppress(OSError):
             if known is None:
@@ -105,13 +105,13 @@ class RangeCache:
         return known
 
     def find(self, part: BlobRange) -> RangeFile | None:
-        """Return a range that is here."""
+        """Return a range if it is available locally."""
         return self._in_blob(part) or self.kept_file(part) or self._in_ingest(part)
 
     def wait(self, part: BlobRange, seconds: float) -> RangeFile | bool:
-        """Return a range that is here or comes in time; True if it is still coming.
+        """Return a range, waiting for one in flight; True if it still is, False if there is none.
 
-        Raises AImageError if it was coming, and cannot be fetched.
+        Raises AImageError if its fetch failed.
         """
         found, flight = self.find(part), self._flights.get(part)
         if found is not None or flight is None:
@@ -128,7 +128,7 @@ class RangeCache:
         return self.find(flight.part) or False
 
     def has(self, part: BlobRange) -> bool:
-        """Return True if a range is here, or comes from a registry."""
+        """Return whether a range is available or in flight from a registry."""
         found, flight = self.find(part), self._flights.get(part)
         if found is not None:
             found.close()
@@ -137,10 +137,10 @@ class RangeCache:
     def fetch(
         self, span: BlobSpan, seconds: float, first: tuple[str, ...] = ()
     ) -> RangeFile | bool:
-        """Return the range of a span for a peer, fetched once; True if it is still coming.
+        """Return the range of a span for a peer, fetched only once; True if still in flight.
 
-        It comes from another peer, of which ``first`` may have it, or from the registry. Raises
-        AImageError if it cannot be fetched.
+        The source is another peer, preferably one of ``first``, or the registry. Raises AImageError
+        if the fetch fails.
         """
         size = self.upstream.size(span.reference, span.digest)
         part = BlobRange(span.digest, size, span.start // RANGE)
@@ -157,7 +157,7 @@ class RangeCache:
     def _bring(self, reference: Reference, flight: RangeFlight, first: tuple[str, ...]) -> None:
         part, error = flight.part, None
         try:
-            if (found := self.find(part)) is not None:  # it came since the caller looked
+            if (found := self.find(part)) is not None:  # it arrived after the caller's check
                 found.close()
                 return
             self._keep(part, self._fetched(reference, flight, first))
@@ -223,7 +223,7 @@ class RangeCache:
             self.clear()
 
     def board(self, part: BlobRange) -> tuple[RangeFlight, bool]:
-        """Return the flight of a range, and True if it is new: then the caller has it ``land``."""
+        """Return the flight of a range and whether it is new: then the caller must ``land`` it."""
         with self._lock:
             found = self._flights.get(part)
             if found is not None:
@@ -232,7 +232,7 @@ class RangeCache:
             return made, True
 
     def land(self, flight: RangeFlight, error: AImageError | None = None) -> None:
-        """End a flight: the range is here, or will not come."""
+        """End a flight: the range is available, or failed."""
         with self._lock:
             if self._flights.get(flight.part) is flight:
                 del self._flights[flight.part]
@@ -242,17 +242,17 @@ class RangeCache:
         flight.landed.set()
 
     def is_coming(self, part: BlobRange) -> bool:
-        """Return True if a range is being fetched."""
+        """Return whether a range is being fetched."""
         return part in self._flights
 
     def join(self, flight: RangeFlight) -> None:
-        """Wait until a flight has landed. Raises NetworkError if this node shuts down."""
+        """Wait until a flight has landed. Raises NetworkError on shutdown."""
         while not flight.landed.wait(_TICK):
             if self._is_closed:
                 raise NetworkError("this node is shutting down", hint="try again")
 
     def wrote(self, part: BlobRange) -> None:
-        """Note that a pull has written a range to its ingest."""
+        """Record that a pull has written a range to its ingest."""
         with self._lock:
             self._written[part] = None
             self._written.move_to_end(part)
@@ -287,7 +287,7 @@ class RangeCache:
             directory = Path(check_own(self._layout.root, "ingest"))
             found = _opened(directory / part.digest.encoded, part)
             if found is None:
-                return self._in_blob(part)  # it was published meanwhile
+                return self._in_blob(part)  # published in the meantime
             if os.fstat(found.fileno()).st_size >= part.end:
                 return found
             found.close()

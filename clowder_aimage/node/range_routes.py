@@ -1,10 +1,10 @@
-"""The store as a registry that is only read, and ranges of blobs for other nodes.
+"""The store as a read-only registry, and ranges of blobs for other nodes.
 
-A node names itself (``Aimage-Node``), the registry (``ns``), and asks for bytes of one range of
-16 MiB (``Range``). A node that lacks them fetches them if it keeps something of that repository,
-unless by ``Cache-Control: only-if-cached`` (RFC 9111). A busy node redirects (307) to a node that
-got the range from it, or answers 429, with ``Retry-After`` if the range is coming. A node that
-keeps nothing of that repository leaves the range to the first that asks, and redirects the others.
+A request of a node has its id (``Aimage-Node``), the registry (``ns``), and bytes of one range of
+16 MiB (``Range``). A node without the range fetches it if it keeps content of that repository,
+except for ``Cache-Control: only-if-cached`` (RFC 9111). A busy node redirects (307) to a node that
+received the range from it, or responds 429, with ``Retry-After`` if the range is in flight. A node
+without content of that repository lets the first requester fetch it and redirects all others.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from clowder_aimage.node.range_source import RANGE, BlobRange
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
 
-MAX_REGISTRIES = 16  # whose routes are kept
-MAX_REQUESTS = 64  # that are looked after at once
-TURN_TIMEOUT = 2.0  # seconds that a request waits for its turn to be sent
-COMING_TIMEOUT = 8.0  # seconds that one waits for a range that is being fetched
+MAX_REGISTRIES = 16  # whose routes are cached
+MAX_REQUESTS = 64  # processed concurrently
+TURN_TIMEOUT = 2.0  # seconds that a request waits for an upload slot
+COMING_TIMEOUT = 8.0  # seconds that a request waits for a range in flight
 _SEND_TIMEOUT = 120.0  # seconds for one range
-_STALL_TIMEOUT = 10.0  # seconds for one block: a client that takes none keeps others waiting
-MAX_HOLDERS, MAX_NAMED = 16, 4  # nodes that are remembered for a range, and named at a time
+_STALL_TIMEOUT = 10.0  # seconds for one block: a stalled client occupies an upload slot
+MAX_HOLDERS, MAX_NAMED = 16, 4  # nodes remembered for a range, and listed in one redirect
 _MAX_RANGES = 8192  # ranges whose holders are remembered
 _BLOCK = 1024 * 1024
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
@@ -52,11 +52,11 @@ _T = TypeVar("_T")
 
 
 class ReadOnlyRegistry:
-    """The routes of the distribution API that read (distribution-spec, "Pulling").
+    """The read-only routes of the distribution API (distribution-spec, "Pulling").
 
-    ``?ns=HOST`` names the registry that is meant, as containerd tells a mirror ("Registry
-    Configuration", hosts.toml). Other nodes get ``ranges`` of blobs, too; ``node`` is the id of
-    this one. ``leases`` keep the content that a client was told of for a while.
+    ``?ns=HOST`` selects the registry, as in containerd's requests to a mirror ("Registry
+    Configuration", hosts.toml). Other nodes can also read ``ranges`` of blobs; ``node`` is the id
+    of this node. ``leases`` protect content temporarily after its digest was sent to a client.
     """
 
     def __init__(self, store: ImageLayout, node: str, ranges: RangeRoutes) -> None:
@@ -68,7 +68,7 @@ class ReadOnlyRegistry:
         return [Route("GET", path, self._answer(path), NODE) for path in self._handlers("")]
 
     def _new_handlers(self, host: str) -> dict[str, Handler]:
-        """Return the handlers for the names of one registry; of no registry if it is empty."""
+        """Return the handlers for the names of a registry, or for local names if it is empty."""
         return {one.path: one.handler for one in reading_routes(self._store, self.leases, host)}
 
     def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -100,7 +100,7 @@ def _namespace(request: web.Request) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RangeRequest:
-    """A request of the node ``asker``; with ``is_stored`` nothing is to be fetched for it."""
+    """A request of the node ``asker``; with ``is_stored``, the range is not fetched for it."""
 
     span: BlobSpan
     asker: str
@@ -110,7 +110,7 @@ class RangeRequest:
     def parse(
         cls, request: web.Request, reference: Reference, digest: Digest
     ) -> RangeRequest | None:
-        """Parse a request; None if it is not one of a node for bytes of one range."""
+        """Parse a request; return None unless a node requests bytes of one range."""
         asker = request.headers.get(NODE_HEADER, "")
         found = _RANGE.fullmatch(request.headers.get("Range", ""))
         if found is None or not NODE_ID.fullmatch(asker):
@@ -129,7 +129,7 @@ class RangeRequest:
 class RangeRoutes:
     """The ranges of ``cache`` for other nodes.
 
-    ``has_repository(reference)`` is True if this node fetches from a repository with its own
+    ``has_repository(reference)`` returns whether this node fetches from a repository with its own
     credentials.
     """
 
@@ -137,13 +137,13 @@ class RangeRoutes:
         self._cache, self._peers = cache, cache.owners.peers
         self._has_repository = has_repository
         self._slots, self._waiting = asyncio.Semaphore(self._peers.limits.uploads), 0
-        self._threads = threading.BoundedSemaphore(MAX_REQUESTS)  # also of clients that left
+        self._threads = threading.BoundedSemaphore(MAX_REQUESTS)  # disconnected clients included
         self._holders: OrderedDict[tuple[Digest, int], deque[str]] = OrderedDict()
 
     async def answer(
         self, request: web.Request, reference: Reference, digest: Digest
     ) -> web.StreamResponse | None:
-        """Answer a request of a node for a range; None if it is another request.
+        """Respond to a node's request for a range; return None for any other request.
 
         Raises DistributionError: BLOB_UNKNOWN, TOOMANYREQUESTS, UNKNOWN.
         """
@@ -191,9 +191,9 @@ class RangeRoutes:
         return part is not None and self._cache.has(part)
 
     def _here(self, wanted: RangeRequest) -> RangeFile | bool | None:
-        """Return a range that is here, or True if it is coming."""
+        """Return an available range, or True if it is in flight."""
         part = self._part(wanted)
-        with contextlib.suppress(AImageError):  # what failed for a pull may succeed for a peer
+        with contextlib.suppress(AImageError):  # a failed pull does not fail the peer
             if part is not None:
                 return self._cache.wait(part, COMING_TIMEOUT) or None
         return None
@@ -201,14 +201,14 @@ class RangeRoutes:
     def _fetched(self, wanted: RangeRequest, holders: tuple[str, ...]) -> RangeFile | bool:
         try:
             return self._cache.fetch(wanted.span, COMING_TIMEOUT, holders)
-        except (NotFoundError, FormatError):  # no such blob, or no such range of it
+        except (NotFoundError, FormatError):  # no such blob, or no such range in it
             raise _unknown(wanted) from None
         except AImageError as error:
             message = "the registry does not send it"
             raise DistributionError("UNKNOWN", message=message, status=502) from error
 
     async def _aside(self, call: Callable[[], _T]) -> _T:
-        """Call ``call()`` in a thread. Raises DistributionError: too many are at work."""
+        """Run ``call()`` in a thread. Raises DistributionError if too many are running."""
         if not self._threads.acquire(blocking=False):
             raise DistributionError("TOOMANYREQUESTS", status=BUSY)
 
@@ -246,13 +246,13 @@ class RangeRoutes:
                 request.transport.abort()
             return answer
         except ConnectionError:
-            return answer  # the client has left
+            return answer  # the client has disconnected
         self._cache.on_traffic("sent", span.end - span.start)
         self._note(wanted)
         return answer
 
     def _note(self, wanted: RangeRequest) -> None:
-        """Remember that a node has a range, or fetches it."""
+        """Record that a node has a range or fetches it."""
         found = self._holders.setdefault(wanted.key, deque(maxlen=MAX_HOLDERS))
         if wanted.asker not in found:
             found.append(wanted.asker)
@@ -261,7 +261,7 @@ class RangeRoutes:
             self._holders.popitem(last=False)
 
     def _known(self, wanted: RangeRequest) -> list[str]:
-        """Return nodes that have a range, and answer."""
+        """Return the live nodes that have a range."""
         found = self._holders.get(wanted.key)
         if not found:
             return []
@@ -270,14 +270,14 @@ class RangeRoutes:
         return random.sample(known, min(MAX_NAMED, len(known)))
 
     def _left_to_first(self, wanted: RangeRequest) -> web.StreamResponse:
-        """Redirect to the node that fetches a range; to the first that asks: BLOB_UNKNOWN."""
+        """Redirect to the node that fetches a range; BLOB_UNKNOWN for the first requester."""
         if self._known(wanted):
             return self._busy(wanted)
         self._note(wanted)
         raise _unknown(wanted)
 
     def _busy(self, wanted: RangeRequest, *, is_coming: bool = False) -> web.StreamResponse:
-        """Redirect to nodes that have a range; if there are none: TOOMANYREQUESTS."""
+        """Redirect to nodes that have a range; TOOMANYREQUESTS if there are none."""
         nodes, usable = self._known(wanted), self._peers.usable()
         if nodes and nodes[0] in usable:
             location = f"{usable[nodes[0]].url}{wanted.span.path}"

@@ -1,8 +1,8 @@
-"""Ranges of a blob, and where they come from: nodes that own or have them, and registries.
+"""Ranges of a blob and their sources: nodes that own or have them, and registries.
 
-The owner of a range is found by rendezvous hashing (D. Thaler, C. Ravishankar, "Using name-based
-mappings to increase hit rates", IEEE/ACM ToN 6(1), 1998): nodes with the same peers agree on the
-owner without a message, and if a node joins or leaves, only the ranges that it owns move.
+The owner of a range is computed by rendezvous hashing (D. Thaler, C. Ravishankar, "Using
+name-based mappings to increase hit rates", IEEE/ACM ToN 6(1), 1998). Nodes with the same peers
+compute the same owner without communication. When a node joins or leaves, only its ranges move.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerReader, PeerRefusal
 
 RANGE = 16 * 1024 * 1024  # bytes
-OWNERS = 4  # nodes that are asked for a range, one after the other if they fail
-OTHERS = 8  # nodes that are asked if they have it, before the registry is
-MAX_HOPS = 12  # nodes that a range is redirected to, one after the other
-MAX_USES = 4096  # of one connection, which then begins anew: credentials may have changed
-_MAX_MISSES = 6  # redirects in a row to nodes that do not have the range
+OWNERS = 4  # owners tried for a range, in order
+OTHERS = 8  # nodes tried for a stored range before the registry
+MAX_HOPS = 12  # redirects followed for a range
+MAX_USES = 4096  # requests on one connection before it is reopened: credentials may have changed
+_MAX_MISSES = 6  # consecutive redirects to nodes without the range
 _MAX_SIZES = 32768  # blobs whose sizes are remembered
-_PAUSE = 600.0  # seconds for which a registry that ignores ranges is not asked for any
+_PAUSE = 600.0  # seconds before a registry that ignored a range is sent range requests again
 
 OnBytes = Callable[[str, int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class BlobRange:
-    """Range ``number`` of the blob of ``digest`` and ``size``. Raises FormatError: none such."""
+    """The range ``number`` of the blob with ``digest`` and ``size``. Raises FormatError."""
 
     digest: Digest
     size: int
@@ -52,7 +52,7 @@ class BlobRange:
 
     @classmethod
     def at(cls, content: Descriptor, offset: int) -> BlobRange:
-        """Return the range of ``content`` with the byte at ``offset``. Raises FormatError."""
+        """Return the range of ``content`` that contains ``offset``. Raises FormatError."""
         return cls(content.digest, content.size, offset // RANGE)
 
     @property
@@ -69,17 +69,17 @@ class BlobRange:
 
     @property
     def is_whole(self) -> bool:
-        """True if it is all of its blob."""
+        """Return whether the range is the complete blob."""
         return self.size <= RANGE
 
     @property
     def content(self) -> Descriptor:
-        """The blob."""
+        """The descriptor of the blob."""
         return Descriptor("application/octet-stream", self.digest, self.size)
 
 
 def ranked(nodes: Iterable[str], digest: Digest, number: int) -> list[str]:
-    """Return the ids of nodes: the owner of a range, its owner without that node, and so on."""
+    """Return ids of nodes by rank: the owner of a range, then its owner without that node, etc."""
     key = f"\0{digest}\0{number}".encode()
     weighed = [
         (hashlib.blake2b(node.encode() + key, digest_size=8).digest(), node) for node in nodes
@@ -88,7 +88,7 @@ def ranked(nodes: Iterable[str], digest: Digest, number: int) -> list[str]:
 
 
 class RangeOwners:
-    """The other nodes as owners of ranges. Threads may share it.
+    """The other nodes as owners of ranges. Thread-safe.
 
     ``closed`` is set when this node, whose id is ``node``, shuts down.
     """
@@ -97,9 +97,9 @@ class RangeOwners:
         self.peers, self._node, self._client, self._closed = peers, node, client, closed
 
     def open(self, span: BlobSpan) -> PeerReader | None:
-        """Open a span of a range at its owner, or at a node to which that redirects.
+        """Open a span of a range at its owner, or at a node to which the owner redirects.
 
-        None if this node owns it, or its owner does not send it. Raises NetworkError: closed.
+        Returns None if this node is the owner or no owner sends it. Raises NetworkError if closed.
         """
         usable = self.peers.usable()
         order = ranked([*usable, self._node], span.digest, span.start // RANGE)
@@ -112,9 +112,9 @@ class RangeOwners:
         return None
 
     def open_stored(self, span: BlobSpan, first: Sequence[str] = ()) -> PeerReader | None:
-        """Open a span at a node that has it, without making any node fetch it.
+        """Open a span at a node that has it already, without a fetch on any node.
 
-        Asked are ``first``, and the nodes that would own the range without this one.
+        Tries ``first``, then the nodes that would own the range if this one did not exist.
         """
         usable = self.peers.usable()
         order = ranked(usable, span.digest, span.start // RANGE)[:OTHERS]
@@ -128,9 +128,9 @@ class RangeOwners:
     def _of_owner(
         self, owner: Peer, span: BlobSpan, *, is_stored: bool = False
     ) -> PeerReader | bool | None:
-        """Open a span at an owner, as soon as that can send it.
+        """Open a span at an owner as soon as the owner can send it.
 
-        False if it does not send it, None if it fails: then the next node is the owner.
+        Returns False if the owner does not send it; None if it failed: the next node is the owner.
         """
         limits = self.peers.limits
         began, pause, misses = time.monotonic(), 0.05, 0
@@ -152,15 +152,15 @@ class RangeOwners:
                 return False
             if misses > _MAX_MISSES and waited > limits.pause:
                 return False
-            if self._closed.wait(random.uniform(0.5, 1.0) * pause):  # noqa: S311 - no two in step
+            if self._closed.wait(random.uniform(0.5, 1.0) * pause):  # noqa: S311 - jitter
                 raise NetworkError("this node is shutting down", hint="try again")
             pause = min(2 * pause, limits.pause)
         return None
 
     def _of_holders(self, owner: Peer, span: BlobSpan, nodes: Sequence[str]) -> PeerReader | None:
-        """Open a span at one of the nodes to which a busy one redirects, or those redirect.
+        """Open a span at a node that has it, following the redirects of a busy owner.
 
-        Only nodes that are known here are asked, at the addresses that are configured here.
+        Only configured nodes are contacted, at their configured addresses.
         """
         usable = self.peers.usable()
         asked, named = {self._node, owner.id}, random.sample(nodes, len(nodes))
@@ -179,7 +179,7 @@ class RangeOwners:
     def _open(
         self, one: Peer, span: BlobSpan, *, is_stored: bool
     ) -> PeerReader | PeerRefusal | None:
-        """Send one request. A node that fails is left out for a while."""
+        """Send one request. A node that fails is skipped temporarily."""
         try:
             found = self._client.open(one.url, span, is_stored=is_stored)
         except PeerError as error:
@@ -205,9 +205,9 @@ class RangeOwners:
 
 
 class RangeUpstream:
-    """The registries, asked with the credentials of this node. Threads may share it.
+    """The registries, accessed with this node's credentials. Thread-safe.
 
-    ``on_bytes`` is called with the bytes that came from a "registry", or from a "mirror" of it.
+    ``on_bytes`` is called with the bytes received from a "registry" or a "mirror" of it.
     """
 
     def __init__(self, options: ClientOptions, on_bytes: OnBytes) -> None:
@@ -216,14 +216,14 @@ class RangeUpstream:
         self._pool = ClientPool(options, uses=MAX_USES)
         self._sizes: OrderedDict[Digest, int] = OrderedDict()
         self._rates: dict[str, Rate] = {}
-        self._whole_only: dict[str, float] = {}  # registries that ignore ranges, until when
+        self._whole_only: dict[str, float] = {}  # registries that ignore ranges, with expiry
 
     def close(self) -> None:
-        """Close all connections; requests under way fail."""
+        """Close all connections; requests in progress fail."""
         self._pool.close()
 
     def note_size(self, content: Descriptor) -> None:
-        """Remember the size of a blob, as a manifest states it."""
+        """Record the size of a blob from its descriptor."""
         with self._lock:
             self._sizes[content.digest] = content.size
             self._sizes.move_to_end(content.digest)
@@ -231,7 +231,7 @@ class RangeUpstream:
                 self._sizes.popitem(last=False)
 
     def known_size(self, digest: Digest) -> int | None:
-        """Return the size of a blob if it is known without a request."""
+        """Return the size of a blob if it is known without a request, else None."""
         return self._sizes.get(digest)
 
     def size(self, reference: Reference, digest: Digest) -> int:
@@ -247,11 +247,11 @@ class RangeUpstream:
         return known
 
     def has_ranges(self, registry: str) -> bool:
-        """Return False if a registry was seen to ignore ranges."""
+        """Return whether range requests may be sent to a registry."""
         return self._whole_only.get(registry, 0.0) <= time.monotonic()
 
     def ignores_ranges(self, registry: str) -> None:
-        """Note that a registry sends all of a blob for each range."""
+        """Record that a registry ignores range requests."""
         self._whole_only[registry] = time.monotonic() + _PAUSE
 
     @contextlib.contextmanager
@@ -267,12 +267,12 @@ class RangeUpstream:
             self._on_bytes("mirror" if is_mirrored else "registry", part.length)
 
     def distrust(self, reference: Reference, content: Descriptor) -> None:
-        """Note that what came for a blob is wrong: the next time, another place may be asked."""
+        """Record a mismatch of a blob's content; later requests may use another source."""
         with contextlib.suppress(AImageError), self._pool.lend(reference) as repository:
             repository.distrust(content)
 
     def rate(self, registry: str) -> Rate | None:
-        """Return the limit of bytes a second that is configured for a registry."""
+        """Return the configured rate limit for a registry."""
         limit = self._options.limit(registry)
         with self._lock:
             return self._rates.setdefault(registry, Rate(limit)) if limit else None

@@ -1,7 +1,7 @@
-"""The reconciler: performs the actions of a model's state machine, and feeds their outcomes back.
+"""The reconciler: performs the actions of a model's state machine and returns their outcomes.
 
-Reads the store, asks the registry about a tag, pulls, and makes space. All decisions are in
-``model_transition``.
+It reads the store, resolves tags in the registry, pulls, and frees space. All decisions are made
+in ``model_transition``.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import resolve_changed, stored_name
 from clowder_aimage.registry import ClientOptions
 
-MAX_EACH, MAX_ALL = 8, 32  # questions at a time: to one registry, and to all of them
+MAX_EACH, MAX_ALL = 8, 32  # concurrent requests: to one registry, and in total
 _log = logging.getLogger("aimage.node")
 
 
 class CrowdedError(Exception):
-    """The registry has too many questions under way: ask later."""
+    """Too many requests to the registry are in progress."""
 
 
 class RegistryLimiter:
-    """Asks registries what tags mean, a limited number of questions at a time.
+    """Resolves tags in registries with a limited number of concurrent requests.
 
-    A registry that does not answer occupies a few threads, never one for each tag, and none of
-    another registry's.
+    An unresponsive registry occupies a few threads, not one for each tag, and none of another
+    registry's.
     """
 
     def __init__(self, connection: ClientOptions) -> None:
@@ -59,7 +59,7 @@ class RegistryLimiter:
     async def ask(
         self, reference: Reference, known: Digest | None, timeout: float | None = None
     ) -> tuple[Descriptor, Descriptor] | None:
-        """Resolve as ``resolve_changed``. Raises CrowdedError after ``timeout`` seconds in line."""
+        """Resolve as ``resolve_changed``. Raises CrowdedError if queued for ``timeout`` seconds."""
         each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
 
         async def resolve() -> tuple[Descriptor, Descriptor] | None:
@@ -71,7 +71,7 @@ class RegistryLimiter:
 
         try:
             async with asyncio.timeout(timeout):
-                await each.acquire()  # first: a silent registry must not occupy the places of all
+                await each.acquire()  # first: an unresponsive registry must not fill the total
                 try:
                     await self._all.acquire()
                 except BaseException:
@@ -81,13 +81,13 @@ class RegistryLimiter:
             raise CrowdedError from None
         question = asyncio.ensure_future(resolve())
         question.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(question)  # its thread goes on if the caller is cancelled
+        return await asyncio.shield(question)  # the thread continues if the caller is cancelled
 
 
 class Reconciler:
     """Reconciles one model at a time with its spec.
 
-    ``relieve(count)`` evicts other models until so many bytes are free; it blocks. ``clock`` is
+    ``relieve(count)`` evicts other models until ``count`` bytes are free; it blocks. ``clock`` is
     monotonic; ``chance`` returns a random number in [0, 1).
     """
 
@@ -107,7 +107,7 @@ class Reconciler:
         self._pinner = Pinner(service.store, records)
 
     async def reconcile(self, model: ModelStatus) -> None:
-        """Do what is due for a model. Raises only what is an error in the node itself."""
+        """Perform the actions due for a model. Raises only on internal errors of the node."""
         event: Event | None = await self._look(model)
         while event is not None:
             actions, event = model.apply(event, self._clock()), None
@@ -116,7 +116,7 @@ class Reconciler:
                     break
 
     async def _perform(self, model: ModelStatus, action: Action) -> Event | None:
-        """Perform an action; return what came of it, if that is an event."""
+        """Perform an action; return the resulting event, if any."""
         try:
             match action:
                 case Work.KEEP:
@@ -152,10 +152,10 @@ class Reconciler:
             raise
 
     def _read(self, model: ModelStatus) -> Event:
-        """Read what the store has of a model.
+        """Read the state of a model in the store.
 
-        A complete one is not read again while the store's fingerprint is the same: each of
-        hundreds of models would else read the whole index, and look for all of its blobs.
+        A complete model is not read again while the store's fingerprint is unchanged: otherwise
+        each of hundreds of models would read the whole index and check all of its blobs.
         """
         spec, name = model.spec, model.state.name
         if model.state.phase == UNKNOWN and (known := self._pinner.stored(spec)):
@@ -165,7 +165,7 @@ class Reconciler:
         return partial(after.store_read, name=name, found=found)
 
     async def _check(self, model: ModelStatus, known: Digest | None) -> Event:
-        """Ask what the tag means; count the outcome for a model that is here."""
+        """Resolve the tag in the registry; count the outcome for a model that is present."""
         reference, outcome = model.spec.reference, ""
         try:
             found = await self._registries.ask(reference, known, LOOK)

@@ -1,9 +1,9 @@
-"""Values of YAML and JSON texts, with the lines where they begin.
+"""Parse YAML and JSON texts into values with their line numbers.
 
-Of YAML 1.2.2 only what JSON can express: no aliases (a few lines of them unfold to gigabytes), no
-tags (some readers construct any Python object from them), no duplicate keys, one document. Plain
-scalars are resolved by the core schema (10.3.2 "Tag Resolution"), so that ``no``, ``012`` and
-``2026-01-31`` do not change their meaning. Octal and hexadecimal numbers are strings.
+The accepted YAML 1.2.2 is what JSON can express: no aliases (a few lines can expand to gigabytes),
+no tags (some readers construct arbitrary Python objects from them), no duplicate keys, one
+document. Plain scalars are resolved by the core schema (10.3.2 "Tag Resolution"), so that ``no``,
+``012`` and ``2026-01-31`` keep their meaning. Octal and hexadecimal numbers are strings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HINT = "schemas/desired.schema.json defines the entries"
 MAX_DEPTH = 20  # of lists and objects
 Path = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where PyYAML was built with it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if PyYAML was built with it
 _WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -36,9 +36,9 @@ Lines = dict[Path, int]
 
 
 def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
-    """Return the value of ``text``, None for an empty one, and its lines.
+    """Return the value of ``text``, None if it is empty, and its lines.
 
-    Raises FormatError with ``file``, and the line where it is known.
+    Raises FormatError with ``file``, and with the line if it is known.
     """
     lines: Lines = {}
     try:
@@ -51,7 +51,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
 
 
 def json_lines(text: str) -> Lines:
-    """Return the lines of the values in a JSON text, which YAML includes; empty if it cannot."""
+    """Return the lines of the values in a JSON text, parsed as YAML; empty if that fails."""
     try:
         return read_yaml(text.replace("\t", " "), "")[1]
     except FormatError:
@@ -59,14 +59,14 @@ def json_lines(text: str) -> Lines:
 
 
 def position(file: str, line: int) -> str:
-    """Return a file and a line for messages; the file alone for line 0."""
+    """Format a file and a line for messages; the file alone for line 0."""
     return f"{file}, line {line}" if line else file
 
 
 def _check(text: str) -> None:
-    """Refuse aliases, tags, further documents and deep nesting before nodes are built.
+    """Reject aliases, tags, multiple documents and deep nesting before nodes are composed.
 
-    libyaml's composer recurses in C: without a limit deep nesting overflows the stack.
+    libyaml's composer recurses in C: without a limit, deep nesting overflows the stack.
     """
     depth = documents = 0
     for event in yaml.parse(text, Loader=_LOADER):
@@ -112,7 +112,7 @@ def _plain(text: str) -> Any:
 
 
 def _syntax_error(error: Any, text: str) -> tuple[int, str]:
-    """Return the line of the parser's error, 0 where it is unknown, and the error."""
+    """Return the line of the parser's error, 0 if unknown, and the message."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:
         problem = getattr(error, "problem", None) or getattr(error, "context", None) or "not YAML"

@@ -1,8 +1,8 @@
-"""The files of a node's desired state, and their changes.
+"""The files of a node's desired state and the detection of their changes.
 
 The files are ``*.yaml``, ``*.yml`` and ``*.json`` in one directory (schemas/desired.schema.json).
-The directory may be a mounted ConfigMap: then the files are links through ``..data``, a link that
-is replaced whole (Kubernetes, "ConfigMaps", "Mounted ConfigMaps are updated automatically").
+The directory may be a mounted ConfigMap. Its files are links through ``..data``, a link that is
+replaced atomically (Kubernetes, "ConfigMaps", "Mounted ConfigMaps are updated automatically").
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ MAX_SIZE = 1024 * 1024  # bytes of a file
 _SUFFIXES = (".yaml", ".yml", ".json")
 _DATA = "..data"
 _DANGLING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # errors of a link without a target
-_ATTEMPTS = 5  # at a directory that changes while it is read
+_ATTEMPTS = 5  # attempts to read a directory that changes meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class SpecFiles:
-    """The specs of a directory's files, by name of the file and then in their order."""
+    """The specs of a directory's files, in the order of file names, then in that of the entries."""
 
     specs: tuple[ModelSpec, ...] = ()
     files: tuple[str, ...] = ()
 
 
 def read_directory(directory: Path) -> SpecFiles:
-    """Return the specs of the files in ``directory``, all read at one moment.
+    """Return the specs of the files in ``directory``, all from one state of the directory.
 
-    A file that another program is writing is read as it is; a writer that needs it read whole
-    writes beside it (with a name that begins with a dot) and renames. Raises NotFoundError,
-    AccessError, and FormatError with the file, and the line where it is known.
+    A file is read even if it is being written. For an atomic update, write a temporary file whose
+    name begins with a dot, then rename it. Raises NotFoundError, AccessError, and FormatError with
+    the file, and with the line if it is known.
     """
     for _ in range(_ATTEMPTS):
         before = fingerprint(directory)
@@ -49,7 +49,7 @@ def read_directory(directory: Path) -> SpecFiles:
         except AImageError as error:
             found = error
         if fingerprint(directory) != before:
-            continue  # some files are of the old state, some of the new
+            continue  # a mix of files from before and after an update
         if isinstance(found, AImageError):
             raise found
         return found
@@ -60,7 +60,7 @@ def read_directory(directory: Path) -> SpecFiles:
 
 
 def printable(path: Path | str) -> str:
-    """Return a path without characters that cannot be printed."""
+    """Return a path with its unprintable characters replaced."""
     text = str(path)
     return text if text.isprintable() else ascii(text)
 
@@ -73,7 +73,7 @@ def _read(directory: Path) -> SpecFiles:
 
 
 def _names(directory: Path) -> list[str]:
-    """Return the names of the files that count. Raises NotFoundError or AccessError."""
+    """Return the names of the specification files. Raises NotFoundError or AccessError."""
     try:
         return sorted(entry.name for entry in directory.iterdir() if _counts(entry.name))
     except (FileNotFoundError, NotADirectoryError):
@@ -92,7 +92,7 @@ def _counts(name: str) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a regular file; do not wait for a pipe. Raises FormatError."""
+    """Return the bytes of a regular file, without blocking on a pipe. Raises FormatError."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -119,16 +119,16 @@ def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
         raise FormatError(f"{at}: not UTF-8", hint="save it in UTF-8") from None
     if path.suffix == ".json":
         value = read_json(text.encode(), file) if text.strip() else None
-        lines = functools.cache(lambda: json_lines(text))  # only needed for an error
+        lines = functools.cache(lambda: json_lines(text))  # only needed for errors
         return entries(value, origin, file, lambda place: lines().get(place, 0))
     value, known = read_yaml(text, file)
     return entries(value, origin, file, lambda place: known.get(place, 0))
 
 
 def fingerprint(directory: Path) -> object:
-    """Return a value that changes when a file is written, replaced, removed, or linked elsewhere.
+    """Return a value that changes when a file is written, replaced, removed, or relinked.
 
-    It is the error's number where the directory cannot be read, and never None.
+    It is the error number if the directory cannot be read, and never None.
     """
     try:
         names = sorted(entry.name for entry in directory.iterdir())

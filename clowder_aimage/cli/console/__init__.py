@@ -1,1 +1,1 @@
-"""The parts that verbs share: options, results, progress."""
+"""Shared parts of the verbs: options, results, progress."""

@@ -1,4 +1,4 @@
-"""Counts of a transfer, its speed and its remaining time."""
+"""The progress, speed and remaining time of a transfer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.mediatype import NAME
 
-_SMOOTH = 5.0  # seconds after which a change of speed shows in full, more or less
+_SMOOTH = 5.0  # approximate number of seconds for a change of speed to show in full
 _TITLE = "org.opencontainers.image.title"
 
 
 class Speed:
-    """A count per second, smoothed; it sinks to zero while nothing is counted."""
+    """A smoothed count per second, which falls to zero while nothing is counted."""
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -38,7 +38,7 @@ class Speed:
 
 
 class BlobProgress:
-    """A blob in transfer."""
+    """A blob being transferred."""
 
     def __init__(self, content: Descriptor, now: float) -> None:
         self.label = name_of(content) or content.digest.encoded[:12]
@@ -49,7 +49,7 @@ class BlobProgress:
 
     @property
     def shown(self) -> int:
-        """Bytes done; a retry may have to repeat some."""
+        """The bytes transferred; a retry may repeat some."""
         return max(0, min(self.done, self.total))
 
     @property
@@ -64,17 +64,17 @@ def _figures(done: int, total: int, rate: float, eta: str) -> dict[str, str]:
 
 
 class Meter:
-    """Counts of bytes or steps. Callers hold a lock."""
+    """Counts of bytes or steps. Callers must hold a lock."""
 
     def __init__(self, task: str, subject: str = "", *, stepwise: bool = False) -> None:
         self.task = task
         self.subject = subject
         self.stepwise = stepwise
-        self.active: dict[Digest, BlobProgress] = {}  # in the order of their beginning
+        self.active: dict[Digest, BlobProgress] = {}  # in order of start
         self.begin(0, 0.0)
 
     def begin(self, total: int, now: float, blobs: int = 0) -> None:
-        """Set how much there is to do. A second call starts over."""
+        """Set the total. A second call starts over."""
         self.total, self.blobs = total, blobs
         self.begun = self.now = now
         self.done = self.skipped = self.finished = 0
@@ -83,14 +83,14 @@ class Meter:
         self.active.clear()
 
     def advance(self, count: int, *, moved: bool = True) -> None:
-        """Count what was done; negative where it must be done again."""
+        """Add to the count; a negative count must be repeated."""
         self.done += count
         self._most = max(self._most, self.done)
         if moved and count > 0:
             self._moved += count
 
     def watch(self, event: CopyEvent, now: float) -> bool:
-        """Count an event of a copy; return whether it is more than bytes received."""
+        """Count an event of a copy; return whether it is more than received bytes."""
         content = event.content
         if event.kind == "plan":
             self.begin(event.count, now, event.blobs)
@@ -106,13 +106,13 @@ class Meter:
             if event.kind == "skip":
                 self.skipped += 1
             elif blob is None:
-                return False  # it was mounted, and counted then
+                return False  # it was mounted and has been counted
             self.finished += 1
             self.advance(content.size - (blob.done if blob else 0), moved=False)
         return True
 
     def _progress(self, blob: BlobProgress | None, count: int) -> None:
-        # More than one read returns was left by an earlier run, and is no speed.
+        # More than one read returns is content of an earlier run, which is not part of the speed.
         moved = count <= CHUNK_SIZE
         self.advance(count, moved=moved)
         if blob is not None:
@@ -121,7 +121,7 @@ class Meter:
                 blob.moved += count
 
     def sample(self, now: float) -> None:
-        """Update the speeds; call it at intervals."""
+        """Update the speeds; call this at intervals."""
         self.now = now
         self._speed.sample(self._moved, now)
         for blob in self.active.values():
@@ -129,31 +129,31 @@ class Meter:
 
     @property
     def shown(self) -> int:
-        """Bytes or steps done; it does not sink while a retry repeats some."""
+        """The bytes or steps done; it does not decrease during a retry."""
         return min(self._most, self.total)
 
     @property
     def elapsed(self) -> float:
-        """Seconds from the beginning to the last sample."""
+        """The seconds from the start to the last sample."""
         return self.now - self.begun
 
     @property
     def rate(self) -> float:
-        """Per second. Of steps the average: they are few, and alike."""
+        """The count per second; the average for steps, which are few and similar."""
         if self.stepwise:
             return self.done / self.elapsed if self.elapsed > 0 else 0.0
         return self._speed.value
 
     @property
     def eta(self) -> float | None:
-        """Seconds to the end, None where the rate is zero."""
+        """The remaining seconds; None if the rate is zero."""
         left = max(0, self.total - self.done)
         rate = self.rate
         return left / rate if rate >= (1e-6 if self.stepwise else 1) else None
 
     @property
     def figures(self) -> dict[str, str]:
-        """The position, the rate and the remaining time, formatted."""
+        """The formatted position, rate and remaining time."""
         eta = f"ETA {duration(self.eta)}"
         if not self.stepwise:
             return _figures(self.shown, self.total, self.rate, eta)

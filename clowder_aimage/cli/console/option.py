@@ -1,4 +1,4 @@
-"""Options that several verbs share, and the values they stand for."""
+"""Options shared by several verbs, and their values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
-    """Return a decorator that adds options, which the help lists in this order."""
+    """Return a decorator that adds options in the order of the help."""
 
     def add(function: _F) -> _F:
         for decorator in reversed(decorators):
@@ -37,7 +37,7 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return an option's callback that parses its text; ValueError becomes a usage error."""
+    """Return an option's callback that parses its text; a ValueError becomes a usage error."""
 
     def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
         try:
@@ -49,13 +49,13 @@ def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Store an option for the whole command line; the last one given counts."""
+    """Store an option for the whole command line; the last occurrence takes precedence."""
     if value:
         ctx.meta[META + str(param.name)] = value
 
 
 def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Return an option whose value is in ``settings()``, and not an argument of the verb."""
+    """Return an option whose value is stored in ``settings()`` and not passed to the verb."""
     return click.option(*names, callback=_remember, expose_value=False, **attributes)
 
 
@@ -89,14 +89,14 @@ connection_options = options(
 
 
 def parse_reference(text: str) -> Reference:
-    """Parse a name of an AImage. Raises UsageError."""
+    """Parse the name of an AImage. Raises UsageError."""
     from clowder_aimage.oci import Reference
 
     return Reference.parse(text)
 
 
 def tag_reference(text: str) -> Reference:
-    """Parse a name that an AImage is to get. Raises UsageError: it has a digest."""
+    """Parse the name for a new tag. Raises UsageError if it has a digest."""
     reference = parse_reference(text)
     if reference.digest is not None:
         raise UsageError(f"{text} names a digest: a tag is needed", hint="leave the @... out")
@@ -115,7 +115,7 @@ transfer_options = options(jobs_option, connection_options)
 
 
 def references_argument(*, required: bool) -> Callable[[_F], _F]:
-    """Return an argument of any number of names."""
+    """Return an argument for any number of names."""
     metavar = "REF..." if required else "[REF...]"
     return click.argument(
         "references", metavar=metavar, nargs=-1, required=required, type=parse_reference
@@ -123,7 +123,7 @@ def references_argument(*, required: bool) -> Callable[[_F], _F]:
 
 
 def given_options(*but: str) -> list[str]:
-    """Return the options of the verb that are on the command line, except those of these names."""
+    """Return the verb's options on the command line, except those of these names."""
     context = click.get_current_context()
     return [
         max(option.opts, key=len)
@@ -136,7 +136,7 @@ def given_options(*but: str) -> list[str]:
 
 @contextlib.contextmanager
 def needs(what: str, extra: str) -> Iterator[None]:
-    """Import what an extra installs. Raises UsageError: it is not installed."""
+    """Convert a missing dependency of an extra into a UsageError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -150,7 +150,7 @@ def needs(what: str, extra: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class VerbSettings:
-    """The shared options of a command line."""
+    """The values of the shared options."""
 
     stores: tuple[Path, ...] = ()
     as_json: bool = False
@@ -169,11 +169,11 @@ class VerbSettings:
 
     @property
     def has_connection(self) -> bool:
-        """Return whether an option of the connection is given."""
+        """Return whether a connection option is given."""
         return self.plain_http or self.insecure or self.ca_file is not None
 
     def connection(self) -> ClientOptions:
-        """Return the connection that the options and the environment describe.
+        """Return the client options from the command line and the environment.
 
         Raises:
             UsageError: the options contradict each other, or AIMAGE_CONFIG names no file.
@@ -219,10 +219,10 @@ def default_stores() -> tuple[Path, ...]:
 
 
 def dialect_cache() -> DialectCache:
-    """Return the cache of refused dialects, in the platform's directory for state."""
+    """Return the cache of refused dialects in the platform's state directory."""
     from clowder_aimage.registry import DialectCache
 
-    name = "aimage-state" if sys.platform == "darwin" else "aimage"  # the store is beside it
+    name = "aimage-state" if sys.platform == "darwin" else "aimage"  # a sibling of the store
     return DialectCache(
         _platform_directory("XDG_STATE_HOME", ".local/state", name) / "registries.json"
     )
@@ -243,7 +243,7 @@ def _platform_directory(variable: str, usual: str, name: str) -> Path:
 
 
 def _xdg_directory(variable: str, usual: str) -> Path:
-    """Return the directory in a variable; one that is not absolute does not count."""
+    """Return the directory in a variable; a relative path is ignored."""
     named = _named(variable)
     return named if named and named.is_absolute() else Path.home() / usual
 
@@ -254,7 +254,7 @@ def _named(variable: str) -> Path | None:
 
 
 def _places() -> dict[str, Any]:
-    """Return the paths of credentials and certificates: docker's, containers' and OpenSSL's."""
+    """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
     home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
     user = home / ".config" / "containers"
     certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)

@@ -1,4 +1,4 @@
-"""Results on stdout, everything else on stderr."""
+"""Output: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from clowder_aimage.errors import UsageError
 if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
-META = "clowder_aimage.cli."  # where a command line keeps the common options
+META = "clowder_aimage.cli."  # key prefix for the common options of a command line
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def result(value: dict[str, Any] | list[Any], text: str) -> None:
-    """Print a result: ``text`` for people and shells, ``value`` for programs with ``--json``."""
+    """Print a result: ``text`` by default, ``value`` as JSON with ``--json``."""
     if not wants_json():
         click.echo(printable(text))
         return
     line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, from a JSON document
+    except UnicodeEncodeError:  # an unpaired surrogate from a JSON document
         line = json.dumps(value)
     click.echo(line)
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with its control characters replaced: it may come from a model."""
+    """Replace the control characters in ``text``, which may come from a model."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def plain(descriptor: Descriptor) -> dict[str, Any]:
-    """Return a descriptor without the annotations of the index that it is in."""
+    """Return a descriptor without the annotations of its index."""
     value = descriptor.to_json()
     return {key: value[key] for key in ("mediaType", "digest", "size") if key in value}
 
 
 def note(text: str) -> None:
-    """Print a message to stderr; with ``--json`` as an event."""
+    """Print a message to stderr, with ``--json`` as an event."""
     click.echo(event("note", message=text) if wants_json() else text, err=True)
 
 
@@ -54,12 +54,12 @@ def remark(text: str) -> None:
 
 
 def wants_json() -> bool:
-    """Return whether ``--json`` is given. Call this in the main thread."""
+    """Return whether ``--json`` is given. Call this only in the main thread."""
     return _is_given("as_json")
 
 
 def is_quiet() -> bool:
-    """Return whether ``-q`` is given. Call this in the main thread."""
+    """Return whether ``-q`` is given. Call this only in the main thread."""
     return _is_given("quiet")
 
 
@@ -69,7 +69,7 @@ def _is_given(option: str) -> bool:
 
 
 def event(kind: str, **fields: Any) -> str:
-    """Return an event as a line of JSON, in ASCII, so that it has no control characters."""
+    """Return an event as a line of ASCII JSON, without control characters."""
     return json.dumps({"event": kind, **fields})
 
 
@@ -83,7 +83,7 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format minutes and seconds, with hours where there are any."""
+    """Format minutes and seconds, with hours if there are any."""
     if seconds is None or seconds >= 100 * 3600:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -106,7 +106,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format columns, with the titles in the first row."""
+    """Format columns; the first row contains the titles."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -115,13 +115,13 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
-    """Format names and values, a pair a line."""
+    """Format names and values, one pair per line."""
     width = max(11, *(len(name) for name, _ in pairs))
     return "\n".join(f"{name:<{width}} {value}" for name, value in pairs)
 
 
 def standard_stream(standard: TextIO, action: str, hint: str) -> BinaryIO:
-    """Return stdin or stdout, unbuffered. Raises UsageError where it is a terminal."""
+    """Return stdin or stdout, unbuffered. Raises UsageError if it is a terminal."""
     if standard.isatty():
         raise UsageError(f"an archive cannot be {action} a terminal", hint=hint)
     mode = "rb" if standard is sys.stdin else "wb"

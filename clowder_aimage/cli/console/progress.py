@@ -19,16 +19,16 @@ from clowder_aimage.oci import Digest, Reference
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-_MESSAGES = ("note", "summary")  # events that are shown on terminals and in logs
-_STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that takes no more
-_MIN_AGE = 0.5  # seconds until a copy, or a blob, gets a bar
+_MESSAGES = ("note", "summary")  # events shown on terminals and in logs
+_STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that blocks
+_MIN_AGE = 0.5  # seconds before a copy or a blob gets a bar
 _MAX_BLOBS = 8
-_MIN_TITLE, _MAX_TITLE = 12, 40  # cells; the rest of the line is the bar's
-_FIGURES = 40  # cells of position, rate and time
+_MIN_TITLE, _MAX_TITLE = 12, 40  # cells; the rest of the line is for the bar
+_FIGURES = 40  # cells for the position, rate and time
 
 
 class LineView:
-    """A line now and then, for logs."""
+    """Prints a line at intervals, for logs."""
 
     interval = 5.0  # seconds
 
@@ -38,24 +38,24 @@ class LineView:
         self._line = ""
 
     def update(self, meter: Meter) -> None:
-        """Take the counts to show. The meter does not change meanwhile."""
+        """Store the counts to show. The meter is not modified during the call."""
         if meter.total:
             figures = ", ".join(" ".join(text.split()) for text in meter.figures.values())
             subject = f"{meter.task} {meter.subject}".strip()
             self._line = f"{subject}: {100 * meter.shown // meter.total}%, {figures}"
 
     def draw(self) -> None:
-        """Show them. Transfers do not wait for this."""
+        """Show the counts. Transfers do not wait for this."""
         if self._line:
             self._write(self._line)
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Show an event. Calls may come from any thread."""
+        """Show an event. Thread-safe."""
         if kind in _MESSAGES:
             self._write(printable(fields["message"]))
 
     def close(self) -> None:
-        """Remove what is drawn."""
+        """Erase the drawing."""
 
     def _write(self, line: str) -> None:
         with self._lock:
@@ -64,7 +64,7 @@ class LineView:
 
 
 class JsonView(LineView):
-    """Lines of JSON, for programs."""
+    """Prints lines of JSON, for programs."""
 
     interval = 0.5
 
@@ -85,7 +85,7 @@ class JsonView(LineView):
 
 
 class BarView(LineView):
-    """Bars at the bottom of a terminal: the total first, then the slower blobs."""
+    """Draws bars at the bottom of a terminal: the total first, then the slowest blobs."""
 
     interval = 0.1
 
@@ -100,7 +100,7 @@ class BarView(LineView):
             return TextColumn(template, justify=justify, markup=False, table_column=column)
 
         class PlainConsole(Console):
-            """A console that never hides the cursor, so that nothing must bring it back."""
+            """A console that never hides the cursor, so that it need not be restored."""
 
             def show_cursor(self, show: bool = True) -> bool:  # noqa: ARG002
                 return False
@@ -157,7 +157,7 @@ class BarView(LineView):
 
 
 def view_of(stream: TextIO) -> LineView | None:
-    """Return how to show progress on ``stream``; None with ``-q``."""
+    """Return the view for ``stream``; None with ``-q``."""
     if is_quiet():
         return None
     if wants_json():
@@ -168,10 +168,10 @@ def view_of(stream: TextIO) -> LineView | None:
 
 
 class Progress:
-    """Bytes (or steps) done of a total. Calls may come from any thread.
+    """The bytes or steps done of a total. Thread-safe.
 
-    They only count. A thread shows the counts at intervals, so that a slow terminal does not delay
-    a transfer, and the rate of a stalled transfer sinks to zero.
+    The methods only count. A thread shows the counts at intervals, so that a slow terminal does not
+    delay a transfer and the rate of a stalled transfer falls to zero.
     """
 
     def __init__(
@@ -205,18 +205,18 @@ class Progress:
             with contextlib.suppress(RuntimeError):  # interrupted before it started
                 thread.join(_STOP_TIMEOUT)
         finally:
-            if not thread.is_alive():  # else the terminal blocks, and would block this thread
+            if not thread.is_alive():  # otherwise the terminal blocks and would block this thread
                 with contextlib.suppress(OSError, ValueError):
                     self._view.close()
 
     def begin(self, total: int) -> None:
-        """Set how much there is to do. A second call starts over."""
+        """Set the total. A second call starts over."""
         with self._lock:
             self._meter.begin(total, self._clock())
         self._send_plan(**{"steps" if self._meter.stepwise else "size": total})
 
     def advance(self, count: int) -> None:
-        """Count what was done; negative where it must be done again."""
+        """Add to the count; a negative count must be repeated."""
         with self._lock:
             self._meter.advance(count)
 
@@ -232,7 +232,7 @@ class Progress:
             self._send_plan(digest=digest, blobs=event.blobs, size=event.count)
             return
         fields = {"digest": digest, "size": content.size, "name": name_of(content)}
-        if event.kind == "progress":  # less than before: a retry begins again
+        if event.kind == "progress":  # fewer than before: a retry starts over
             self._view.send("retry", **fields, lost=-event.count)
         else:
             self._view.send(event.kind, **fields)
@@ -248,12 +248,12 @@ class Progress:
 
     def _run(self) -> None:
         assert self._view is not None  # noqa: S101 (for mypy)
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+        with contextlib.suppress(OSError, ValueError):  # the terminal is closed
             while not self._ended.wait(self._view.interval):
                 self.refresh()
 
     def refresh(self) -> None:
-        """Show the counts as they are now."""
+        """Show the current counts."""
         if self._view is None:
             return
         with self._lock:
@@ -273,7 +273,7 @@ class Progress:
             self._view.send("note", message=text)
 
     def say(self, verb: str) -> None:
-        """Print how a copy ended; nothing with ``-q``."""
+        """Print the outcome of a copy; nothing with ``-q``."""
         meter = self._meter
         if self._view is None:
             return

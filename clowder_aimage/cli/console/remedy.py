@@ -1,4 +1,4 @@
-"""Advice of the command line: what to type after an error (``AImageError.remedy``)."""
+"""Advice on errors: the commands that resolve them (``AImageError.remedy``)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REMEDIES = {
 
 
 def advice(error: AImageError) -> str | None:
-    """Return what the user can do about ``error``: its remedy, else its hint, else None."""
+    """Return the advice for ``error``: its remedy, else its hint, else None."""
     if error.remedy:
         return REMEDIES[error.remedy].format_map(error.facts)
     return error.hint

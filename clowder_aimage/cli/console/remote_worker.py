@@ -1,4 +1,4 @@
-"""Requests of verbs to a worker: its address, its pictures, its lists."""
+"""Requests to a worker: its address, its pictures, its lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_FIELDS = {"negative": "negative_prompt"}  # as OpenAI's route calls them
+_FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 remote_option = click.option(
     "--remote", is_flag=True, help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]"
@@ -32,7 +32,7 @@ remote_option = click.option(
 
 
 def worker(host: str | None = None) -> WorkerClient:
-    """Return a client of a host, else of the worker in AIMAGE_HOST, else of the default one."""
+    """Return a client of ``host``, else of AIMAGE_HOST, else of the default worker."""
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
@@ -40,7 +40,7 @@ def worker(host: str | None = None) -> WorkerClient:
 
 
 def worker_host() -> str | None:
-    """Return the host in AIMAGE_HOST."""
+    """Return the value of AIMAGE_HOST."""
     return _variable("AIMAGE_HOST")
 
 
@@ -49,7 +49,7 @@ def _variable(name: str) -> str | None:
 
 
 def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
-    """Refuse options that hold for this process, and are not sent to a worker.
+    """Reject options that apply to this process and are not sent to a worker.
 
     Raises:
         UsageError: one is on the command line; ``hint`` is the error's.
@@ -63,7 +63,7 @@ def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemotePicture:
-    """A picture from the worker: a PNG file, and the facts in it."""
+    """A picture from the worker: a PNG file and its embedded facts."""
 
     data: bytes
     seed: int
@@ -79,7 +79,7 @@ class StepBar:
         self._done = self._total = 0
 
     def show(self, done: Any, total: Any) -> None:
-        """Show a total from a worker; values that are not counts are ignored."""
+        """Show a total reported by a worker; ignore values that are not counts."""
         if type(done) is not int or type(total) is not int or total < 0:
             return
         if total != self._total:
@@ -118,7 +118,7 @@ def pictures(
 
 
 class _Run:
-    """Requests for pictures of one model; a pull is shown until there are steps to show."""
+    """Requests for pictures of one model; a pull is shown until the first step."""
 
     def __init__(
         self, client: WorkerClient, reference: Reference, count: int, bars: contextlib.ExitStack
@@ -132,7 +132,7 @@ class _Run:
         index: int,
         on_accepted: Callable[[], None],
     ) -> bytes:
-        """Return picture ``index``, and show the events until then."""
+        """Return picture ``index``; show the events until it is complete."""
         for kind, value in events:
             if kind == "open":
                 self._check_model(value)
@@ -149,7 +149,7 @@ class _Run:
         )
 
     def _check_model(self, answer: Mapping[str, Any]) -> None:
-        """Refuse an answer by the worker's default model; an alias in the worker is accepted."""
+        """Reject a response of the worker's default model; accept an alias of the worker."""
         name, taken = str(self._reference), answer.get("x-aimage-model")
         if taken not in (None, name) and answer.get("x-aimage-alias") != name:
             raise NotFoundError(
@@ -193,7 +193,7 @@ def _decoded(value: Mapping[str, Any]) -> bytes:
 
 
 def facts_of(png: bytes) -> dict[str, Any]:
-    """Return the facts in a PNG file on how it was made; empty where there are none.
+    """Return the generation facts in a PNG file; empty if there are none.
 
     The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
     "Chunk layout" and 11.3.3.4 "iTXt").
@@ -216,7 +216,7 @@ def facts_of(png: bytes) -> dict[str, Any]:
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError.
 
-    Digests get their algorithm, which ollama leaves out.
+    Adds the algorithm to digests, which ollama omits.
     """
     answer = client.ask("GET", path)
     found = answer.get("models") if isinstance(answer, dict) else None
@@ -240,7 +240,7 @@ def _is_model(item: Any) -> bool:
 
 
 def detail_of(model: Mapping[str, Any], key: str) -> str | None:
-    """Return a detail of a model, such as its family; None where the worker does not send it."""
+    """Return a detail of a model, such as its family; None if the worker does not send it."""
     details = model.get("details")
     detail = details.get(key) if isinstance(details, dict) else None
     return detail if isinstance(detail, str) and detail else None

@@ -1,1 +1,1 @@
-"""One module for each verb; a module is imported when its verb is used."""
+"""One module per verb, imported when the verb is used."""

@@ -1,4 +1,4 @@
-"""``aimage config``: the settings of this machine, and where each comes from."""
+"""``aimage config``: the settings of this machine and their sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.errors import UsageError
 
 MASK = "***"
-# What else is heard from the environment, as the README lists it
+# Other environment variables, as listed in the README
 _VARIABLES = (
     *("AIMAGE_HOST", "AIMAGE_TOKEN", "AIMAGE_TOKEN_FILE", "AIMAGE_TRUSTED_REALMS"),
     *("DOCKER_CONFIG", "REGISTRY_AUTH_FILE"),
@@ -30,7 +30,7 @@ _SECRET = ("TOKEN", "PASSWORD", "SECRET")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting, its value, and where that comes from."""
+    """A setting, its value and its source."""
 
     name: str
     value: Any
@@ -67,7 +67,7 @@ def _store(stores: tuple[Path, ...]) -> Value:
 
 
 def _servers(file: Path) -> Iterator[Value]:
-    """Yield the settings of 'aimage serve' and 'aimage node', where their extra is installed."""
+    """Yield the settings of 'aimage serve' and 'aimage node', if their extra is installed."""
     try:
         with needs("a worker", "worker"):
             from clowder_aimage.engine.settings import Settings, camel, gather
@@ -84,10 +84,10 @@ def _servers(file: Path) -> Iterator[Value]:
 
 
 def _registries(file: Path) -> Iterator[Value]:
-    """Yield the configuration of each registry, as written."""
+    """Yield the configuration of each registry as written."""
     from clowder_aimage.registry.host_settings import read_settings
 
-    if not read_settings(file):  # also where it is not what its schema describes
+    if not read_settings(file):  # also if it does not match its schema
         return
     for host, entry in json.loads(file.read_bytes())["registries"].items():
         for name, value in entry.items():
@@ -95,7 +95,7 @@ def _registries(file: Path) -> Iterator[Value]:
 
 
 def masked(name: str, value: str) -> str:
-    """Return a variable's value without its secret: a token, the password in a URL."""
+    """Return a variable's value with its secret masked: a token, or the password in a URL."""
     if any(word in name.upper() for word in _SECRET) and not name.endswith("_FILE"):
         return MASK
     if "@" not in value or value.startswith("/"):  # a path

@@ -230,7 +230,7 @@ def _created(given: str | None) -> str | None:
 
 
 def callbacks(progress: Progress) -> dict[str, Any]:
-    """Return the callbacks that show how far the packing of a model is."""
+    """Return the callbacks that show the progress of packing."""
     return {
         "on_survey": progress.begin,
         "on_surveyed": progress.advance,

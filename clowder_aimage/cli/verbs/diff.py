@@ -72,7 +72,7 @@ def _sums(found: Difference, kind: str, is_tensor: bool) -> tuple[list[Change], 
 
 
 def _counts(found: Difference, is_tensor: bool) -> Iterator[str]:
-    """``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
+    """Yield counts: ``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
     for kind in _KINDS:
         these, before, after = _sums(found, kind, is_tensor)
         text = size(before if kind == "removed" else after)
@@ -97,14 +97,14 @@ def _one(change: Change) -> str:
 
 
 def _changed(change: Change) -> str:
-    """Format a change; a value that is equal on both sides stands once."""
+    """Format a change; a value that is equal on both sides is shown once."""
     shapes, sizes = (_shape(change.a), _shape(change.b)), (size(change.before), size(change.after))
     pairs = (new if old == new else f"{old or '-'} -> {new or '-'}" for old, new in (shapes, sizes))
     return "  ".join(filter(None, (change.name, *pairs)))
 
 
 def _shape(layer: Layer | None) -> str:
-    """``BF16 16x16``; nothing of a file."""
+    """Format the shape, ``BF16 16x16``; empty for a file."""
     if layer is None or layer.dtype is None:
         return ""
     return f"{layer.dtype} {'x'.join(map(str, layer.shape or ()))}".strip()

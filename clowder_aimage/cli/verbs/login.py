@@ -23,7 +23,7 @@ def _host(text: str) -> str:
 
 
 def _ask(what: str, option: str, *, hide: bool) -> str:
-    """Ask on the terminal. Raises UsageError: there is none."""
+    """Prompt on the terminal. Raises UsageError if there is none."""
     if not sys.stdin.isatty():
         raise UsageError(f"the {what.lower()} cannot be asked for here: give {option}")
     return str(click.prompt(what, hide_input=hide, err=True))

@@ -77,7 +77,7 @@ def status(addr: str | None) -> None:
 
 
 def endpoint(addr: str | None) -> Endpoint:
-    """Return the address of the node, with the node's port if it has none. Raises UsageError."""
+    """Return the address of the node, with the default port if it has none. Raises UsageError."""
     from clowder_aimage.engine.endpoint import Endpoint
 
     if not addr:
@@ -201,7 +201,7 @@ def _progress(model: _Json) -> str:
 
 
 def _sources(sources: Mapping[str, int]) -> str:
-    """Return the sources of its bytes, the largest first, with the parts if there are several."""
+    """Format the sources of the bytes, largest first, with fractions if there are several."""
     found = sorted((-count, name) for name, count in sources.items() if count)
     total = sum(sources.values())
     if len(found) < 2:
@@ -210,7 +210,7 @@ def _sources(sources: Mapping[str, int]) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a text on one line: a registry's words may be in it."""
+    """Format a text on one line, as it may contain a registry's message."""
     return printable(text.replace("\n", " "))
 
 
@@ -229,6 +229,6 @@ def _after(moment: str, now: datetime) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Return 12 s, 4 min, 3 h or 5 d: the largest unit of which there is a whole one."""
+    """Format the largest whole unit: 12 s, 4 min, 3 h or 5 d."""
     length, unit = next((each for each in _SPANS if seconds >= each[0]), _SPANS[-1])
     return f"{int(seconds // length)} {unit}"

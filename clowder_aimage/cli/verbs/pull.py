@@ -146,7 +146,7 @@ def _pull_remotely(reference: Reference) -> None:
 
 
 class _Sums:
-    """Totals over the lines on single blobs.
+    """Totals over the lines about single blobs.
 
     A line may have the ``size`` of all blobs; else the total grows with each blob that starts, and
     is shown again when it has grown by a tenth.
@@ -154,7 +154,7 @@ class _Sums:
 
     def __init__(self, bar: StepBar) -> None:
         self._bar = bar
-        self._blobs: dict[str, tuple[int, int]] = {}  # how much of how much
+        self._blobs: dict[str, tuple[int, int]] = {}  # bytes done and total
         self._done = self._whole = self._shown = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -191,7 +191,7 @@ def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
 
 
 def _selector(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
-    """Return what to choose from an index; None is all of it. Raises UsageError."""
+    """Return the selector for an index; None selects all of it. Raises UsageError."""
     if not whole:
         return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
     if platform is not None or variant is not None:

@@ -39,7 +39,7 @@ def _remove(references: Sequence[Reference]) -> None:
 
 
 def _remove_remotely(references: Sequence[Reference]) -> None:
-    """Remove all names from a worker, or none if it lacks one."""
+    """Remove all names from a worker, or none if one of them is missing."""
     refuse_options("leave out --remote to remove a name from a store of this machine")
     client = worker()
     known = {model["name"] for model in models(client, "/api/tags")}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from clowder_aimage.layout.stored_aimage import StoredAImage
     from clowder_aimage.model.pipeline import GenerateRequest, Image, PipelineEvent
 
-# An option's value is None when it was not given: then the AImage decides.
+# The value of an option is None if it was not given; the AImage has the default.
 
 
 @verb
@@ -187,7 +187,7 @@ def load_model(stored: StoredAImage, dtype: str | None) -> RunnableModel:
 
 
 def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterator[Image]:
-    """Yield the pictures of a run as they are finished, with a bar of its steps."""
+    """Yield the pictures of a run as they are completed; show a bar of its steps."""
     from clowder_aimage.model.pipeline import Image
 
     with Progress("rendering", unit="steps") as progress:
@@ -200,7 +200,7 @@ def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterato
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a picture; it is there whole, or not at all. Raises NoSpaceError, StoreError."""
+    """Write a picture atomically. Raises NoSpaceError, StoreError."""
     try:
         write_file(path, data, durable=False)
     except OSError as error:
@@ -215,7 +215,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _check_output(output: Path | None) -> None:
-    """Refuse a place where a picture cannot be written, before the picture is generated."""
+    """Reject an output path that is not writable before the picture is generated."""
     directory = output or Path()
     if output is not None and not output.is_dir():
         directory = output.parent

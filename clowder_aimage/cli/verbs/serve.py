@@ -1,4 +1,4 @@
-"""``aimage serve``, and the options and the server that it shares with ``aimage node``."""
+"""``aimage serve``, and the options and server shared with ``aimage node``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _PER_CENT = click.FloatRange(0, 100)
-_MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # in time, perhaps
+_MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # may recover
 
 node_options = options(
     click.option(
@@ -109,7 +109,7 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
 
 
 def spell(field: str) -> str:
-    """Return the option of a field of the settings of a server."""
+    """Return the option for a field of a server's settings."""
     names = {"aliases": "alias", "allow_hosts": "allow-host", "neighbours": "neighbour"}
     return "--" + names.get(field, field).replace("_", "-")
 
@@ -193,7 +193,7 @@ def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
 
 
 def check_stores(stores: Sequence[Path]) -> None:
-    """Verify that there can be a store, before a server begins.
+    """Verify that a store is available before a server starts.
 
     Raises:
         UsageError: one is not a directory, or the only one is absent and cannot be made.
@@ -211,20 +211,20 @@ def check_stores(stores: Sequence[Path]) -> None:
 
 
 def _is_directory(store: Path) -> bool:
-    """Return whether it exists. Raises OSError: it is not a directory."""
+    """Return whether it exists. Raises OSError if it is not a directory."""
     try:
         with os.scandir(store):
             return True
     except FileNotFoundError:
         return False
-    except PermissionError:  # to be listed, not to be used
+    except PermissionError:  # not readable, but possibly accessible
         if store.is_dir():
             return True
         raise
 
 
 def _try_to_make(store: Path) -> None:
-    """Make a directory where the store would be made, and remove it. Raises OSError."""
+    """Create a directory at the place of the store and remove it. Raises OSError."""
     place = store.absolute()
     while not place.exists():
         place = place.parent

@@ -19,7 +19,7 @@ from clowder_aimage.layout.completeness import Completeness, check_stored, descr
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
-_FEW = 20  # layers that are listed at once, of a model in no parts
+_FEW = 20  # layers that are listed by default for a model without components
 _OURS = re.compile(
     r"application/vnd\.clowder\.aimage\.(?:model|adapter)\.([a-z0-9]+)\.layer\.v1(\+\w+)?"
 )
@@ -139,7 +139,7 @@ def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> st
 
 
 def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the adapter that this is, without a name, or those packed with the model."""
+    """Return the adapter itself, without a name, or the adapters packed with the model."""
     found = []
     if isinstance(own := config.get("adapter"), dict):
         found.append(("", _adapter(own)))
@@ -153,7 +153,7 @@ def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
-    """``lora, rank 16, 42 layers; say "sks"; weight 0.8; of ORG/MODEL``."""
+    """Format an adapter: ``lora, rank 16, 42 layers; say "sks"; weight 0.8; of ORG/MODEL``."""
     said = [str(facts.get("type", "of unknown kind"))]
     said += [f"rank {facts['rank']}"] if "rank" in facts else []
     if isinstance(facts.get("targets"), list):

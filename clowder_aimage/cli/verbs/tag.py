@@ -15,7 +15,7 @@ from clowder_aimage.oci import Reference, mediatype
 def tag(src: Reference, dst: Reference) -> None:
     """Give the AImage SRC the name DST as well. No blob is copied."""
     layout = settings().layout
-    layout.resolve(src)  # before a missing store is made
+    layout.resolve(src)  # before a missing store is created
     with layout.keep():
         descriptor = layout.resolve(src)
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"

@@ -62,7 +62,7 @@ def _check(what: str, schema: str) -> list[CheckedDocument]:
 def _is_file(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
-    except OSError as error:  # too long for a path, or in a directory that may not be entered
+    except OSError as error:  # too long for a path, or in an inaccessible directory
         return error.errno != errno.ENAMETOOLONG
 
 
@@ -78,7 +78,7 @@ def _not_found(what: str, path: Path, error: AImageError) -> AImageError:
 
 
 def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
-    """Return a line for each violation, or for each document where there are none."""
+    """Return a line for each violation, or for each document if there are none."""
     if is_valid:
         return [
             f"{one.name}: " + (f"not checked, {one.note}" if one.note else f"valid {one.schema}")
