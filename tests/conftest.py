@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.tensor import blas
 from tests.process import Aimage, reaped, restore_signals
 from tests.quarantine import QUARANTINE
 from tests.real_registry import RealRegistry, find_registry
@@ -42,14 +43,19 @@ class _Sys:
 
 
 def pytest_configure() -> None:
-    """Draw the dimensions of the parity models once per run, for all workers. Each worker computes
-    with one thread: several spinning thread pools take three times as long."""
+    """Prepare the process before a test module imports MLX.
+
+    Each worker computes with one thread: several spinning thread pools take three times as long.
+    BLAS is loaded as the program loads it: pictures of this process equal those of others. The
+    dimensions of the parity models are drawn once per run, for all workers.
+    """
     restore_signals()
     if sys.version_info < (3, 12):
         threading._sys = _Sys()  # type: ignore[attr-defined]
     if "PYTEST_XDIST_WORKER" in os.environ:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, "1")
+    blas.preload()
     os.environ.setdefault("AIMAGE_PARITY_SEED", str(secrets.randbits(24)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -132,16 +133,32 @@ def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
             return error.code, error.headers, error.read()
 
 
+class _ExceptionLog(logging.Handler):
+    """Collect the log records that have a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info or "Traceback" in str(vars(record)):
+            self.found.append(self.format(record))
+
+
 class LocalWorker:
     """Run a worker in this process, on a free port; its event loop has its own thread.
 
-    ``launch`` starts ``aimage serve`` as a process, on the same store.
+    ``launch`` starts ``aimage serve`` as a process, on the same store. ``end`` fails the test if an
+    exception was logged meanwhile and is still in ``exceptions``.
     """
 
     def __init__(self, here: Aimage, *arguments: object) -> None:
         from clowder_aimage.http.access import read_tokens
         from clowder_aimage.http.listening_socket import listen
 
+        self._log = _ExceptionLog()
+        self.exceptions = self._log.found
+        logging.getLogger("aimage").addHandler(self._log)
         self.aimage, self.store = here, here.store
         self._settings = _settings(arguments)
         path = self._settings.token_file
@@ -189,6 +206,8 @@ class LocalWorker:
             self.drain()
             self._thread.join(30)
         self._listeners.close()
+        logging.getLogger("aimage").removeHandler(self._log)
+        assert not self.exceptions
 
     def _run(self) -> None:
         try:
