@@ -114,7 +114,7 @@ def violations(name: str, document: object) -> Iterator[Violation]:
 
 @functools.cache
 def _validator(name: str) -> Any:
-    """Return a validator that resolves references to our other schemas only."""
+    """Return a validator that resolves references to the project's other schemas only."""
     import jsonschema  # late, because it takes 40 ms
     from referencing import Registry
     from referencing.jsonschema import DRAFT202012

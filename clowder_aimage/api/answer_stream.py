@@ -150,7 +150,7 @@ class NdjsonStream:
         await self._response.write(line.encode() + b"\n")
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
-        """End with an error: ollama's ``error``, its ``status``, and our ``code``.
+        """End with an error: ollama's ``error``, its ``status``, and a ``code``.
 
         The error is raised if no line was sent.
         """

@@ -112,7 +112,7 @@ def is_temporary(name: str, prefix: str) -> bool:
 def remove_leftovers(
     temporary: Path, prefix: str, remove: Callable[[Path], None] = Path.unlink
 ) -> None:
-    """Remove unlocked temporary files of killed processes beside our own locked ``temporary``.
+    """Remove unlocked temporary files of killed processes beside the locked ``temporary``.
 
     Do nothing on file systems without locks, and ignore errors.
     """
@@ -144,7 +144,7 @@ def flock(fd: int, operation: int) -> None:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a file is locked; for our own file, whether locks work. Raises OSError."""
+    """Return whether a file is locked by any process, this one included. Raises OSError."""
     fd = os.open(path, _OPEN)
     try:
         flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

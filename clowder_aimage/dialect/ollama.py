@@ -82,7 +82,7 @@ class OllamaDialect(Dialect):
 
 
 def _is_ours(manifest: Manifest) -> bool:
-    """Return whether we wrote it with layers unknown to ollama, which all have names."""
+    """Return whether aimage wrote it: Docker's media type, and a name in each layer."""
     is_docker = manifest.media_type == mediatype.DOCKER_MANIFEST
     return is_docker and {"name" in layer.extra for layer in manifest.layers} == {True}
 

@@ -268,7 +268,7 @@ def _is_left(
         return name.removesuffix("_blocks") + "_scales" in named
     for part in (SCALE, BIAS, GLOBAL_SCALE):
         if name.endswith(part) and name.removesuffix(part) in named:
-            return True  # a module is not a tensor too, and readers would take it for our form
+            return True  # a module is not a tensor too, and readers would take it for aimage's form
     stem = name.removesuffix(WEIGHT)
     # no network has U32 weights: these are codes whose scales are not named as in MLX
     return stem != name and (

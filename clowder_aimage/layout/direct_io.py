@@ -83,5 +83,5 @@ def _writers() -> ThreadPoolExecutor:
 def _is_aligned(view: memoryview) -> bool:
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
-    except TypeError:  # read-only: not one of our buffers
+    except TypeError:  # read-only: not an aligned buffer
         return False

@@ -1,6 +1,6 @@
 """index.json: read as a whole, merged and replaced under an interprocess lock.
 
-Other tools do not lock, and may overwrite our changes. Every name that we set is first recorded
+Other tools do not lock, and may overwrite changes. Every name that aimage sets is first recorded
 beside the index (``.aimage/names``); one missing from the index is read from there and restored by
 the next write. The fingerprint changes when a name or a blob is added or removed.
 """
@@ -39,7 +39,7 @@ _SETTLED = 5 * 10**9  # nanoseconds
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """Return the parsed index.json with our recorded names; an empty one without a store.
+    """Return the parsed index.json with the recorded names; an empty one without a store.
 
     Raises FormatError: it is not an index, or too large; StoreError: it cannot be read.
     """
@@ -87,7 +87,7 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
-    """Restore our names that another tool has dropped, and return ``value``."""
+    """Restore recorded names that another tool has dropped, and return ``value``."""
     records = MetadataFiles(root, "names")
     ours = records.names()
     if ours:
@@ -96,7 +96,7 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
         record = records.read(name)
         if record is None or not isinstance(entry := record.get("entry"), dict):
             continue
-        if record.get("elsewhere") or _is_here(root, entry):  # in another of our stores, or here
+        if record.get("elsewhere") or _is_here(root, entry):  # in another store, or here
             value["manifests"].append(entry)
     return value
 
@@ -149,7 +149,7 @@ def _meaning(name: str) -> Reference | None:
 
 
 def is_named(entry: Any, name: str) -> bool:
-    """Return whether an entry has a name, in our form or that of another tool."""
+    """Return whether an entry has a name, in aimage's form or that of another tool."""
     found, meant = name_of(entry), _meaning(name)
     return found == name or (meant is not None and same_name(found, meant))
 
@@ -183,7 +183,7 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
-    """Add to ``ours`` what another tool added or renamed since we read ``known``."""
+    """Add to ``ours`` entries that another tool added or renamed after ``known`` was read."""
     for entry in theirs:
         if entry in known:
             continue
@@ -191,7 +191,7 @@ def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
         same = [i for i, old in enumerate(ours) if name and is_named(old, name)]
         if not same:
             ours.append(entry)
-        elif ours[same[0]] in known:  # otherwise we changed it, too
+        elif ours[same[0]] in known:  # otherwise this process changed it, too
             ours[same[0]] = entry
 
 

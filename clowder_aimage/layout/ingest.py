@@ -119,7 +119,7 @@ class FileIngest:
             has_locks = is_linked or is_locked(self._path)
             if has_locks and not is_linked and os.geteuid() in (0, status.st_uid):
                 return True
-            os.unlink(self._path)  # also another user's file: we may not commit it
+            os.unlink(self._path)  # also another user's file, which cannot be committed
             return False if has_locks else None
         return False
 

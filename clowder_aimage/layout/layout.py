@@ -58,7 +58,7 @@ _WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes per second: the wait 
 class ImageLayout(ContentStore):
     """Content in ``root``: ``oci-layout``, ``index.json`` and ``blobs/<algorithm>/<encoded>``.
 
-    Our own files (locks, ingests, leases) are in ``root/.aimage``. The first write creates the
+    Private files (locks, ingests, leases) are in ``root/.aimage``. The first write creates the
     directory.
     """
 

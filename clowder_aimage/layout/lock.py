@@ -19,7 +19,7 @@ from typing import TypeVar
 from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync_directory
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 
-PRIVATE = ".aimage"  # our own directory in a store
+PRIVATE = ".aimage"  # directory of aimage in a store
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOMENT = 0.01  # seconds
@@ -119,7 +119,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def check_own(root: Path, *kind: str) -> str:
-    """Return the path of one of our own directories, which may not exist.
+    """Return the path of a private directory of the store, which may not exist.
 
     Raises StoreError if it is a link: files are removed and written there.
     """

@@ -28,7 +28,7 @@ _MAX_REFRESH = 100 * 365 * 86400.0
 _MAX_VIOLATIONS = 20  # the first of them in the text is reported
 
 PlacedSpec = tuple["ModelSpec", Callable[[], str]]
-"""A spec, and a function that returns its place in the files."""
+"""A spec, and a function that returns its position in the files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class Evict:
 Action = Work | Announce | Check | Evict
 Step = tuple[ModelState, tuple[Action, ...]]
 Event = Callable[[ModelState, float], Step]
-"""What happened, as the function to the next state and the actions; the float is the time."""
+"""A function from the state and the time to the next state and the actions."""
 
 
 class ModelStatus:

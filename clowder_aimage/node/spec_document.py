@@ -32,7 +32,7 @@ _FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # YAML 1.2.2, 5.1
 )
 Lines = dict[Path, int]
-"""The lines where a value and its parts begin (of an object's value: its key)."""
+"""The line of each value by its path; for a value in an object, the line of its key."""
 
 
 def read_yaml(text: str, file: str) -> tuple[Any, Lines]:

@@ -169,9 +169,9 @@ class Authenticator:
         return self._credential
 
     def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:
-        """Return a token for the scopes of a challenge, or for our own if it has none."""
-        ours = f"repository:{self._reference.repository}:{actions}" if actions else ""
-        scopes = frozenset((challenge.scope or ours).split())
+        """Return a token for the scopes of a challenge, or else for ``actions``."""
+        default = f"repository:{self._reference.repository}:{actions}" if actions else ""
+        scopes = frozenset((challenge.scope or default).split())
         key = (challenge, scopes)
         held = self._tokens.get(key)
         if held is None or held.header == refused or held.until <= self._connection.clock():

@@ -148,7 +148,7 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     session = _Requests()
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
-    if connection.insecure:  # the caller warns; urllib3's warning shows our paths
+    if connection.insecure:  # the caller warns; urllib3's warning shows source paths
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     elif connection.ca_file is not None:
         session.verify = str(connection.ca_file)

@@ -85,7 +85,7 @@ class RegistryResponse:
 
     @property
     def _body(self) -> Any:
-        """The response of http.client, which our connections keep, or that of urllib3."""
+        """The response of http.client, which transport.py keeps, or that of urllib3."""
         body = getattr(self.raw.connection, "response", None)
         return body if isinstance(body, http.client.HTTPResponse) else self.raw
 

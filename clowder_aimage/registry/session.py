@@ -97,7 +97,7 @@ class Session(AbstractContextManager["Session"]):
         return url
 
     def ping(self) -> None:
-        """Check that the registry accepts our credentials (end-1). Raises AImageError."""
+        """Check that the registry accepts the credentials (end-1). Raises AImageError."""
         response = self.request("GET", f"{self.base}/v2/")
         if response.status_code != 200:
             raise failure(response, "a request")

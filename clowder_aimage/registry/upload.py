@@ -34,7 +34,7 @@ _KIND = {"Content-Type": "application/octet-stream"}
 def upload(session: Session, content: Descriptor, body: Body, origins: MountOrigins) -> None:
     """Mount a blob from ``origins``, or upload it.
 
-    Raises RegistryError, NetworkError, UnauthorizedError, or VerificationError if our copy is
+    Raises RegistryError, NetworkError, UnauthorizedError, or VerificationError if the local copy is
     damaged, which the registry does not store.
     """
     one = _Upload(session, content, body, origins)
@@ -194,7 +194,7 @@ class _Upload:
     def _failure(self, answer: RegistryResponse) -> AImageError:
         """Return the error that ends an attempt; a lost or damaged upload is restarted.
 
-        Raises VerificationError if our copy is damaged.
+        Raises VerificationError if the local copy is damaged.
         """
         error = failure(answer, self._what)
         if answer.status_code in (404, 410):

@@ -44,7 +44,7 @@ QUANT_TYPES: Mapping[str, QuantType] = {
 ALIASES: Mapping[str, str] = {"fp8": "int8", "q8": "int8", "fp4": "int4", "q4": "int4"}
 """ollama's: neither is a float format."""
 CONVERTED = ("modelopt", "modelopt_fp4", "compressed-tensors")
-"""The ``quant_method`` of other makers whose tensors become ours when an AImage is created."""
+"""Values of ``quant_method`` whose tensors are converted when an AImage is created."""
 
 
 @dataclass(frozen=True, slots=True)

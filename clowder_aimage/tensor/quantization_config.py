@@ -60,7 +60,7 @@ def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | Non
 
 
 def mlx_type(entry: Mapping[str, Any]) -> Said:
-    """Return our name and the group size for an MLX entry: mode, bits, group_size."""
+    """Return the name of the type and the group size of an MLX entry: mode, bits, group_size."""
     mode, bits, size = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
     for kind in QUANT_TYPES.values():
         if (kind.mode, kind.bits) == (mode, bits) and type(bits) is int:
