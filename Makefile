@@ -1,9 +1,9 @@
-# Each target makes what it needs. GNU make 3.81 (the one that macOS ships) is enough.
+# Each target creates its prerequisites. GNU make 3.81, the version of macOS, is sufficient.
 #
 #   make demo PYTHON=python3.12      with another Python (3.11 or newer)
 #   make test VENV=/tmp/venv         in another virtual environment
-#   make test WORKERS=2              on two cores rather than all
-#   make test ARGS='-k layout'       only some of the tests
+#   make test WORKERS=2              with two workers instead of one for each core
+#   make test ARGS='-k layout'       with more arguments for pytest
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -21,15 +21,15 @@ PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo       the whole job on a tiny model: create, push, pull, run, replay'
-	@echo 'make test       the tests, in minutes'
-	@echo 'make test-all   them, and what needs other programs or takes long'
-	@echo 'make test-slow  loops of many minutes'
+	@echo 'make demo       create, push, pull, run and replay a small model'
+	@echo 'make test       the tests, in a few minutes'
+	@echo 'make test-all   all tests except the slow ones; some need other programs'
+	@echo 'make test-slow  the slow tests, which loop for many minutes'
 	@echo 'make lint       ruff, mypy, lint-imports'
-	@echo 'make check      lint and test: what must pass before a change goes in'
-	@echo 'make format     let ruff format and fix what it can'
-	@echo 'make venv       a virtual environment in $(VENV) with everything for development'
-	@echo 'make clean      remove caches and build outputs; $(VENV) stays'
+	@echo 'make check      lint and test; must pass before a change is merged'
+	@echo 'make format     format and fix the source with ruff'
+	@echo 'make venv       create $(VENV) with all packages for development'
+	@echo 'make clean      remove caches and build outputs, but not $(VENV)'
 
 demo: $(RUN)
 	@$(BIN)/python examples/demo.py
@@ -57,7 +57,7 @@ format: $(DEV)
 
 venv: $(DEV)
 
-# A venv that could not be made in full loses its python, so that the next make tries again.
+# If the venv cannot be created completely, its python is removed, so that the next make retries.
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo 'aimage needs Python 3.11 or newer: make ... PYTHON=python3.12' >&2; exit 1; }
@@ -67,7 +67,7 @@ $(RUN): pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[mlx,server]'
 	@touch $@
 
-# What development needs holds what the demo needs.
+# The development packages include those of the demo.
 $(DEV): pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	@touch $(RUN) $@
