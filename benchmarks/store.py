@@ -134,17 +134,17 @@ def measure_verbs(directory: Path, counts: list[int], rounds: int) -> None:
             root = directory / f"store-{count}-{'ours' if ours else 'theirs'}"
             shutil.rmtree(root, ignore_errors=True)
             make_store(root, count, ours=ours)
-            stores["we" if ours else "another tool", count] = root
+            stores["aimage" if ours else "another tool", count] = root
     os.sync()
     times: dict[str, dict[tuple[str, int], list[float]]] = {}
     for number in range(rounds):
         for key, root in stores.items():
             for verb, took in one_round(root, number):
                 times.setdefault(verb, {}).setdefault(key, []).append(took)
-    print("\n| verb | names given by | " + " | ".join(f"N = {n:,}, s" for n in counts), end="")
+    print("\n| verb | names set by | " + " | ".join(f"N = {n:,}, s" for n in counts), end="")
     print(" | growth | bar s |\n|---|---|" + "---|" * (len(counts) + 2))
     for verb, values in times.items():
-        for who in ("another tool", "we"):
+        for who in ("another tool", "aimage"):
             medians = [statistics.median(values[who, count]) for count in counts]
             growth = f"{medians[-1] / medians[0]:.1f}x for {counts[-1] / counts[0]:.0f}x"
             cells = [verb, who, *(f"{median:.2f}" for median in medians), growth]
