@@ -44,8 +44,9 @@ worker() {
     }' > "put-$1" && curl -K "put-$1"
 }
 cd "$1" && shift
-for each; do worker "$each" & done
-for each; do wait -n || exit 1; done
+pids=()
+for each; do worker "$each" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
 """
 
 
