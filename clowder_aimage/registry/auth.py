@@ -1,29 +1,24 @@
-"""Authentication challenges of registries, on top of oras-py's token exchange.
+"""Authentication challenges of registries.
 
-Added here: Basic challenges, identity tokens, caching of tokens until they expire, and rules for
-which hosts receive credentials (CVE-2025-51471, CVE-2026-48978, CVE-2026-33990).
+Tokens are cached until they expire, and only trusted hosts receive credentials (CVE-2025-51471,
+CVE-2026-48978, CVE-2026-33990).
 
 Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
 import datetime
 import ipaddress
 import json
-import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial, partialmethod
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import oras.auth
-import oras.auth.utils
 import requests
 
 from clowder_aimage.errors import UnauthorizedError
@@ -46,28 +41,6 @@ _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 # method, URL, headers, body -> the response, without redirects
 SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
-logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # its messages could contain secrets
-
-
-class _TokenSession:
-    """Requests to token services, also for oras-py's token exchange; responses are small."""
-
-    def __init__(self, send: SendOnce) -> None:
-        self._send = send
-        self.response: Any = None
-
-    def request(self, method: str, url: str, **options: Any) -> Any:
-        """Send a request; return a response for oras-py. Raises an error for a transient status."""
-        options.pop("verify", None)  # the session's setting is used
-        request = requests.Request(method, url, **options).prepare()
-        response = self._send(method, request.url or url, request.headers, request.body)
-        if response.status_code in TRANSIENT_STATUS:
-            raise failure(response, "a request for a token")
-        read = partial(json.loads, response.read(_MAX_TOKEN_RESPONSE))
-        self.response = SimpleNamespace(status_code=response.status_code, text="", json=read)
-        return self.response
-
-    get = partialmethod(request, "GET")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +88,7 @@ class Authenticator:
         basic_auth: str | None,
     ) -> None:
         self._reference, self._connection, self._scheme = reference, connection, scheme
-        self._session = _TokenSession(send)
+        self._send = send
         self._lock = threading.RLock()
         self._held: dict[str, _Header] = {}
         self._tokens: dict[tuple[_Challenge, frozenset[str]], _Header] = {}
@@ -181,35 +154,26 @@ class Authenticator:
     def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Header:
         if not challenge.realm:
             raise self._refused("its challenge names no realm")
-        is_trusted = self._check_realm(challenge.realm)
+        # credentials only to a trusted service
+        credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
         began = self._connection.clock()
-        self._session.response = None
-        try:
-            token = self._exchange(challenge, scopes, is_trusted)
-        except (ValueError, AttributeError, TypeError, RecursionError):
-            token = None  # the response is not the expected JSON object
-        response = self._session.response
+        if credential.identity_token:
+            status, fields = self._refresh(challenge, scopes, credential.identity_token)
+            token = fields.get("access_token") or fields.get("token")
+        else:
+            basic = credential.basic
+            headers = {"Authorization": f"Basic {basic}"} if basic else {}
+            query = {"service": challenge.service or None, "scope": scopes}
+            status, fields = self._request("GET", challenge.realm, params=query, headers=headers)
+            token = fields.get("token") or fields.get("access_token")
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            status = f" ({response.status_code})" if response is not None else ""
-            raise self._refused(f"its token service sent no token{status}")
-        life = _life(response.json(), began)
+            raise self._refused(f"its token service sent no token ({status})")
+        life = _life(fields, began)
         return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
 
-    def _exchange(self, challenge: _Challenge, scopes: list[str], is_trusted: bool) -> Any:
-        """Request a token, with credentials only from a trusted service."""
-        credential = self._find_credential() if is_trusted else Credential()
-        if credential.identity_token:
-            return self._refresh(challenge, scopes, credential.identity_token)
-        fields = {"realm": challenge.realm, "service": challenge.service, "scope": scopes}
-        header = oras.auth.utils.authHeader(fields)
-        backend = oras.auth.get_auth_backend("token", session=self._session)
-        if not credential.basic:
-            return backend.request_anonymous_token(header)
-        user, _, password = base64.b64decode(credential.basic).decode().partition(":")
-        backend.set_basic_auth(user, password)
-        return backend.request_token(header)
-
-    def _refresh(self, challenge: _Challenge, scopes: list[str], identity_token: str) -> Any:
+    def _refresh(
+        self, challenge: _Challenge, scopes: list[str], identity_token: str
+    ) -> tuple[int, dict[str, Any]]:
         """Request a token for an identity token, by POST, which keeps it out of URLs."""
         form = {
             "grant_type": "refresh_token",
@@ -218,14 +182,26 @@ class Authenticator:
             "scope": " ".join(scopes),
             "refresh_token": identity_token,
         }
-        response = self._session.request("POST", challenge.realm, data=form)
-        if response.status_code != 200:
-            return None
-        fields = response.json()
+        status, fields = self._request("POST", challenge.realm, data=form)
         rotated = fields.get("refresh_token")
         if isinstance(rotated, str) and rotated:
             self._credential = Credential(identity_token=rotated)
-        return fields.get("access_token") or fields.get("token")
+        return status, fields
+
+    def _request(self, method: str, realm: str, **options: Any) -> tuple[int, dict[str, Any]]:
+        """Send a request to a token service; return the status and the JSON object of a 200.
+
+        The object is empty for another status or response. Raises an error for a transient status.
+        """
+        try:
+            request = requests.Request(method, realm, **options).prepare()
+        except ValueError:
+            raise self._refused(f"its token service {realm[:100]!r} is not an address") from None
+        response = self._send(method, request.url or realm, request.headers, request.body)
+        if response.status_code in TRANSIENT_STATUS:
+            raise failure(response, "a request for a token")
+        raw = response.read(_MAX_TOKEN_RESPONSE)
+        return response.status_code, _object(raw) if response.status_code == 200 else {}
 
     def _check_realm(self, realm: str) -> bool:
         """Return whether ``realm`` may receive credentials. Raises UnauthorizedError."""
@@ -251,7 +227,16 @@ class Authenticator:
         )
 
 
-def _life(fields: Any, now: float) -> float:
+def _object(raw: bytes) -> dict[str, Any]:
+    """Return a JSON object, an empty one for anything else."""
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(raw)
+        if isinstance(value, dict):
+            return value
+    return {}
+
+
+def _life(fields: dict[str, Any], now: float) -> float:
     """Return for how many seconds from ``now`` a token is valid, from its service's response.
 
     ``issued_at`` shortens that for a token issued earlier. It is ignored if it is in the future, or

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import logging
 import re
 import subprocess
 from collections.abc import Iterable
@@ -23,6 +24,7 @@ from clowder_aimage.errors import StoreError, UnauthorizedError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
+logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # its messages could contain secrets
 _IDENTITY_USER = "<token>"  # a helper's Username if its Secret is an identity token
 
 
