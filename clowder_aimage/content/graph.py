@@ -1,6 +1,7 @@
 """The graph of manifests: an index lists manifests, a manifest its config and layers.
 
-Every traversal of documents is ``walk``, and every depth is bounded by ``MAX_DEPTH``.
+Every traversal of documents is ``walk``, and every depth is bounded by ``MAX_DEPTH``; what scans
+documents for digests instead is in docs/adr/0010.
 """
 
 from __future__ import annotations

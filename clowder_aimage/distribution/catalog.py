@@ -7,17 +7,18 @@ layout: the next collection may remove the content that they need.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from clowder_aimage.content.graph import referrer_entry
+from clowder_aimage.content.graph import referrer_entry, walk
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.errors import ContentError, NotFoundError, UsageError
+from clowder_aimage.errors import ContentError, FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import LARGEST, documents, plain
+from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -46,20 +47,20 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSummary:
-    """``listed``: the entry in a list of referrers; ``manifests``: the entries of an index."""
+    """The entry in a list of referrers, the subject, and the document if it is an index."""
 
     listed: Descriptor
     subject: Digest | None
-    manifests: tuple[Descriptor, ...]
+    index: Index | None
 
 
 def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     """Return the summary; annotations and type only if the manifest has a subject."""
-    manifests = document.manifests if isinstance(document, Index) else ()
+    index = document if isinstance(document, Index) else None
     listed = Descriptor(document.media_type, digest, len(document.raw))
     if document.subject is None:
-        return ManifestSummary(listed, None, manifests)
-    return ManifestSummary(referrer_entry(listed, document), document.subject.digest, manifests)
+        return ManifestSummary(listed, None, index)
+    return ManifestSummary(referrer_entry(listed, document), document.subject.digest, index)
 
 
 def _version(index: Path) -> tuple[int, int, int] | None:
@@ -130,28 +131,26 @@ class Catalog:
         return self.reach(entries, reference.digest)
 
     def reach(self, entries: list[CatalogEntry], digest: Digest) -> Descriptor | None:
-        """Return the manifest that ``entries`` refer to, breadth first: indexes are read last."""
-        level = [entry.descriptor for entry in entries]
-        seen: set[Digest] = set()
-        while level:
-            found = next((each for each in level if each.digest == digest), None)
-            if found is not None:
-                return found
-            unread = {each.digest: each for each in level if each.media_type in mediatype.INDEXES}
-            level = [
-                child
-                for each in unread.values()
-                if each.digest not in seen
-                for child in self._manifests(each)
-            ]
-            seen |= unread.keys()
+        """Return the manifest that ``entries`` refer to, directly or through indexes.
+
+        Indexes below one that is nested too deep (content/graph.py) are not searched.
+        """
+        roots = {entry.descriptor.digest: entry.descriptor for entry in entries}
+        if digest in roots:
+            return roots[digest]
+        for root in roots.values():
+            if root.media_type in mediatype.INDEXES:
+                with contextlib.suppress(FormatError):
+                    for node in walk(self._index, root):
+                        if node.content.digest == digest:
+                            return node.content
         return None
 
-    def _manifests(self, descriptor: Descriptor) -> tuple[Descriptor, ...]:
-        try:
-            return self._summary(descriptor).manifests
-        except NotFoundError:
-            return ()
+    def _index(self, content: Descriptor) -> Index | None:
+        if content.media_type in mediatype.INDEXES:
+            with contextlib.suppress(NotFoundError):
+                return self._summary(content).index
+        return None
 
     def _summary(self, descriptor: Descriptor) -> ManifestSummary:
         """Return the summary of a manifest. Raises NotFoundError, ContentError."""
@@ -160,7 +159,7 @@ class Catalog:
             return known
         raw = self.read(descriptor)
         summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
-        if len(raw) <= MAX_KEPT_SIZE or (summary.subject is None and not summary.manifests):
+        if len(raw) <= MAX_KEPT_SIZE or (summary.subject is None and summary.index is None):
             if len(self._summaries) >= MAX_SUMMARIES:
                 self._summaries.clear()
             self._summaries[descriptor.digest] = summary
@@ -177,31 +176,21 @@ class Catalog:
 
     def needs(self, digest: Digest) -> bool:
         """Return True if any name of the layout needs a blob. Not thread-safe."""
-        wanted = str(digest).encode()
+        wanted, scanner = str(digest), DigestScanner()
         with self._searching:
-            level = {descriptor.digest for _, descriptor in self._layout.tags()}
-            seen: set[Digest] = set()
-            while level:
-                if digest in level:
-                    return True
-                seen |= level
-                below: set[Digest] = set()
-                for each in level:
-                    raw = self._document(each)
-                    if wanted in raw:
-                        return True
-                    below.update(documents(raw))
-                level = below - seen
-        return False
+            roots = {str(descriptor.digest) for _, descriptor in self._layout.tags()}
+            return wanted in roots or any(
+                document is not None and wanted in document.mentioned
+                for root in roots
+                for _, document in scanner.walk(root, self._document)
+            )
 
-    def _document(self, digest: Digest) -> bytes:
-        content = Descriptor("application/octet-stream", digest, 0)
-        try:
-            with self._layout.open(content) as file:
-                raw = file.read(LARGEST + 1)
-        except NotFoundError:
-            return b""
-        return plain(raw) if len(raw) <= LARGEST else b""
+    def _document(self, digest: str) -> bytes | None:
+        content = Descriptor("application/octet-stream", Digest.parse(digest), 0)
+        with contextlib.suppress(NotFoundError), self._layout.open(content) as file:
+            raw = file.read(LARGEST + 1)
+            return raw if len(raw) <= LARGEST else b""
+        return None
 
     def read(self, descriptor: Descriptor) -> bytes:
         """Return the bytes of a manifest, verified. Raises NotFoundError or VerificationError."""
