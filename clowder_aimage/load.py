@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from clowder_aimage.content import CopyPlan, copy, plan_copy
 from clowder_aimage.content.fetch import check_space
@@ -49,7 +50,7 @@ class LoadResult:
 
 def load(
     layout: ImageLayout,
-    archive: Path | BinaryIO,
+    archive: Path | io.FileIO,
     name: Reference | None = None,
     *,
     on_plan: Callable[[int], None] = lambda _: None,
@@ -79,7 +80,7 @@ def load(
 
 
 @contextmanager
-def _open(archive: Path | BinaryIO) -> Iterator[tuple[BinaryIO, str]]:
+def _open(archive: Path | io.FileIO) -> Iterator[tuple[io.FileIO, str]]:
     """Open an archive as an unbuffered stream, and return its name for errors."""
     if not isinstance(archive, Path):
         yield archive, "the archive on stdin"
@@ -93,7 +94,7 @@ def _open(archive: Path | BinaryIO) -> Iterator[tuple[BinaryIO, str]]:
     except OSError as error:
         raise StoreError(f"cannot read {archive}: {error.strerror or error}") from error
     with file:
-        yield cast(BinaryIO, file), str(archive)
+        yield file, str(archive)
 
 
 @dataclass(slots=True)
@@ -120,8 +121,7 @@ class _Loader:
         if not self.roots:
             raise FormatError(
                 f"{self.tar.name} is not an OCI image layout: it has no index.json",
-                hint="what older dockers save can be turned into one: "
-                "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
+                remedy="docker_archive",
             )
         names, problems = self._give_names()
         problem = VerificationError(

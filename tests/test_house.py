@@ -37,7 +37,10 @@ FOLDER = 25  # modules in one folder
 # Verb files, and parallel files of model families, may share names
 SHARED = {("cli", "verbs"), ("model", "zimage")}
 RIDDLE = re.compile(r"(What|Whether|Who|Whoever|Which|That|How|Where)\b")
-COMMAND = re.compile(r"(?<![\w-])--[a-z][a-z-]+|\baimage [a-z]{2,}\b")
+COMMAND = re.compile(
+    r"(?<![\w-])--[a-z][a-z-]+|\baimage [a-z]{2,}\b"
+    r"|\bAIMAGE_(HOST|TOKEN|STORE)\b|\b(pip install|skopeo copy)\b"
+)
 NETWORK = {"http.client", "socket", "urllib.request"}
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.content.store import BlobFiles, Reader
 from clowder_aimage.content.verified_reader import SourceReader, VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, mediatype
@@ -29,9 +29,9 @@ _DOCKER = "application/vnd.docker.image.rootfs."
 _DOTTED = (".tar.gzip", ".tar.zstd")
 
 
-def open_plain(
+def open_decompressed(
     store: BlobFiles, layer: Descriptor, content: Descriptor | None, *, limit: int = MAX_PLAIN
-) -> BinaryIO:
+) -> SourceReader:
     """Open the content of ``layer``: its blob, decompressed by its media type.
 
     ``content`` describes the decompressed bytes, if the manifest does. They are verified once all
@@ -48,11 +48,11 @@ def open_plain(
     if content is not None and content.size > limit:
         raise too_large(layer, limit)
     decoder = {"gzip": _gzip, "zstd": _zstd}[compression]() if compression else None
-    source = cast(BinaryIO, VerifyingReader(store.open(layer), layer))
+    source = VerifyingReader(store.open(layer), layer)
     if decoder is None:
         return source
-    plain = cast(BinaryIO, _PlainReader(source, layer, decoder, content, limit))
-    return plain if content is None else cast(BinaryIO, VerifyingReader(plain, content))
+    plain = _PlainReader(source, layer, decoder, content, limit)
+    return plain if content is None else VerifyingReader(plain, content)
 
 
 def compression_of(media_type: str) -> str:
@@ -132,10 +132,8 @@ def zstandard_package() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise UsageError(
-            "zstd needs the package zstandard, which is not installed",
-            hint="pip install 'clowder-aimage[zstd]'",
-        ) from None
+        message = "zstd needs the package zstandard, which is not installed"
+        raise UsageError(message, remedy="install_extra", extra="zstd") from None
     return zstandard
 
 
@@ -144,7 +142,7 @@ class _PlainReader(SourceReader):
 
     def __init__(
         self,
-        source: BinaryIO,
+        source: Reader,
         layer: Descriptor,
         decoder: _Decoder,
         content: Descriptor | None,
@@ -156,12 +154,11 @@ class _PlainReader(SourceReader):
         self._taken = self._given = 0
         self._rest = memoryview(b"")
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def _fill(self, view: memoryview) -> int:
         if not self._rest:
             self._rest = memoryview(self._decode())
             self._given += len(self._rest)
             self._check()
-        view = memoryview(buffer)
         count = min(len(view), len(self._rest))
         view[:count], self._rest = self._rest[:count], self._rest[count:]
         return count

@@ -34,7 +34,7 @@ class Endpoint:
             raise _invalid(text) from None
         if parts.username is not None or parts.password is not None:
             message = "the address of a worker must not have credentials"
-            raise UsageError(message, hint="put the token in AIMAGE_TOKEN")
+            raise UsageError(message, remedy="worker_token")
         is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
         is_valid = is_bare and port != 0 and re.fullmatch(r"[\w.:%-]+", host, re.ASCII)
         if not is_valid or not text.isprintable() or parts.scheme not in ("http", "https"):

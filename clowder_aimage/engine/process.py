@@ -178,7 +178,7 @@ def _needs_mlx() -> Any:
             raise
         raise ModelError(
             f"this worker stores models and runs none: {error.name} is not installed "
-            "(pip install 'clowder-aimage[mlx]')"  # in the message, as a 5xx response has no hint
+            "(it is in clowder-aimage[mlx])"
         ) from None
     return generate
 

@@ -159,7 +159,7 @@ class WorkerClient:
             return json.loads(text)
         except (ValueError, RecursionError):
             message = f"the reply from {self.endpoint} is not one of a worker"
-            raise FormatError(message, hint="check that AIMAGE_HOST names a worker") from None
+            raise FormatError(message, remedy="worker_address") from None
 
     def _value(self, text: bytes) -> dict[str, Any]:
         """Return an object of a stream. Raises the error that it contains."""
@@ -177,7 +177,7 @@ class WorkerClient:
             value = self._parse(response.read(_MAX_ERROR))
         if not isinstance(value, dict) or not value.get("error"):
             message = f"{self.endpoint} answered {response.status} {response.reason}"
-            return errors.AccessError(message, hint="check that AIMAGE_HOST names a worker")
+            return errors.AccessError(message, remedy="worker_address")
         return _error(value, response.status, response.getheader("Retry-After"))
 
 
@@ -188,14 +188,14 @@ def _error(value: Mapping[str, Any], status: object, retry_after: str | None = N
     message, hint = str(fields.get("message") or error), fields.get("hint")
     if type(status) is not int:  # in OpenAI's streams
         status = _TYPES.get(str(fields.get("type")), 500)
-    if not hint and status == 401:
-        hint = "AIMAGE_TOKEN must be the token in the worker's token file"
+    needs_token = status == 401 and not hint
     if not hint and retry_after and retry_after.isdecimal():
         hint = f"try again in {retry_after} seconds"
     code = str(fields.get("code"))
     kind = _CODES.get(code) or _KINDS.get(status, errors.AccessError)
-    is_login = code == "registry_unauthorized"
-    return kind(message, hint=hint and str(hint), remedy="login_of_worker" if is_login else "")
+    if code == "registry_unauthorized":
+        return kind(message, hint=hint and str(hint), remedy="login_of_worker")
+    return kind(message, hint=hint and str(hint), remedy="worker_token" if needs_token else "")
 
 
 def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:

@@ -62,10 +62,8 @@ class Recipe:
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
-                raise UsageError(
-                    f"changing weights needs {name}, which is not installed",
-                    hint="pip install 'clowder-aimage[mlx]'",
-                )
+                message = f"changing weights needs {name}, which is not installed"
+                raise UsageError(message, remedy="install_extra", extra="mlx")
 
     def of(self, component: str) -> Quantization | None:
         """Return the quantization of a component, or None."""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.content import bytes_body
-from clowder_aimage.content.decompress import MAX_RATIO, open_plain
+from clowder_aimage.content.decompress import MAX_RATIO, open_decompressed
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from tests.memory_store import MemoryStore
@@ -48,7 +49,7 @@ def stored(data: bytes, compression: str = "gzip") -> tuple[MemoryBlobs, Descrip
 
 def read(data: bytes, compression: str = "gzip", content=None, **options) -> bytes:
     store, layer = stored(data, compression)
-    with open_plain(store, layer, content, **options) as file:
+    with open_decompressed(store, layer, content, **options) as file:
         return b"".join(iter(lambda: file.read(70_001), b""))
 
 
@@ -58,16 +59,16 @@ def kind(request) -> str:
 
 
 @pytest.mark.parametrize("content", [None, PLAIN], ids=["unsaid", "said"])
-def test_open_plain_decompresses(kind, content):
+def test_open_decompressed_decompresses(kind, content):
     assert read(PACK[kind](DATA), kind, content) == DATA
 
 
-def test_open_plain_returns_an_uncompressed_layer_unchanged():
+def test_open_decompressed_returns_an_uncompressed_layer_unchanged():
     packed = gzip.compress(DATA)
     assert read(packed, "") == packed
 
 
-def test_open_plain_of_empty_content(kind):
+def test_open_decompressed_of_empty_content(kind):
     assert read(PACK[kind](b""), kind) == b""
 
 
@@ -96,13 +97,13 @@ def test_zstd_without_a_size_and_with_a_checksum_is_read():
     ("cut", "content"),
     [(0, None), (17, PLAIN), (200_000, None), (-1, PLAIN)],
 )
-def test_open_plain_refuses_truncated_data(kind, cut, content):
+def test_open_decompressed_refuses_truncated_data(kind, cut, content):
     with pytest.raises(FormatError, match=f"breaks off: it is not a whole {kind}"):
         read(PACK[kind](DATA)[:cut], kind, content)
 
 
 @pytest.mark.parametrize("junk", [b"x", b"\0\0x" * 500])
-def test_open_plain_refuses_trailing_data(kind, junk):
+def test_open_decompressed_refuses_trailing_data(kind, junk):
     with pytest.raises(FormatError, match=f"cannot be read as {kind}|breaks off"):
         read(PACK[kind](DATA) + junk, kind)
 
@@ -123,7 +124,7 @@ def test_any_damage_to_gzip_is_detected(position):
     store._blobs[layer.digest] = bytes(data)
     with (
         pytest.raises((VerificationError, FormatError)) as caught,
-        open_plain(store, layer, None) as file,
+        open_decompressed(store, layer, None) as file,
     ):
         file.read()
     assert caught.value.exit_code == 5
@@ -133,7 +134,7 @@ def test_a_damaged_blob_is_reported_as_damaged(kind):
     """It is not reported as another format, since it can be fetched again."""
     store, layer = stored(PACK[kind](DATA), kind)
     store._blobs[layer.digest] = b"\xff" * layer.size
-    with pytest.raises(VerificationError), open_plain(store, layer, None) as file:
+    with pytest.raises(VerificationError), open_decompressed(store, layer, None) as file:
         file.read()
 
 
@@ -154,7 +155,7 @@ def test_content_that_differs_from_the_manifest_is_refused(kind, content):
 def test_a_missing_blob_is_reported(kind):
     _, layer = stored(PACK[kind](DATA), kind)
     with pytest.raises(NotFoundError):
-        open_plain(MemoryBlobs(), layer, None)
+        open_decompressed(MemoryBlobs(), layer, None)
 
 
 def bomb(kind: str) -> bytes:
@@ -168,7 +169,7 @@ def test_a_decompression_bomb_is_refused_early_without_memory(kind):
     before, given = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
     with (
         pytest.raises(FormatError, match="unpacks to more than 67108864") as caught,
-        open_plain(store, layer, None) as file,
+        open_decompressed(store, layer, None) as file,
     ):
         while chunk := file.read(1 << 20):
             given += len(chunk)
@@ -192,7 +193,7 @@ def test_bomb_of_understated_size_is_stopped(kind):
         read(PACK[kind](bytes(9_000_000)), kind, content)
 
 
-def test_open_plain_keeps_the_limit_of_the_caller(kind):
+def test_open_decompressed_keeps_the_limit_of_the_caller(kind):
     with pytest.raises(FormatError, match="unpacks to more than 799999"):
         read(PACK[kind](DATA), kind, limit=799_999)
     with pytest.raises(FormatError, match="unpacks to more than 799999"):
@@ -220,5 +221,5 @@ def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match="zstandard, which is not installed") as caught:
         read(data, "zstd")
-    assert caught.value.hint == "pip install 'clowder-aimage[zstd]'"
+    assert advice(caught.value) == "pip install 'clowder-aimage[zstd]'"
     assert caught.value.exit_code == 2

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from clowder_aimage import errors
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.worker_client import WorkerClient
 from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
@@ -60,8 +61,8 @@ def test_an_invalid_address_is_refused(text):
 def test_credentials_in_an_address_are_refused_and_not_repeated():
     with pytest.raises(errors.UsageError) as caught:
         Endpoint.parse("http://me:secret@box")
-    assert "AIMAGE_TOKEN" in str(caught.value.hint)
-    assert "secret" not in f"{caught.value} {caught.value.hint}"
+    assert "AIMAGE_TOKEN" in str(advice(caught.value))
+    assert "secret" not in f"{caught.value} {advice(caught.value)}"
 
 
 def test_a_json_request_over_tcp_carries_the_token():
@@ -143,7 +144,7 @@ def test_a_401_response_hints_at_the_token_variable():
         pytest.raises(errors.UnauthorizedError) as caught,
     ):
         WorkerClient(worker.host).ask("GET", "/")
-    assert "AIMAGE_TOKEN" in str(caught.value.hint)
+    assert "AIMAGE_TOKEN" in str(advice(caught.value))
 
 
 def test_a_503_response_hints_at_retry_after():
@@ -173,7 +174,7 @@ def test_an_error_response_of_another_server_is_reported(answer):
         pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
     ):
         WorkerClient(worker.host).ask("GET", "/")
-    assert "AIMAGE_HOST" in str(caught.value.hint)
+    assert "AIMAGE_HOST" in str(advice(caught.value))
 
 
 def test_a_response_that_is_not_json_is_refused():

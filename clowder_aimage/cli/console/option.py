@@ -142,10 +142,8 @@ def needs(what: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        raise UsageError(
-            f"{what} needs {error.name}, which is not installed",
-            hint=f"pip install 'clowder-aimage[{extra}]'",
-        ) from None
+        message = f"{what} needs {error.name}, which is not installed"
+        raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
 @dataclass(frozen=True, slots=True)

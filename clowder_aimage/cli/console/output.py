@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -120,9 +121,8 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<{width}} {value}" for name, value in pairs)
 
 
-def standard_stream(standard: TextIO, action: str, hint: str) -> BinaryIO:
+def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
     """Return stdin or stdout, unbuffered. Raises UsageError if it is a terminal."""
     if standard.isatty():
         raise UsageError(f"an archive cannot be {action} a terminal", hint=hint)
-    mode = "rb" if standard is sys.stdin else "wb"
-    return cast(BinaryIO, open(standard.fileno(), mode, buffering=0, closefd=False))
+    return io.FileIO(standard.fileno(), "rb" if standard is sys.stdin else "wb", closefd=False)

@@ -30,10 +30,12 @@ REMEDIES = {
     "copy_to_store": "to have it in the store: aimage pull {source} "
     "&& aimage tag {source} {target}",
     "diff_remote": "leave --remote out, or give the name of what a registry holds",
+    "docker_archive": "from docker: skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
     "export_room": "free some space, export to another disk, or use --links where the store is on "
     "the same one",
     "export_to_pack": "aimage export {reference} DIR gives its files back; what is in a tar can be "
     "packed from there with aimage create",
+    "install_extra": "pip install 'clowder-aimage[{extra}]'",
     "layer_of_other_type": "--layer is for other media types",
     "layout_as_store": "a layout in a directory is used with --store",
     "listen_elsewhere": "is another worker, or ollama, running? --addr names another address",
@@ -65,6 +67,8 @@ REMEDIES = {
     "store_permissions": "check the directory's permissions, or name another one with --store",
     "tag_host": "give it a name with a host first: aimage tag {reference} "
     "registry.example.com/{reference}",
+    "worker_address": "check that AIMAGE_HOST names a worker",
+    "worker_token": "set AIMAGE_TOKEN to a token in the worker's token file",
     "write_modelpack": "--dialect modelpack is what other tools read, too",
 }
 

@@ -221,9 +221,8 @@ def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     answer = client.ask("GET", path)
     found = answer.get("models") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(map(_is_model, found)):
-        raise FormatError(
-            f"the server at {client.endpoint} lists no models", hint="is AIMAGE_HOST a worker's?"
-        )
+        message = f"the server at {client.endpoint} lists no models"
+        raise FormatError(message, remedy="worker_address")
     for model in found:
         if ":" not in model["digest"]:
             model["digest"] = f"sha256:{model['digest']}"

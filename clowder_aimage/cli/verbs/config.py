@@ -14,7 +14,9 @@ import click
 
 from clowder_aimage.cli.console.option import common_options, config_file, needs, settings
 from clowder_aimage.cli.console.output import META, note, result, table
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import UsageError
+from clowder_aimage.schema import read_configuration
 
 MASK = "***"
 # Other environment variables, as listed in the README
@@ -73,7 +75,7 @@ def _servers(file: Path) -> Iterator[Value]:
             from clowder_aimage.engine.settings import Settings, camel, gather
             from clowder_aimage.node.node_settings import NodeSettings
     except UsageError as error:
-        note(f"the worker's settings are not shown: {error.hint}")
+        note(f"the worker's settings are not shown: {advice(error)}")
         return
     for kind in (Settings, NodeSettings):
         said, origins = gather(kind, {}, file)
@@ -85,11 +87,8 @@ def _servers(file: Path) -> Iterator[Value]:
 
 def _registries(file: Path) -> Iterator[Value]:
     """Yield the configuration of each registry as written."""
-    from clowder_aimage.registry.host_settings import read_settings
-
-    if not read_settings(file):  # also if it does not match its schema
-        return
-    for host, entry in json.loads(file.read_bytes())["registries"].items():
+    registries = read_configuration(file, lambda document: document.get("registries", {}))
+    for host, entry in registries.items():
         for name, value in entry.items():
             yield Value(f"registries.{host}.{name}", value, str(file))
 
