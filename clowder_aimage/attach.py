@@ -11,11 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from clowder_aimage.content import OnEvent, Overlay, Source, copy
 from clowder_aimage.content.copy_option import ignore
-from clowder_aimage.content.store import file_body
+from clowder_aimage.content.store import Reader, file_body
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
@@ -105,5 +104,5 @@ class _Files(Source):
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._paths
 
-    def open(self, content: Descriptor, offset: int = 0, _: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, _: int | None = None, /) -> Reader:
         return file_body(self._paths[content.digest])(offset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import BinaryIO
 
 from clowder_aimage.content import (
     ContentStore,
@@ -18,7 +17,7 @@ from clowder_aimage.content import (
 )
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.graph import read_document, walk
-from clowder_aimage.content.store import WrappedSource
+from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.dialect import LADDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
@@ -203,7 +202,7 @@ class _PartialSource(WrappedSource):
         super().__init__(source)
         self._missing, self._error = missing, error
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.digest in self._missing:
             raise self._error
         return super().open(content, offset, length)

@@ -6,11 +6,10 @@ import io
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import BinaryIO
 
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
-from clowder_aimage.content.store import Body, Source, Target
+from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader, check
 from clowder_aimage.errors import NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -35,7 +34,7 @@ class MemoryStore(Target):
         data = self._blobs.get(content.digest)
         return data is not None and len(data) == content.size
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         data = self._blobs.get(content.digest)
         if data is None:
             raise NotFoundError(f"no {content.digest} in memory")

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import BinaryIO, cast
 
 from clowder_aimage.content.copy_option import (
     DEFAULT_CONCURRENCY,
@@ -19,8 +18,8 @@ from clowder_aimage.content.copy_option import (
 )
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
-from clowder_aimage.content.store import Source, Target, bytes_body
-from clowder_aimage.content.verified_reader import SourceReader, readinto
+from clowder_aimage.content.store import Reader, Source, Target, bytes_body
+from clowder_aimage.content.verified_reader import SourceReader
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 
 
@@ -173,11 +172,11 @@ class _WatchedBody:
         self._stopped, self._on_event = stopped, on_event
         self._count = 0
 
-    def __call__(self, offset: int = 0, /) -> BinaryIO:
+    def __call__(self, offset: int = 0, /) -> Reader:
         self._progress(offset - self._count)  # a retry returns to an earlier offset
         source = self._source.open(self._blob, offset)
         kind = _WatchedFile if isinstance(source, io.FileIO) else _WatchedReader
-        return cast(BinaryIO, kind(source, self))
+        return kind(source, self)
 
     def _progress(self, count: int) -> None:
         if count:
@@ -191,18 +190,20 @@ class _WatchedBody:
 
 
 class _WatchedReader(SourceReader):
-    def __init__(self, source: BinaryIO, body: _WatchedBody) -> None:
+    def __init__(self, source: Reader, body: _WatchedBody) -> None:
         super().__init__(source)
         self._body = body
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = readinto(self._source, buffer)
+    def _fill(self, view: memoryview) -> int:
+        count = self._source.readinto(view)
         self._body.passed(count)
         return count
 
 
 class _WatchedFile(_WatchedReader):
-    """A file that the kernel may send directly; ``sent`` then counts its bytes."""
+    """A file that the kernel may send (a FileStream)."""
+
+    _source: io.FileIO
 
     def fileno(self) -> int:
         return self._source.fileno()

@@ -19,7 +19,6 @@ from clowder_aimage.content.chunk import LOOK, BlobTransfer, Chunk, ConcurrencyP
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
-from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -247,7 +246,7 @@ class BlobDownload:
                 if self._stopped:
                     raise ParallelStoppedError
                 size = min(part.left, len(buffer), self._rate.burst if self._rate else part.left)
-                count = readinto(reader, buffer[:size])
+                count = reader.readinto(buffer[:size])
                 if not count:
                     raise VerificationError(f"{content.digest} ends after {part.at} bytes")
                 blob.ingest.write_at(part.at, buffer[:count])
@@ -279,7 +278,7 @@ class BlobDownload:
         try:
             blob.ingest.commit(content)
         except VerificationError:
-            if not self._source.distrust(content) and not blob.resumed:
+            if not self._source.invalidate(content) and not blob.resumed:
                 raise
             self._on_event(CopyEvent("progress", content, -content.size))
             with self._changed:

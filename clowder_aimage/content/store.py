@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol, runtime_checkable
 
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import AccessError
@@ -20,10 +20,26 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'  # oci-layout (OCI image-spec, image-layout.md)
 
 
+class Reader(AbstractContextManager["Reader"], Protocol):
+    """A stream of bytes. A read may return fewer than requested, and none at the end only."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+    def readinto(self, buffer: memoryview, /) -> int: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class FileStream(Protocol):
+    """A stream over a file that the kernel may send; ``sent`` is called with the bytes sent."""
+
+    def fileno(self) -> int: ...
+    def sent(self, count: int, /) -> None: ...
+
+
 class Body(Protocol):
     """The bytes of a blob, which can be reopened at any offset for a retry or a resume."""
 
-    def __call__(self, offset: int = 0, /) -> BinaryIO: ...
+    def __call__(self, offset: int = 0, /) -> Reader: ...
 
 
 class Source(Protocol):
@@ -39,7 +55,7 @@ class Source(Protocol):
     def exists(self, content: Descriptor, /) -> bool:
         """Return whether the content is stored in full. Raises AccessError if that is unknown."""
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         """Open ``length`` bytes at ``offset``, not yet verified. Raises NotFoundError."""
 
     @property
@@ -51,8 +67,8 @@ class Source(Protocol):
         """Return False once the source has answered a range request with the whole content."""
         return True
 
-    def distrust(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
-        """Record wrong bytes of ``content``; return whether another origin may be right."""
+    def invalidate(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
+        """Record that ``content`` was wrong; return whether another origin can supply it."""
         return False
 
 
@@ -68,7 +84,7 @@ class WrappedSource(Source):
     def exists(self, content: Descriptor, /) -> bool:
         return self._source.exists(content)
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         return self._source.open(content, offset, length)
 
     @property
@@ -78,8 +94,8 @@ class WrappedSource(Source):
     def supports_ranges(self, content: Descriptor, /) -> bool:
         return self._source.supports_ranges(content)
 
-    def distrust(self, content: Descriptor, /) -> bool:
-        return self._source.distrust(content)
+    def invalidate(self, content: Descriptor, /) -> bool:
+        return self._source.invalidate(content)
 
 
 class Overlay(WrappedSource):
@@ -96,7 +112,7 @@ class Overlay(WrappedSource):
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._documents or super().exists(content)
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         data = self._documents.get(content.digest)
         if data is None:
             return super().open(content, offset, length)
@@ -173,7 +189,7 @@ class Ingest(Protocol):
 class BlobFiles(Protocol):
     """Blobs in local files. The methods raise NotFoundError."""
 
-    def open(self, content: Descriptor, /) -> BinaryIO: ...
+    def open(self, content: Descriptor, /) -> Reader: ...
 
     def path(self, content: Descriptor, /) -> Path: ...
 
@@ -214,17 +230,13 @@ class ContentStore(Target, BlobFiles, Protocol):
 
 def bytes_body(data: bytes) -> Body:
     """Return a body over bytes in memory."""
-
-    def body(offset: int = 0, /) -> BinaryIO:
-        return io.BytesIO(data[offset:] if offset else data)
-
-    return body
+    return lambda offset=0: io.BytesIO(data[offset:] if offset else data)
 
 
 def file_body(path: Path) -> Body:
     """Return a body over a file."""
 
-    def body(offset: int = 0, /) -> BinaryIO:
+    def body(offset: int = 0, /) -> Reader:
         file = path.open("rb")
         file.seek(offset)
         return file

@@ -15,15 +15,15 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from clowder_aimage.content.atomic_file import DISK_FULL
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy import CopyPlan
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
-from clowder_aimage.content.store import LAYOUT_FILE, Body, Source, Target
+from clowder_aimage.content.store import LAYOUT_FILE, Body, Reader, Source, Target
 from clowder_aimage.content.tar import TarReader, tar_header
-from clowder_aimage.content.verified_reader import VerifyingReader, readinto
+from clowder_aimage.content.verified_reader import RawReader, VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, NoSpaceError, NotFoundError, StoreError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
@@ -110,7 +110,7 @@ class TarTarget(Target):
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._documents
 
-    def open(self, content: Descriptor, _: int = 0, __: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, _: int = 0, __: int | None = None, /) -> Reader:
         raise NotFoundError(f"no {content.digest} can be read from an archive that is written")
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
@@ -170,42 +170,38 @@ class TarMember:
 
     name: tuple[str, ...]
     size: int
-    open: Callable[[], BinaryIO]
+    open: Callable[[], Reader]
 
 
-class _Input(io.RawIOBase):
+class _Input(RawReader):
     """A counting reader of ``file``, an unbuffered stream, that can peek at its first bytes."""
 
-    def __init__(self, file: BinaryIO, name: str, on_read: Callable[[int], None]) -> None:
+    def __init__(self, file: io.FileIO, name: str, on_read: Callable[[int], None]) -> None:
         self.name, self._file, self._on_read = name, file, on_read
         self._front = b""
         self.count = 0
         status = os.fstat(file.fileno())
         self.size = status.st_size if stat.S_ISREG(status.st_mode) else 0  # 0: unknown
 
-    def readable(self) -> bool:
-        return True
-
     def peek(self, count: int) -> bytes:
         """Return the first ``count`` bytes, or all of a shorter file."""
         buffer = memoryview(bytearray(count))
-        while len(self._front) < count and (read := self._fill(buffer[len(self._front) :])):
+        while len(self._front) < count and (read := self._read(buffer[len(self._front) :])):
             self._front += buffer[len(self._front) :][:read]
         return self._front
 
-    def _fill(self, view: memoryview) -> int:
+    def _read(self, view: memoryview) -> int:
         try:
-            return readinto(self._file, view)
+            return self._file.readinto(view) or 0
         except OSError as error:
             raise StoreError(f"cannot read {self.name}: {error.strerror or error}") from error
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        view = memoryview(buffer)
+    def _fill(self, view: memoryview) -> int:
         if self._front:
             count = min(len(view), len(self._front))
             view[:count], self._front = self._front[:count], self._front[count:]
         else:
-            count = self._fill(view)
+            count = self._read(view)
         self._passed(count)
         return count
 
@@ -232,7 +228,7 @@ class TarStream:
     """
 
     def __init__(
-        self, file: BinaryIO, name: str, on_read: Callable[[int], None] = lambda _: None
+        self, file: io.FileIO, name: str, on_read: Callable[[int], None] = lambda _: None
     ) -> None:
         self.name = name
         self._input = _Input(file, name, on_read)
@@ -245,8 +241,9 @@ class TarStream:
                     tool=tool,
                 )
         self._is_packed = front.startswith(_GZIP)
-        packed = gzip.GzipFile(fileobj=self._input, mode="rb") if self._is_packed else self._input
-        self._stream = cast(BinaryIO, packed)
+        self._stream: Reader = self._input
+        if self._is_packed:
+            self._stream = gzip.GzipFile(fileobj=self._input, mode="rb")
         skip = (lambda _: False) if self._is_packed else self._input.skip
         self._tar = TarReader(self._read, name, hint="copy or save it again", skip=skip)
         self._unpacked = 0  # bytes
@@ -289,12 +286,12 @@ class TarStream:
             raise FormatError(
                 f"{where} with {found.size} bytes, more than there are: it is damaged or incomplete"
             )
-        return TarMember(parts, found.size, lambda: cast(BinaryIO, _Section(self._tar, found.size)))
+        return TarMember(parts, found.size, lambda: _Section(self._tar, found.size))
 
     def _read(self, view: memoryview) -> int:
         """Read some unpacked bytes; return 0 at the end."""
         try:
-            count = readinto(self._stream, view)
+            count = self._stream.readinto(view)
         except _GZIP_ERRORS as error:
             raise FormatError(f"{self.name} is not complete, or not gzip: {error}") from None
         self._unpacked += count
@@ -308,17 +305,14 @@ class TarStream:
         return count
 
 
-class _Section(io.RawIOBase):
+class _Section(RawReader):
     """The next ``size`` bytes of a tar."""
 
     def __init__(self, tar: TarReader, size: int) -> None:
         self._tar, self._left = tar, size
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        view = memoryview(buffer)[: self._left]
+    def _fill(self, view: memoryview) -> int:
+        view = view[: self._left]
         self._tar.read_exactly(view)
         self._left -= len(view)
         return len(view)

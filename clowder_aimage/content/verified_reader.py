@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import io
-from typing import BinaryIO
+from abc import abstractmethod
+from typing import Any
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
+from clowder_aimage.content.store import Reader
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
 
 
-class SourceReader(io.RawIOBase):
-    """A stream over ``source``, which is closed with it. Subclasses implement ``readinto``."""
-
-    def __init__(self, source: BinaryIO) -> None:
-        self._source = source
+class RawReader(io.RawIOBase):
+    """A stream that is read only."""
 
     def readable(self) -> bool:
         return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._fill(memoryview(buffer))
+
+    @abstractmethod
+    def _fill(self, view: memoryview) -> int:
+        """Read some bytes into ``view`` and return their number, 0 at the end."""
+
+
+class SourceReader(RawReader):
+    """A stream over ``source``, which is closed with it."""
+
+    def __init__(self, source: Reader) -> None:
+        self._source = source
 
     def close(self) -> None:
         self._source.close()
@@ -31,16 +44,16 @@ class VerifyingReader(SourceReader):
     are verified once the end has been read without an error.
     """
 
-    def __init__(self, source: BinaryIO, expected: Descriptor) -> None:
+    def __init__(self, source: Reader, expected: Descriptor) -> None:
         super().__init__(source)
         self._expected = expected
         self._hasher = expected.digest.hasher()
         self._count = 0
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        if not len(buffer):
+    def _fill(self, view: memoryview) -> int:
+        if not view:
             return 0
-        count = readinto(self._source, buffer)
+        count = self._source.readinto(view)
         if count == 0:
             check(self._expected, self._count, self._hasher.hexdigest())
             return 0
@@ -50,18 +63,8 @@ class VerifyingReader(SourceReader):
                 f"{self._expected.digest} is longer than the {self._expected.size} bytes "
                 "that its descriptor promises"
             )
-        self._hasher.update(memoryview(buffer)[:count])
+        self._hasher.update(view[:count])
         return count
-
-
-def readinto(source: BinaryIO, buffer: memoryview) -> int:
-    """Fill ``buffer`` from ``source``, without a copy if possible; return 0 at the end."""
-    direct = getattr(source, "readinto", None)
-    if direct is not None:
-        return int(direct(buffer) or 0)
-    data = source.read(len(buffer))
-    buffer[: len(data)] = data
-    return len(data)
 
 
 def check(expected: Descriptor, size: int, encoded: str) -> None:
@@ -84,7 +87,7 @@ def check_size(expected: Descriptor, size: int) -> None:
         )
 
 
-def verify(source: BinaryIO, expected: Descriptor) -> None:
+def verify(source: Reader, expected: Descriptor) -> None:
     """Read ``source`` to its end. Raises VerificationError if it does not match ``expected``."""
     with VerifyingReader(source, expected) as reader:
         buffer = new_buffer()
@@ -92,12 +95,9 @@ def verify(source: BinaryIO, expected: Descriptor) -> None:
             pass
 
 
-def read_all(source: BinaryIO, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
+def read_all(source: Reader, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
     """Read content of up to ``limit`` bytes into memory. Raises VerificationError."""
     if expected.size > limit:
         raise VerificationError(f"{expected.digest} claims {expected.size} bytes, over {limit}")
     with VerifyingReader(source, expected) as reader:
-        data = bytearray()
-        while chunk := reader.read(CHUNK_SIZE):
-            data += chunk
-    return bytes(data)
+        return b"".join(iter(lambda: reader.read(CHUNK_SIZE), b""))

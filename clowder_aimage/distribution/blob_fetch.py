@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.content.store import IngestBusyError, Source
-from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout import FileIngest, ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
@@ -75,7 +74,7 @@ class CachedFetch:
             self._fetch(source)
         except VerificationError as error:
             _log.error("the upstream sent wrong content: %s", error)
-            source.distrust(self.content)
+            source.invalidate(self.content)
             self.fail(error)
         except AImageError as error:
             _log.warning("cannot fetch %s: %s", self.content.digest, error)
@@ -127,7 +126,7 @@ class CachedFetch:
         for start, end in missing:
             with source.open(self.content, start, end - start) as stream:
                 self._report_front(start)
-                while count := readinto(stream, buffer[: end - start]):
+                while count := stream.readinto(buffer[: end - start]):
                     ingest.write_at(start, buffer[:count])
                     start, kept = start + count, kept + count
                     self._report_front(start)

@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
-from clowder_aimage.content.store import Source, WrappedSource
+from clowder_aimage.content.store import Reader, Source, WrappedSource
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.repository_name import PEER
 from clowder_aimage.errors import NetworkError, UsageError
@@ -168,9 +168,9 @@ class UpstreamRegistry:
 class _GuardedSource(WrappedSource):
     """A source whose ``open`` runs through ``asked``."""
 
-    def __init__(self, source: Source, asked: Callable[[Callable[[], BinaryIO]], BinaryIO]) -> None:
+    def __init__(self, source: Source, asked: Callable[[Callable[[], Reader]], Reader]) -> None:
         super().__init__(source)
         self._asked = asked
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         return self._asked(lambda: self._source.open(content, offset, length))

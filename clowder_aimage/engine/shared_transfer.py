@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, TypeVar
 
 from clowder_aimage.content import Rate, Source
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.copy_option import CopyEvent, OnEvent
-from clowder_aimage.content.store import WrappedSource
-from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.content.store import Reader, WrappedSource
+from clowder_aimage.content.verified_reader import SourceReader
 from clowder_aimage.engine.admission import StoppedError
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import Repository
@@ -213,7 +212,7 @@ class CountedSource(WrappedSource):
         super().__init__(source)
         self._report, self._rate = count, rate
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         reader = self._source.open(content, offset, length)
         if content.media_type in mediatype.DOCUMENTS:
             return reader  # documents are numerous and read from memory
@@ -223,27 +222,24 @@ class CountedSource(WrappedSource):
             is_mirrored = isinstance(source, Repository) and source.was_mirrored(content)
             self._report("mirror" if is_mirrored else "registry", count)
 
-        return cast(BinaryIO, _Reader(reader, ended, self._rate))
+        return _CountedReader(reader, ended, self._rate)
 
 
-class _Reader(io.RawIOBase):
-    def __init__(self, source: BinaryIO, ended: Callable[[int], None], rate: Rate | None) -> None:
-        self._source, self._ended, self._rate = source, ended, rate
+class _CountedReader(SourceReader):
+    def __init__(self, source: Reader, ended: Callable[[int], None], rate: Rate | None) -> None:
+        super().__init__(source)
+        self._ended, self._rate = ended, rate
         self._count = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        view = memoryview(buffer)
-        count = readinto(self._source, view[: self._rate.burst] if self._rate else view)
+    def _fill(self, view: memoryview) -> int:
+        count = self._source.readinto(view[: self._rate.burst] if self._rate else view)
         self._count += count
         if self._rate is not None:
             self._rate.passed(count)
         return count
 
     def close(self) -> None:
-        if not self.closed:
-            self._source.close()
-            self._ended(self._count)
+        is_open = not self.closed
         super().close()
+        if is_open:
+            self._ended(self._count)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content.decompress import open_plain
+from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
@@ -200,7 +200,9 @@ class ExportPlanner:
         return self._objects[name]
 
     def _parse(self, layer: Layer) -> dict[str, Any]:
-        with open_plain(self._store, layer.descriptor, layer.content, limit=_LARGEST) as file:
+        with open_decompressed(
+            self._store, layer.descriptor, layer.content, limit=_LARGEST
+        ) as file:
             data = b"".join(iter(lambda: file.read(_LARGEST), b""))
         value = read_json(data, layer.name)
         if not isinstance(value, dict):

@@ -18,9 +18,9 @@ from pathlib import Path
 from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.decompress import MAX_PLAIN, open_plain
+from clowder_aimage.content.decompress import MAX_PLAIN, open_decompressed
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
-from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.content.store import Reader
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
 from clowder_aimage.exporter.directory import (
@@ -155,10 +155,10 @@ class ExportWriter:
         with VerifyingReader(self._blobs.open(content), content) as reader:
             yield from self._chunks(reader, content)
 
-    def _chunks(self, source: object, content: Descriptor) -> Iterator[memoryview]:
+    def _chunks(self, source: Reader, content: Descriptor) -> Iterator[memoryview]:
         while not self._stopped.is_set():
             try:
-                count = readinto(source, self._buffer)  # type: ignore[arg-type]
+                count = source.readinto(self._buffer)
             except OSError as error:
                 reason = error.strerror or error
                 raise StoreError(f"cannot read {content.digest} in the store: {reason}") from error
@@ -205,7 +205,7 @@ class ExportWriter:
         size = 0
         limit = room if layer.content is None else layer.content.size
         with (
-            open_plain(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
+            open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
             new_file(self._root / layer.name) as file,
         ):
@@ -218,7 +218,7 @@ class ExportWriter:
     def _untar(self, layer: Layer, room: int) -> None:
         limit = room if layer.content is None else layer.content.size
         with (
-            open_plain(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
+            open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
             tar = TarExtractor(source, f"layer {layer.name}", self._root, self._plan.names, room)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, cast
 
 from clowder_aimage.content import ContentStore
-from clowder_aimage.content.decompress import open_plain
+from clowder_aimage.content.decompress import open_decompressed
+from clowder_aimage.content.store import Reader
 from clowder_aimage.dialect import Layer
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG
 from clowder_aimage.layout.stored_aimage import StoredAImage
@@ -30,7 +30,7 @@ class LayerStore:
         self._store = store
         self._came = {plain.digest: came for came, plain in packed}
 
-    def open(self, content: Descriptor, /) -> BinaryIO:
+    def open(self, content: Descriptor, /) -> Reader:
         """Open a blob for reading; decompressed contents are verified.
 
         Raises:
@@ -40,7 +40,7 @@ class LayerStore:
         came = self._came.get(content.digest)
         if came is None:
             return self._store.open(content)
-        plain = cast(io.RawIOBase, open_plain(self._store, came, content))
+        plain = open_decompressed(self._store, came, content)
         return io.BufferedReader(plain)  # fills each read completely
 
     def path(self, content: Descriptor, /) -> Path:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import tarfile
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.store import Reader
 from clowder_aimage.content.tar import TarReader
-from clowder_aimage.content.verified_reader import readinto
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.directory import FILE_MODE, make_directories, new_file
@@ -33,11 +31,9 @@ class TarExtractor:
     ``files`` counts the files written, ``size`` their bytes; ``room`` limits the bytes.
     """
 
-    def __init__(
-        self, source: BinaryIO, layer: str, root: Path, names: FileNames, room: int
-    ) -> None:
+    def __init__(self, source: Reader, layer: str, root: Path, names: FileNames, room: int) -> None:
         self._source = source
-        self._tar = TarReader(partial(readinto, source), layer)
+        self._tar = TarReader(source.readinto, layer)
         self._layer = layer
         self._root = root
         self._names = names
@@ -57,7 +53,7 @@ class TarExtractor:
             if count >= MAX_MEMBERS:
                 raise FormatError(f"{self._layer} has more than {MAX_MEMBERS} members")
             self._unpack(member)
-        while readinto(self._source, self._buffer):  # to verify its digest
+        while self._source.readinto(self._buffer):  # to verify its digest
             pass
 
     def _unpack(self, member: tarfile.TarInfo) -> None:

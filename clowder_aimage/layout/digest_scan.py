@@ -57,7 +57,7 @@ class DigestScanner:
         if digest not in self._known:
             if (raw := read(digest)) is None:
                 return None
-            raw = plain(raw)
+            raw = normalized(raw)
             self._known[digest] = ScannedDocument(
                 tuple(self._intern(_DIGEST.findall(raw))),
                 tuple(str(child) for child in documents(raw)),
@@ -92,7 +92,7 @@ def mentioned(raw: bytes) -> set[str]:
     return {digest.decode() for digest in _DIGEST.findall(raw)}
 
 
-def plain(raw: bytes) -> bytes:
+def normalized(raw: bytes) -> bytes:
     """Return a document with JSON's escapes of code points replaced by plain letters."""
     if b"\\u" in raw:
         with contextlib.suppress(ValueError, RecursionError):

@@ -11,14 +11,14 @@ import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
 from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source, file_body
-from clowder_aimage.content.verified_reader import read_all, readinto, verify
+from clowder_aimage.content.verified_reader import read_all, verify
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -121,7 +121,9 @@ class ImageLayout(ContentStore):
             hint="pull the AImage again to complete it",
         )
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(
+        self, content: Descriptor, offset: int = 0, length: int | None = None, /
+    ) -> io.FileIO | io.BytesIO:
         with store_errors(self.root):
             try:
                 file = io.FileIO(open_regular(self.path(content)))
@@ -129,7 +131,7 @@ class ImageLayout(ContentStore):
                 raise self._missing(content) from None
             file.seek(offset)
         if length is None:
-            return cast(BinaryIO, file)
+            return file
         with file:
             return io.BytesIO(file.read(length) or b"")
 
@@ -274,7 +276,7 @@ class ImageLayout(ContentStore):
             ingest.restart()
             buffer, offset = new_buffer(min(CHUNK_SIZE, content.size + 1)), 0
             with body() as source:
-                while (count := readinto(source, buffer)) and offset <= content.size:
+                while (count := source.readinto(buffer)) and offset <= content.size:
                     ingest.write_at(offset, buffer[:count])
                     offset += count
         except BaseException:

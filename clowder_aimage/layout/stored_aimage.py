@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import BinaryIO
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.decompress import compression_of, open_plain
-from clowder_aimage.content.store import Body, ContentStore, Lease
+from clowder_aimage.content.decompress import compression_of, open_decompressed
+from clowder_aimage.content.store import Body, ContentStore, Lease, Reader
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
@@ -101,8 +100,8 @@ def inflate_copied(store: ContentStore, root: Descriptor, document: Manifest | I
 
 
 def _plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:
-    def body(offset: int = 0, /) -> BinaryIO:
-        reader = open_plain(store, layer, plain)
+    def body(offset: int = 0, /) -> Reader:
+        reader = open_decompressed(store, layer, plain)
         while offset and (passed := len(reader.read(min(offset, CHUNK_SIZE)))):
             offset -= passed
         return reader

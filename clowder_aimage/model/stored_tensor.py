@@ -6,7 +6,6 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import BinaryIO, cast
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
@@ -113,7 +112,7 @@ def _header(path: str, content: Descriptor) -> Header:
             return parse_header(first[8:end], size - end)
         os.lseek(handle, 0, os.SEEK_SET)
         with io.FileIO(handle, closefd=False) as file:
-            return read_header(cast(BinaryIO, file), size)
+            return read_header(file, size)
     finally:
         os.close(handle)
 

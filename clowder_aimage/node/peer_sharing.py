@@ -7,15 +7,13 @@ a mismatch it is read from the registry alone. Manifests and tags always come fr
 
 from __future__ import annotations
 
-import io
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
-from clowder_aimage.content.store import Source, WrappedSource
-from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.content.store import Reader, Source, WrappedSource
+from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peers import Peers, SharingLimits, parse_peer
 from clowder_aimage.node.range_cache import RangeCache, RangeFlight
@@ -108,13 +106,13 @@ class PeerSource(WrappedSource):
     def alignment(self) -> int:
         return RANGE
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if not self._is_shared(content):
             return self.source.open(content, offset, length)
         self.owners.peers.wait()
         self.upstream.note_size(content)
         end = content.size if length is None else min(content.size, offset + length)
-        return cast(BinaryIO, _RangeReader(self, content, offset, end))
+        return _RangeReader(self, content, offset, end)
 
     def _is_shared(self, content: Descriptor) -> bool:
         return (
@@ -125,15 +123,15 @@ class PeerSource(WrappedSource):
             and self.upstream.has_ranges(self.reference.registry or "")
         )
 
-    def distrust(self, content: Descriptor, /) -> bool:
+    def invalidate(self, content: Descriptor, /) -> bool:
         """Restrict a blob that failed verification to the registry; return whether to retry."""
         self.cache.forget(content.digest)
-        self.upstream.distrust(self.reference, content)
+        self.upstream.invalidate(self.reference, content)
         with self._lock:
             was_shared = content.digest in self._of_peers
             self._of_peers.discard(content.digest)
             self._wrong.add(content.digest)
-        own = super().distrust(content)
+        own = super().invalidate(content)
         return was_shared or own
 
     def count(self, content: Descriptor, source: str, count: int) -> None:
@@ -145,7 +143,7 @@ class PeerSource(WrappedSource):
             self.cache.on_traffic("received", count)
 
 
-class _RangeReader(io.RawIOBase):
+class _RangeReader(RawReader):
     """Read the bytes [at, end) of a blob, one range after another."""
 
     def __init__(self, source: PeerSource, content: Descriptor, at: int, end: int) -> None:
@@ -153,18 +151,15 @@ class _RangeReader(io.RawIOBase):
         self._at, self._end = at, end
         self._part: BlobRange | None = None
         self._began = self._failures = 0
-        self._stream: Any = None
+        self._stream: Reader | None = None
         self._name = ""
         self._came = 0
         self._flight: RangeFlight | None = None
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def _fill(self, view: memoryview) -> int:
         if self._part is not None and self._at >= min(self._part.end, self._end):
             self._finish()
-        view = memoryview(buffer)[: self._end - self._at]
+        view = view[: self._end - self._at]
         if not view:
             return 0
         if self._part is None:
@@ -174,7 +169,7 @@ class _RangeReader(io.RawIOBase):
             try:
                 if self._stream is None:
                     self._stream, self._name = self._opened(self._part)
-                count = readinto(self._stream, view[: self._part.end - self._at])
+                count = self._stream.readinto(view[: self._part.end - self._at])
                 if count or self._name == "registry":
                     break
             except PeerError:
@@ -185,7 +180,7 @@ class _RangeReader(io.RawIOBase):
             self._flight.moved = time.monotonic()
         return count
 
-    def _opened(self, part: BlobRange) -> tuple[Any, str]:
+    def _opened(self, part: BlobRange) -> tuple[Reader, str]:
         """Open the rest of a range at the first source that has it; return its name too."""
         source, cache = self._source, self._source.cache
         span = BlobSpan(source.reference, part.digest, self._at, min(part.end, self._end))

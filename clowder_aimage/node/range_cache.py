@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy_option import Rate
-from clowder_aimage.content.verified_reader import readinto
+from clowder_aimage.content.store import Reader
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
@@ -45,7 +45,7 @@ class RangeFile(io.FileIO):
         super().__init__(fd)
         self.offset = offset
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:
         count = os.preadv(self.fileno(), [buffer], self.offset)
         self.offset += count
         return count
@@ -193,12 +193,12 @@ class RangeCache:
         return file
 
     def _copy(
-        self, reader: Any, file: BinaryIO, flight: RangeFlight, rate: Rate | None = None
+        self, reader: Reader, file: BinaryIO, flight: RangeFlight, rate: Rate | None = None
     ) -> None:
         buffer, at, length = new_buffer(), 0, flight.part.length
         while at < length:
             view = buffer[: min(length - at, rate.burst if rate else length)]
-            count = readinto(reader, view)
+            count = reader.readinto(view)
             if not count:
                 raise NetworkError(f"{flight.part.digest} broke off")
             if self._is_closed:

@@ -16,9 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Event
-from typing import BinaryIO
 
 from clowder_aimage.content.copy_option import Rate
+from clowder_aimage.content.store import Reader
 from clowder_aimage.distribution.upstream import ClientPool
 from clowder_aimage.errors import AImageError, FormatError, NetworkError
 from clowder_aimage.node.peers import LATE, Peer, Peers
@@ -255,7 +255,7 @@ class RangeUpstream:
         self._whole_only[registry] = time.monotonic() + _PAUSE
 
     @contextlib.contextmanager
-    def open(self, reference: Reference, part: BlobRange) -> Iterator[BinaryIO]:
+    def open(self, reference: Reference, part: BlobRange) -> Iterator[Reader]:
         """Open a range of a blob in the repository of ``reference``. Raises as ``size``."""
         content = part.content
         with self._pool.lend(reference) as repository:
@@ -266,10 +266,10 @@ class RangeUpstream:
             is_mirrored = repository.was_mirrored(content)
             self._on_bytes("mirror" if is_mirrored else "registry", part.length)
 
-    def distrust(self, reference: Reference, content: Descriptor) -> None:
+    def invalidate(self, reference: Reference, content: Descriptor) -> None:
         """Record a mismatch of a blob's content; later requests may use another source."""
         with contextlib.suppress(AImageError), self._pool.lend(reference) as repository:
-            repository.distrust(content)
+            repository.invalidate(content)
 
     def rate(self, registry: str) -> Rate | None:
         """Return the configured rate limit for a registry."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import http.client
-import io
 import time
 from collections.abc import Callable
 
 from urllib3.exceptions import HTTPError
 
 from clowder_aimage.content.chunk import SMALL
+from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
@@ -21,7 +21,7 @@ _SLOWEST = 2048  # bytes per second; a slower connection is replaced
 BlobRequest = Callable[[int | None, int], RegistryResponse]
 
 
-class BlobReader(io.RawIOBase):
+class BlobReader(RawReader):
     """A stream of the bytes [offset, end) of a blob of ``size`` bytes.
 
     If the connection breaks, stalls or is too slow, the rest is requested on a new one. If a server
@@ -39,13 +39,10 @@ class BlobReader(io.RawIOBase):
         if offset < end:  # servers refuse an empty range, so none is requested
             self._connect()
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def _fill(self, view: memoryview) -> int:
         while self._offset < self._end:
             try:
-                count = self._read(memoryview(buffer)[: self._end - self._offset])
+                count = self._read(view[: self._end - self._offset])
             except BrokenOffError:
                 self._broken += 1
                 if self._broken >= ATTEMPTS:

@@ -7,7 +7,6 @@ nodes, and is sent directly to its address. Responses are bounded in size and ti
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 import socket
 import time
@@ -21,6 +20,7 @@ import urllib3
 from urllib3.exceptions import HTTPError, ProtocolError
 from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
+from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.response import RegistryResponse
@@ -95,7 +95,7 @@ def addresses_of(host: str, port: int) -> list[str]:
     return sorted({str(each[4][0]) for each in found})
 
 
-class PeerReader(io.RawIOBase):
+class PeerReader(RawReader):
     """The content of a response: ``count`` bytes, not verified.
 
     ``on_end`` is called with the error that ended it, or with None if it is complete.
@@ -106,11 +106,8 @@ class PeerReader(io.RawIOBase):
         self._left, self._limit, self._waited = count, limit, 0.0
         self.on_end: Callable[[PeerError | None], object] = lambda _: None
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        view = memoryview(buffer)[: self._left]
+    def _fill(self, view: memoryview) -> int:
+        view = view[: self._left]
         if not view:
             return 0
         try:

@@ -7,11 +7,10 @@ import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import BinaryIO, cast
 
 from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
-from clowder_aimage.content.store import Body, Source, Target
+from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import RegistryError, UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
@@ -122,7 +121,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
             raise RegistryError(f"{self._name} does not say how large {digest} is")
         return int(length)
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.media_type in mediatype.DOCUMENTS:
             return io.BytesIO(self._manifest(content)[offset:][:length])
         end = content.size if length is None else min(content.size, offset + length)
@@ -139,14 +138,14 @@ class Repository(Target, AbstractContextManager["Repository"]):
         reader = BlobReader(get, what, offset, end, content.size)
         if reader.ignores_range:
             self._without_ranges.add(content.digest)
-        return cast(BinaryIO, reader)
+        return reader
 
     def supports_ranges(self, content: Descriptor, /) -> bool:
         return content.digest not in self._without_ranges
 
-    def distrust(self, content: Descriptor, /) -> bool:
+    def invalidate(self, content: Descriptor, /) -> bool:
         """Exclude the mirrors that sent wrong content; return whether there were any."""
-        return self._session.mirrors.distrust(content.digest)
+        return self._session.mirrors.invalidate(content.digest)
 
     def was_mirrored(self, content: Descriptor) -> bool:
         """Return whether a blob came from a mirror."""

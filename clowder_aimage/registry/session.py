@@ -223,7 +223,7 @@ class Mirrors:
         """Exclude mirrors that break off while sending ``digest``, whose content may be right."""
         self._failed |= self._sent.get(str(digest), set())
 
-    def distrust(self, digest: Digest) -> bool:
+    def invalidate(self, digest: Digest) -> bool:
         """Exclude the mirrors that sent wrong content for ``digest``; return whether any did."""
         senders = self._sent.pop(str(digest), set())
         self._failed |= senders

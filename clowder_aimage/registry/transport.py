@@ -13,7 +13,7 @@ import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -30,6 +30,7 @@ from urllib3.exceptions import (
 )
 from urllib3.util.wait import wait_for_write
 
+from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import BrokenOffError
@@ -52,20 +53,19 @@ def origin(url: str) -> tuple[str, str, int]:
 class StreamBody:
     """``size`` bytes of a stream, which is at ``offset``, as the body of a request.
 
-    Without TLS the kernel sends files: streams with ``fileno`` and with ``sent``, which is called
-    with the number of bytes. Other streams are read in blocks; if the stream must end with the body
-    (``last``), the last block is sent once that is verified.
+    Without TLS the kernel sends a FileStream. Other streams are read in blocks; if the stream must
+    end with the body (``last``), the last block is sent once that is verified.
     """
 
-    stream: BinaryIO
+    stream: Reader
     offset: int
     size: int
     last: bool
 
     def send_to(self, sock: socket.socket) -> None:
         """Write the bytes to a socket. Raises OSError, and what the stream raises."""
-        if type(sock) is socket.socket and hasattr(self.stream, "sent"):
-            self._send_file(sock)
+        if type(sock) is socket.socket and isinstance(self.stream, FileStream):
+            self._send_file(sock, self.stream)
             return
         left = self.size
         while left:
@@ -75,8 +75,8 @@ class StreamBody:
                 raise EOFError("the body does not have the length that it should have")
             sock.sendall(block)
 
-    def _send_file(self, sock: socket.socket) -> None:
-        file, offset, end = self.stream.fileno(), self.offset, self.offset + self.size
+    def _send_file(self, sock: socket.socket, stream: FileStream) -> None:
+        file, offset, end = stream.fileno(), self.offset, self.offset + self.size
         while offset < end:
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
@@ -87,7 +87,7 @@ class StreamBody:
             if not count:
                 raise EOFError("the body does not have the length that it should have")
             offset += count
-            self.stream.sent(count)  # type: ignore[attr-defined]
+            stream.sent(count)
 
 
 class _StreamSender:

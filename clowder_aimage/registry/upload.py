@@ -10,10 +10,9 @@ from __future__ import annotations
 import io
 import os
 import re
-from typing import BinaryIO
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
-from clowder_aimage.content.store import Body
+from clowder_aimage.content.store import Body, FileStream, Reader
 from clowder_aimage.content.verified_reader import VerifyingReader, check_size, verify
 from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
@@ -169,16 +168,16 @@ class _Upload:
             raise BrokenOffError(f"{self._what} is not where it should be")
         return answer
 
-    def _opened(self) -> BinaryIO:
+    def _opened(self) -> Reader:
         stream = self._body(self._at)
-        if hasattr(stream, "sent"):  # a file: a wrong size is known in advance
+        if isinstance(stream, FileStream):  # a wrong size is known in advance
             try:
                 check_size(self._content, os.fstat(stream.fileno()).st_size)
             except VerificationError:
                 stream.close()
                 raise
         elif not self._at:
-            return VerifyingReader(stream, self._content)  # type: ignore[return-value]
+            return VerifyingReader(stream, self._content)
         return stream
 
     def _shrink(self, answer: RegistryResponse, size: int) -> None:

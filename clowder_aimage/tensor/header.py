@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from clowder_aimage.errors import FormatError
 
@@ -127,11 +127,16 @@ def encode_header(
     return _LENGTH.pack(len(text)) + text
 
 
-def read_header(file: BinaryIO, size: int) -> Header:
+class Readable(Protocol):
+    """An open file."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
+def read_header(file: Readable, size: int) -> Header:
     """Read the header of an open safetensors file of ``size`` bytes.
 
-    Raises:
-        FormatError: The file is truncated, or its header does not match its data.
+    Raises FormatError if it is truncated, or its header does not match its data.
     """
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
@@ -148,8 +153,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 def parse_header(text: bytes, data_size: int) -> Header:
     """Parse a header whose data is ``data_size`` bytes long.
 
-    Raises:
-        FormatError: Two readers could interpret the header differently.
+    Raises FormatError if two readers could interpret the header differently.
     """
     if not text.startswith(b"{"):
         raise FormatError("the header is not a JSON object")

@@ -77,8 +77,7 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
     Candidates are the name itself, the name with its component, and LEGACY_KEY. Source: ollama,
     x/imagegen/manifest.
 
-    Raises:
-        FormatError: The blob holds none of them, or other tensors as well.
+    Raises FormatError if the blob holds none of them, or other tensors as well.
     """
     for key in (name, f"{component}/{name}", LEGACY_KEY):
         if key in tensors:
@@ -122,8 +121,7 @@ def check_layer(
     Layers state the name of the quantization and the logical shape; those of other tools state
     U32 and the shape of the codes.
 
-    Raises:
-        FormatError: The dtype or shape differs.
+    Raises FormatError if the dtype or shape differs.
     """
     if (dtype, shape) == (tensor.dtype, tensor.shape):
         return  # the common case

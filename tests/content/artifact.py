@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable
-from typing import Any, BinaryIO
+from typing import Any
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
@@ -92,7 +92,7 @@ class Broken(io.RawIOBase):
 def broken_body(data: bytes, error: Exception) -> Any:
     """Return a body that fails after ``data``."""
 
-    def body(offset: int = 0, /) -> BinaryIO:
+    def body(offset: int = 0, /) -> io.BufferedReader:
         return io.BufferedReader(Broken(data[offset:], error))
 
     return body

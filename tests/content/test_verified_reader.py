@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import io
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clowder_aimage.content import VerifyingReader, bytes_body, file_body, read_all
+from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
 from tests.content.artifact import BLOB, blob
 
 
-class Drip:
-    """Returns few bytes at a time, and only implements ``read``."""
+class Drip(RawReader):
+    """Returns few bytes at a time."""
 
     def __init__(self, data: bytes, sizes: list[int]) -> None:
         self._data = io.BytesIO(data)
         self._sizes = sizes
 
-    def read(self, size: int = -1, /) -> bytes:
-        step = self._sizes.pop() if self._sizes else 1
-        return self._data.read(min(size, step) if size >= 0 else step)
-
-    def close(self) -> None:
-        pass
+    def _fill(self, view: memoryview) -> int:
+        return self._data.readinto(view[: self._sizes.pop() if self._sizes else 1])
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 50)), st.integers(1, 64))
 def test_correct_bytes_pass_in_reads_of_any_size(data, sizes, size):
-    with VerifyingReader(cast(BinaryIO, Drip(data, sizes)), blob(data)) as reader:
+    with VerifyingReader(Drip(data, sizes), blob(data)) as reader:
         parts = []
         while part := reader.read(size):
             parts.append(part)

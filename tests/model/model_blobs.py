@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import BinaryIO
 
-from clowder_aimage.content.store import bytes_body, file_body
+from clowder_aimage.content.store import Reader, bytes_body, file_body
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import NotFoundError
@@ -29,7 +28,7 @@ class FolderStore:
             raise NotFoundError(f"no {content.digest}")
         return path
 
-    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> BinaryIO:
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         file = self.path(content).open("rb")
         file.seek(offset)
         return file

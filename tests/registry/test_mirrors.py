@@ -217,14 +217,14 @@ def test_bytes_of_an_avoided_mirror_are_attributed_to_it(answering):
     _, mirrors = answering
     mirrors.request("GET", BLOB, None, 1)
     mirrors.avoid(DIGEST)
-    assert mirrors.distrust(DIGEST)
-    assert not mirrors.distrust(DIGEST)  # reported once: all later bytes come from the registry
+    assert mirrors.invalidate(DIGEST)
+    assert not mirrors.invalidate(DIGEST)  # reported once: all later bytes come from the registry
 
 
 def test_bytes_of_the_registry_are_not_attributed_to_a_mirror(answering):
     session, mirrors = answering
     mirrors.avoid(DIGEST)
-    assert not mirrors.distrust(DIGEST)
+    assert not mirrors.invalidate(DIGEST)
     assert mirrors.request("GET", BLOB, None, 1) is not None
     assert session.asked == [BLOB]
 
