@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.process import run
+
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 120  # timeout in seconds of one mutant's tests; a mutant that hangs counts as killed
 COMPARED = {
@@ -88,12 +90,10 @@ def is_killed(checkout: Path, tests: list[str]) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(
+        done = run(
             [*command, "-m", "not integration and not slow", *tests],
             cwd=checkout,
-            capture_output=True,
             timeout=TIMEOUT,
-            check=False,
             env=environment,
         )
     except subprocess.TimeoutExpired:

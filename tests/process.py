@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clowder_aimage.cli.main import run
+from clowder_aimage.cli.main import run as run_verb
 
 PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
 _PROGRAM = [*PROGRAM]
@@ -27,6 +27,7 @@ AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHO
 # Pooled threads, which remain; the last two belong to servers in this process
 POOLS = ("aimage-write", "aimage-mlx", "asyncio", "waitpid")
 THREADS_END = 20.0  # seconds
+TIMEOUT = 300.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
 _children: list[subprocess.Popen[Any]] = []
 
@@ -48,6 +49,37 @@ def spawn(
     if not is_shared:
         _children.append(child)
     return child
+
+
+def run(
+    command: Sequence[object],
+    *,
+    input: str | bytes | None = None,  # noqa: A002
+    timeout: float = TIMEOUT,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """Run a child to its end; its outputs are returned.
+
+    Args:
+        command: The program and its arguments.
+        input: The data for its stdin.
+        timeout: The child is killed after this many seconds.
+        check: Raise CalledProcessError if the child fails.
+        options: As for ``subprocess.Popen``.
+    """
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        pipes["stdin"] = subprocess.PIPE
+    child = spawn(command, **pipes | options)
+    try:  # not reaped(): other threads may start children meanwhile
+        out, err = child.communicate(input, timeout=timeout)
+    finally:
+        end(child)
+    done = subprocess.CompletedProcess(child.args, child.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
 
 
 @contextlib.contextmanager
@@ -76,7 +108,7 @@ def end(child: subprocess.Popen[Any]) -> None:
 
 def restore_signals() -> None:
     """Restore default signals: children inherit what a shell sets for background jobs."""
-    for number in (signal.SIGINT, signal.SIGQUIT):
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_IGN:
             default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)
@@ -127,13 +159,10 @@ class Aimage:
 
     def process(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
         """Run a verb as a child process."""
-        child = self.start(*arguments, stdin=subprocess.PIPE)
-        try:  # not reaped(): other threads may start children meanwhile
-            out, err = child.communicate(stdin, timeout=120)
-        finally:
-            end(child)
-        assert "Traceback" not in err, err
-        done = Done(child.returncode, out, err)
+        command = [*PROGRAM, *arguments]
+        ended = run(command, input=stdin, timeout=120, text=True, env=self.env(), cwd=self.home)
+        done = Done(ended.returncode, ended.stdout, ended.stderr)
+        assert "Traceback" not in done.err, done.err
         _check(done, code)
         return done
 
@@ -192,7 +221,7 @@ def _run_here(
         given.write(stdin.encode())
         given.seek(0)
         with _streams(given, out, err):
-            code = run(arguments)
+            code = run_verb(arguments)
         return Done(code, _text(out), _text(err))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import spawn
+from tests.process import run, spawn
 
 USER, PASSWORD = "operator", "open sesame"
 _HTPASSWD = f"{USER}:$2b$04$a7mYyL7B.7KnFTvR6z49i.8x/zQh7U6x/hFjv2IM28WT6Bc0Ag1Be\n"
@@ -108,7 +108,7 @@ def _engine() -> bool:
     docker = shutil.which("docker")
     if docker is None:
         return False
-    return subprocess.run([docker, "info"], capture_output=True, timeout=20).returncode == 0
+    return run([docker, "info"], timeout=20).returncode == 0
 
 
 @contextlib.contextmanager

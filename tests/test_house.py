@@ -10,7 +10,8 @@ from pathlib import Path
 
 from clowder_aimage.cli.console.remedy import REMEDIES
 
-PACKAGE = Path(__file__).parent.parent / "clowder_aimage"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "clowder_aimage"
 # Line budget of each package, raised only with a record in docs/adr/ (see 0016); "." is the
 # root's modules
 BUDGETS = {
@@ -145,6 +146,21 @@ def test_sockets_are_used_by_registry_http_and_the_worker_client_alone():
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             found += [f"{path.relative_to(PACKAGE)}: {name}" for name in names if name in NETWORK]
     assert not found
+
+
+def test_children_of_tests_are_started_by_one_module():
+    """It gives them default signals and ends them with the test."""
+    found = []
+    for path in sorted(TESTS.rglob("*.py")):
+        if path in (TESTS / "process.py", TESTS / "deploy" / "confined.py"):  # a program of its own
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            text = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.ImportFrom):
+                text = f"{node.module}."
+            if text.startswith("subprocess."):
+                found.append(f"{path.relative_to(TESTS)}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
 
 
 def test_every_remedy_is_in_the_table_and_used():

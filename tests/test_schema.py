@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.schema import load, names, validate, violations
 from clowder_aimage.tensor.header import DTYPE_BITS
+from tests.process import run
 
 SCHEMAS = Path(__file__).parent.parent / "schemas"
 FILES = sorted(SCHEMAS.glob("*.schema.json"))
@@ -232,7 +232,5 @@ def test_an_installed_package_contains_the_schemas(tmp_path):
     code = (
         "from clowder_aimage.schema import *; print(load('aimage-config')['title'], len(names()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run([sys.executable, "-S", "-c", code], cwd=tmp_path, text=True)
     assert done.stdout == f"AImage config {len(FILES)}\n", done.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from tests.importer.valued import as_dtype, bf16_values, make_valued, transformer
+from tests.process import run
 
 MIB = 1024 * 1024
 
@@ -182,9 +182,8 @@ print(f"grew by {peak() - before}", file=sys.stderr)
 def grown(here, model, *options):
     """Return the memory that creating ``model`` takes beyond the libraries."""
     arguments = ("--store", here.store, "-q", "create", "m", model.directory, *options)
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", PEAK, *map(str, arguments)],
-        capture_output=True,
         text=True,
         env=here.env(),
         check=True,

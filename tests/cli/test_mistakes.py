@@ -7,7 +7,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import time
 
 import pytest
@@ -17,7 +16,7 @@ from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Reference
-from tests.process import PROGRAM
+from tests.process import PROGRAM, run
 from tests.scripted import ScriptedRegistry, artifact, serving
 
 
@@ -184,13 +183,13 @@ def test_a_full_disk_fails_without_partial_blobs(aimage, tiny):
             assert Descriptor.of("", data).digest.encoded == blob.name
         assert not list((here.store / ".aimage" / "ingest").iterdir())
     finally:
-        subprocess.run(["umount", str(here.store)], check=True)
+        run(["umount", str(here.store)], check=True)
 
 
 def _on_small_disk(here):
     here.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(here.store)]
-    return here.store if subprocess.run(mount, capture_output=True).returncode == 0 else None
+    return here.store if run(mount).returncode == 0 else None
 
 
 @pytest.mark.integration
@@ -247,9 +246,8 @@ def test_ctrl_c_during_a_create(aimage, tiny, tmp_path):
 def test_a_closed_pipe_is_not_an_error(stocked):
     here = stocked()
     shell = " ".join(PROGRAM) + " show x --layers | head -1"
-    done = subprocess.run(
+    done = run(
         ["bash", "-o", "pipefail", "-c", shell],
-        capture_output=True,
         text=True,
         env=here.env(),
     )
@@ -313,11 +311,10 @@ def test_run_with_256_open_files(stocked):
     """256 open files are the default on macOS."""
     here = stocked()
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
-    done = subprocess.run(
+    done = run(
         [*PROGRAM, "run", "x", "a fox", "--steps", "1", "-o", "x.png"],
         env=here.env(),
         cwd=here.home,
-        capture_output=True,
         text=True,
         preexec_fn=limit,
     )
@@ -376,11 +373,11 @@ def test_an_image_on_a_full_disk_fails(stocked):
     small = here.home / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(small)]
-    if subprocess.run(mount, capture_output=True).returncode:
+    if run(mount).returncode:
         pytest.skip("no small disk can be mounted here")
     try:
         done = here("run", "x", "a fox", "--steps", 1, "--width", 256, "-o", small, code=6)
         assert "no space left for the picture" in done.err
         assert list(small.iterdir()) == []
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        run(["umount", str(small)], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -20,6 +19,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from tests.cli.test_startup import HEAVY
+from tests.process import run
 from tests.scripted_worker import Says, ScriptedWorker, says
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
@@ -73,7 +73,7 @@ def cells(row):
     return [cell.strip() for cell in row.split("  ") if cell.strip()]
 
 
-def run(answer, *arguments, host=None, **environment):
+def ask_status(answer, *arguments, host=None, **environment):
     """Return the verb's result, and the requests that the node received."""
     script = answer if callable(answer) else lambda asked: says(answer)
     with ScriptedWorker(script).running() as worker:
@@ -87,14 +87,14 @@ def run(answer, *arguments, host=None, **environment):
 
 
 def test_one_request_is_sent_with_the_token():
-    done, (asked,) = run(NODE, AIMAGE_TOKEN="open-sesame")
+    done, (asked,) = ask_status(NODE, AIMAGE_TOKEN="open-sesame")
     assert (done.exit_code, asked.method, asked.path) == (0, "GET", "/v1/node")
     assert asked.headers["Authorization"] == "Bearer open-sesame"
 
 
 def test_json_is_the_answer_of_the_node():
     answer = NODE | {"models": [model()], "x-later": [1]}
-    done, _ = run(answer, "--json")
+    done, _ = ask_status(answer, "--json")
     assert json.loads(done.stdout) == answer
 
 
@@ -120,7 +120,7 @@ def test_an_invalid_address_is_a_usage_error():
 
 
 def test_options_of_this_machine_are_refused(tmp_path):
-    done, asked = run(NODE, "--store", str(tmp_path))
+    done, asked = ask_status(NODE, "--store", str(tmp_path))
     assert isinstance(done.exception, UsageError) and asked == []
 
 
@@ -137,12 +137,12 @@ def test_options_of_this_machine_are_refused(tmp_path):
     ],
 )
 def test_answers_that_are_not_a_status(answer, error, text):
-    done, _ = run(lambda asked: answer)
+    done, _ = ask_status(lambda asked: answer)
     assert isinstance(done.exception, error) and text in done.exception.message
 
 
 def test_an_unreachable_node_fails(tmp_path):
-    done, _ = run(NODE, host=f"unix://{tmp_path}/none.sock")
+    done, _ = ask_status(NODE, host=f"unix://{tmp_path}/none.sock")
     assert isinstance(done.exception, NetworkError)
     assert "aimage node" in (done.exception.hint or "")
 
@@ -260,7 +260,7 @@ def test_unreachable_peers_are_listed():
 
 @pytest.mark.parametrize("is_json", [False, True])
 def test_warnings_are_on_stderr(is_json):
-    done, _ = run(NODE | {"warnings": ["desired state invalid"]}, *["--json"] * is_json)
+    done, _ = ask_status(NODE | {"warnings": ["desired state invalid"]}, *["--json"] * is_json)
     assert ("warning: desired state invalid" in done.stderr) is not is_json
 
 
@@ -274,7 +274,7 @@ def test_control_characters_are_not_printed():
         "desired": NODE["desired"] | {"valid": False, "error": evil},
         "models": [model(reason=evil, state="failed"), model(reason=evil)],
     }
-    done, _ = run(answer)
+    done, _ = ask_status(answer)
     assert done.exit_code == 0
     assert not [c for c in done.output if not c.isprintable() and c != "\n"]
     assert not [line for line in done.output.splitlines() if line.startswith("ready")]
@@ -292,9 +292,8 @@ def test_times_are_relative(seconds, words):
 
 
 def test_the_verb_starts_fast():
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-X", "importtime", "-c", "import clowder_aimage.cli.verbs.node"],
-        capture_output=True,
         text=True,
     )
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}

@@ -22,7 +22,7 @@ from clowder_aimage.cli.console.output import duration
 from clowder_aimage.cli.console.progress import BarView, JsonView, LineView, Progress
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from tests.process import PROGRAM, spawn
+from tests.process import PROGRAM, run, spawn
 
 REFERENCE = Reference.parse("registry.example.com/team/model:v1")
 NEVER = 3600.0  # the tests redraw themselves
@@ -438,9 +438,7 @@ def test_a_dumb_terminal_receives_no_cursor_movements(aimage, pushed):
     here.environment["TERM"] = "dumb"
     master, slave = pty.openpty()
     command = [*PROGRAM, "pull", pushed, "--limit-rate", "500k"]
-    done = subprocess.run(
-        command, stderr=slave, stdout=subprocess.PIPE, env=here.env(), cwd=here.home, timeout=60
-    )
+    done = run(command, stderr=slave, env=here.env(), cwd=here.home, timeout=60)
     os.close(slave)
     text = os.read(master, 65536).decode()
     os.close(master)
@@ -483,5 +481,5 @@ def test_quiet_prints_nothing(options, aimage, pushed):
 
 def test_bars_are_only_imported_on_a_terminal():
     code = "import clowder_aimage.cli.verbs.pull, sys; print('rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run([sys.executable, "-c", code], text=True, check=True)
     assert done.stdout == "False\n"

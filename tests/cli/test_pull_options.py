@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 
 import pytest
+
+from tests.process import run
 
 
 @pytest.mark.integration
@@ -41,7 +42,7 @@ def test_a_pull_without_enough_space_is_not_started(aimage, registry, pushed):
     there = aimage("there")
     there.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(there.store)]
-    if subprocess.run(mount, capture_output=True).returncode:
+    if run(mount).returncode:
         pytest.skip("no small disk can be mounted here")
     try:
         mark = registry.mark()
@@ -50,4 +51,4 @@ def test_a_pull_without_enough_space_is_not_started(aimage, registry, pushed):
         assert registry.count(mark, pushed.rpartition(":")[0]) == {"GET manifest": 1}
         assert list(there.store.iterdir()) == []
     finally:
-        subprocess.run(["umount", str(there.store)], check=True)
+        run(["umount", str(there.store)], check=True)

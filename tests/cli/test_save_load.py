@@ -16,7 +16,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference, mediatype
 from tests.content import artifact
-from tests.process import PROGRAM, spawn
+from tests.process import PROGRAM, run, spawn
 
 
 @pytest.fixture
@@ -75,11 +75,10 @@ def test_save_pipes_into_load(here, aimage):
     there = aimage("there")
     save, load = (" ".join(PROGRAM) + f" {verb}" for verb in ("save tiny -o -", "load -"))
     shell = f"{save} | tee x.tar | gzip | AIMAGE_STORE={there.store} {load} --json"
-    done = subprocess.run(
+    done = run(
         ["bash", "-o", "pipefail", "-c", shell],
         cwd=here.home,
         env=here.env(),
-        capture_output=True,
         text=True,
         timeout=120,
     )
@@ -92,7 +91,7 @@ def test_save_pipes_into_load(here, aimage):
 
 def test_save_writes_only_the_archive_to_stdout(here):
     command = [*PROGRAM, "save", "tiny", "-o", "-", "--json"]
-    done = subprocess.run(command, env=here.env(), capture_output=True, timeout=120)
+    done = run(command, env=here.env(), timeout=120)
     last = json.loads(done.stderr.splitlines()[-1])
     assert (last["event"], last["size"]) == ("saved", len(done.stdout))
     assert last["digest"] == f"sha256:{hashlib.sha256(done.stdout).hexdigest()}"
@@ -100,7 +99,7 @@ def test_save_writes_only_the_archive_to_stdout(here):
 
 def test_a_closed_pipe_fails_a_save(here):
     shell = f"{' '.join(PROGRAM)} save tiny -o - | head -c 1000 | wc -c; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", shell], env=here.env(), capture_output=True, text=True)
+    done = run(["bash", "-c", shell], env=here.env(), text=True)
     assert (done.returncode, done.stdout.strip()) == (1, "1000")
     assert "has closed it before its end" in done.stderr
     assert "Traceback" not in done.stderr
@@ -110,11 +109,10 @@ def test_a_closed_pipe_fails_a_save(here):
 def test_save_to_a_terminal_is_refused(here, arguments):
     leader, follower = pty.openpty()
     try:
-        done = subprocess.run(
+        done = run(
             [*PROGRAM, *arguments],
             stdin=follower,
             stdout=follower,
-            stderr=subprocess.PIPE,
             text=True,
             env=here.env(),
             timeout=60,
@@ -167,7 +165,7 @@ def test_intact_names_are_printed_before_the_error(here, aimage):
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"away")])
     layout.push(away.descriptor, bytes_body(away.raw), Reference.parse("half"))
     assert "is not in the store" in here("save", "half", "tiny", "-o", "x.tar", code=3).err
-    subprocess.run(["tar", "-cf", "x.tar", "-C", here.store, "."], cwd=here.home, check=True)
+    run(["tar", "-cf", "x.tar", "-C", here.store, "."], cwd=here.home, check=True)
     done = aimage("there")("load", "x.tar", code=5)
     assert done.line == f"tiny:latest {here.digest}"
     assert "half:latest lacks sha256:" in done.err
@@ -186,7 +184,7 @@ def test_save_of_an_index_reports_omitted_manifests(here, aimage):
 def small_disk(place):
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
+    if run(mount).returncode:
         pytest.skip("no small disk can be mounted here")
 
 
@@ -197,7 +195,7 @@ def test_save_on_a_full_disk_fails(here, aimage):
         done = here("save", "tiny", "-o", small / "x.tar", code=6)
         assert "has room for" in done.err
         shell = f"{' '.join(PROGRAM)} save tiny -o - > {small}/y.tar"
-        full = subprocess.run(["bash", "-c", shell], env=here.env(), capture_output=True, text=True)
+        full = run(["bash", "-c", shell], env=here.env(), text=True)
         assert full.returncode == 6
         assert "no space left" in full.stderr
         (small / "y.tar").unlink()
@@ -207,7 +205,7 @@ def test_save_on_a_full_disk_fails(here, aimage):
         there("load", "x.tar", code=6)
         assert there("ls", "--json").value == []
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        run(["umount", str(small)], check=True)
 
 
 def test_ctrl_c_during_a_save_leaves_no_file(here):
@@ -259,14 +257,13 @@ def test_skopeo_reads_a_saved_archive(here, skopeo):
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "x.tar")
     for name in ("tiny:latest", "localhost:5000/team/tiny:v1"):
-        done = subprocess.run(
+        done = run(
             [skopeo, "inspect", "--raw", f"oci-archive:x.tar:{name}"],
             cwd=here.home,
-            capture_output=True,
             check=True,
         )
         assert f"sha256:{hashlib.sha256(done.stdout).hexdigest()}" == here.digest
-    subprocess.run(
+    run(
         [skopeo, "copy", "-q", "oci-archive:x.tar:tiny:latest", "oci:copied:v2"],
         cwd=here.home,
         check=True,
@@ -280,7 +277,7 @@ def test_load_reads_an_archive_of_skopeo(here, aimage, skopeo):
     for name in (":named:v1", ":v1", ""):
         (here.home / "x.tar").unlink(missing_ok=True)
         source, target = f"oci:{here.store}:tiny:latest", f"oci-archive:x.tar{name}"
-        subprocess.run([skopeo, "copy", "-q", source, target], cwd=here.home, check=True)
+        run([skopeo, "copy", "-q", source, target], cwd=here.home, check=True)
         there = aimage(f"there{name}")
         if name:
             wanted = "v1:latest" if name == ":v1" else "named:v1"
@@ -297,7 +294,7 @@ def test_load_decompresses_layers_of_skopeo(here, aimage, skopeo, tiny):
     here("create", "boxed", tiny, "--dialect", "container")
     source = f"oci:{here.store}:boxed:latest"
     command = [skopeo, "copy", "-q", "--dest-compress", source, "oci-archive:x.tar:boxed:v1"]
-    subprocess.run(command, cwd=here.home, check=True)
+    run(command, cwd=here.home, check=True)
     there = aimage("there")
     there("load", "x.tar")
     wanted = here("show", "tiny", "--json").value["layers"]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.process import run
 
 HEAVY = {
     *("mlx", "numpy", "PIL", "jinja2", "tokenizers", "torch", "safetensors"),
@@ -16,9 +17,8 @@ HEAVY = {
 
 def imported(*arguments: str) -> set[str]:
     """Return the modules that a command line imports, as reported by Python."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-X", "importtime", "-m", "clowder_aimage.cli", *arguments],
-        capture_output=True,
         text=True,
     )
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}

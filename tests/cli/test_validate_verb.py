@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import encode_header
-from tests.process import PROGRAM
+from tests.process import PROGRAM, run
 from tests.vectors.vector import HERE
 
 CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
@@ -191,11 +190,10 @@ def test_an_endless_file_is_not_read_in_full(here):
 def test_a_named_pipe_is_validated(here):
     command = " ".join([*PROGRAM, "validate", "<(cat oci.json)"])
     document(here, "oci.json", (HERE / "oci-index.json").read_text())
-    done = subprocess.run(
+    done = run(
         ["bash", "-c", command],
         cwd=here.home,
         env=here.env(),
-        capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
@@ -443,7 +441,5 @@ def test_help_does_not_import_jsonschema(here):
         "import sys, clowder_aimage.cli.verbs.validate as v, clowder_aimage.validate;"
         "print([m for m in sys.modules if m.startswith(('jsonschema', 'requests', 'mlx'))])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=here.env(), capture_output=True, text=True
-    )
+    done = run([sys.executable, "-c", code], env=here.env(), text=True)
     assert done.stdout == "[]\n", done.stderr

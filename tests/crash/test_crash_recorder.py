@@ -13,6 +13,7 @@ import pytest
 
 from tests.crash.power import Disk, check_replayed, read_log
 from tests.crash.scene import ROOT
+from tests.process import run
 
 BEGIN = """
 import json, os, pathlib, sys
@@ -67,18 +68,17 @@ def top(tmp_path: Path) -> Path:
     return path
 
 
-def run(top: Path, program: str, **order) -> subprocess.CompletedProcess[str]:
+def record(top: Path, program: str, **order) -> subprocess.CompletedProcess[str]:
     order |= {"top": str(top)}
-    return subprocess.run(
+    return run(
         [sys.executable, "-c", BEGIN + program, json.dumps(order), str(top)],
-        capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
 
 def test_every_write_is_recorded(top, tmp_path):
-    done = run(top, EVERYTHING, log=str(tmp_path / "log"))
+    done = record(top, EVERYTHING, log=str(tmp_path / "log"))
     assert done.returncode == 0, done.stderr
     disk, calls = Disk(), read_log(tmp_path / "log")
     for call, data in calls:
@@ -89,7 +89,7 @@ def test_every_write_is_recorded(top, tmp_path):
 
 
 def test_unrecorded_calls_are_refused(top):
-    done = run(top, "os.writev(os.open('x', os.O_WRONLY | os.O_CREAT), [b'x'])")
+    done = record(top, "os.writev(os.open('x', os.O_WRONLY | os.O_CREAT), [b'x'])")
     assert "AssertionError: writev is not watched" in done.stderr
 
 
@@ -107,7 +107,7 @@ os.write(fd, b"0123")
 os.fsync(fd)
 os.write(fd, b"4567")
 """
-    assert run(top, program, **order).returncode == -signal.SIGKILL
+    assert record(top, program, **order).returncode == -signal.SIGKILL
     assert ((top / "x").read_bytes() if (top / "x").exists() else None) == left
 
 
@@ -129,5 +129,5 @@ def write():
 fd = os.open("x", os.O_WRONLY | os.O_CREAT)
 print(write(), write(), write())
 """
-    done = run(top, program, **order)
+    done = record(top, program, **order)
     assert done.stdout.strip() == said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.deploy.written import DEPLOY, ROOT
+from tests.process import run
 
 KUBERNETES = DEPLOY / "kubernetes"
 GUIDE = ROOT / "docs" / "kubernetes.md"
@@ -74,7 +74,7 @@ def built(overlay: Path, program: str) -> str:
     """Return the output of ``kubectl kustomize`` for an overlay; fail the test with its errors."""
     command = [program, "kustomize", str(overlay)]
     environment = {**os.environ, "KUBECONFIG": os.devnull}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = run(command, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

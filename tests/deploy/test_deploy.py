@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -37,6 +36,7 @@ from tests.deploy.written import (
     typed,
     unit,
 )
+from tests.process import run
 
 LARGEST_EXPOSURE = 3.0
 USER = "10001:10001"
@@ -75,9 +75,9 @@ def tool(program: str) -> str:
     return found
 
 
-def run(*command: object) -> str:
+def output(*command: object) -> str:
     """Return a program's output; fail the test with it if the program fails."""
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120)
+    done = run([*map(str, command)], text=True, timeout=120)
     said = done.stdout + done.stderr
     assert done.returncode == 0, f"exit code {done.returncode}: {said}"
     return said
@@ -178,7 +178,7 @@ def test_is_pinned_refuses_unpinned_images() -> None:
 
 def test_hadolint_reports_nothing() -> None:
     for path in DOCKERFILES:
-        assert run(tool("hadolint"), "--failure-threshold", "style", path) == ""
+        assert output(tool("hadolint"), "--failure-threshold", "style", path) == ""
 
 
 def test_images_run_as_one_user_other_than_root() -> None:
@@ -230,7 +230,7 @@ def test_the_copied_files_build_the_complete_wheel(path: Path, tmp_path: Path) -
         else:
             shutil.copy(ROOT / source, tmp_path / source)
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run(command, cwd=tmp_path, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "dist").glob("clowder_aimage-*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -245,14 +245,14 @@ def test_the_copied_files_build_the_complete_wheel(path: Path, tmp_path: Path) -
 
 
 def test_the_compose_file_matches_its_schema() -> None:
-    run(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
+    output(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
 
 
 def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None:
     wrong = tmp_path / "docker-compose.yml"
     wrong.write_text(COMPOSE.read_text().replace("read_only:", "readonly:"))
     command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(wrong)]
-    assert subprocess.run(command, capture_output=True).returncode == 1
+    assert run(command).returncode == 1
 
 
 def test_the_default_profile_starts_only_the_registry() -> None:
@@ -325,7 +325,7 @@ def installed(tmp_path: Path) -> Path:
 
 def test_systemd_accepts_every_line(installed: Path) -> None:
     units = sorted(installed.iterdir())
-    said = run(tool("systemd-analyze"), "--man=no", "verify", *units)
+    said = output(tool("systemd-analyze"), "--man=no", "verify", *units)
     assert [
         line for line in said.splitlines() if "aimage" in line
     ] == []  # others belong to the machine
@@ -335,12 +335,12 @@ def test_systemd_reports_an_unknown_line(installed: Path) -> None:
     unknown = installed / "aimage.service"
     unknown.write_text(unknown.read_text().replace("KillMode=", "KilMode="))
     command = [tool("systemd-analyze"), "--man=no", "verify", str(unknown)]
-    assert "KilMode" in subprocess.run(command, capture_output=True, text=True).stderr
+    assert "KilMode" in run(command, text=True).stderr
 
 
 def test_services_have_a_low_exposure_level() -> None:
     for path in UNITS:
-        said = run(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
+        said = output(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
         found = re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)
         assert found is not None, said
         assert float(found[1]) <= LARGEST_EXPOSURE
@@ -377,7 +377,7 @@ def test_users_and_directories_are_created(tmp_path: Path) -> None:
         DEPLOY / "systemd" / f"aimage.{kind}.conf" for kind in ("sysusers", "tmpfiles")
     )
     (tmp_path / "etc").mkdir()
-    run(tool("systemd-sysusers"), f"--root={tmp_path}", users)
+    output(tool("systemd-sysusers"), f"--root={tmp_path}", users)
     entry = re.search(
         r"^aimage:x:(\d+):(\d+):[^:]*:([^:]*):(\S+)$",
         (tmp_path / "etc" / "passwd").read_text(),
@@ -385,7 +385,7 @@ def test_users_and_directories_are_created(tmp_path: Path) -> None:
     )
     assert entry is not None
     assert (entry[3], Path(entry[4]).name) == ("/var/lib/aimage", "nologin")
-    run(tool("systemd-tmpfiles"), f"--root={tmp_path}", "--create", directories)
+    output(tool("systemd-tmpfiles"), f"--root={tmp_path}", "--create", directories)
     place = (tmp_path / "run" / "aimage").stat()
     assert (place.st_mode & 0o777, place.st_uid, place.st_gid) == (
         0o750,
@@ -419,11 +419,10 @@ def test_the_command_of_the_readme_creates_the_agent(tmp_path: Path) -> None:
         r"^sed .*?(?=^\S|\Z)", (DEPLOY / "README.md").read_text(), re.MULTILINE | re.DOTALL
     )[:1]
     (tmp_path / "Library" / "LaunchAgents").mkdir(parents=True)
-    done = subprocess.run(
+    done = run(
         ["bash", "-c", command],
         cwd=ROOT,
         env={**os.environ, "HOME": str(tmp_path)},
-        capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr

@@ -34,6 +34,7 @@ from tests.deploy.cluster import (
     pods,
 )
 from tests.deploy.metrics import SAMPLES, names, wrong_labels
+from tests.process import run
 
 # Image volumes are enabled by default from 1.35; our manifests need no more than 1.33, and
 # the newest version of the validator shows removed fields.
@@ -52,7 +53,7 @@ def validate(file: Path, version: str) -> subprocess.CompletedProcess[str]:
             missing
         )
     command = [sys.executable, "-m", "kubernetes_validate", "--strict", "-k", version, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run(command, text=True, timeout=120)
 
 
 # -- kustomize

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +38,7 @@ from tests.deploy.cluster import (
 from tests.deploy.test_deploy import is_pinned
 from tests.deploy.written import ROOT
 from tests.docs.document import Document
+from tests.process import run
 
 IMAGE = f"registry.example.com/clowder-aimage:{__version__}"
 
@@ -314,9 +314,7 @@ def test_layer_names_match_the_guide(dialect: str, annotation: str, tmp_path: Pa
     store = tmp_path / "store"
     make = ["create", "-q", "tiny", str(ROOT / "examples" / "tiny")]
     make += ["--dialect", dialect, "--store", str(store)]
-    done = subprocess.run(
-        [sys.executable, "-m", "clowder_aimage.cli", *make], capture_output=True, text=True
-    )
+    done = run([sys.executable, "-m", "clowder_aimage.cli", *make], text=True)
     assert done.returncode == 0, done.stderr
     digest = done.stdout.strip().removeprefix("sha256:")
     layers = json.loads((store / "blobs" / "sha256" / digest).read_bytes())["layers"]

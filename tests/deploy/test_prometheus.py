@@ -23,9 +23,10 @@ from tests.deploy.metrics import (
     rules,
     wrong_labels,
 )
-from tests.deploy.test_deploy import run, tool
+from tests.deploy.test_deploy import output, tool
 from tests.deploy.written import ROOT
 from tests.docs.document import Document
+from tests.process import run
 
 ALERTS = [rule["alert"] for rule in rules()]
 GUIDE = Document(ROOT / "docs" / "alerts.md")
@@ -42,20 +43,20 @@ def check(directory: Path, *found: str) -> subprocess.CompletedProcess[str]:
     wanted = [{"record": f"x:{n}", "expr": expr} for n, expr in enumerate(found)]
     file.write_text(json.dumps({"groups": [{"name": "x", "rules": wanted}]}))
     command = [tool("promtool"), "check", "rules", "--lint-fatal", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run(command, text=True, timeout=120)
 
 
 # -- alerts
 
 
 def test_prometheus_accepts_the_rules() -> None:
-    assert f"SUCCESS: {len(ALERTS)} rules found" in run(
+    assert f"SUCCESS: {len(ALERTS)} rules found" in output(
         tool("promtool"), "check", "rules", "--lint-fatal", RULES
     )
 
 
 def test_alerts_fire_as_expected() -> None:
-    assert "SUCCESS" in run(tool("promtool"), "test", "rules", RULES_TEST)
+    assert "SUCCESS" in output(tool("promtool"), "test", "rules", RULES_TEST)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_the_alert_tests_detect_a_failure(before: str, after: str, tmp_path: Pat
     (tmp_path / RULES.name).write_text(text.replace(before, after))
     shutil.copy(RULES_TEST, tmp_path)
     command = [tool("promtool"), "test", "rules", str(tmp_path / RULES_TEST.name)]
-    assert subprocess.run(command, capture_output=True).returncode == 1
+    assert run(command).returncode == 1
 
 
 def test_every_alert_is_tested_firing_and_silent() -> None:

@@ -34,7 +34,7 @@ from tests.deploy.written import (
     last,
     unit,
 )
-from tests.process import Aimage, spawn
+from tests.process import Aimage, run, spawn
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import Worker, begin
 
@@ -89,10 +89,9 @@ class Containers:
         """Run the service ``init``; return its stdout."""
         path = f"{AIMAGE.parent}{os.pathsep}{os.environ['PATH']}"
         kept = {key: value for key, value in os.environ.items() if not key.startswith("AIMAGE_")}
-        done = subprocess.run(
+        done = run(
             ["/bin/sh", DEPLOY / "docker" / "init.sh"],
             env={**kept, **self.environment("init"), "HOME": str(self.home), "PATH": path},
-            capture_output=True,
             text=True,
             timeout=TIMEOUT,
         )
@@ -113,7 +112,7 @@ class Containers:
             *places,
             "--",
         ]
-        tried = subprocess.run([*cage, "true"], capture_output=True, text=True)
+        tried = run([*cage, "true"], text=True)
         if tried.returncode:
             pytest.skip(f"no cage here: {tried.stderr.strip()}")
         return cage
@@ -165,7 +164,7 @@ def test_the_worker_of_the_compose_file_generates_an_image(containers: Container
 
 def test_a_confined_program_cannot_write_elsewhere(containers: Containers) -> None:
     other = containers.home / "config.json"
-    done = subprocess.run([*containers.caged, "touch", other], capture_output=True, text=True)
+    done = run([*containers.caged, "touch", other], text=True)
     assert done.returncode == 1
     assert "Read-only file system" in done.stderr
 
@@ -208,10 +207,10 @@ def test_the_health_check_fails_without_a_worker(path: Path, tmp_path: Path) -> 
         words = last(path, "HEALTHCHECK").partition("CMD ")[2]
         command = [sys.executable, *json.loads(words)[1:]]
         here = [word.replace("127.0.0.1:11434", worker.host) for word in command]
-        assert subprocess.run(here, capture_output=True).returncode == 0
+        assert run(here).returncode == 0
     finally:
         worker.end()
-    assert subprocess.run(here, capture_output=True).returncode != 0
+    assert run(here).returncode != 0
 
 
 # -- systemd
@@ -221,9 +220,8 @@ def confined(*command: object) -> subprocess.CompletedProcess[str]:
     """Run a command under the worker's system call filter; skip if it is not supported."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-    done = subprocess.run(
+    done = run(
         [*CONFINED, str(WORKER), *map(str, command)],
-        capture_output=True,
         text=True,
         timeout=TIMEOUT,
     )

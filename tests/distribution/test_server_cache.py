@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry import ClientOptions
 from tests.distribution.conformance import MANIFEST, Client
 from tests.distribution.served import Server, descriptor_of, digest_of, error_of, manifest_of
-from tests.process import Aimage
+from tests.process import Aimage, run
 from tests.real_registry import PASSWORD, USER, RealRegistry, find_registry, free_port
 from tests.scripted import Answer, ScriptedRegistry, Seen
 
@@ -506,7 +505,7 @@ def test_skopeo_copies_through_the_cache(
     source = f"docker://{cache.url.removeprefix('http://')}/{name}:v1"
     target = f"oci:{tmp_path}/layout:v1"
     command = [skopeo, "--insecure-policy", "copy", "--src-tls-verify=false", source, target]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    run(command, check=True, timeout=60)
     index = json.loads((tmp_path / "layout/index.json").read_text())
     assert index["manifests"][0]["digest"] == digest_of(raw)
 

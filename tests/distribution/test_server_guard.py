@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from clowder_aimage.http.server import IdleTimeout
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
 from tests.distribution.served import Server, digest_of, error_of
+from tests.process import run
 from tests.registry_app import registry_app
 
 TOKEN = "correct-horse-battery-staple"
@@ -88,9 +88,9 @@ def test_valid_token_is_accepted(guarded: Server, authorization: str) -> None:
 def test_skopeo_authenticates(guarded: Server, skopeo: str, tmp_path: Path) -> None:
     source = f"docker://{guarded.url.removeprefix('http://')}/a/b:t"
     command = [skopeo, "inspect", "--raw", "--tls-verify=false", source]
-    refused = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    refused = run(command, timeout=60)
     assert refused.returncode != 0
-    known = subprocess.run([*command, f"--creds=me:{TOKEN}"], capture_output=True, timeout=60)
+    known = run([*command, f"--creds=me:{TOKEN}"], timeout=60)
     assert known.returncode == 0, known.stderr
 
 
@@ -177,7 +177,7 @@ def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
     layout.push(content, bytes_body(data))
     by_kernel: list[int] = []
 
-    async def run() -> bytes:
+    async def ask() -> bytes:
         loop = asyncio.get_running_loop()
         sock_sendfile = loop.sock_sendfile
 
@@ -200,7 +200,7 @@ def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
         await runner.cleanup()
         return answer
 
-    answer = asyncio.run(run())
+    answer = asyncio.run(ask())
     assert answer.partition(b"\r\n\r\n")[2] == data
     assert sum(by_kernel) == len(data)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -15,6 +14,7 @@ import pytest
 import requests
 
 from tests.distribution.served import OCI_MANIFEST, Server, digest_of, manifest_of
+from tests.process import run
 
 MIB = 1024 * 1024
 
@@ -95,19 +95,19 @@ def test_skopeo_copies_in_and_out(server: Server, skopeo: str, tmp_path: Path) -
     raw = server.push("v1", *layers, name="for/skopeo")
     host = server.url.removeprefix("http://")
 
-    def run(*arguments: str) -> bytes:
+    def run_skopeo(*arguments: str) -> bytes:
         command = [skopeo, "--insecure-policy", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+        return run(command, check=True, timeout=60).stdout
 
     out, back = f"docker://{host}/for/skopeo:v1", f"docker://{host}/skopeo.back/again:v2"
-    run("copy", "--src-tls-verify=false", out, f"oci:{tmp_path}/layout:v1")
+    run_skopeo("copy", "--src-tls-verify=false", out, f"oci:{tmp_path}/layout:v1")
     index = json.loads((tmp_path / "layout" / "index.json").read_text())
     assert index["manifests"][0]["digest"] == digest_of(raw)
-    run("copy", "--dest-tls-verify=false", f"oci:{tmp_path}/layout:v1", back)
-    assert run("inspect", "--raw", "--tls-verify=false", back) == raw
+    run_skopeo("copy", "--dest-tls-verify=false", f"oci:{tmp_path}/layout:v1", back)
+    assert run_skopeo("inspect", "--raw", "--tls-verify=false", back) == raw
     answer = server.ask("GET", "/v2/skopeo.back/again/manifests/v2")
     assert (answer.content, answer.headers["Content-Type"]) == (raw, OCI_MANIFEST)
-    listed = run("list-tags", "--tls-verify=false", f"docker://{host}/for/skopeo")
+    listed = run_skopeo("list-tags", "--tls-verify=false", f"docker://{host}/for/skopeo")
     assert json.loads(listed)["Tags"] == ["v1"]
 
 
@@ -133,6 +133,6 @@ def test_skopeo_pushes_new_blobs(server: Server, skopeo: str, tmp_path: Path) ->
         f"oci:{root}",
         target,
     ]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    run(command, check=True, timeout=60)
     assert server.ask("GET", "/v2/new/blobs/manifests/v1").content == raw
     assert server.ask("GET", f"/v2/new/blobs/blobs/{digest_of(layers[0])}").content == layers[0]

@@ -17,7 +17,7 @@ from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.layout import ImageLayout
 from tests.distribution.served import REPOSITORY_ROOT, Server, digest_of
-from tests.process import Aimage
+from tests.process import Aimage, run
 
 
 def never(url: str) -> None:
@@ -158,4 +158,4 @@ def test_only_the_server_imports_aiohttp() -> None:
         "sys.exit('aiohttp' in sys.modules)"
     )
     command = [sys.executable, "-c", program]
-    assert subprocess.run(command, cwd=REPOSITORY_ROOT, check=False).returncode == 0
+    assert run(command, cwd=REPOSITORY_ROOT).returncode == 0

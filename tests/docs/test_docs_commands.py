@@ -27,7 +27,7 @@ import pytest
 
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
-from tests.process import spawn
+from tests.process import run, spawn
 from tests.real_registry import find_registry, free_port
 
 DOCUMENTS = [Document(path) for path in GUIDES]
@@ -196,7 +196,7 @@ def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
     for dialect in ("clowder", "ollama", "container", "modelpack"):
         command: list[str | Path] = [PROGRAM, "create", "-q", "tiny", ROOT / "examples" / "tiny"]
         command += ["--dialect", dialect, "--store", store]
-        digest = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        digest = run(command, check=True, text=True).stdout.strip()
         manifest = json.loads(_blob(store, digest))
         config = json.loads(_blob(store, manifest["config"]["digest"]))
         real += json.dumps(manifest, indent=2) + json.dumps(config, indent=2)

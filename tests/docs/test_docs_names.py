@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import click
 from clowder_aimage import errors
 from clowder_aimage.cli.main import cli
 from tests.docs.document import GUIDES, PROSE, ROOT, Document
+from tests.process import run
 
 CLI = Document(ROOT / "docs" / "cli.md")
 README = Document(ROOT / "README.md")
@@ -148,11 +148,9 @@ def _exists(span: str) -> bool:
 
 def _texts() -> Iterator[Path]:
     """The files of the project: what git knows or would add, else what lies here."""
-    done = subprocess.run(
+    done = run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
-        capture_output=True,
-        check=False,
     )
     names = [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
     paths = [ROOT / name for name in names] if done.returncode == 0 else PROSE

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 
 import pytest
+
+from tests.process import run
 
 PROMPT = "a red fox"
 
@@ -54,7 +55,7 @@ def test_models_share_common_blobs(aimage, tiny, registry, repository, tmp_path)
     """A push of a second model with the same text encoder sends only new blobs."""
     here = aimage("here")
     other = tmp_path / "other"
-    subprocess.run(["cp", "-r", str(tiny), str(other)], check=True)
+    run(["cp", "-r", str(tiny), str(other)], check=True)
     weights = other / "transformer" / "diffusion_pytorch_model.safetensors"
     data = bytearray(weights.read_bytes())
     header = int.from_bytes(data[:8], "little")
@@ -215,6 +216,6 @@ def _upload(requests, base, data):
 
 
 def _skopeo(skopeo, *arguments):
-    done = subprocess.run([skopeo, *arguments], capture_output=True, timeout=120)
+    done = run([skopeo, *arguments], timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout

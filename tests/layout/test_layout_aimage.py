@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gzip
 import json
-import subprocess
 
 import pytest
 
@@ -16,6 +15,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from clowder_aimage.tensor import encode_header
+from tests.process import run
 
 REFERENCE = Reference.parse("registry.example.com/model:v1")
 TENSOR = encode_header([("w", "U8", (2000,))]) + bytes(2000)
@@ -143,8 +143,8 @@ def test_an_unsupported_compression_is_refused(layout):
 # -- skopeo
 
 
-def run(*arguments: object) -> bytes:
-    done = subprocess.run([str(a) for a in arguments], capture_output=True, timeout=60)
+def run_skopeo(skopeo: str, *arguments: object) -> bytes:
+    done = run([skopeo, *arguments], timeout=60)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout
 
@@ -152,7 +152,7 @@ def run(*arguments: object) -> bytes:
 @pytest.mark.integration
 def test_skopeo_reads_the_layout(layout, skopeo):
     manifest = keep(layout, "clowder")
-    shown = run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
+    shown = run_skopeo(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
     assert shown == manifest.raw
 
 
@@ -161,7 +161,7 @@ def test_a_copy_by_skopeo_is_read(layout, skopeo, tmp_path):
     manifest = keep(layout, "clowder")
     other = ImageLayout(tmp_path / "other")
     source = f"oci:{layout.root}:{REFERENCE}"
-    run(skopeo, "--insecure-policy", "copy", source, f"oci:{other.root}:{REFERENCE}")
+    run_skopeo(skopeo, "--insecure-policy", "copy", source, f"oci:{other.root}:{REFERENCE}")
     stored = read_aimage(other, REFERENCE)
     assert stored.manifest.raw == manifest.raw
     assert stored.aimage == aimage()
@@ -176,12 +176,12 @@ def test_skopeo_and_aimage_share_a_layout(layout, skopeo, tmp_path):
     other.push(manifest.descriptor, bytes_body(manifest.raw))
     copied = Reference.parse("registry.example.com/copied:v1")
     target = f"oci:{layout.root}:{copied}"
-    run(skopeo, "--insecure-policy", "copy", f"oci:{layout.root}:{REFERENCE}", target)
+    run_skopeo(skopeo, "--insecure-policy", "copy", f"oci:{layout.root}:{REFERENCE}", target)
     assert {name for name, _ in layout.tags()} == {str(REFERENCE), str(copied)}
     assert layout.resolve(copied).digest == manifest.digest
     layout.tag(manifest.descriptor, Reference.parse("ours:v2"))
     for name in (REFERENCE, copied, "ours:v2"):
-        assert run(skopeo, "inspect", "--raw", f"oci:{layout.root}:{name}") == manifest.raw
+        assert run_skopeo(skopeo, "inspect", "--raw", f"oci:{layout.root}:{name}") == manifest.raw
 
 
 @pytest.mark.integration
@@ -189,7 +189,7 @@ def test_layers_compressed_by_skopeo_are_inflated(layout, skopeo, tmp_path):
     manifest = keep(layout, "container")
     other = ImageLayout(tmp_path / "other")
     source, target = f"oci:{layout.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"
-    run(skopeo, "--insecure-policy", "copy", "--dest-compress", source, target)
+    run_skopeo(skopeo, "--insecure-policy", "copy", "--dest-compress", source, target)
     stored = read_aimage(other, REFERENCE)
     assert stored.manifest.raw != manifest.raw  # otherwise this test proves nothing
     inflate(other, stored)

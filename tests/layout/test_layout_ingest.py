@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from clowder_aimage.layout import FileIngest, ImageLayout
 from clowder_aimage.layout import layout as layout_module
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.content.artifact import BLOB, blob, manifest, put, put_artifact
+from tests.process import run
 
 DATA = bytes(range(100))
 CONTENT = blob(DATA)
@@ -224,7 +224,7 @@ def test_an_actually_full_disk_fails(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+    if os.geteuid() != 0 or run(mount).returncode:
         pytest.skip("only root can mount a small disk")
     try:
         layout = ImageLayout(disk / "store")
@@ -237,7 +237,7 @@ def test_an_actually_full_disk_fails(tmp_path):
         assert ingests(layout) == []
         put(layout, bytes(64 * 1024))  # the failed ingest releases its space
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        run(["umount", str(disk)], check=True)
 
 
 # -- power cuts: content is durable before it is named

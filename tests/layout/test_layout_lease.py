@@ -29,7 +29,7 @@ from clowder_aimage.pull import pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 from tests.content.artifact import manifest, put, put_artifact
-from tests.process import spawn
+from tests.process import run, spawn
 from tests.proxy import Proxy
 from tests.scripted import ScriptedRegistry, artifact, serving
 
@@ -215,9 +215,8 @@ def test_a_lease_in_a_store_of_another_user(layout, stray):
     for path in (layout.root, *layout.root.parents):
         if not path.stat().st_mode & 0o005:
             path.chmod(path.stat().st_mode | 0o005)
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", AS_NOBODY, str(layout.root), str(stray.digest)],
-        capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd="/",

@@ -27,7 +27,7 @@ from clowder_aimage.layout.ingest import JOURNALED
 from clowder_aimage.layout.lock import held
 from clowder_aimage.oci import Digest, Reference
 from tests.content.artifact import blob, put, put_artifact
-from tests.process import spawn
+from tests.process import run, spawn
 from tests.real_registry import RealRegistry
 
 ROOT = Path(__file__).parent.parent.parent
@@ -327,18 +327,17 @@ def test_unfinished_ingest_of_another_user_is_replaced(shared, journaled):
     data = b"0123456789abcdef" * ((JOURNALED // 16 + 16) if journaled else 1)
     content = blob(data)
 
-    def run(member, what):
+    def take_in(member, what):
         arguments = map(str, (member.uid, GROUP, member.store, len(data) // 16))
-        return subprocess.run(
+        return run(
             [sys.executable, "-c", TAKE_IN, *arguments, what],
-            capture_output=True,
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
 
-    assert run(anna, "kill").returncode == -9
+    assert take_in(anna, "kill").returncode == -9
     assert len(list((anna.store / ".aimage" / "ingest").iterdir())) == 1 + journaled
-    done = run(bert, "finish")
+    done = take_in(bert, "finish")
     assert done.returncode == 0, done.stderr
     assert ImageLayout(anna.store).path(content).read_bytes() == data
     check_modes(anna.store)

@@ -19,7 +19,7 @@ from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.oci import Digest, Reference, mediatype
 from tests.content.artifact import put_artifact
-from tests.process import spawn
+from tests.process import run, spawn
 
 ROOT = Path(__file__).parent.parent.parent
 WRITERS, NAMES = 4, 25
@@ -331,7 +331,7 @@ def test_skopeo_reads_a_layout_of_several_processes(written, skopeo, tmp_path):
     for name in ("writer0:v0", f"writer{WRITERS - 1}:v{NAMES - 1}"):
         copied = tmp_path / name.replace(":", "-")
         command = [skopeo, "copy", "-q", f"oci:{written.root}:{name}", f"dir:{copied}"]
-        subprocess.run(command, check=True, capture_output=True)
+        run(command, check=True)
         raw = (copied / "manifest.json").read_bytes()
         assert Digest.of(raw) == written.resolve(ref(name)).digest
 
@@ -341,9 +341,7 @@ def test_umoci_reads_a_layout_of_several_processes(written):
     umoci = shutil.which("umoci")
     if umoci is None:
         pytest.skip("umoci is not installed")
-    done = subprocess.run(
-        [umoci, "ls", "--layout", str(written.root)], check=True, capture_output=True, text=True
-    )
+    done = run([umoci, "ls", "--layout", str(written.root)], check=True, text=True)
     assert set(done.stdout.split()) == ours()
 
 
@@ -358,7 +356,7 @@ def test_concurrent_skopeo_loses_no_name_of_ours(layout, skopeo, tmp_path):
         for n in range(3):
             target = f"oci:{layout.root}:theirs{who}:v{n}"
             command = [skopeo, "copy", "-q", f"oci:{source.root}:x:v1", target]
-            subprocess.run(command, capture_output=True)  # skopeo may conflict with itself
+            run(command)  # skopeo may conflict with itself
 
     threads = [threading.Thread(target=copy_in, args=(who,)) for who in range(4)]
     for thread in threads:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from tests.process import Aimage
+from tests.process import Aimage, run
 
 NOBODY = 65534
 # another user may not be allowed to read the code, so it is imported before the switch
@@ -50,9 +49,8 @@ def two(made, tmp_path):
 
 
 def as_nobody(here, *arguments, code=0):
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", AS_NOBODY, *map(str, arguments)],
-        capture_output=True,
         text=True,
         env=here.env(),
         cwd="/",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from typing import Any
 
@@ -20,6 +19,7 @@ from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import CACHED_TEXTS, ZImagePipeline
 from clowder_aimage.tensor import blas
 from tests.model.model_blobs import FolderStore, replace
+from tests.process import run
 
 Model = tuple[FolderStore, AImage]
 SMALL = GenerateRequest("a fox", 32, 32, 2)
@@ -216,7 +216,7 @@ def test_importing_the_package_does_not_import_mlx() -> None:
         "import sys, clowder_aimage.model.pipeline, clowder_aimage.tensor.blas;"
         "sys.exit(any(name.startswith('mlx') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert run([sys.executable, "-c", program]).returncode == 0
 
 
 def test_blas_candidates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

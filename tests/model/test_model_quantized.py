@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.model.quantized_blobs import (
     opened,
     quantize,
 )
+from tests.process import run
 
 
 @pytest.fixture
@@ -211,5 +211,5 @@ for index in range(300):
 def test_256_open_files_are_enough(tmp_path: Path, layout: str) -> None:
     path = [str(Path(__file__).parents[2]), *sys.path]
     program = FEW_FILES.format(path=path, root=str(tmp_path), layout=layout)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run([sys.executable, "-c", program], text=True)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.model.quantized_blobs import (
     opened,
     quantize,
 )
+from tests.process import run
 
 BYTES = bytes(range(16))
 # dtype in the header: numpy's and torch's
@@ -226,6 +226,6 @@ def test_without_mlx(tmp_path: Path) -> None:
     maker = made(FolderStore(tmp_path), "nvfp4", "combined")
     into_layout(maker.store, maker.aimage(), tmp_path / "layout", "x:y")
     program = WITHOUT_MLX.format(root=str(tmp_path / "layout"))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run([sys.executable, "-c", program], text=True)
     assert done.returncode == 0, done.stderr
     assert f"{NAME} {judge(MATRICES[NAME], 'nvfp4').sum()} Quantization(" in done.stdout

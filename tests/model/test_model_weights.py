@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import encode_header
 from tests.model.model_blobs import FolderStore
+from tests.process import run
 
 Arrays = Mapping[str, np.ndarray]
 DTYPES = {"float32": "F32", "float16": "F16", "int8": "I8"}
@@ -218,7 +218,7 @@ assert [int(value[3]) for value in wide.all] == list(range(600))
 
 def test_600_tensors_with_256_open_files(tmp_path: Path) -> None:
     program = FEW_FILES.format(path=[str(Path(__file__).parents[2]), *sys.path], root=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run([sys.executable, "-c", program], text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -259,7 +259,7 @@ print(peak() - before)
 def test_the_peak_is_the_model_and_a_chunk(tmp_path: Path) -> None:
     """256 MiB of float32 to 128 MiB of bfloat16, with at most 16 MiB of float32 under way."""
     program = PEAK.format(path=[str(Path(__file__).parents[2]), *sys.path], root=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run([sys.executable, "-c", program], text=True)
     assert done.returncode == 0, done.stderr
     assert 112 < float(done.stdout) < 128 + 16 * 1.5 + 16
 

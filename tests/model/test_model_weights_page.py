@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from tests.model.model_blobs import FolderStore, into_layout
 from tests.model.random_model import pack
+from tests.process import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "weights.md"
 EXPECTED = """(128, 128) Quantization(
@@ -30,9 +30,7 @@ def test_the_programs_of_the_page(tmp_path: Path) -> None:
     blobs.root.mkdir()
     into_layout(blobs, pack(blobs, {"transformer": "int8"}), tmp_path / "store", "tiny")
     program = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run([sys.executable, "-c", program], cwd=tmp_path, text=True)
     assert done.returncode == 0, done.stderr
     for line in EXPECTED.splitlines():
         assert line in done.stdout, done.stdout

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.node.nodes import MIB
+from tests.process import run
 
 
 class Disk:
@@ -45,7 +45,7 @@ def small_disk(place: Path, size: int) -> Iterator[Disk]:
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     try:
-        done = subprocess.run(mount, capture_output=True, timeout=20)
+        done = run(mount, timeout=20)
     except OSError:
         pytest.skip("there is no mount here")
     if done.returncode:
@@ -53,4 +53,4 @@ def small_disk(place: Path, size: int) -> Iterator[Disk]:
     try:
         yield Disk(place)
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True, timeout=20)
+        run(["umount", "-l", str(place)], check=True, timeout=20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import urllib.request
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from tests.deploy.metrics import METRICS
 from tests.deploy.test_deploy import tool
 from tests.node.conftest import LiveNode
+from tests.process import run
 from tests.worker.conftest import begin
 
 pytestmark = pytest.mark.integration  # nodes in child processes
@@ -30,7 +30,7 @@ def test_a_node_exposes_every_metric_of_nodes(node: LiveNode):
     wanted = {one.name: one.kind for one in METRICS if one.on_node}
     assert wanted.items() <= found.items(), wanted.items() - found.items()
     command = [tool("promtool"), "check", "metrics"]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    done = run(command, input=text, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -29,6 +28,7 @@ from composing import (
 
 from benchmarks import quality
 from clowder_aimage.layout import ImageLayout
+from tests.process import run
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
@@ -80,9 +80,8 @@ def test_the_program_trains_and_writes_what_diffusers_opens(tmp_path: Path) -> N
     small = ["--scenes", "1"]
     for stage in stages:
         small += [f"--{stage}-steps".replace("---", "--"), "2"]
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-W", "ignore", str(SHAPES / "train.py"), str(tmp_path / "model"), *small],
-        capture_output=True,
         text=True,
         timeout=300,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import subprocess
 
 import pytest
 import trustme
@@ -15,6 +14,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.host_settings import certificates
 from tests.memory_store import MemoryStore
+from tests.process import run
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -236,7 +236,7 @@ def test_ssl_cert_dir_is_trusted(authority, tmp_path):
     pem = directory / "authority.pem"
     authority.cert_pem.write_to_path(str(pem))
     command = ["openssl", "x509", "-hash", "-noout", "-in", str(pem)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    found = run(command, text=True, check=True).stdout.strip()
     pem.rename(directory / f"{found}.0")
     (tmp_path / "empty").mkdir()
     with secured(authority).running() as registry:

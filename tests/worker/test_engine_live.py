@@ -27,7 +27,7 @@ from clowder_aimage.http import systemd
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
-from tests.process import PROGRAM, spawn
+from tests.process import PROGRAM, run, spawn
 from tests.proxy import Proxy, Reply
 
 LONG = {"model": "tiny", "prompt": "a dog", "size": "256x256", "steps": 150, "stream": True}
@@ -204,9 +204,8 @@ def test_a_failing_wanted_model_is_retried_and_does_not_block_others(worker, reg
 def test_a_passed_descriptor_that_is_not_a_socket_is_refused(worker, target):
     command = shlex.join([*PROGRAM, "serve"])
     script = f"exec {target}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
-    done = subprocess.run(
+    done = run(
         ["bash", "-c", script],
-        capture_output=True,
         text=True,
         env=worker.aimage.env(),
         timeout=60,

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import shutil
-import subprocess
 import time
 from types import SimpleNamespace
 
@@ -24,6 +23,7 @@ from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout, index
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
+from tests.process import run
 
 # Metrics that dashboards and alerts depend on
 NAMES = """
@@ -43,11 +43,11 @@ def spoken(service, talk, *, wanted=(), tokens=None):
     app = build_app(WorkerRole(service), tokens=tokens)
     service.wanted = wanted
 
-    async def run():
+    async def read():
         async with asyncio.timeout(60), TestClient(TestServer(app)) as client:
             return await talk(client, app)
 
-    return asyncio.run(run())
+    return asyncio.run(read())
 
 
 def ready(service, **options):
@@ -195,9 +195,7 @@ def test_promtool_accepts_the_metrics(worker):
     line.request("GET", "/metrics")
     text = line.getresponse().read()
     line.close()
-    done = subprocess.run(
-        [promtool, "check", "metrics"], input=text, capture_output=True, timeout=60
-    )
+    done = run([promtool, "check", "metrics"], input=text, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
+from tests.process import run
 
 PORT = "11434"  # in the commands below
 PLAIN = """\
@@ -145,11 +145,10 @@ def shell(command: str, url: str, directory: Path) -> str:
     place = url.removeprefix("http://")
     (directory / ".curlrc").write_text(f'connect-to = "localhost:{PORT}:{place}"\nsilent\n')
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "CURL_HOME": str(directory)}
-    done = subprocess.run(
+    done = run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=directory,
         env=environment,
-        capture_output=True,
         text=True,
         timeout=200,
     )

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 import urllib.request
 
@@ -22,6 +21,7 @@ from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.route import OPEN
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
+from tests.process import run
 
 DOCUMENT = json.loads(FILE.read_text("utf-8"))
 OPERATIONS = {
@@ -168,11 +168,10 @@ def test_schemathesis_finds_no_server_error(worker, tmp_path):
     command += ["--exclude-path", "/v1/events"]  # an endless stream
     command += ["--generation-database", "none", "--suppress-health-check", "all"]
     settings = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
+    done = run(
         command,
         cwd=tmp_path,
         env=os.environ | settings,
-        capture_output=True,
         text=True,
         timeout=300,
     )
