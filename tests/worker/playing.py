@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,13 +46,13 @@ async def served(engine, one):
         return [event async for event in events]
 
 
-def played(store, play, *, free=None, **limits):
+def played(store, play, *, free=None, clock=time.monotonic, **limits):
     """Run ``play(engine)`` on a new engine, then close the engine."""
 
     async def run():
         metrics = Metrics()
         transfers = TransferQueue(store, ClientOptions(), metrics, EventLog())
-        more = {"free": free} if free else {}
+        more = {"clock": clock} | ({"free": free} if free else {})
         engine = Engine(store, transfers, EngineLimits(**limits), metrics, **more)
         try:
             async with asyncio.timeout(100):

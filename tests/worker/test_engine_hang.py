@@ -224,18 +224,25 @@ def test_stop_ends_a_load(store):
 
 def test_stop_waits_for_a_process_that_is_slow_to_exit(store, monkeypatch):
     """A process with many gigabytes takes long to exit."""
-    kill = asyncio.subprocess.Process.kill
+    kill, send = asyncio.subprocess.Process.kill, Runner.send
+    killed, sent = [], []
 
     def slowly(process):
+        killed.append(process)
         asyncio.get_running_loop().call_later(0.3, kill, process)
 
+    def recorded(runner, message):
+        sent.append(message["do"])
+        send(runner, message)
+
     monkeypatch.setattr(asyncio.subprocess.Process, "kill", slowly)
+    monkeypatch.setattr(Runner, "send", recorded)
 
     async def play(engine):
         client, pid = await loading(engine)
-        await asyncio.sleep(0.2)  # the process has started and loads the model
+        await until(lambda: sent == ["load"])
         await client.leave()
-        await asyncio.sleep(0.05)  # the load is being cancelled
+        await until(lambda: killed)
         assert await engine.stop(NAME)
         return is_gone(pid)
 
