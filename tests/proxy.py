@@ -109,7 +109,8 @@ class Proxy:
     @contextlib.contextmanager
     def running(self) -> Iterator[Proxy]:
         """Listen on a free local port."""
-        server = _Server(("127.0.0.1", 0), _handler(self))
+        server = _Server(("127.0.0.1", 0), _Handler)
+        server.proxy = self
         if self.tls is not None:
             server.socket = self.tls.wrap_socket(
                 server.socket, server_side=True, do_handshake_on_connect=False
@@ -227,6 +228,7 @@ class Proxy:
 
 
 class _Server(ThreadingHTTPServer):
+    proxy: Proxy
     daemon_threads = True
     request_queue_size = 64
 
@@ -239,128 +241,127 @@ class _Server(ThreadingHTTPServer):
         pass  # ignore clients that disconnect
 
 
-def _handler(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
 
-        def setup(self) -> None:
-            super().setup()
-            self.number = proxy.connected()
-            self.registry = http.client.HTTPConnection(proxy.upstream, timeout=60)
+    def setup(self) -> None:
+        super().setup()
+        self.proxy = self.server.proxy
+        self.number = self.proxy.connected()
+        self.registry = http.client.HTTPConnection(self.proxy.upstream, timeout=60)
 
-        def finish(self) -> None:
-            self.registry.close()
-            with contextlib.suppress(OSError):
-                super().finish()
+    def finish(self) -> None:
+        self.registry.close()
+        with contextlib.suppress(OSError):
+            super().finish()
 
-        def do_GET(self) -> None:
-            headers = dict(self.headers.items())
-            with proxy.answering(self.command, self.path, headers, self.number) as passed:
-                time.sleep(proxy.delay)
-                span = passed.range
-                reply = proxy.instead(passed) if proxy.instead else None
-                if span and isinstance(proxy.ranges, int):
-                    reply = Reply(proxy.ranges)
-                if reply is not None:
-                    self._instead(passed, reply)
-                    return
-                headers = headers | proxy.adds
-                if span and proxy.ranges == "ignored":
-                    del headers["Range"]
-                elif span and proxy.ranges == "wrong":
-                    first, _, last = span.removeprefix("bytes=").partition("-")
-                    headers["Range"] = f"bytes={int(first) + 7}-{last}"
-                blocks = self._body(passed, self._length())
-                try:
-                    body = b"".join(blocks) if proxy.buffers or not self._length() else blocks
-                    self.registry.request(self.command, self.path, body, headers)
-                except ConnectionAbortedError:
-                    self._reset()
-                    return
-                self._pass_on(passed, self.registry.getresponse())
-
-        do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-        def _length(self) -> int:
-            return int(self.headers.get("Content-Length") or 0)
-
-        def _body(self, passed: Passed, length: int) -> Iterator[bytes]:
-            """Return the request's body; raise ConnectionAbortedError if it is to be incomplete."""
-            while passed.received < length:
-                count = proxy.may_take(passed, length - passed.received)
-                block = self.rfile.read1(count) if count else b""
-                if not block:
-                    raise ConnectionAbortedError
-                proxy.took(passed, len(block))
-                yield block
-
-        def _reset(self) -> None:
-            """Reset the connection, and the registry's with it."""
-            self.close_connection = True
-            self.registry.close()
-            with contextlib.suppress(OSError):
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                os.close(self.connection.detach())
-
-        def _instead(self, passed: Passed, reply: Reply) -> None:
-            length = self._length()
-            early = reply.after is not None and reply.after < length
-            count = min(length, reply.after or 0) if early else length
+    def do_GET(self) -> None:
+        headers = dict(self.headers.items())
+        with self.proxy.answering(self.command, self.path, headers, self.number) as passed:
+            time.sleep(self.proxy.delay)
+            span = passed.range
+            reply = self.proxy.instead(passed) if self.proxy.instead else None
+            if span and isinstance(self.proxy.ranges, int):
+                reply = Reply(self.proxy.ranges)
+            if reply is not None:
+                self._instead(passed, reply)
+                return
+            headers = headers | self.proxy.adds
+            if span and self.proxy.ranges == "ignored":
+                del headers["Range"]
+            elif span and self.proxy.ranges == "wrong":
+                first, _, last = span.removeprefix("bytes=").partition("-")
+                headers["Range"] = f"bytes={int(first) + 7}-{last}"
+            blocks = self._body(passed, self._length())
             try:
-                for _ in self._body(passed, count):
-                    pass
+                body = b"".join(blocks) if self.proxy.buffers or not self._length() else blocks
+                self.registry.request(self.command, self.path, body, headers)
             except ConnectionAbortedError:
                 self._reset()
                 return
-            headers = {"Content-Length": str(len(reply.body))} | reply.headers
-            if early and not reply.abruptly:
-                headers["Connection"] = "close"
-            self._say(passed, reply.status, headers)
-            if self.command != "HEAD":
-                self.wfile.write(reply.body)
-            if early and reply.abruptly:
-                self._reset()
-            elif early:
+            self._pass_on(passed, self.registry.getresponse())
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815
+
+    def _length(self) -> int:
+        return int(self.headers.get("Content-Length") or 0)
+
+    def _body(self, passed: Passed, length: int) -> Iterator[bytes]:
+        """Return the request's body; raise ConnectionAbortedError if it is to be incomplete."""
+        while passed.received < length:
+            count = self.proxy.may_take(passed, length - passed.received)
+            block = self.rfile.read1(count) if count else b""
+            if not block:
+                raise ConnectionAbortedError
+            self.proxy.took(passed, len(block))
+            yield block
+
+    def _reset(self) -> None:
+        """Reset the connection, and the registry's with it."""
+        self.close_connection = True
+        self.registry.close()
+        with contextlib.suppress(OSError):
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            os.close(self.connection.detach())
+
+    def _instead(self, passed: Passed, reply: Reply) -> None:
+        length = self._length()
+        early = reply.after is not None and reply.after < length
+        count = min(length, reply.after or 0) if early else length
+        try:
+            for _ in self._body(passed, count):
+                pass
+        except ConnectionAbortedError:
+            self._reset()
+            return
+        headers = {"Content-Length": str(len(reply.body))} | reply.headers
+        if early and not reply.abruptly:
+            headers["Connection"] = "close"
+        self._say(passed, reply.status, headers)
+        if self.command != "HEAD":
+            self.wfile.write(reply.body)
+        if early and reply.abruptly:
+            self._reset()
+        elif early:
+            self.close_connection = True
+            self.wfile.flush()
+            self.connection.settimeout(0.2)  # the client may have nothing more to send
+            with contextlib.suppress(OSError):
+                while self.rfile.read1(_BLOCK):
+                    pass
+
+    def _say(self, passed: Passed, status: int, headers: dict[str, str]) -> None:
+        passed.status = status
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _pass_on(self, passed: Passed, answer: http.client.HTTPResponse) -> None:
+        headers = {k: v for k, v in answer.getheaders() if k.lower() not in _HOPS}
+        reply = Reply(answer.status, headers)
+        blocks = iter(lambda: answer.read(_BLOCK), b"")
+        if self.proxy.change:
+            reply.body = answer.read()
+            self.proxy.change(passed, reply)
+            body = reply.body
+            blocks = iter([body[at : at + _BLOCK] for at in range(0, len(body), _BLOCK)])
+        self._say(passed, reply.status, reply.headers)
+        began, first = time.monotonic(), passed.sent
+        for chunk in blocks:
+            count = self.proxy.may_send(passed, len(chunk))
+            self.wfile.write(chunk[:count])
+            if count < len(chunk):
+                if self.proxy.reset:
+                    self._reset()
                 self.close_connection = True
-                self.wfile.flush()
-                self.connection.settimeout(0.2)  # the client may have nothing more to send
-                with contextlib.suppress(OSError):
-                    while self.rfile.read1(_BLOCK):
-                        pass
+                self.registry.close()
+                return
+            if self.proxy.pace:
+                due = began + (passed.sent - first) / self.proxy.pace
+                time.sleep(max(0.0, due - time.monotonic()))
 
-        def _say(self, passed: Passed, status: int, headers: dict[str, str]) -> None:
-            passed.status = status
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.end_headers()
-
-        def _pass_on(self, passed: Passed, answer: http.client.HTTPResponse) -> None:
-            headers = {k: v for k, v in answer.getheaders() if k.lower() not in _HOPS}
-            reply = Reply(answer.status, headers)
-            blocks = iter(lambda: answer.read(_BLOCK), b"")
-            if proxy.change:
-                reply.body = answer.read()
-                proxy.change(passed, reply)
-                body = reply.body
-                blocks = iter([body[at : at + _BLOCK] for at in range(0, len(body), _BLOCK)])
-            self._say(passed, reply.status, reply.headers)
-            began, first = time.monotonic(), passed.sent
-            for chunk in blocks:
-                count = proxy.may_send(passed, len(chunk))
-                self.wfile.write(chunk[:count])
-                if count < len(chunk):
-                    if proxy.reset:
-                        self._reset()
-                    self.close_connection = True
-                    self.registry.close()
-                    return
-                if proxy.pace:
-                    due = began + (passed.sent - first) / proxy.pace
-                    time.sleep(max(0.0, due - time.monotonic()))
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    return Handler
+    def log_message(self, *_: Any) -> None:
+        pass

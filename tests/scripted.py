@@ -41,61 +41,66 @@ class Answer:
 Script = Callable[[Seen], Answer]
 
 
+class _Server(ThreadingHTTPServer):
+    registry: ScriptedRegistry
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        pass  # ignore clients that disconnect
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        seen = Seen(
+            self.command,
+            self.path,
+            dict(self.headers.items()),
+            self.rfile.read(length),
+            self.client_address,
+        )
+        self.server.registry.seen.append(seen)
+        self._send(self.server.registry.script(seen))
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_GET  # noqa: N815
+
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        if "Content-Length" not in answer.headers:
+            self.send_header("Content-Length", str(len(answer.body)))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        with contextlib.suppress(OSError):
+            self.wfile.write(answer.body[: answer.cut])
+            self.wfile.flush()
+            for _ in range(0, answer.flood, _BLOCK):
+                self.wfile.write(bytes(_BLOCK))
+                self.server.registry.flooded += _BLOCK
+        if answer.hang:
+            self.server.registry.released.wait(60)
+        if answer.cut is not None or answer.flood:
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 class ScriptedRegistry:
     """Runs ``script`` for every request and records the requests."""
 
     def __init__(self, script: Script) -> None:
+        self.script = script
         self.seen: list[Seen] = []
         self.released = threading.Event()
         self.flooded = 0  # bytes of floods sent
-        registry = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                length = int(self.headers.get("Content-Length", 0))
-                seen = Seen(
-                    self.command,
-                    self.path,
-                    dict(self.headers.items()),
-                    self.rfile.read(length),
-                    self.client_address,
-                )
-                registry.seen.append(seen)
-                self._send(script(seen))
-
-            do_HEAD = do_POST = do_PUT = do_PATCH = do_GET
-
-            def _send(self, answer: Answer) -> None:
-                self.send_response(answer.status)
-                for name, value in answer.headers.items():
-                    self.send_header(name, value)
-                if "Content-Length" not in answer.headers:
-                    self.send_header("Content-Length", str(len(answer.body)))
-                self.end_headers()
-                if self.command == "HEAD":
-                    return
-                with contextlib.suppress(OSError):
-                    self.wfile.write(answer.body[: answer.cut])
-                    self.wfile.flush()
-                    for _ in range(0, answer.flood, _BLOCK):
-                        self.wfile.write(bytes(_BLOCK))
-                        registry.flooded += _BLOCK
-                if answer.hang:
-                    registry.released.wait(60)
-                if answer.cut is not None or answer.flood:
-                    self.close_connection = True
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            def handle_error(self, *_: object) -> None:
-                pass  # ignore clients that disconnect
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.registry = self
         self.host = f"127.0.0.1:{self._server.server_address[1]}"
 
     def wrap(self, context: ssl.SSLContext) -> None:

@@ -54,8 +54,10 @@ def event(kind: str, value: object) -> bytes:
 
 
 class ScriptedWorker:
-    """Runs ``script`` for every request and records the requests. ``left`` is set when a client
-    disconnected before the last chunk."""
+    """Runs ``script`` for every request and records the requests.
+
+    ``left`` is set when a client disconnected before the last chunk.
+    """
 
     def __init__(self, script: Callable[[Asked], Says], path: Path | None = None) -> None:
         self.asked: list[Asked] = []
@@ -72,7 +74,7 @@ class ScriptedWorker:
                 this.asked.append(asked)
                 self._send(script(asked))
 
-            do_POST = do_DELETE = do_GET
+            do_POST = do_DELETE = do_GET  # noqa: N815
 
             def _send(self, answer: Says) -> None:
                 self.send_response(answer.status)

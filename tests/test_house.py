@@ -45,10 +45,6 @@ COMMAND = re.compile(
 NETWORK = {"http.client", "socket", "urllib.request"}
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
-
-
 def floor(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
     return parts[0] if len(parts) > 1 else "."
@@ -58,7 +54,12 @@ def is_shared(path: Path) -> bool:
     return path.relative_to(PACKAGE).parts[:2] in SHARED
 
 
-TREES = {path: ast.parse(path.read_text("utf-8")) for path in modules()}
+def parsed(directory: Path) -> dict[Path, ast.Module]:
+    paths = sorted(directory.rglob("*.py"))
+    return {path: ast.parse(path.read_text("utf-8")) for path in paths}
+
+
+TREES, TEST_TREES = parsed(PACKAGE), parsed(TESTS)
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -79,8 +80,8 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_no_docstring_begins_with_a_question_word():
     found = [
-        f"{path.relative_to(PACKAGE)}:{line}: {text.splitlines()[0]}"
-        for path, tree in TREES.items()
+        f"{path.relative_to(PACKAGE.parent)}:{line}: {text.splitlines()[0]}"
+        for path, tree in (TREES | TEST_TREES).items()
         for line, text in documented(tree)
         if RIDDLE.match(text)
     ]
@@ -151,10 +152,10 @@ def test_sockets_are_used_by_registry_http_and_the_worker_client_alone():
 def test_children_of_tests_are_started_by_one_module():
     """It gives them default signals and ends them with the test."""
     found = []
-    for path in sorted(TESTS.rglob("*.py")):
+    for path, tree in TEST_TREES.items():
         if path in (TESTS / "process.py", TESTS / "deploy" / "confined.py"):  # a program of its own
             continue
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree):
             text = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if isinstance(node, ast.ImportFrom):
                 text = f"{node.module}."

@@ -442,8 +442,10 @@ def ended(engine):
 
 
 def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
-    """Bytes were left when it joined, and none when it took its part: the connections that received
-    them have ended by then."""
+    """Bytes were left when it joined, and none when it took its part.
+
+    The connections that received them have ended by then.
+    """
     late = threading.Event()
 
     class Late(BlobDownload):

@@ -80,8 +80,10 @@ class Node:
 
 @dataclass(eq=False)
 class Change:
-    """A change of a directory entry. Both changes of a rename are on disk or neither: file systems
-    journal them."""
+    """A change of a directory entry.
+
+    Both changes of a rename are on disk or neither: file systems journal them.
+    """
 
     place: Node
     name: str
@@ -149,7 +151,7 @@ class Disk:
         """Return all files that processes see."""
         return _walk(self.top, "", lambda node: node.entries)
 
-    def apply(self, call: dict[str, Any], data: bytes = b"") -> None:
+    def apply(self, call: dict[str, Any], data: bytes = b"") -> None:  # noqa: C901 - a row per call
         """Replay a call; ``data`` is what it wrote."""
         op, path = call["op"], call["path"]
         if op in ("create", "mkdir"):
@@ -230,8 +232,12 @@ def check_replayed(disk: Disk, directory: Path) -> None:
 
 
 def violations(disk: Disk, calls: Sequence[tuple[dict[str, Any], bytes]]) -> list[str]:
-    """Return the violations possible after a power cut at any moment; ``disk`` is the state before
-    the first of ``calls``, which end with those of a successful command."""
+    """Return the violations possible after a power cut at any moment.
+
+    Args:
+        disk: The state before the first call.
+        calls: Recorded calls, which end with those of a successful command.
+    """
     watch = _Watch(disk)
     for number, (call, data) in enumerate(calls):
         watch.before(call, data)

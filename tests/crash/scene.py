@@ -167,8 +167,10 @@ def blobs(store: Path) -> set[str]:
 
 
 def check_sound(store: Path, *, keeps: dict[str, str]) -> dict[str, str]:
-    """Verify every blob, and that all names are complete and former ones unchanged. Return the
-    names."""
+    """Verify every blob, and that all names are complete and former ones unchanged.
+
+    Returns the names.
+    """
     report = verify(ImageLayout(store))
     assert report.problems == []
     found = names(store)
@@ -179,8 +181,13 @@ def check_sound(store: Path, *, keeps: dict[str, str]) -> dict[str, str]:
 def check_finished(
     store: Path, wanted: dict[str, str], *, foreign: frozenset[str] = frozenset()
 ) -> None:
-    """Verify the names and their spelling, also for tools that read index.json only. ``foreign``
-    names were set by another tool."""
+    """Verify the names and their spelling, also for tools that read index.json only.
+
+    Args:
+        store: The store.
+        wanted: The digest of each name.
+        foreign: The names set by another tool.
+    """
     assert check_sound(store, keeps={}) == wanted
     index = json.loads((store / "index.json").read_bytes())
     name = "io.containerd.image.name"
@@ -192,8 +199,10 @@ def check_finished(
 
 
 def check_idle(store: Path, wanted: dict[str, str]) -> None:
-    """Verify that no unfinished ingest is left; a collection removes journals without a blob and
-    leases without a process, and nothing else."""
+    """Verify that no unfinished ingest is left, and that a collection changes nothing of value.
+
+    It removes journals without a blob and leases without a process, and nothing else.
+    """
     private = store / ".aimage"
     assert {path.suffix for path in private.glob("ingest/*")} <= {".journal"}
     Collector(ImageLayout(store), grace=0).run()
@@ -206,8 +215,10 @@ def check_idle(store: Path, wanted: dict[str, str]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A command on a copy of a store, and the names expected after it. ``loses`` are the names that
-    it removes or changes."""
+    """A command on a copy of a store, and the names expected after it.
+
+    ``loses`` are the names that it removes or changes.
+    """
 
     verb: str
     argv: tuple[str, ...]

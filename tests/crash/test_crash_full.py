@@ -1,5 +1,8 @@
-"""A full disk at each allocating call: exit code 6 and a message, no partial file under a final
-name, existing data intact, and the same command succeeds once there is space."""
+"""A full disk at each allocating call: exit code 6 and a message.
+
+No partial file has a final name, existing data is intact, and the same command succeeds once
+there is space.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""kill -9 before every writing call, and at random: no name is lost, the data is valid, and the
-same command completes the job."""
+"""SIGKILL before every writing call, and at random.
+
+No name is lost, the data is valid, and the same command completes the job.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""File systems where flock has no effect: bytes may be fetched twice, but no byte is wrong and
-no name is lost."""
+"""File systems where flock has no effect.
+
+Bytes may be fetched twice, but no byte is wrong and no name is lost.
+"""
 
 from __future__ import annotations
 

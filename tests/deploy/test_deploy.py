@@ -356,8 +356,11 @@ def test_services_share_one_user_and_write_only_their_directories() -> None:
 
 
 def test_stop_signals_only_the_main_process_of_the_worker() -> None:
-    """The worker ends its model processes itself once images are finished; one that was killed for
-    memory does not stop the others (systemd.kill(5), OOMPolicy= in systemd.service(5))."""
+    """The worker ends its model processes itself once images are finished.
+
+    One that was killed for memory does not stop the others (systemd.kill(5), OOMPolicy= in
+    systemd.service(5)).
+    """
     found = unit(WORKER)
     assert (found["KillMode"], found["OOMPolicy"], found["Type"]) == ("mixed", "continue", "notify")
 

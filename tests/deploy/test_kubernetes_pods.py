@@ -309,8 +309,10 @@ def test_the_example_mounts_only_a_model() -> None:
     [("clowder", "vnd.clowder.aimage.name"), ("modelpack", "org.cncf.model.filepath")],
 )
 def test_layer_names_match_the_guide(dialect: str, annotation: str, tmp_path: Path) -> None:
-    """Runtimes look for a title (CRI-O, internal/ociartifact/store.go): the guide lists those that
-    find none, and must change once layers have titles."""
+    """Runtimes look for a title (CRI-O, internal/ociartifact/store.go).
+
+    The guide lists those that find none, and must change once layers have titles.
+    """
     store = tmp_path / "store"
     make = ["create", "-q", "tiny", str(ROOT / "examples" / "tiny")]
     make += ["--dialect", dialect, "--store", str(store)]

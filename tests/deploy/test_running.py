@@ -1,5 +1,7 @@
-"""Run the processes of deploy/ and docker-compose.yml without an engine or systemd, as far as
-possible: up to an image."""
+"""Run the processes of deploy/ and docker-compose.yml without an engine or systemd.
+
+They run as far as is possible without those: up to an image.
+"""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def test_a_gguf_model_in_ollamas_dialect_is_found_again():
 
 
 def recompressed(strip: bool) -> tuple[Manifest, bytes, dict[str, bytes]]:
-    """The container dialect after a tool that compresses layers and drops their annotations."""
+    """Return the container dialect with compressed layers without their annotations."""
     blobs = {"vae/config.json": b"{}", "vae/w": b"not really a tensor"}
     found = tuple(
         replace(layer, descriptor=Descriptor.of(layer.descriptor.media_type, blobs[layer.name]))

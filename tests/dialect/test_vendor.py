@@ -1,4 +1,4 @@
-"""What other tools write is read as far as it goes, and never trusted further."""
+"""Manifests of other tools are read as far as they are valid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EMPTY = b'{"schemaVersion":1,"components":{}}'
 
 
 def changed(vector: str, change: Callable[[Any], object]) -> Manifest:
-    """A vector's manifest with a change."""
+    """Return a vector's manifest with a change."""
     document = value(vector)
     change(document)
     return Manifest.build(document)
@@ -45,7 +45,7 @@ def names(aimage: AImage) -> list[str]:
 
 
 def made(media_type: str, *layers: tuple[str, str], artifact: str = "") -> Manifest:
-    """A manifest with a config of that type and layers of these types and paths."""
+    """Return a manifest with a config of that type and layers of these types and paths."""
     rows = [
         Descriptor(kind, Digest.of(b"%d" % n), n, {FILEPATH: path} if path else {}).to_json()
         for n, (kind, path) in enumerate(layers)
@@ -66,7 +66,7 @@ json_values = st.recursive(
 
 @st.composite
 def spoilt(draw: st.DrawFn, vector: str) -> bytes:
-    """A vector's config in which one value, anywhere, is another."""
+    """Draw a vector's config in which one value, anywhere, is another."""
     root = value(f"{vector}-config")
     places: list[tuple[Any, Any]] = []
 
@@ -411,7 +411,7 @@ ALLOWED = {
 
 
 def written(**properties: object) -> Any:
-    """The ModelPack config of an AImage whose config says that."""
+    """Return the ModelPack config of an AImage whose config has these properties."""
     said = json.dumps({"schemaVersion": 1, "components": {}, **properties}).encode()
     return json.loads(DIALECTS["modelpack"].write(AImage(said, LAYERS[4:5]))[1])
 

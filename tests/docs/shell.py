@@ -132,8 +132,10 @@ def run_all(
 
 
 def _step(command: Command, answer: Path) -> str:
-    """Return the shell code for a command. A server runs in the background, and the shell waits
-    until it prints something or exits."""
+    """Return the shell code for a command.
+
+    A server runs in the background, and the shell waits until it prints something or exits.
+    """
     if (found := _SERVER.match(command.text)) is None:
         return _STEP.format(text=command.text, answer=answer)
     text = command.text[: found.start(1)] + "exec " + command.text[found.start(1) :]

@@ -68,7 +68,7 @@ def _need(tool: str) -> None:
 
 @contextlib.contextmanager
 def registries(document: Document, directory: Path) -> Iterator[dict[str, str]]:
-    """The addresses in the document, and where on this machine they are."""
+    """Return the addresses in the document, and those on this machine that stand for them."""
     typed = "\n".join(command.text for command in document.commands)
     places: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
@@ -107,7 +107,7 @@ def _registry(directory: Path, private: bool) -> Iterator[str]:
 
 
 def first_missing(expected: tuple[str, ...], output: str) -> str | None:
-    """The first line of ``expected`` that ``output`` does not have, after the lines before it."""
+    """Return the first line of ``expected`` that ``output`` lacks after the lines before it."""
     lines = iter([" ".join(line.split()) for line in output.splitlines()])
     for wanted in expected:
         pattern = ".*".join(map(re.escape, " ".join(wanted.split()).split("...")))

@@ -147,7 +147,7 @@ def _exists(span: str) -> bool:
 
 
 def _texts() -> Iterator[Path]:
-    """The files of the project: what git knows or would add, else what lies here."""
+    """Return the files of the project: those that git tracks or would add, else the documents."""
     done = run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,

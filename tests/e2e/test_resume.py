@@ -99,8 +99,10 @@ def ended(process, code):
 
 
 def test_capped_connections_are_joined_and_every_byte_is_sent_once(aimage, artifact, proxy):
-    """With slow connections, the whole budget ends up at the one blob. A connection whose second
-    half is taken over may have a little of it in flight."""
+    """With slow connections, the whole budget ends up at the one blob.
+
+    A connection whose second half is taken over may have a little of it in flight.
+    """
     proxy.pace = 20 * MIB
     here = aimage()
     here("pull", f"{proxy.host}/{artifact.path}", "--jobs", 4)

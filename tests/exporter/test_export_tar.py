@@ -53,8 +53,10 @@ def test_tar_layers_are_unpacked(artifact, kind, compression):
 
 
 def test_a_modelkit_of_kitops_is_unpacked(artifact):
-    """Its tars hold paths relative to the kit, with their parent directories
-    (kitops-ml/kitops, pkg/lib/filesystem/tar.go at 35919cd68f5d)."""
+    """Its tars hold paths relative to the kit, with their parent directories.
+
+    See kitops-ml/kitops, pkg/lib/filesystem/tar.go at 35919cd68f5d.
+    """
     there = entry("model", tarfile.DIRTYPE)
     model = artifact.add_tar(there, ("model/w.gguf", b"weights"), packed=True).descriptor
     docs = artifact.add_tar(("README.md", b"words")).descriptor

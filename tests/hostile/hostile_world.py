@@ -125,8 +125,10 @@ class World:
         return ImageLayout(self.store)
 
     def aimage(self, *arguments: object, code: int | tuple[int, ...] = 0) -> Done:
-        """Run a verb in this process: it must exit with that code and a message, and access no
-        forbidden files."""
+        """Run a verb in this process.
+
+        It must exit with that code and a short message, and access no forbidden files.
+        """
         texts = list(map(str, arguments))
         self.capture.readouterr()
         with self.watched():

@@ -45,7 +45,7 @@ def index(**fields: Any) -> dict[str, Any]:
 
 
 def documents(bad: object) -> dict[str, bytes]:
-    """A document for each field that may hold a digest, with ``bad`` there."""
+    """Return a document for each field that may hold a digest, with ``bad`` there."""
     wrong = {**described(LAYER), "digest": bad}
     wrong_child = {**wrong, "mediaType": mediatype.OCI_MANIFEST}
     good_child = index()["manifests"]
@@ -71,7 +71,7 @@ def kind_of(raw: bytes) -> str:
 
 
 def store_with(world: Any, raw: bytes, kind: str = "") -> None:
-    """The document in the store, as another tool may have put it there."""
+    """Write the document into the store, as another tool may do."""
     for data in (raw, CONFIG, LAYER, json.dumps(manifest()).encode()):
         plant(world.store, data)
     write_index(world.store, entry(raw, NAME, kind or kind_of(raw)))
@@ -137,7 +137,7 @@ def test_in_an_entry_of_the_index(world):
 
 
 def test_in_a_record_of_a_name(world):
-    """What we wrote down beside the index may have been written by another, too."""
+    """Records beside the index may have been written by another program."""
     good = json.dumps(manifest()).encode()
     store_with(world, good)
     world.aimage("tag", NAME, "y")

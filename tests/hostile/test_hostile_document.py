@@ -38,13 +38,13 @@ NAME = "x:v1"
 
 
 def deep(depth: int, kind: str = "list") -> bytes:
-    """Something nested, whole and right."""
+    """Return a valid nested value."""
     start, end = {"list": (b"[", b"]"), "object": (b'{"a":', b"}")}[kind]
     return start * depth + b"1" + end * depth
 
 
 def with_field(document: dict[str, Any], value: bytes, key: str = "x") -> bytes:
-    """The document with one more field, spelt as it is."""
+    """Return the document with one more field of that spelling."""
     return json.dumps(document).encode()[:-1] + b',"%s":%s}' % (key.encode(), value)
 
 
@@ -249,7 +249,7 @@ def test_a_malformed_list_of_tags(world, raw):
     ],
 )
 def test_a_deep_config(world, depth, dialect):
-    """What can just be read may be too deep to be written again."""
+    """A config that can just be read may be too deep to be written again."""
     gc.collect()  # of what others left: a finalizer that runs this deep fails
     config = with_field({"schemaVersion": 1, "components": {}}, deep(depth, "object"))
     kind, layers = mediatype.AIMAGE_CONFIG, LAYERS

@@ -51,7 +51,7 @@ def stored(world: World, *names: str) -> None:
 
 
 def make_link(world: World, part: str, target: str) -> Path:
-    """A link in a blob's place, to a file outside with the right content, or to worse."""
+    """Replace a blob by a link: to a file outside with the right content, or to worse."""
     path = plant(world.store, PARTS[part])
     path.unlink()
     outside = world.outside / part
@@ -76,8 +76,10 @@ TARGETS = ["same", "loop", "endless"]
     [*(("layer", target) for target in TARGETS), ("config", "same"), ("manifest", "same")],
 )
 def test_a_linked_file_is_not_content(world, part, target):
-    """A push would carry a file of the user's to a registry, and a verification would promise what
-    another may change at any time. So the content is not there, and verify says so."""
+    """A push would send a file of the user to a registry, and others may change it after a verify.
+
+    The content is missing, and verify reports it.
+    """
     with ScriptedRegistry(
         lambda seen: Answer(404 if seen.method != "POST" else 202)
     ).running() as it:

@@ -174,8 +174,11 @@ def test_a_quantized_blob_combines_codes_scales_and_biases(tmp_path, kind, dtype
 
 
 def test_codes_decode_to_the_values(model):
-    """Within half a step, decoded by the format's definition without MLX. BF16 scales and biases
-    have a relative error of up to 2**-9, and 255 steps add half a step for each."""
+    """Within half a step, decoded by the format's definition without MLX.
+
+    BF16 scales and biases have a relative error of up to 2**-9, and 255 steps add half a step for
+    each.
+    """
     model.make(quantize="int8")
     for name in ("layers.0.attention.to_q.weight", "layers.0.adaLN_modulation.0.weight"):
         _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{name}"))

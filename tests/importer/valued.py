@@ -100,8 +100,10 @@ def vae() -> dict[str, Array]:
 def make_valued(
     directory: Path, dtype: str = "BF16", **components: Mapping[str, Stored]
 ) -> ValuedModel:
-    """Write a model to ``directory`` with the given weights of a component, else the default ones
-    as ``dtype``."""
+    """Write a model to ``directory``.
+
+    A component has the given weights, else the default ones as ``dtype``.
+    """
     model = ValuedModel(directory, directory.parent / "store")
     for name, value in FILES.items():
         model.write(name, value)

@@ -62,7 +62,7 @@ def adds_a_name(store):
 
 
 def notes_a_name(store):
-    """The first half of a tag operation, as left by a killed process."""
+    """Return the first half of a tag operation, as left by a killed process."""
     MetadataFiles(store.root, "names").put("x", {"entry": {}}, durable=False)
 
 

@@ -107,7 +107,7 @@ def test_without_locks_two_ingests_of_a_blob_both_commit(layout, no_locks):
 
 
 def test_without_locks_leases_keep_blobs(layout, no_locks):
-    """Whether its process is running is unknown, so its blobs are kept."""
+    """It is unknown if its process is running, so its blobs are kept."""
     stray = put(layout, b"stray")
     lease = layout.lease(stray.digest)
     assert Collector(layout, grace=0).run().blobs == 0

@@ -55,8 +55,10 @@ def checkpoint_names(component: str) -> dict[str, str]:
 
 
 def weights(component: str) -> Arrays:
-    """Return random tensors in torch's layout with a checkpoint's names: BF16 values as
-    float32."""
+    """Return random tensors in torch's layout with a checkpoint's names.
+
+    They are BF16 values as float32.
+    """
     random = np.random.default_rng(len(component))
     module = MAKERS[component](component, configuration(component))
     names, found = checkpoint_names(component), {}

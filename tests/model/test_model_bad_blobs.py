@@ -137,7 +137,7 @@ def test_blob_of_another_size_than_its_layer_is_refused(store: FolderStore) -> N
 
 @pytest.mark.parametrize("length", [64, 4088, 5000])
 def test_a_header_of_any_length(store: FolderStore, length: int) -> None:
-    """What the short way reads is what the long way reads, and refuses the same."""
+    """The short way reads and refuses the same blobs as the long way."""
     text = b'{"w":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}'.ljust(length)
     whole = length.to_bytes(8, "little") + text + bytes(8)
     lying = (length + 1).to_bytes(8, "little") + whole[8:]

@@ -1,4 +1,4 @@
-"""What can be read can be converted: every layout of blobs, with components and without."""
+"""Every readable layout of blobs can be converted, with components and without."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def blobs(tmp_path: Path) -> FolderStore:
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Keep:
-    """The AImage in a layout, called OLD."""
+    """Return ``keep(...)``: it writes an AImage with the name OLD into a layout."""
 
     def make(blobs: FolderStore, aimage: AImage) -> ImageLayout:
         store = ImageLayout(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""What ``create`` has quantized, read back and run: from every dialect the same picture."""
+"""A model quantized by ``create`` generates the same picture in every dialect."""
 
 from __future__ import annotations
 

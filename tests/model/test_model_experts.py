@@ -27,8 +27,10 @@ def array(random: np.random.RandomState, *shape: int) -> np.ndarray:
 
 
 def qwen3_moe() -> Arrays:
-    """A Qwen3-MoE checkpoint, with shared experts as other families have them, and one layer whose
-    experts are stacked, as MLX does it."""
+    """Return a Qwen3-MoE checkpoint with shared experts as other families have them.
+
+    The experts of one layer are stacked, as MLX does it.
+    """
     random, found = np.random.RandomState(0), {}
     for layer in range(LAYERS):
         path = f"model.layers.{layer}"
@@ -61,7 +63,7 @@ MODELS = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
 
 
 def group(name: str) -> str:
-    """The layer that a tensor belongs to."""
+    """Return the layer of a tensor."""
     for word in (".mlp.experts.", ".mlp.shared_experts."):
         if word in name:
             return name.partition(word)[0] + word[:-1]
@@ -76,7 +78,7 @@ def kind(name: str, scheme: str) -> str | None:
 
 
 def pack(store: FolderStore, arrays: Arrays, component: str, scheme: str) -> AImage:
-    """Groups as packed blobs, each with metadata of its own, or for each of its tensors."""
+    """Write groups as packed blobs, each with metadata of its own, or for each of its tensors."""
     prefix = f"{component}/" if component else ""
     groups: dict[str, Arrays] = {}
     for name, values in arrays.items():

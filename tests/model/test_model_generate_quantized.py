@@ -31,7 +31,7 @@ Load = Callable[..., ZImagePipeline]
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """A kind and the components that are of it, to a pipeline in float32."""
+    """Return ``load(kind, components)``: a pipeline in float32."""
     store = FolderStore(tmp_path_factory.mktemp("blobs"))
 
     def load(
@@ -74,7 +74,7 @@ def test_latents_stay_near(
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp8", "nvfp4"])
 def test_kept_codes_make_the_same_picture(load: Load, kind: str) -> None:
-    """What a GPU does, done on the CPU in float32."""
+    """Simulate the dequantization of a GPU on the CPU, in float32."""
     kept, plain = load(kind, BOTH, keep=True), load(kind, BOTH)
     assert isinstance(kept.transformer.layers[0].attention.to_q, QuantizedLinear)
     assert isinstance(kept.transformer.t_embedder.linear1, QuantizedLinear)

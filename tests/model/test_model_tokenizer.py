@@ -98,7 +98,7 @@ def test_templates_that_are_stopped(tiny: Model, template: str) -> None:
 
 
 def test_every_rendering_may_loop(tiny: Model) -> None:
-    """What stops loops in loops is counted anew each time."""
+    """The limit of loops in loops is counted anew each time."""
     tokenizer = with_template(tiny, "{% for i in range(60000) %}{% endfor %}done")
     assert [tokenizer.render("x") for _ in range(3)] == ["done"] * 3
 

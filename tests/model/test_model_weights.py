@@ -48,7 +48,7 @@ def arrays() -> dict[str, np.ndarray]:
 
 
 def packed(store: FolderStore, tensors: Arrays, key: str = "{name}") -> AImage:
-    """An AImage with one component called net."""
+    """Return an AImage with one component, ``net``."""
     layers = [Layer(store.add(mediatype.AIMAGE_FILE, b'{"a": 1}'), "net/config.json")]
     for name, value in tensors.items():
         dtype = DTYPES[value.dtype.name]

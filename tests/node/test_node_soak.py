@@ -238,9 +238,8 @@ def soak(node: LiveNode, mover: Mover, refs: list[str]) -> list[Figures]:
 
 def tell(figures: list[Figures], readers: Readers, mover: Mover) -> None:
     """Print a summary."""
-    print(
-        f"\n{dict(readers.counts)}, {mover.moves} versions of 2 tags, {len(readers.errors)} errors"
-    )
+    text = f"{dict(readers.counts)}, {mover.moves} versions of 2 tags, {len(readers.errors)} errors"
+    print(f"\n{text}")  # noqa: T201
     for second in sorted({1.0, 60.0, 300.0, WARM, SECONDS / 2, SECONDS}):
         if figures and second <= SECONDS:
-            print(min(figures, key=lambda each: abs(each.at - second)))
+            print(min(figures, key=lambda each: abs(each.at - second)))  # noqa: T201

@@ -1,6 +1,6 @@
-"""Record the outputs of diffusers for tests/model/test_oracle.py, from examples/tiny:
+"""Record the outputs of diffusers for tests/model/test_oracle.py, from examples/tiny.
 
-python tests/parity/record.py
+Run ``python tests/parity/record.py``.
 """
 
 from __future__ import annotations

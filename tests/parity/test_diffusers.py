@@ -99,7 +99,6 @@ def pair(
     seed, every = SEED + number, list(CASES)
     cases = every if not number else [every[number % len(every)], every[(number + 2) % len(every)]]
     dims = draw(seed, **MODELS[request.param])
-    print(f"AIMAGE_PARITY_SEED={SEED}: {dims}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         reference = make(directory / "files", seed, dims)
@@ -113,13 +112,12 @@ def test_same_as_diffusers(pair: Pair) -> None:
     for case in pair.cases:
         request = fitting(CASES[case], pair.pipeline.multiple)
         found = differences(theirs(pair.reference, request), ours(pair.pipeline, request))
-        print(f"{request}: {found}")
         assert len(found) == 6
-        assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}, {case}: {found}"
+        assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}, {case}, {request}: {found}"
 
 
 def fitting(request: GenerateRequest, multiple: int) -> GenerateRequest:
-    """The request with sides that this model can make: five VAE blocks take multiples of 32."""
+    """Return the request with sides that the model supports: five VAE blocks need multiples of 32."""
     width, height = (side // multiple * multiple for side in (request.width, request.height))
     return replace(request, width=width, height=height)
 

@@ -1,5 +1,6 @@
-"""The main job against its judge: a directory that diffusers saved goes through create, push, a
-real registry, pull and run, and comes out as the picture that diffusers makes of it.
+"""The main job compared with diffusers: the same directory gives the same picture.
+
+The directory is saved by diffusers and goes through create, push, a real registry, pull and run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ WORDS = "a red fox jumps over blue water at dawn ß 霧 near the old mill".split
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "bfloat16 shards"])
 def test_the_picture_that_diffusers_makes(sharded, aimage, repository, tmp_path):
-    print(f"AIMAGE_PARITY_SEED={SEED}")
     rng = random.Random(SEED + sharded)
     fixed = {"max_shard_size": "50KB", "dtype": torch.bfloat16} if sharded else {}
     directory = tmp_path / "model"

@@ -54,7 +54,7 @@ def mixtral() -> torch.nn.Module:
 
 @pytest.fixture(params=[qwen, mixtral], ids=["Qwen3-MoE", "Mixtral"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model whose text encoder has experts, as transformers writes it."""
+    """Return a model whose text encoder has experts, as transformers writes it."""
     place = tmp_path / "model"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -175,7 +175,7 @@ def added(tokenizer: Any) -> dict[int, str]:
 
 
 def as_transformers_4(folder: Path, template: str, tokens: list[Any] | None = None) -> None:
-    """The template inside tokenizer_config.json, named, and added tokens listed there too."""
+    """Move the template, named, and the added tokens into tokenizer_config.json."""
     tokens = tokens or json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     (folder / "chat_template.jinja").unlink()
     listed = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in tokens}

@@ -1,4 +1,4 @@
-"""How the model of examples/shapes is trained, next to what diffusers does."""
+"""The training of the model of examples/shapes, compared with diffusers."""
 
 from __future__ import annotations
 

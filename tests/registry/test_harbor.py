@@ -281,7 +281,7 @@ def packed(aimage):
 
 
 def taking(seen):
-    """Accepts every upload and serves one-byte blobs."""
+    """Accept every upload and serve one-byte blobs."""
     if seen.method == "POST":
         return Answer(202, {"Location": "/upload/1"})
     if seen.method == "HEAD":

@@ -106,8 +106,10 @@ class Strict:
 
 
 def push(strict, tmp_path, *blobs, chunk=0):
-    """Push an artifact of blobs from a layout; return the registry. ``chunk`` is the largest body
-    that it is known to accept."""
+    """Push an artifact of blobs from a layout; return the registry.
+
+    ``chunk`` is the largest body that it is known to accept.
+    """
     raw, _ = artifact(b"{}", *blobs)
     layout = ImageLayout(tmp_path / "store")
     here = Reference(None, "x", "v1")

@@ -25,7 +25,7 @@ def scenes() -> list[Scene]:
 
 @pytest.fixture(scope="module")
 def seen(scenes: list[Scene]) -> list[Seen]:
-    """What is seen on the true pictures."""
+    """Return the judge's findings on the true pictures."""
     return [look(render(scene)) for scene in scenes]
 
 

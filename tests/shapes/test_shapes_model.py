@@ -28,7 +28,7 @@ Load = Callable[[str], ZImagePipeline]
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """A precision to the model in it, loaded once."""
+    """Return ``load(precision)``: the model, loaded once."""
     store = ImageLayout(tmp_path_factory.mktemp("store"))
     loaded: dict[str, ZImagePipeline] = {}
 

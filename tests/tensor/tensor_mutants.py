@@ -302,6 +302,18 @@ def damage(rng: random.Random, raw: bytearray) -> None:
                 raw[rng.choice(digits)] = rng.choice(b"0123456789-.e")
 
 
+def respelled(rng: random.Random, pairs: Pairs, data: bytes) -> tuple[bytes, bytes]:
+    """Return a rewritten header and its data."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        rewrite(rng, pairs)
+    text = text_of(pairs).encode()
+    if rng.random() < 0.2:
+        text = respace(rng, text)
+    if rng.random() < 0.1:
+        data = data[: rng.randrange(len(data) + 1)] + bytes(rng.randrange(3))
+    return text, data
+
+
 def mutant(seed: int) -> bytes:
     """Return the file of this number: the same on every machine. Data are consecutive numbers."""
     rng = random.Random(seed)
@@ -315,13 +327,7 @@ def mutant(seed: int) -> bytes:
     data = bytes(i % 251 for i in range(size))
     text = text_of(pairs).encode()
     if "text" in levels:
-        for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            rewrite(rng, pairs)
-        text = text_of(pairs).encode()
-        if rng.random() < 0.2:
-            text = respace(rng, text)
-        if rng.random() < 0.1:
-            data = data[: rng.randrange(len(data) + 1)] + bytes(rng.randrange(3))
+        text, data = respelled(rng, pairs, data)
     elif levels == "blob":
         return encode_header(*blob) + data
     if "bytes" in levels and rng.random() < 0.6:  # a valid length, so that more is read

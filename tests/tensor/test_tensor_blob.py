@@ -1,4 +1,4 @@
-"""What a blob's header means: whole tensors, of one generation or another."""
+"""The meaning of a blob's header: whole tensors, of one generation or another."""
 
 from __future__ import annotations
 

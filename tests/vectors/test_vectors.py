@@ -1,4 +1,4 @@
-"""What the specifications show is read, keeps its bytes, and loses no field."""
+"""The examples of the specifications are read, keep their bytes, and lose no field."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_layers_without_names_are_named_by_media_type():
 
 
 def read(name: str) -> AImage:
-    """The AImage of a vector with a config, whose bytes its manifest names."""
+    """Return the AImage of a vector with a config, whose bytes its manifest names."""
     manifest, config = Manifest.parse(raw(name)), raw(f"{name}-config")
     assert (manifest.config.digest, manifest.config.size) == (Digest.of(config), len(config))
     aimage = detect(manifest).read(manifest, config)
@@ -119,7 +119,7 @@ def read(name: str) -> AImage:
 
 
 def kinds(aimage: AImage) -> list[tuple[str, str]]:
-    """The names of the layers, and what says most in their media types."""
+    """Return the names of the layers, and the distinct part of their media types."""
     return [
         (layer.name, layer.descriptor.media_type.rpartition("aimage.")[2])
         for layer in aimage.layers

@@ -90,7 +90,8 @@ class Worker:
 def begin(here: Aimage, *arguments: object, verb: str = "serve", **environment: str) -> Worker:
     """Start a worker or a node.
 
-    It listens on a free port of 127.0.0.1 unless ``arguments`` name an address."""
+    It listens on a free port of 127.0.0.1 unless ``arguments`` name an address.
+    """
     said = [str(each) for each in arguments]
     if not {"--addr", "--socket"} & set(said) and "AIMAGE_SERVE_ADDR" not in environment:
         said = ["--addr", "127.0.0.1:0", *said]

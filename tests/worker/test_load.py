@@ -91,7 +91,7 @@ def test_memory_is_constant_over_500_pictures_and_freed_after_unload(worker):
 
 
 def test_a_picture_of_the_worker_equals_that_of_run(worker, tmp_path):
-    Image = pytest.importorskip("PIL.Image")
+    pictures = pytest.importorskip("PIL.Image")
 
     async def play():
         async with aiohttp.ClientSession() as session:
@@ -102,6 +102,6 @@ def test_a_picture_of_the_worker_equals_that_of_run(worker, tmp_path):
     path = tmp_path / "picture.png"
     options = ("--seed", 5, "--steps", 3, "--width", 64, "--height", 48)
     worker.aimage("run", "tiny", "a dog", *options, "-o", path, "--no-open")
-    one, other = Image.open(io.BytesIO(served)), Image.open(path)
+    one, other = pictures.open(io.BytesIO(served)), pictures.open(path)
     assert one.tobytes() == other.tobytes()
     assert json.loads(one.text["aimage"])["digest"] == json.loads(other.text["aimage"])["digest"]
