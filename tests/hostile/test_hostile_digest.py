@@ -77,7 +77,7 @@ def store_with(world: Any, raw: bytes, kind: str = "") -> None:
     write_index(world.store, entry(raw, NAME, kind or kind_of(raw)))
 
 
-def test_pulled(world):
+def test_a_pull_refuses_a_manifest_with_a_bad_digest(world):
     """Every document is refused before anything else is asked for."""
     found = documents(BAD)
 
@@ -95,7 +95,7 @@ def test_pulled(world):
     assert not (world.store / "index.json").exists()
 
 
-def test_in_a_stored_document(world):
+def test_verbs_refuse_a_stored_manifest_with_a_bad_digest(world):
     for field, raw in documents(BAD).items():
         store_with(world, raw)
         with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
@@ -117,7 +117,7 @@ def test_in_a_stored_document(world):
         assert NAME in world.aimage("ls").out
 
 
-def test_in_an_entry_of_the_index(world):
+def test_an_index_entry_with_a_bad_digest_is_skipped_and_kept(world):
     """It is another tool's: passed over by all but verify, and it stays."""
     good = json.dumps(manifest()).encode()
     store_with(world, good)
@@ -136,7 +136,7 @@ def test_in_an_entry_of_the_index(world):
     assert json.loads((world.store / "index.json").read_bytes())["manifests"][0] == wrong
 
 
-def test_in_a_record_of_a_name(world):
+def test_a_name_record_with_a_bad_digest_is_ignored(world):
     """Records beside the index may have been written by another program."""
     good = json.dumps(manifest()).encode()
     store_with(world, good)
@@ -153,7 +153,7 @@ def test_in_a_record_of_a_name(world):
             world.aimage("rm", "z")
 
 
-def test_in_a_lease(world):
+def test_a_collection_ignores_a_bad_digest_in_a_lease(world):
     good = json.dumps(manifest()).encode()
     store_with(world, good)
     leases = world.store / ".aimage" / "lease"
@@ -171,7 +171,7 @@ def container(**change: Any) -> bytes:
 
 
 @pytest.mark.parametrize("where", ["diff_ids", "layers"])
-def test_in_an_image_config(world, where):
+def test_an_image_config_with_a_bad_digest_is_stored_and_not_read(world, where):
     """Of a container image, as which an AImage may travel."""
     row = {**described(LAYER, mediatype.AIMAGE_FILE), "name": "a"}
     config = {
@@ -194,7 +194,7 @@ def test_in_an_image_config(world, where):
     world.aimage("verify")
 
 
-def test_among_referrers(world):
+def test_referrers_with_a_bad_digest_are_refused(world):
     """From the API, and from the index under a tag."""
     raw = json.dumps(manifest()).encode()
     wrong = {**SUBJECT, "digest": BAD}
@@ -222,7 +222,7 @@ DECLARED = [BAD, TEXTS["other"]]
 
 
 @pytest.mark.parametrize("bad", DECLARED, ids=["climbs", "other"])
-def test_in_the_header_of_a_manifest(world, bad):
+def test_a_wrong_digest_header_fails_a_pull(world, bad):
     """It is compared, where it is a digest of a kind that we know, and otherwise means nothing."""
     raw = json.dumps(manifest()).encode()
 
@@ -241,7 +241,7 @@ LOCATIONS = ["../../../outside/secret", "file:///etc/passwd", "http://[::1"]
 
 
 @pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
-def test_where_an_upload_goes(world, where):
+def test_an_invalid_upload_location_fails_a_push(world, where):
     raw = json.dumps(manifest()).encode()
     store_with(world, raw)
 
@@ -258,7 +258,7 @@ def test_where_an_upload_goes(world, where):
 @pytest.mark.parametrize(
     ("of", "where"), [*(("manifests", where) for where in LOCATIONS), ("blobs", LOCATIONS[0])]
 )
-def test_where_a_redirect_leads(world, where, of):
+def test_an_invalid_redirect_fails_a_pull(world, where, of):
     raw = json.dumps(manifest()).encode()
 
     def script(seen):
@@ -271,14 +271,14 @@ def test_where_a_redirect_leads(world, where, of):
     assert not (world.store / "index.json").exists()
 
 
-def test_in_a_name_on_the_command_line(world):
+def test_a_bad_digest_on_the_command_line_is_a_usage_error(world):
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
         for verb in ("pull", "push", "show", "rm", "referrers"):
             world.aimage(verb, f"{registry.host}/x@{BAD}", code=2)
         assert registry.seen == []
 
 
-def test_pushed_to_the_registry(world, running_registry):
+def test_the_registry_refuses_a_manifest_with_a_bad_digest(world, running_registry):
     """A manifest, by HTTP: refused as the specification says, and nothing is kept of it."""
     ask = running_registry(world.store)
     for field, raw in documents(BAD).items():
@@ -301,7 +301,7 @@ def archive(**members: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_in_an_archive(world):
+def test_an_archive_with_a_bad_digest_is_not_loaded(world):
     good = json.dumps(manifest()).encode()
     path = world.home / "x.tar"
     wrong_entry = json.dumps(
@@ -330,7 +330,7 @@ def test_in_an_archive(world):
 
 
 @pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
-def test_a_name_of_a_layer_that_climbs(world, dialect, name="../x"):
+def test_a_layer_name_that_leaves_the_directory_is_kept_and_not_used(world, dialect, name="../x"):
     """It is kept as it came, for it harms nobody; it is no AImage, and cannot be run."""
     annotations = {mediatype.NAME: name, mediatype.MEDIATYPE: mediatype.AIMAGE_FILE}
     row = {**described(LAYER, mediatype.OLLAMA_JSON), "name": name}

@@ -34,7 +34,7 @@ def numpy_parts(values: np.ndarray, kind: str, size: int | None) -> list[np.ndar
     ("kind", "size", "scale"),
     [*((kind, None, 1.0) for kind in KINDS), ("int4", 32, 0.1), ("int8", 128, 300.0)],
 )
-def test_values_are_mlx_own(kind: str, size: int | None, scale: float) -> None:
+def test_values_equal_those_of_mlx(kind: str, size: int | None, scale: float) -> None:
     values = (np.random.RandomState(1).standard_normal((24, 256)) * scale).astype(np.float32)
     found = dequantize(Quantization.parse(kind, size), *numpy_parts(values, kind, size))
     same(found, judge(values, kind, size))
@@ -43,7 +43,7 @@ def test_values_are_mlx_own(kind: str, size: int | None, scale: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp8"])
-def test_every_scale_and_every_code(kind: str) -> None:
+def test_every_scale_and_every_code_is_decoded(kind: str) -> None:
     """256 rows with a scale each, in which every code stands."""
     how = Quantization.parse(kind)
     row = np.resize(EVERY, 512).view(np.uint32)
@@ -63,7 +63,7 @@ def test_every_scale_and_every_code(kind: str) -> None:
     same(found, np.array(expected))
 
 
-def test_stacked_matrices() -> None:
+def test_stacked_matrices_equal_those_of_mlx() -> None:
     values = np.random.RandomState(2).standard_normal((3, 4, 64)).astype(np.float32)
     found = dequantize(Quantization.parse("int8"), *numpy_parts(values, "int8", None))
     same(found, judge(values, "int8"))
@@ -76,7 +76,7 @@ def test_the_lowest_bits_are_the_first_value() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (4, 1)])
-def test_a_factor_for_all_or_for_each_row(shape: tuple[int, ...]) -> None:
+def test_a_factor_applies_to_the_matrix_or_to_each_row(shape: tuple[int, ...]) -> None:
     values = np.random.RandomState(3).standard_normal((4, 32)).astype(np.float32)
     codes, scales = numpy_parts(values, "nvfp4", None)
     factor = np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32).reshape(shape)
@@ -121,7 +121,7 @@ def check_factors(shape: tuple[int, ...], factors: tuple[int, ...]) -> None:
     same(np.array(kept.dequantized(mx.float32)), expected)
 
 
-def test_8_bit_floats() -> None:
+def test_8_bit_floats_are_decoded() -> None:
     ml = np.array(mx.from_fp8(mx.array(EVERY), dtype=mx.float32))
     same(e4m3(EVERY), ml)
     assert e5m2(EVERY)[[0x3C, 0x7B, 0x7C, 0xBC]].tolist() == [1, 57344, np.inf, -1]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import TINY
-from tests.node.shop import Shop
+from tests.node.publisher import Publisher
 from tests.process import Aimage
 from tests.proxy import Proxy
 from tests.real_registry import RealRegistry
@@ -131,6 +131,6 @@ def proxy(registry: RealRegistry) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, repository: str, proxy: Proxy) -> Shop:
+def publisher(tmp_path: Path, repository: str, proxy: Proxy) -> Publisher:
     """Return a publisher of small models in a registry behind a proxy."""
-    return Shop(tmp_path, repository, proxy)
+    return Publisher(tmp_path, repository, proxy)

@@ -24,7 +24,7 @@ from clowder_aimage.registry import ClientOptions, Repository
 from tests.content.artifact import put_artifact
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise
-from tests.node.shop import events
+from tests.node.publisher import events
 from tests.node.small_disk import Disk, small_disk
 from tests.process import spawn
 from tests.proxy import Proxy

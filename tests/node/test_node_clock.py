@@ -19,7 +19,7 @@ from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.conftest import until
-from tests.node.shop import events
+from tests.node.publisher import events
 from tests.node.test_node_live import asked
 
 FOLLOWED = {"refresh": 1, "pullPolicy": "Always"}
@@ -75,8 +75,8 @@ def want(ref, **facts):
 # -- clocks
 
 
-def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, shop, monkeypatch):
-    ref = shop.publish("a")
+def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, publisher, monkeypatch):
+    ref = publisher.publish("a")
     real, jump = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])
 
@@ -85,12 +85,12 @@ def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, shop, monkeypatch):
         await bench.turn()
         assert bench.model()["state"] == "present"
         for at, jumped in enumerate((DECADE, -DECADE, HOUR, -HOUR, 0.0)):
-            before = len(shop.proxy.seen)
+            before = len(publisher.proxy.seen)
             jump[0] = jumped
             await bench.turn(299.0 if at else 150.0)
-            assert len(shop.proxy.seen) == before, f"asked early after a jump of {jumped} s"
+            assert len(publisher.proxy.seen) == before, f"asked early after a jump of {jumped} s"
             await bench.turn(1.5 if at else 151.0)
-            seen = shop.proxy.seen[before:]
+            seen = publisher.proxy.seen[before:]
             assert [(each.method, each.status) for each in seen] == [("GET", 304)]
             assert bench.model()["state"] == "present" and not bench.node.missing()
         assert ImageLayout(tmp_path / "bench").resolve(Reference.parse(ref))
@@ -98,8 +98,8 @@ def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, shop, monkeypatch):
     asyncio.run(play())
 
 
-def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, shop, monkeypatch):
-    ref = shop.publish("a")
+def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, publisher, monkeypatch):
+    ref = publisher.publish("a")
     real = time.time
 
     async def play():
@@ -111,7 +111,7 @@ def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, shop, monkeypat
         assert bench.model()["state"] == "present"
         reference = Reference.parse(ref)
         assert bench.store.resolve(reference)
-        assert shop.blobs() == 2  # the config and the layer: no blob was fetched again
+        assert publisher.blobs() == 2  # the config and the layer: no blob was fetched again
 
     asyncio.run(play())
 
@@ -119,35 +119,35 @@ def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, shop, monkeypat
 # -- permanent failures
 
 
-def rounds(shop, tag="v1", count=3):
+def rounds(publisher, tag="v1", count=3):
     """Wait for ``count`` more checks of a tag."""
-    since = len(shop.proxy.seen)
-    until(lambda: shop.manifests(tag, since) >= count, f"{count} looks at the tag")
+    since = len(publisher.proxy.seen)
+    until(lambda: publisher.manifests(tag, since) >= count, f"{count} looks at the tag")
 
 
 @pytest.mark.integration
-def test_wrong_content_is_not_fetched_again_until_the_tag_moves(node, shop):
-    shop.spoil("b")
-    ref = shop.publish("a", "b")
+def test_wrong_content_is_not_fetched_again_until_the_tag_moves(node, publisher):
+    publisher.spoil("b")
+    ref = publisher.publish("a", "b")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
     failed = node.reaches(ref, "failed")
     assert failed["code"] == "verification_failed"
     assert node.metric("aimage_digest_mismatch_total") == 1
-    blobs = shop.blobs()
-    rounds(shop)
-    shop.refuse(lambda passed: True)  # registry failures do not trigger a fetch either
+    blobs = publisher.blobs()
+    rounds(publisher)
+    publisher.refuse(lambda passed: True)  # registry failures do not trigger a fetch either
     until(lambda: node.model(ref)["code"] == "registry_failed", "the failure to be told")
-    shop.proxy.instead = None
+    publisher.proxy.instead = None
     until(lambda: node.model(ref)["code"] == "verification_failed", "the old reason")
     assert failed["reason"] == node.model(ref)["reason"]
-    rounds(shop)
-    assert shop.blobs() == blobs
+    rounds(publisher)
+    assert publisher.blobs() == blobs
     assert node.names() == set()
-    moved = len(shop.proxy.seen)
-    shop.publish("a", "c")
+    moved = len(publisher.proxy.seen)
+    publisher.publish("a", "c")
     node.reaches(ref, "present")
-    since = [each.path for each in shop.proxy.seen[moved:] if "/blobs/" in each.path]
+    since = [each.path for each in publisher.proxy.seen[moved:] if "/blobs/" in each.path]
     assert len(since) == len(set(since)) <= 3  # intact blobs may be in the store already
     node.aimage("verify")
 
@@ -156,40 +156,40 @@ def test_wrong_content_is_not_fetched_again_until_the_tag_moves(node, shop):
 
 
 @pytest.mark.integration
-def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(node, shop):
-    ref = shop.publish("a", "b", size=20_000_000)
-    other = shop.publish("c", tag="other")
-    shop.proxy.hold = 25_000_000
+def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(node, publisher):
+    ref = publisher.publish("a", "b", size=20_000_000)
+    other = publisher.publish("c", tag="other")
+    publisher.proxy.hold = 25_000_000
     node.want({"ref": ref})
     node.start()
-    until(lambda: shop.proxy.held, "half of it to be there")
+    until(lambda: publisher.proxy.held, "half of it to be there")
     node.want({"ref": other})
     until(lambda: node.model(ref)["state"] == "not wanted", "it to be forgotten")
-    shop.proxy.release()
+    publisher.proxy.release()
     node.reaches(other, "present")
     until(lambda: not node.metric("aimage_pull_inflight"), "the pull to end")
     assert node.names() == {other}
     stopped = [each for each in events(node.url, {"pull"}) if each["reference"] == ref]
     assert [each["outcome"] for each in stopped] == ["stopped"]
-    sent = shop.proxy.sent()
+    sent = publisher.proxy.sent()
     node.want({"ref": other}, {"ref": ref})
     node.reaches(ref, "present")
-    assert shop.proxy.sent() - sent < 40_000_000  # the first part was kept
+    assert publisher.proxy.sent() - sent < 40_000_000  # the first part was kept
     node.aimage("verify")
 
 
 @pytest.mark.integration
-def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(node, shop):
-    ref = shop.publish("a", "b", size=400_000)
-    shop.proxy.hold = 500_000
+def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(node, publisher):
+    ref = publisher.publish("a", "b", size=400_000)
+    publisher.proxy.hold = 500_000
     node.want({"ref": ref, "priority": 1})
     node.start()
-    until(lambda: shop.proxy.held, "half of it to be there")
+    until(lambda: publisher.proxy.held, "half of it to be there")
     node.want({"ref": ref, "priority": 9, "pin": True})
     until(lambda: node.model(ref)["priority"] == 9, "the change to be seen")
-    shop.proxy.release()
+    publisher.proxy.release()
     node.reaches(ref, "present")
-    assert shop.proxy.sent() < 1_000_000
+    assert publisher.proxy.sent() < 1_000_000
     until(lambda: node.aimage("pin", "--json").value == {"pinned": [ref]}, "the pin to be set")
     node.aimage("verify")
 
@@ -237,8 +237,8 @@ def swap(directory, number, text):
 
 
 @pytest.mark.integration
-def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, shop):
-    one, other = shop.publish("a", tag="one"), shop.publish("b", tag="other")
+def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, publisher):
+    one, other = publisher.publish("a", tag="one"), publisher.publish("b", tag="other")
     swap(node.desired, 1, f"- ref: {one}\n")
     node.start()
     node.reaches(one, "present")
@@ -268,10 +268,10 @@ def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, shop):
 
 
 @pytest.mark.integration
-def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, shop):
-    refs = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
-    extra = shop.publish("extra", tag="extra")
-    shop.proxy.hold = 1
+def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, publisher):
+    refs = [publisher.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
+    extra = publisher.publish("extra", tag="extra")
+    publisher.proxy.hold = 1
     wants = [{"ref": ref, "priority": 10 - n} for n, ref in enumerate(refs)]
     node.want(*wants[:4])
     node.start()
@@ -280,23 +280,23 @@ def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, shop):
     waiting = 'aimage_pull_queue_depth{class="desired"}'
     until(lambda: node.metric(waiting) == 3, "three to wait")
     assert node.reaches(refs[-1], "waiting")["reason"] == "other pulls come first"
-    assert not shop.manifests("v6") and not shop.manifests("v5")
+    assert not publisher.manifests("v6") and not publisher.manifests("v5")
 
     def post(ref):
         return asked(node, "POST", "/content/", {"url": f"oci://{ref}"})[0]
 
     with ThreadPoolExecutor(2) as pool:
         passing = pool.submit(post, extra)
-        until(lambda: shop.manifests("extra"), "the one that is asked for to begin")
-        assert not shop.manifests("v5") and not shop.manifests("v4")
+        until(lambda: publisher.manifests("extra"), "the one that is asked for to begin")
+        assert not publisher.manifests("v5") and not publisher.manifests("v4")
         joining = pool.submit(post, refs[-1])
-        until(lambda: shop.manifests("v6"), "the one that was joined to begin")
-        assert not shop.manifests("v5") and node.metric(waiting) == 2
+        until(lambda: publisher.manifests("v6"), "the one that was joined to begin")
+        assert not publisher.manifests("v5") and node.metric(waiting) == 2
         assert node.model(refs[-1])["state"] == "pulling"
-        shop.proxy.release()
+        publisher.proxy.release()
         assert (passing.result(60), joining.result(60)) == (201, 201)
     for ref in refs:
         node.reaches(ref, "present")
-    assert shop.manifests("v6") == 1  # fetched once
+    assert publisher.manifests("v6") == 1  # fetched once
     assert node.names() == {*refs, extra}
     assert asked(node, "GET", f"/content/{encode(f'oci://{extra}')}")[0] == 200

@@ -14,7 +14,7 @@ from clowder_aimage.oci import Reference
 from tests.content.artifact import put_artifact
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise
-from tests.node.shop import events
+from tests.node.publisher import events
 from tests.node.small_disk import small_disk
 from tests.node.test_node_clock import Bench, want
 
@@ -53,8 +53,8 @@ async def told(bench, kind):
     return [item.facts for item in bench.news._items if item.kind == kind]
 
 
-def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, shop):
-    ref = shop.publish("a", size=20 * MIB)
+def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, publisher):
+    ref = publisher.publish("a", size=20 * MIB)
     disk.fill(leave=30 * MIB)
 
     async def play():
@@ -63,63 +63,63 @@ def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, shop):
         failed = bench.model()
         assert (failed["state"], failed["code"]) == ("failed", "no_space")
         assert "would fit" in failed["reason"]
-        asked = len(shop.proxy.seen)
-        assert shop.blobs() == 0 and asked <= 2
+        asked = len(publisher.proxy.seen)
+        assert publisher.blobs() == 0 and asked <= 2
         for _ in range(100):
             await bench.turn(11.0)
-        assert len(shop.proxy.seen) == asked
+        assert len(publisher.proxy.seen) == asked
         assert bench.model()["reason"] == failed["reason"]
         disk.drop()
         await bench.turn(11.0)
         assert bench.model()["state"] == "present"
-        assert 20 * MIB < shop.proxy.sent() < 20.1 * MIB
+        assert 20 * MIB < publisher.proxy.sent() < 20.1 * MIB
 
     asyncio.run(play())
 
 
-def test_a_pull_on_a_full_disk_fails_until_space_is_free(disk, shop):
-    ref = shop.publish("a", "b", size=12 * MIB)
-    shop.proxy.hold = 15 * MIB
+def test_a_pull_on_a_full_disk_fails_until_space_is_free(disk, publisher):
+    ref = publisher.publish("a", "b", size=12 * MIB)
+    publisher.proxy.hold = 15 * MIB
 
     async def play():
         bench = Bench(disk.root, want(ref), marks=FULL)
         turn = asyncio.create_task(bench.turn())
-        await asyncio.to_thread(until, lambda: shop.proxy.held, "half of it to be there")
+        await asyncio.to_thread(until, lambda: publisher.proxy.held, "half of it to be there")
         disk.fill()
-        shop.proxy.release()
+        publisher.proxy.release()
         await turn
         failed = bench.model()
         assert (failed["state"], failed["code"]) == ("failed", "no_space")
-        sent, asked = shop.proxy.sent(), len(shop.proxy.seen)
+        sent, asked = publisher.proxy.sent(), len(publisher.proxy.seen)
         for _ in range(100):
             await bench.turn(11.0)
-        assert len(shop.proxy.seen) == asked
+        assert len(publisher.proxy.seen) == asked
         assert names(bench.store) == set()
         disk.drop()
         await bench.turn(11.0)
         assert bench.model()["state"] == "present"
-        assert shop.proxy.sent() - sent < 24.1 * MIB  # at most all of it again
+        assert publisher.proxy.sent() - sent < 24.1 * MIB  # at most all of it again
 
     asyncio.run(play())
 
 
-def test_a_new_version_without_space_keeps_the_old_one(disk, shop):
-    ref = shop.publish("a", size=2 * MIB)
+def test_a_new_version_without_space_keeps_the_old_one(disk, publisher):
+    ref = publisher.publish("a", size=2 * MIB)
 
     async def play():
         bench = Bench(disk.root, want(ref, policy="always", refresh=60.0), marks=FULL)
         await bench.turn()
         disk.fill(leave=10 * MIB)
-        shop.publish("a", "b", size=2 * MIB)
+        publisher.publish("a", "b", size=2 * MIB)
         await bench.turn(61.0)
         now = bench.model()
         assert now["state"] == "present" and now["drift"] and "would fit" in now["reason"]
-        blobs, asked = shop.blobs(), len(shop.proxy.seen)
+        blobs, asked = publisher.blobs(), len(publisher.proxy.seen)
         for _ in range(20):
             await bench.turn(61.0)
-        seen = shop.proxy.seen[asked:]
+        seen = publisher.proxy.seen[asked:]
         assert {(each.method, each.status) for each in seen} == {("GET", 304)}
-        assert len(seen) <= 20 and shop.blobs() == blobs
+        assert len(seen) <= 20 and publisher.blobs() == blobs
         assert bench.model()["reason"] == now["reason"] and not bench.node.missing()
         disk.drop()
         await bench.turn(61.0)
@@ -128,15 +128,15 @@ def test_a_new_version_without_space_keeps_the_old_one(disk, shop):
     asyncio.run(play())
 
 
-def test_least_recently_used_models_are_evicted_for_desired_ones(disk, shop, old_blobs):
-    ref = shop.publish("a", size=20 * MIB)
+def test_least_recently_used_models_are_evicted_for_desired_ones(disk, publisher, old_blobs):
+    ref = publisher.publish("a", size=20 * MIB)
 
     async def play():
         bench = Bench(disk.root, want(ref), marks=FULL)
         old, new = (put(bench.store, name, 15 * MIB, at) for at, name in enumerate(("old", "new")))
         await bench.turn()
         assert names(bench.store) == {index_name(new)}
-        assert bench.model()["code"] == "no_space" and not shop.blobs()
+        assert bench.model()["code"] == "no_space" and not publisher.blobs()
         await bench.turn(11.0)
         assert bench.model()["state"] == "present"
         assert [each["model"] for each in await told(bench, "evict")] == [index_name(old)]
@@ -146,8 +146,8 @@ def test_least_recently_used_models_are_evicted_for_desired_ones(disk, shop, old
     asyncio.run(play())
 
 
-def test_above_the_upper_mark_only_unwanted_models_are_evicted(tmp_path, shop, old_blobs):
-    ref = shop.publish("wanted", size=20 * MIB)
+def test_above_the_upper_mark_only_unwanted_models_are_evicted(tmp_path, publisher, old_blobs):
+    ref = publisher.publish("wanted", size=20 * MIB)
     with small_disk(tmp_path / "disk", 128 * MIB) as disk:
 
         async def play():
@@ -173,8 +173,8 @@ def test_above_the_upper_mark_only_unwanted_models_are_evicted(tmp_path, shop, o
 
 
 @pytest.mark.integration
-def test_a_node_with_a_full_disk_serves_its_models_and_reports_the_reason(disk, shop, tmp_path):
-    here, more = shop.publish("a", size=MIB), shop.publish("b", tag="more", size=20 * MIB)
+def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(disk, publisher, tmp_path):
+    here, more = publisher.publish("a", size=MIB), publisher.publish("b", tag="more", size=20 * MIB)
     node = LiveNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here, "refresh": 1, "pullPolicy": "Always", "pin": True})
     try:
@@ -206,8 +206,8 @@ def test_a_node_with_a_full_disk_serves_its_models_and_reports_the_reason(disk, 
 
 
 @pytest.mark.integration
-def test_a_node_is_not_ready_only_when_its_disk_is_full(disk, shop, tmp_path):
-    here = shop.publish("a", size=MIB)
+def test_a_node_is_not_ready_only_when_its_disk_is_full(disk, publisher, tmp_path):
+    here = publisher.publish("a", size=MIB)
     node = LiveNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here})
     try:

@@ -35,9 +35,9 @@ def settled(monkeypatch):
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
-async def idle(home, shop, count=2):
+async def idle(home, publisher, count=2):
     """Return a bench with ``count`` models, and their names."""
-    names = [shop.publish(f"layer {n}", tag=f"v{n}") for n in range(count)]
+    names = [publisher.publish(f"layer {n}", tag=f"v{n}") for n in range(count)]
     bench = Bench(home, *(want(name, refresh=3600.0) for name in names))
     for _ in range(3):
         await bench.turn(11.0)
@@ -54,9 +54,9 @@ def largest(bench):
     return max(bench.store.root.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
 
 
-def test_models_of_an_unchanged_store_are_not_checked_again(tmp_path, shop, looks, settled):
+def test_models_of_an_unchanged_store_are_not_checked_again(tmp_path, publisher, looks, settled):
     async def play():
-        bench, _ = await idle(tmp_path, shop)
+        bench, _ = await idle(tmp_path, publisher)
         looks.clear()
         for _ in range(10):
             await bench.turn(11.0)
@@ -66,10 +66,10 @@ def test_models_of_an_unchanged_store_are_not_checked_again(tmp_path, shop, look
     assert looks == []
 
 
-def test_a_deleted_blob_is_noticed_at_the_next_turn(tmp_path, shop, looks, settled):
+def test_a_deleted_blob_is_noticed_at_the_next_turn(tmp_path, publisher, looks, settled):
     async def play():
-        bench, names = await idle(tmp_path, shop)
-        shop.refuse(lambda passed: True, 503)
+        bench, names = await idle(tmp_path, publisher)
+        publisher.refuse(lambda passed: True, 503)
         await asyncio.sleep(0.02)  # longer than the file system's clock resolution
         largest(bench).unlink()
         looks.clear()
@@ -81,12 +81,12 @@ def test_a_deleted_blob_is_noticed_at_the_next_turn(tmp_path, shop, looks, settl
     assert len(looks) == all_
 
 
-def test_a_restored_tag_is_noticed_at_the_next_turn(tmp_path, shop, looks, settled):
+def test_a_restored_tag_is_noticed_at_the_next_turn(tmp_path, publisher, looks, settled):
     async def play():
-        bench, names = await idle(tmp_path, shop)
+        bench, names = await idle(tmp_path, publisher)
         first = Reference.parse(names[0])
         descriptor = bench.store.resolve(first)
-        shop.refuse(lambda passed: True, 503)
+        publisher.refuse(lambda passed: True, 503)
         bench.store.untag(first)
         await bench.turn(11.0)
         missing = bench.node.missing()
@@ -99,10 +99,10 @@ def test_a_restored_tag_is_noticed_at_the_next_turn(tmp_path, shop, looks, settl
     assert missing == gone and at_last == []
 
 
-def test_a_truncated_blob_is_noticed_after_max_age(tmp_path, shop, looks, settled):
+def test_a_truncated_blob_is_noticed_after_max_age(tmp_path, publisher, looks, settled):
     async def play():
-        bench, _ = await idle(tmp_path, shop)
-        shop.refuse(lambda passed: True, 503)
+        bench, _ = await idle(tmp_path, publisher)
+        publisher.refuse(lambda passed: True, 503)
         path = largest(bench)
         path.chmod(0o644)
         with path.open("r+b") as file:
@@ -114,9 +114,9 @@ def test_a_truncated_blob_is_noticed_after_max_age(tmp_path, shop, looks, settle
     assert len(asyncio.run(play())) == 1
 
 
-def test_a_model_is_not_missing_during_its_check(tmp_path, shop, monkeypatch, settled):
+def test_a_model_is_not_missing_during_its_check(tmp_path, publisher, monkeypatch, settled):
     async def play():
-        bench, _ = await idle(tmp_path, shop)
+        bench, _ = await idle(tmp_path, publisher)
         missing, looked, check_model = [], [], pinner.check_model
 
         def watched(*asked):
@@ -132,9 +132,9 @@ def test_a_model_is_not_missing_during_its_check(tmp_path, shop, monkeypatch, se
     assert asyncio.run(play()) == ([], 2)
 
 
-def test_a_model_whose_check_crashes_is_missing(tmp_path, shop, monkeypatch, settled):
+def test_a_model_whose_check_crashes_is_missing(tmp_path, publisher, monkeypatch, settled):
     async def play():
-        bench, names = await idle(tmp_path, shop, count=1)
+        bench, names = await idle(tmp_path, publisher, count=1)
         monkeypatch.setattr(
             reconciler, "check_model", lambda *_: fail(OSError(5, "Input/output error"))
         )
@@ -146,10 +146,10 @@ def test_a_model_whose_check_crashes_is_missing(tmp_path, shop, monkeypatch, set
 
 
 def test_look_again_during_a_check_causes_another_check(
-    tmp_path, shop, monkeypatch, looks, settled
+    tmp_path, publisher, monkeypatch, looks, settled
 ):
     async def play():
-        bench, _ = await idle(tmp_path, shop, count=1)
+        bench, _ = await idle(tmp_path, publisher, count=1)
         check_model = vars(reconciler)["check_model"]  # counted
 
         def interrupted(*asked):
@@ -168,10 +168,10 @@ def test_look_again_during_a_check_causes_another_check(
     assert len(looks) == 2
 
 
-def test_an_unreadable_store_is_checked_again(tmp_path, shop, settled, monkeypatch):
+def test_an_unreadable_store_is_checked_again(tmp_path, publisher, settled, monkeypatch):
     async def play():
-        bench, names = await idle(tmp_path, shop)
-        shop.refuse(lambda passed: True, 503)
+        bench, names = await idle(tmp_path, publisher)
+        publisher.refuse(lambda passed: True, 503)
         bench.node.look_again()
         with monkeypatch.context() as broken:
             broken.setattr(bench.store, "read", lambda _: fail(StoreError("too many open files")))
@@ -183,9 +183,9 @@ def test_an_unreadable_store_is_checked_again(tmp_path, shop, settled, monkeypat
     assert asyncio.run(play()) == (True, [])
 
 
-def test_retry_and_look_again_check_the_store(tmp_path, shop, looks, settled):
+def test_retry_and_look_again_check_the_store(tmp_path, publisher, looks, settled):
     async def play():
-        bench, names = await idle(tmp_path, shop)
+        bench, names = await idle(tmp_path, publisher)
         looks.clear()
         bench.node.retry(names[0])
         await bench.turn()
@@ -197,9 +197,9 @@ def test_retry_and_look_again_check_the_store(tmp_path, shop, looks, settled):
     assert sorted(asyncio.run(play())) == sorted(looks[1:])
 
 
-def test_a_recently_changed_store_is_checked_again(tmp_path, shop, looks):
+def test_a_recently_changed_store_is_checked_again(tmp_path, publisher, looks):
     async def play():
-        bench, _ = await idle(tmp_path, shop, count=1)
+        bench, _ = await idle(tmp_path, publisher, count=1)
         looks.clear()
         await bench.turn(11.0)
 

@@ -48,8 +48,8 @@ async def evicted(bench):
     return [item.facts["model"] for item in bench.news._items if item.kind == "evict"]
 
 
-def test_a_name_removed_from_the_list_is_pruned(tmp_path, shop):
-    one, other = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
+def test_a_name_removed_from_the_list_is_pruned(tmp_path, publisher):
+    one, other = publisher.publish("a", tag="v1"), publisher.publish("b", tag="v2")
 
     async def play():
         bench = Bench(tmp_path, desired=files(tmp_path, "list", one, other), prune=True)
@@ -62,8 +62,8 @@ def test_a_name_removed_from_the_list_is_pruned(tmp_path, shop):
     asyncio.run(play())
 
 
-def test_two_pruning_nodes_keep_each_others_tags_of_one_model(tmp_path, shop):
-    one, other = shop.publish("a", tag="v1"), shop.publish("a", tag="v2")
+def test_two_pruning_nodes_keep_each_others_tags_of_one_model(tmp_path, publisher):
+    one, other = publisher.publish("a", tag="v1"), publisher.publish("a", tag="v2")
 
     async def play():
         benches = [
@@ -80,8 +80,8 @@ def test_two_pruning_nodes_keep_each_others_tags_of_one_model(tmp_path, shop):
     asyncio.run(play())
 
 
-def test_models_of_a_stopped_node_are_not_pruned(tmp_path, shop):
-    ours, theirs = shop.publish("a", tag="v1"), shop.publish("b", tag="v2")
+def test_models_of_a_stopped_node_are_not_pruned(tmp_path, publisher):
+    ours, theirs = publisher.publish("a", tag="v1"), publisher.publish("b", tag="v2")
 
     async def play():
         other = Bench(tmp_path, desired=files(tmp_path, "theirs", theirs))
@@ -95,8 +95,8 @@ def test_models_of_a_stopped_node_are_not_pruned(tmp_path, shop):
     asyncio.run(play())
 
 
-def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(tmp_path, shop):
-    ref = shop.publish("a")
+def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(tmp_path, publisher):
+    ref = publisher.publish("a")
 
     async def play():
         one, other = (
@@ -114,9 +114,9 @@ def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(tmp_path, shop)
 
 
 @pytest.mark.parametrize("when", ["running", "at the start"])
-def test_unreadable_records_prune_nothing(tmp_path, shop, monkeypatch, when):
+def test_unreadable_records_prune_nothing(tmp_path, publisher, monkeypatch, when):
     """Unreadable records do not count as empty, also after they are readable again."""
-    ref = shop.publish("a")
+    ref = publisher.publish("a")
     listdir, is_lost = os.listdir, [False]
 
     def failing(path="."):

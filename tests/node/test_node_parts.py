@@ -217,8 +217,8 @@ async def served(home):
         await runner.cleanup()
 
 
-def test_the_event_loop_makes_no_file_system_calls(tmp_path, shop, monkeypatch):
-    ref = shop.publish("a")
+def test_the_event_loop_makes_no_file_system_calls(tmp_path, publisher, monkeypatch):
+    ref = publisher.publish("a")
     (tmp_path / "desired").mkdir()
     (tmp_path / "desired" / "models.json").write_text(json.dumps([{"ref": ref, "pin": True}]))
     questions = [

@@ -117,7 +117,7 @@ def test_same_as_diffusers(pair: Pair) -> None:
 
 
 def fitting(request: GenerateRequest, multiple: int) -> GenerateRequest:
-    """Return the request with sides that the model supports: five VAE blocks need multiples of 32."""
+    """Return the request with supported sides: five VAE blocks need multiples of 32."""
     width, height = (side // multiple * multiple for side in (request.width, request.height))
     return replace(request, width=width, height=height)
 

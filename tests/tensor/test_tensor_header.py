@@ -122,14 +122,14 @@ def test_encoded_headers_are_read_back(given_tensors, metadata):
 
 
 @given(names, st.sampled_from(sorted(NUMPY)), shapes, st.randoms())
-def test_a_blob_is_what_the_reference_package_writes(name, dtype, shape, random):
+def test_a_blob_equals_that_of_the_reference_package(name, dtype, shape, random):
     data = random.randbytes(nbytes(dtype, shape))
     values = numpy.frombuffer(data, NUMPY[dtype]).reshape(shape)
     assert encode_header([(name, dtype, shape)]) + data == safetensors.numpy.save({name: values})
 
 
 @given(tensors)
-def test_the_reference_package_reads_every_file_we_write(given_tensors):
+def test_the_reference_package_reads_every_written_file(given_tensors):
     data = bytes(i % 251 for i in range(sum(nbytes(t, shape) for _, t, shape in given_tensors)))
     found = dict(safetensors.deserialize(encode_header(given_tensors) + data))
     assert {(n, i["dtype"], tuple(i["shape"])) for n, i in found.items()} == set(given_tensors)
@@ -154,7 +154,7 @@ def test_numbers_survive(dtype, kind, shape):
     numpy.testing.assert_array_equal(read, values)
 
 
-def test_we_read_what_the_reference_package_writes():
+def test_files_of_the_reference_package_are_read():
     values = {"b": numpy.ones((2, 2), "float16"), "a": numpy.zeros((), "float32")}
     raw = safetensors.numpy.save(values, metadata={"format": "pt"})
     header = read_header(io.BytesIO(raw), len(raw))
@@ -228,7 +228,7 @@ def test_arbitrary_bytes_never_break_the_reader(raw):
     ),
     st.integers(0, 20),
 )
-def test_lying_headers_are_refused_with_our_error(value, size):
+def test_inconsistent_headers_are_refused_with_format_error(value, size):
     text = json.dumps(value).encode()
     holds(file_of(text, bytes(size)))
 
@@ -279,7 +279,7 @@ def test_only_utf8_is_read(text):
 
 
 @pytest.mark.parametrize("name", ["", "__metadata__", "a\0", "\x9b2J", "\ud800"])
-def test_names_that_no_reader_takes_are_not_written(name):
+def test_names_that_no_reader_accepts_are_not_written(name):
     with pytest.raises(FormatError, match="not a tensor name"):
         encode_header([(name, "U8", (1,))])
 
@@ -290,7 +290,7 @@ def test_a_name_is_written_once():
 
 
 @pytest.mark.parametrize("metadata", [{"a": "\ud800"}, {"\udfff": "a"}, {"a": None}, {1: "a"}])
-def test_metadata_that_are_no_text_are_not_written(metadata):
+def test_metadata_that_is_not_text_is_not_written(metadata):
     with pytest.raises(FormatError, match="must map strings to strings"):
         encode_header([], metadata)
 

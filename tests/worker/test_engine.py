@@ -27,7 +27,7 @@ from clowder_aimage.generate import find, load
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Step
 from clowder_aimage.oci import Reference
-from tests.worker.playing import NAME, job, played, served, stocked
+from tests.worker.engine_runs import NAME, job, played, served, stocked
 
 
 @pytest.fixture(scope="module")

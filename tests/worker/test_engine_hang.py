@@ -26,7 +26,7 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.pipeline import Step
-from tests.worker.playing import (
+from tests.worker.engine_runs import (
     NAME,
     Client,
     children,

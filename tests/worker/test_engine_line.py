@@ -32,7 +32,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
-from tests.worker.playing import (
+from tests.worker.engine_runs import (
     NAME,
     Client,
     FakeRunner,

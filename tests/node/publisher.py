@@ -12,7 +12,7 @@ from tests.node.nodes import noise, push_model
 from tests.proxy import Passed, Proxy, Reply
 
 
-class Shop:
+class Publisher:
     """Publish artifacts with ``size`` bytes a layer, generated from the names of the layers.
 
     Names of artifacts contain the address of the proxy.

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.node.conftest import LiveNode, until
-from tests.node.shop import Shop
+from tests.node.publisher import Publisher
 from tests.proxy import Reply
 
 pytestmark = pytest.mark.integration  # nodes in child processes
@@ -27,8 +27,8 @@ def looked(node: LiveNode) -> None:
     until(lambda: node.metric('aimage_gc_runs_total{reason="high"}'), "a look at the disk")
 
 
-def test_an_invalid_list_after_a_restart_evicts_no_model(node, shop: Shop):
-    ref = shop.publish("a")
+def test_an_invalid_list_after_a_restart_evicts_no_model(node, publisher: Publisher):
+    ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
     node.reaches(ref, "present")
@@ -42,8 +42,8 @@ def test_an_invalid_list_after_a_restart_evicts_no_model(node, shop: Shop):
     assert node.names() == {ref}
 
 
-def test_a_list_that_appears_after_start_evicts_no_model(node, shop: Shop):
-    ref = shop.publish("a")
+def test_a_list_that_appears_after_start_evicts_no_model(node, publisher: Publisher):
+    ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
     node.reaches(ref, "present")
@@ -53,11 +53,11 @@ def test_a_list_that_appears_after_start_evicts_no_model(node, shop: Shop):
     looked(node)
     node.want({"ref": ref})
     node.reaches(ref, "present")
-    assert shop.blobs() <= 2  # no blob was fetched again
+    assert publisher.blobs() <= 2  # no blob was fetched again
     assert node.names() == {ref}
 
 
-def test_a_node_that_never_read_its_list_is_not_ready(node, shop: Shop):
+def test_a_node_that_never_read_its_list_is_not_ready(node, publisher: Publisher):
     node.desired.rmdir()
     node.start()
     code, said = node.readiness()
@@ -65,11 +65,11 @@ def test_a_node_that_never_read_its_list_is_not_ready(node, shop: Shop):
     assert node.metric("aimage_config_last_reload_successful") == 0
     until(lambda: node.metric("aimage_ready") == 0, "the metric")
     node.desired.mkdir()
-    node.want({"ref": shop.publish("a")})
+    node.want({"ref": publisher.publish("a")})
     until(lambda: node.readiness()[0] == 200, "the list to be read, and followed")
 
 
-def test_a_node_without_a_list_is_ready(tmp_path, shop: Shop):
+def test_a_node_without_a_list_is_ready(tmp_path, publisher: Publisher):
     node = LiveNode(tmp_path / "bare")
     node.desired.rmdir()
     try:
@@ -82,8 +82,8 @@ def test_a_node_without_a_list_is_ready(tmp_path, shop: Shop):
         node.end()
 
 
-def test_nodes_on_one_store_keep_each_others_models(node, shop: Shop, tmp_path):
-    first, second = shop.publish("a", tag="first"), shop.publish("b", tag="second")
+def test_nodes_on_one_store_keep_each_others_models(node, publisher: Publisher, tmp_path):
+    first, second = publisher.publish("a", tag="first"), publisher.publish("b", tag="second")
     other = LiveNode(tmp_path / "other", store=node.aimage.store)
     node.want({"ref": first})
     other.want({"ref": second})
@@ -95,20 +95,20 @@ def test_nodes_on_one_store_keep_each_others_models(node, shop: Shop, tmp_path):
         looked(node)
         looked(other)
         assert node.names() == {first, second}
-        since = shop.blobs()
+        since = publisher.blobs()
         node.want({"ref": first, "priority": 2})
         until(lambda: node.model(first)["priority"] == 2, "the change to be seen")
-        assert node.names() == {first, second} and shop.blobs() == since
+        assert node.names() == {first, second} and publisher.blobs() == since
     finally:
         other.end()
 
 
-def test_a_deleted_tag_of_a_present_model_is_reported(node, shop: Shop):
-    ref = shop.publish("a")
+def test_a_deleted_tag_of_a_present_model_is_reported(node, publisher: Publisher):
+    ref = publisher.publish("a")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
     node.reaches(ref, "present")
-    shop.proxy.instead = lambda passed: Reply(404)
+    publisher.proxy.instead = lambda passed: Reply(404)
     told = until(
         lambda: (found := node.model(ref))["code"] == "not_found" and found, "the tag to be missed"
     )
@@ -117,12 +117,12 @@ def test_a_deleted_tag_of_a_present_model_is_reported(node, shop: Shop):
     shown = node.aimage("node", "status", "--addr", node.worker.host).out
     assert "present; " in shown and "404" in shown
     assert node.readiness()[0] == 200
-    shop.proxy.instead = None
+    publisher.proxy.instead = None
     until(lambda: node.model(ref)["code"] is None, "it to be there again")
 
 
-def test_a_missing_model_of_policy_never_has_its_own_code(node, shop: Shop):
-    ref = shop.publish("a")
+def test_a_missing_model_of_policy_never_has_its_own_code(node, publisher: Publisher):
+    ref = publisher.publish("a")
     node.want({"ref": ref, "pullPolicy": "Never"})
     node.start()
     assert node.reaches(ref, "failed")["code"] == "never_fetched"
@@ -131,8 +131,8 @@ def test_a_missing_model_of_policy_never_has_its_own_code(node, shop: Shop):
     node.reaches(ref, "present")
 
 
-def test_a_component_that_the_model_lacks_is_reported(node, shop: Shop):
-    ref = shop.publish("a")
+def test_a_component_that_the_model_lacks_is_reported(node, publisher: Publisher):
+    ref = publisher.publish("a")
     node.aimage("pull", "-q", ref)
     node.want({"ref": ref, "components": ["nothing"]})
     node.start()

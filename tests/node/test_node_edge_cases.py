@@ -72,10 +72,10 @@ def tokens(tmp_path):
 
 @pytest.mark.parametrize("has_tokens", [True], ids=["tokens"])
 def test_a_node_without_neighbours_serves_a_node_that_names_it(
-    node, other, shop, tokens, has_tokens
+    node, other, publisher, tokens, has_tokens
 ):
     said, token = (("--token-file", tokens), ADMIN) if has_tokens else ((), "")
-    ref = shop.publish("a", "b")
+    ref = publisher.publish("a", "b")
 
     def seen(one):
         return json.loads(got(one, "/v1/node", token)[1])
@@ -86,7 +86,7 @@ def test_a_node_without_neighbours_serves_a_node_that_names_it(
     node.want({"ref": ref})
     node.start(*said)
     until(lambda: here(node), "the first to have it")
-    shop.refuse(lambda passed: "/blobs/" in passed.path, 501)
+    publisher.refuse(lambda passed: "/blobs/" in passed.path, 501)
     other.start(*said, "--neighbour", node.worker.host)
     until(lambda: [it["state"] for it in seen(other)["neighbours"]] == ["live"], "the neighbour")
     other.want({"ref": ref})
@@ -103,8 +103,8 @@ def test_a_node_without_neighbours_serves_a_node_that_names_it(
     other.aimage("verify")
 
 
-def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(node, shop, tokens):
-    ref = shop.publish("a")
+def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(node, publisher, tokens):
+    ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--token-file", tokens)
 
@@ -113,14 +113,14 @@ def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(node, shop,
 
     until(is_here, "the model")
     registry, _, rest = ref.partition("/")
-    blob = f"/v2/{rest.rpartition(':')[0]}/blobs/{shop.digest('a')}?ns={registry}"
+    blob = f"/v2/{rest.rpartition(':')[0]}/blobs/{publisher.digest('a')}?ns={registry}"
     for path in ("/v2/", blob):
         assert [got(node, path, token)[0] for token in ("", INFER)] == [401, 403]
-    assert got(node, blob, NODES) == (200, noise(shop.size, "a"))
+    assert got(node, blob, NODES) == (200, noise(publisher.size, "a"))
 
 
-def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, shop):
-    ref = shop.publish("a")
+def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, publisher):
+    ref = publisher.publish("a")
     names = ("no-such.invalid:80", "dns:no-such.invalid:80", "a..b:80", "dns:a..b:80")
     node.want({"ref": ref})
     node.start(*(word for name in names for word in ("--neighbour", name)), **SOON)
@@ -140,7 +140,7 @@ def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, sho
         (row,) = [each for each in shown.splitlines() if f" {url} is silent: " in each]
         assert row.partition(" is silent: ")[2].strip()
     assert node.readiness()[0] == 200
-    more = shop.publish("b", tag="v2")
+    more = publisher.publish("b", tag="v2")
     node.want({"ref": ref}, {"ref": more})
     node.reaches(more, "present")
     assert not any("cannot ping the neighbours" in each for each in node.worker.lines)
@@ -149,8 +149,8 @@ def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, sho
 # -- spellings
 
 
-def test_retry_accepts_every_spelling_of_a_name(node, shop):
-    ref = shop.name("latest")
+def test_retry_accepts_every_spelling_of_a_name(node, publisher):
+    ref = publisher.name("latest")
     base = ref.removesuffix(":latest")
     node.want({"ref": base, "refresh": 0})  # it is only retried on request
     node.start()
@@ -160,13 +160,13 @@ def test_retry_accepts_every_spelling_of_a_name(node, shop):
         return status_of(lambda: asked(node, "POST", "/v1/node/retry", {"ref": name}))
 
     for name in (base, ref, f"oci://{base}", f"oci://{ref}", f"{ref}@{OTHER}"):
-        since = len(shop.proxy.seen)
+        since = len(publisher.proxy.seen)
         assert retry(name) == 202, name
-        until(partial(shop.manifests, "latest", since), f"{name} to be tried again")
+        until(partial(publisher.manifests, "latest", since), f"{name} to be tried again")
         until(lambda: node.model(ref)["code"] == "not_found", "it to fail again")
     for name in (f"{base}:v1", f"{base}@{OTHER}", f"{base}x", "no//name"):
         assert retry(name) == 404, name
-    shop.publish("a", tag="latest")
+    publisher.publish("a", tag="latest")
     assert retry(base) == 202
     node.reaches(ref, "present")
 
@@ -174,10 +174,10 @@ def test_retry_accepts_every_spelling_of_a_name(node, shop):
 # -- prefetch
 
 
-def test_models_of_negative_priority_are_pulled_last(node, shop):
-    idle = shop.publish("idle", tag="a-idle")
-    refs = [shop.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
-    shop.proxy.hold = 1
+def test_models_of_negative_priority_are_pulled_last(node, publisher):
+    idle = publisher.publish("idle", tag="a-idle")
+    refs = [publisher.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
+    publisher.proxy.hold = 1
     wants = [{"ref": ref} for ref in refs]
     node.want(*wants[:2])
     node.start()
@@ -186,8 +186,8 @@ def test_models_of_negative_priority_are_pulled_last(node, shop):
     queued = 'aimage_pull_queue_depth{class="%s"}'
     until(lambda: node.metric(queued % "prefetch") == 1, "the prefetch to wait")
     node.want({"ref": idle, "priority": -1}, *wants)
-    until(lambda: shop.manifests("v2"), "the third to begin, which came after it")
-    assert node.metric(queued % "prefetch") == 1 and not shop.manifests("a-idle")
-    shop.proxy.release()
+    until(lambda: publisher.manifests("v2"), "the third to begin, which came after it")
+    assert node.metric(queued % "prefetch") == 1 and not publisher.manifests("a-idle")
+    publisher.proxy.release()
     for ref in (*refs, idle):
         node.reaches(ref, "present")

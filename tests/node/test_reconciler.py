@@ -55,31 +55,31 @@ def here(bench):
 
 
 @played
-async def test_a_failed_model_that_is_pulled_manually_is_noticed(tmp_path, shop):
-    ref = shop.publish("a")
-    shop.refuse(lambda passed: True, 404)
+async def test_a_failed_model_that_is_pulled_manually_is_noticed(tmp_path, publisher):
+    ref = publisher.publish("a")
+    publisher.refuse(lambda passed: True, 404)
     bench = Bench(tmp_path, want(ref))
     await bench.turn()
     assert bench.model()["code"] == "not_found"
-    asked = len(shop.proxy.seen)
+    asked = len(publisher.proxy.seen)
     for _ in range(3):
         await bench.turn(11.0)
-    assert len(shop.proxy.seen) == asked  # a check of the store sends no request
-    shop.mend()
+    assert len(publisher.proxy.seen) == asked  # a check of the store sends no request
+    publisher.mend()
     pull(Reference.parse(ref), bench.store, ClientOptions(docker_config=tmp_path))
-    asked = len(shop.proxy.seen)
+    asked = len(publisher.proxy.seen)
     await bench.turn(11.0)
     assert here(bench) == ("present", None, None) and not bench.node.missing()
-    assert len(shop.proxy.seen) == asked
+    assert len(publisher.proxy.seen) == asked
 
 
 @played
-async def test_an_invalid_index_is_a_store_failure(tmp_path, shop):
-    ref = shop.publish("a")
+async def test_an_invalid_index_is_a_store_failure(tmp_path, publisher):
+    ref = publisher.publish("a")
     bench = Bench(tmp_path, want(ref, refresh=FOR_EVER))
     await bench.turn()
     index = bench.store.root / "index.json"
-    good, asked = index.read_bytes(), len(shop.proxy.seen)
+    good, asked = index.read_bytes(), len(publisher.proxy.seen)
     index.write_bytes(b"{")
     for _ in range(3):
         await bench.turn(11.0)
@@ -89,12 +89,12 @@ async def test_an_invalid_index_is_a_store_failure(tmp_path, shop):
     index.write_bytes(good)
     await bench.turn(11.0)
     assert here(bench) == ("present", None, None)
-    assert len(shop.proxy.seen) == asked
+    assert len(publisher.proxy.seen) == asked
 
 
 @played
-async def test_a_store_that_is_not_writable_is_logged_once_and_served(tmp_path, shop, caplog):
-    refs = [shop.publish("a", tag=tag) for tag in ("one", "other")]
+async def test_a_store_that_is_not_writable_is_logged_once_and_served(tmp_path, publisher, caplog):
+    refs = [publisher.publish("a", tag=tag) for tag in ("one", "other")]
     desired = tmp_path / "desired"
     desired.mkdir()
     entries = [{"ref": ref, "pin": True} for ref in refs]
@@ -123,8 +123,8 @@ async def test_a_store_that_is_not_writable_is_logged_once_and_served(tmp_path, 
 
 
 @played
-async def test_eviction_is_retried_until_it_frees_space(disk, shop, old_blobs):
-    ref = shop.publish("a", size=20 * MIB)
+async def test_eviction_is_retried_until_it_frees_space(disk, publisher, old_blobs):
+    ref = publisher.publish("a", size=20 * MIB)
     bench = Bench(disk.root, want(ref), marks=FULL)
     old = put(bench.store, "old", 30 * MIB, 1)
     bench.store.pins.put(index_name(old), {}, durable=True)
@@ -138,10 +138,10 @@ async def test_eviction_is_retried_until_it_frees_space(disk, shop, old_blobs):
         times += [at * 10] * int(made() - count)
     assert times == [10, 30, 70, 130, 190, 250]
     bench.store.pins.remove(index_name(old))
-    asked = len(shop.proxy.seen)
+    asked = len(publisher.proxy.seen)
     for _ in range(5):
         await bench.turn(10.0)
-    assert len(shop.proxy.seen) == asked and names(bench.store) == {index_name(old)}
+    assert len(publisher.proxy.seen) == asked and names(bench.store) == {index_name(old)}
     await bench.turn(11.0)
     assert bench.model()["state"] == "present" and names(bench.store) == {ref}
 
@@ -209,8 +209,8 @@ def asking():
     return sum(each.name == "aimage-upstream" for each in threading.enumerate())
 
 
-def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, shop):
-    other, answered = Reference.parse(shop.publish("a")), threading.Event()
+def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, publisher):
+    other, answered = Reference.parse(publisher.publish("a")), threading.Event()
 
     async def play(host):
         questions, before = RegistryLimiter(ClientOptions(docker_config=tmp_path)), asking()
@@ -236,18 +236,18 @@ def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, shop
 
 @played
 async def test_a_model_with_a_queued_tag_check_is_still_checked_in_the_store(
-    tmp_path, shop, monkeypatch
+    tmp_path, publisher, monkeypatch
 ):
-    ref = shop.publish("a")
+    ref = publisher.publish("a")
     monkeypatch.setattr("clowder_aimage.node.reconciler.MAX_ALL", 1)
     monkeypatch.setattr("clowder_aimage.node.reconciler.LOOK", 0.05)
     bench = Bench(tmp_path, want(ref, refresh=5.0))
     await bench.turn()
     await bench.node._reconciler._registries._all.acquire()  # simulate a request without a response
-    asked = len(shop.proxy.seen)
+    asked = len(publisher.proxy.seen)
     await bench.turn(6.0)
-    assert here(bench)[0] == "present" and len(shop.proxy.seen) == asked
+    assert here(bench)[0] == "present" and len(publisher.proxy.seen) == asked
     shutil.rmtree(bench.store.root / "blobs")
-    shop.refuse(lambda passed: True, 501)
+    publisher.refuse(lambda passed: True, 501)
     await bench.turn()
     assert bench.node.missing() == [ref]
