@@ -11,7 +11,7 @@ import pytest
 
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
-from clowder_aimage.model.zimage.scheduler import Scheduler
+from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields, parse_object
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -233,18 +233,18 @@ def test_vaes_that_are_refused(changes: dict[str, Any], message: str) -> None:
 )
 def test_schedulers_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        Scheduler.parse("c", tiny("scheduler/scheduler_config.json") | changes)
+        FlowScheduler.parse("c", tiny("scheduler/scheduler_config.json") | changes)
 
 
 def test_turbo_schedule() -> None:
     """Eight steps with shift 3: as diffusers prints them."""
-    sigmas = Scheduler.parse("c", {"shift": 3.0}).schedule(8, 4096).sigmas
+    sigmas = FlowScheduler.parse("c", {"shift": 3.0}).schedule(8, 4096).sigmas
     expected = [1.0, 0.95454544, 0.9, 0.8333333, 0.75, 0.6428571, 0.5, 0.3, 0.0]
     np.testing.assert_allclose(sigmas, expected, atol=1e-6)
 
 
 def test_shift_of_a_request_and_dynamic_shifting_exclude_each_other() -> None:
-    scheduler = Scheduler.parse("c", {"use_dynamic_shifting": True})
+    scheduler = FlowScheduler.parse("c", {"use_dynamic_shifting": True})
     with pytest.raises(UsageError, match="shift"):
         scheduler.schedule(4, 16, 3.0)
 

@@ -29,8 +29,8 @@ with warnings.catch_warnings():
 
 import numpy as np
 
+from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler
 from clowder_aimage.model.zimage.noise import randn
-from clowder_aimage.model.zimage.scheduler import Scheduler
 from clowder_aimage.model.zimage.tokenizer import Tokenizer
 from tests.model.model_blobs import import_directory
 
@@ -67,7 +67,7 @@ def test_sigmas_are_those_of_diffusers() -> None:
 
 def check_sigmas(config: dict[str, Any]) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(**config)
-    ours = Scheduler.parse("scheduler_config.json", dict(theirs.config))
+    ours = FlowScheduler.parse("scheduler_config.json", dict(theirs.config))
     for steps in (1, 2, 3, 4, 8, 9, 17, 50):
         for tokens in (16, 256, 1024, 4096):
             keys = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
@@ -86,7 +86,7 @@ def test_shift_of_the_request(shift: float) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     theirs.set_shift(shift)
     theirs.set_timesteps(sigmas=get_default_z_image_sigmas(8), mu=1.0)
-    ours = Scheduler.parse("scheduler_config.json", {"shift": 3.0}).schedule(8, 16, shift)
+    ours = FlowScheduler.parse("scheduler_config.json", {"shift": 3.0}).schedule(8, 16, shift)
     np.testing.assert_allclose(ours.sigmas, theirs.sigmas.numpy(), atol=1e-7)
 
 

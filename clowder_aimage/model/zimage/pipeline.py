@@ -44,8 +44,8 @@ from clowder_aimage.model.zimage.config import (
     TransformerConfig,
     VaeConfig,
 )
+from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.zimage.noise import randn
-from clowder_aimage.model.zimage.scheduler import Schedule, Scheduler
 from clowder_aimage.model.zimage.text_encoder import TextEncoder
 from clowder_aimage.model.zimage.tokenizer import Tokenizer
 from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
@@ -78,7 +78,7 @@ class ZImagePipeline:
     offloaded: OffloadedModule[TextEncoder]
     transformer: Transformer
     vae: Vae
-    scheduler: Scheduler
+    scheduler: FlowScheduler
     dtype: mx.Dtype
     skipped: tuple[str, ...] = ()
     budget: MemoryBudget = field(default_factory=MemoryBudget)
@@ -101,7 +101,7 @@ class ZImagePipeline:
             FormatError: A blob is invalid.
         """
         scheduler_file = "scheduler/scheduler_config.json"
-        scheduler = Scheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
+        scheduler = FlowScheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
         tokenizer = Tokenizer.load(store, aimage)
         skipped: list[str] = []
 

@@ -14,7 +14,7 @@ from clowder_aimage.model.zimage.config import TextEncoderConfig
 from clowder_aimage.model.zimage.rope import Table, rotate_halves
 
 
-class Attention(Network):
+class TextAttention(Network):
     """Causal grouped-query attention with rotary positions."""
 
     def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
@@ -70,7 +70,7 @@ class DecoderLayer(Network):
 
     def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
         super().__init__()
-        self.self_attn = Attention(config, window)
+        self.self_attn = TextAttention(config, window)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -38,7 +38,7 @@ def padded(length: int) -> int:
     return -(-length // MULTIPLE) * MULTIPLE
 
 
-class Attention(Network):
+class ImageAttention(Network):
     """Full attention with normed queries and keys and rotary positions on three axes."""
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -87,7 +87,7 @@ class Block(Network):
 
     def __init__(self, config: TransformerConfig, *, modulated: bool) -> None:
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = ImageAttention(config)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
         self.attention_norm1 = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention_norm2 = RMSNorm(config.dim, eps=config.norm_eps)

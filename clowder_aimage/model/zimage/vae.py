@@ -35,7 +35,7 @@ class ResnetBlock(Network):
         return hidden + (self.conv_shortcut(x) if "conv_shortcut" in self else x)
 
 
-class Attention(Network):
+class VaeAttention(Network):
     """Single-head attention between all cells, with a residual connection."""
 
     def __init__(self, config: VaeConfig, channels: int) -> None:
@@ -63,7 +63,7 @@ class MidBlock(Network):
         super().__init__()
         self.resnets = [ResnetBlock(config, channels, channels) for _ in range(2)]
         attention = config.mid_block_add_attention
-        self.attentions = [Attention(config, channels)] if attention else []
+        self.attentions = [VaeAttention(config, channels)] if attention else []
 
     def __call__(self, x: mx.array) -> mx.array:
         first, last = self.resnets

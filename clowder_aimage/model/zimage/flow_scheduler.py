@@ -30,7 +30,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduler:
+class FlowScheduler:
     """The fields of ``scheduler/scheduler_config.json``."""
 
     num_train_timesteps: int
@@ -46,7 +46,7 @@ class Scheduler:
     invert: bool
 
     @classmethod
-    def parse(cls, name: str, values: Mapping[str, Any]) -> Scheduler:
+    def parse(cls, name: str, values: Mapping[str, Any]) -> FlowScheduler:
         """Read the configuration.
 
         Raises:
