@@ -105,7 +105,7 @@ def test_verbs_refuse_a_stored_manifest_with_a_bad_digest(world):
             assert registry.seen == [], field
         for verb in ("show", "diff"):
             names = (NAME,) if verb == "show" else (NAME, name)
-            world.aimage(verb, *names, code=(0, 5) if verb == "diff" else 5)
+            world.aimage(verb, *names, code=5)
         world.aimage("tag", NAME, "y", code=5)
         world.aimage("save", NAME, "-o", world.home / "x.tar", code=5)
         if field != "blobs":  # of a kind that nobody knows, it is a blob like others
@@ -252,13 +252,19 @@ def test_an_invalid_upload_location_fails_a_push(world, where):
 
     with ScriptedRegistry(script).running() as registry:
         write_index(world.store, entry(raw, f"{registry.host}/x:v1"))
-        world.aimage("push", f"{registry.host}/x:v1", "--jobs", "1", code=(1, 3, 4, 5))
+        world.aimage("push", f"{registry.host}/x:v1", "--jobs", "1", code=1)
 
 
 @pytest.mark.parametrize(
-    ("of", "where"), [*(("manifests", where) for where in LOCATIONS), ("blobs", LOCATIONS[0])]
+    ("of", "where", "code"),
+    [
+        ("manifests", LOCATIONS[0], 3),  # 404 of the same host
+        ("manifests", LOCATIONS[1], 1),
+        ("manifests", LOCATIONS[2], 1),
+        ("blobs", LOCATIONS[0], 3),
+    ],
 )
-def test_an_invalid_redirect_fails_a_pull(world, where, of):
+def test_an_invalid_redirect_fails_a_pull(world, of, where, code):
     raw = json.dumps(manifest()).encode()
 
     def script(seen):
@@ -267,7 +273,7 @@ def test_an_invalid_redirect_fails_a_pull(world, where, of):
         return serving(raw, CONFIG, LAYER)(seen)
 
     with ScriptedRegistry(script).running() as registry:
-        world.aimage("pull", f"{registry.host}/x:v1", "--jobs", "1", code=(1, 3, 4, 5))
+        world.aimage("pull", f"{registry.host}/x:v1", "--jobs", "1", code=code)
     assert not (world.store / "index.json").exists()
 
 
@@ -350,7 +356,7 @@ def test_a_layer_name_that_leaves_the_directory_is_kept_and_not_used(world, dial
     with ScriptedRegistry(serving(raw, config, LAYER)).running() as registry:
         target = f"{registry.host}/x:v1"
         world.aimage("pull", target)
-        world.aimage("push", target, code=(0, 1))
+        world.aimage("push", target)
     world.aimage("show", "--layers", target, code=5)
     world.aimage("run", target, "a prompt", code=5)
     world.aimage("diff", target, target)
