@@ -220,10 +220,10 @@ def test_a_node_token_is_read_only(walk: Walk) -> None:
     paths = ["/v2/a/blobs/uploads/", f"/v2/a/blobs/sha256:{'0' * 64}", "/v2/a/manifests/t"]
     paths.append(f"/v2/a/blobs/uploads/?mount=sha256:{'0' * 64}&from=b")
     asked = [(method, path) for path in paths for method in ("POST", "PUT", "PATCH", "DELETE")]
-    for scope in (NODE, ADMIN):
-        shown = f"Bearer {TOKENS[scope]}"
-        for said in walk.ask(asked, is_guarded=True, Authorization=shown):
-            assert said.status in (403, 404, 405), said
+    for said in walk.ask(asked, is_guarded=True, Authorization=f"Bearer {TOKENS[NODE]}"):
+        assert said.status == 403, said
+    for said in walk.ask(asked, is_guarded=True, Authorization=f"Bearer {TOKENS[ADMIN]}"):
+        assert said.status == (404 if "/uploads/" in said.path else 405), said
 
 
 def test_no_route_changes_settings(walk: Walk) -> None:
@@ -379,7 +379,7 @@ def test_invalid_index_entries_are_skipped(
     for path, more in (("show", {}), ("generate", {"prompt": "a dog"}), ("copy", {})):
         body = {"model": "ghost", "source": "ghost", "destination": "x", "stream": False} | more
         (said,) = walk.ask([("POST", f"/api/{path}")], json.dumps(body).encode())
-        assert said.status in (404, 500), said
+        assert said.status == (404 if data is None else 500), said
         check_shape(said)
         assert str(tmp_path).encode() not in said.body
     walk.close()

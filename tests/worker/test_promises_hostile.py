@@ -129,7 +129,8 @@ def test_an_invalid_digest_causes_no_request_and_no_file_access(
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
         asked = naming(registry.host, digest)
         for (method, path, _), (status, body, _) in zip(asked, served(*asked), strict=True):
-            assert status in (400, 404, 413), (method, path, status, body)
+            wanted = 404 if path.startswith("/v1/models/") else 400
+            assert status == wanted, (method, path, status, body)
             assert b"keep out" not in body and str(tmp_path).encode() not in body
         assert registry.seen == []
     assert {name for name in files(tmp_path) if "/.aimage/" not in name} == {"in/secret"}
@@ -154,7 +155,7 @@ def test_read_only_requests_do_not_contact_a_registry(served: Any, tmp_path: Pat
                 *((method, path, None) for method in ("GET", "HEAD") for path in fetching),
             ]
             for one, (status, _, _) in zip(asked, served(*asked), strict=True):
-                assert status in (404, 405), one
+                assert status == (405 if one[1] in fetching else 404), one
         assert registry.seen == []
     assert not [name for name in files(tmp_path) if "/.aimage/" not in name]
 
@@ -272,7 +273,7 @@ def test_a_cache_sends_no_invalid_digest_upstream(tmp_path: Path, digest: str) -
         )
         app = registry_app(ImageLayout(tmp_path / "store"), upstream=upstream)
         for one, (status, _, _) in zip(asked, spoken(app, asked), strict=True):
-            assert status in (400, 404), one
+            assert status == 400, one
         assert registry.seen == []
 
 
