@@ -1,5 +1,5 @@
 #!/bin/sh
-# Before the worker of docker-compose.yml: a token for it, and a model in the registry to ask it for.
+# Create the token of the worker in docker-compose.yml, and push its model to the registry.
 set -eu
 
 if [ ! -s "$TOKEN_FILE" ]; then
