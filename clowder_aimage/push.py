@@ -252,10 +252,10 @@ def _descend(
             reasons.append(error)
             refused += [name] if isinstance(error, ManifestRefusedError) else []
         else:
-            memory.learn(host, refused, name)
+            memory.record(host, refused, name)
             return sent
     if len(refused) > 1:
-        memory.forget(host)
+        memory.remove(host)
     raise _last_word(reasons)
 
 

@@ -68,9 +68,8 @@ def compression_of(media_type: str) -> str:
 def too_large(layer: Descriptor, limit: int) -> FormatError:
     """Return the error for a layer that unpacks to more than ``limit`` bytes."""
     return FormatError(
-        f"layer {layer.digest} has {layer.size} bytes and unpacks to more than {limit}: "
-        "it is not unpacked",
-        hint="if that is meant, unpack it with a tool of its own",
+        f"layer {layer.digest} of {layer.size} bytes decompresses to more than {limit} bytes",
+        hint="if this is expected, decompress it with another tool",
     )
 
 
@@ -97,7 +96,7 @@ class _Decoder:
             if plain:
                 return plain
         if self._frame:
-            raise FormatError(f"breaks off: it is not a whole {self._name} file")
+            raise FormatError(f"is truncated: incomplete {self._name} data")
         return b""
 
     def _step(self, packed: bytes) -> bytes:
@@ -108,7 +107,7 @@ class _Decoder:
         try:
             plain: bytes = self._frame.decompress(packed)
         except self._failure as error:
-            raise FormatError(f"cannot be read as {self._name}: {error}") from None
+            raise FormatError(f"is not valid {self._name}: {error}") from None
         if self._frame.eof:
             self._rest, self._frame = self._frame.unused_data, None
         return plain
@@ -132,7 +131,7 @@ def zstandard_package() -> Any:
     try:
         import zstandard
     except ImportError:
-        message = "zstd needs the package zstandard, which is not installed"
+        message = "zstd requires the package zstandard, which is not installed"
         raise UsageError(message, remedy="install_extra", extra="zstd") from None
     return zstandard
 
@@ -193,7 +192,7 @@ class _PlainReader(SourceReader):
             return
         if self._content is not None:
             raise VerificationError(
-                f"layer {self._layer.digest} unpacks to more than {most} bytes, which is all that "
-                f"{self._content.digest} has"
+                f"layer {self._layer.digest} decompresses to more than the {most} bytes "
+                f"of {self._content.digest}"
             )
         raise too_large(self._layer, most)

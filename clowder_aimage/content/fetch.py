@@ -43,12 +43,13 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
     """Raise NoSpaceError if the ``missing`` blobs do not fit, before the first byte is fetched."""
     needed = sum(target.missing_size(blob) for blob in missing)
     free = target.free()
-    if needed and needed + RESERVE > free:
+    missing_size = needed + RESERVE - free
+    if needed and missing_size > 0:
         raise NoSpaceError(
-            f"{needed} bytes are to be fetched, and {max(0, free - RESERVE)} would fit: "
-            f"{needed + RESERVE - free} are missing",
-            missing_size=needed + RESERVE - free,
-            hint="free some space, or use a store on another disk",
+            f"the download requires {needed / 1e6:.1f} MB, "
+            f"and {max(0, free - RESERVE) / 1e6:.1f} MB are available",
+            missing_size=missing_size,
+            hint=f"free at least {-(-missing_size // 10**6)} MB, or use a store on another disk",
         )
 
 
@@ -248,7 +249,7 @@ class BlobDownload:
                 size = min(part.left, len(buffer), self._rate.burst if self._rate else part.left)
                 count = reader.readinto(buffer[:size])
                 if not count:
-                    raise VerificationError(f"{content.digest} ends after {part.at} bytes")
+                    raise VerificationError(f"{content.digest} ended after {part.at} bytes")
                 blob.ingest.write_at(part.at, buffer[:count])
                 part.at += count
                 self._passed(blob, count)

@@ -101,7 +101,7 @@ def _walk(
     document, key = None, (content.digest, content.size)
     if (parent is None or is_document(content)) and key not in visited:
         if depth > MAX_DEPTH and content.media_type in mediatype.INDEXES:
-            raise FormatError(f"{content.digest}: indexes are nested over {MAX_DEPTH} deep")
+            raise FormatError(f"{content.digest}: indexes are nested over {MAX_DEPTH} levels deep")
         visited.add(key)
         document = read(content)
     node = GraphNode(content, document, parent)

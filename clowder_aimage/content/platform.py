@@ -52,7 +52,8 @@ class Platform:
         parts = text.split("/")
         if not 2 <= len(parts) <= 3 or not all(part.strip() for part in parts):
             raise UsageError(
-                f"{text!r} is not a platform", hint="write OS/ARCH or OS/ARCH/VARIANT: linux/arm64"
+                f"invalid platform {text!r}",
+                hint="expected OS/ARCH or OS/ARCH/VARIANT, such as linux/arm64",
             )
         return cls.of(*parts)
 
@@ -117,8 +118,7 @@ def select(
         return chosen, read_document(source, chosen)
     if selector.variant not in (None, document.annotations.get(mediatype.VARIANT)):
         raise UsageError(
-            f"{reference} is not an index to choose from, and its variant is not "
-            f"{selector.variant!r}",
+            f"{reference} is not an index, and its variant is not {selector.variant!r}",
             remedy="no_variant",
         )
     return root, document
@@ -137,7 +137,7 @@ def candidates_in(source: Source, index: Index) -> list[Candidate]:
         if content.media_type not in mediatype.INDEXES or _is_attestation(content):
             return None
         if next(count) >= _MAX_INDEXES:
-            raise FormatError(f"{content.digest}: over {_MAX_INDEXES} indexes under one name")
+            raise FormatError(f"{content.digest}: over {_MAX_INDEXES} nested indexes")
         return read_document(source, content)
 
     return [
@@ -175,10 +175,10 @@ def choose(
     """
     left = [one for one in candidates if selector.variant in (None, one.variant)]
     if selector.platform is not None:
-        unsaid = [one for one in left if one.platform is None]
-        left = _fitting(left, selector.platform) or unsaid
+        unspecified = [one for one in left if one.platform is None]
+        left = _fitting(left, selector.platform) or unspecified
     elif len(_digests(left)) > 1:
-        left = _fitting(left, here, unsaid=True)
+        left = _fitting(left, here, unspecified=True)
     if not left:
         raise _none(candidates, selector, here, reference)
     if len(_digests(left)) > 1:
@@ -187,15 +187,15 @@ def choose(
 
 
 def _fitting(
-    candidates: Sequence[Candidate], platform: Platform, *, unsaid: bool = False
+    candidates: Sequence[Candidate], platform: Platform, *, unspecified: bool = False
 ) -> list[Candidate]:
     """Return the candidates for exactly that platform, or else all compatible ones.
 
-    With ``unsaid``, candidates without a platform are included.
+    With ``unspecified``, candidates without a platform are included.
     """
     exact = any(one.platform == platform for one in candidates)
     fits = platform.__eq__ if exact else platform.takes
-    return [one for one in candidates if (fits(one.platform) if one.platform else unsaid)]
+    return [one for one in candidates if (fits(one.platform) if one.platform else unspecified)]
 
 
 def _digests(candidates: Sequence[Candidate]) -> set[Digest]:
@@ -211,15 +211,15 @@ def _none(
 ) -> NotFoundError:
     if not candidates:
         return NotFoundError(
-            f"{reference} is an index without a manifest to choose",
+            f"{reference} is an index without selectable manifests",
             remedy="pull_index",
             reference=reference,
         )
-    wanted = [f"variant {selector.variant!r}"] if selector.variant is not None else []
+    wanted = [f"with variant {selector.variant!r}"] if selector.variant is not None else []
     if selector.platform or selector.variant is None:
         wanted.append(f"for {selector.platform or f'this machine, {here}'}")
     return NotFoundError(
-        f"{reference} is an index, and has no manifest {' '.join(wanted)}, but\n"
+        f"{reference} is an index without a manifest {' '.join(wanted)}; it has:\n"
         + _listed(candidates),
         remedy="choose_other_manifest",
         reference=reference,
@@ -230,7 +230,7 @@ def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
     has_variants = len({one.variant for one in left}) > 1
     has_platforms = len({one.platform for one in left}) > 1
     return UsageError(
-        f"{reference} is an index, and more than one of its manifests fits:\n{_listed(left)}",
+        f"{reference} is an index, and several of its manifests match:\n{_listed(left)}",
         remedy="choose_variant_or_platform"
         if has_variants and has_platforms
         else "choose_variant"

@@ -71,7 +71,7 @@ class TarReader:
         if len(self._last) < tarfile.BLOCKSIZE:
             raise self._broken()
         if self._last.strip(b"\0"):
-            raise FormatError(f"{self._name} is damaged at byte {self.position}: no header there")
+            raise FormatError(f"{self._name} is damaged: no header at byte {self.position}")
 
     def read_exactly(self, view: memoryview) -> None:
         """Fill ``view`` from a member. Raises FormatError if the archive is truncated."""
@@ -93,7 +93,7 @@ class TarReader:
             raise FormatError(f"{self._name} {message}: {error}") from None
 
     def _broken(self) -> FormatError:
-        return FormatError(f"{self._name} breaks off at byte {self.position}", hint=self._hint)
+        return FormatError(f"{self._name} is truncated at byte {self.position}", hint=self._hint)
 
     # tell, read and seek form the file object of tarfile, for headers only
 
@@ -116,7 +116,7 @@ class TarReader:
         """Skip bytes that were not read. Raises FormatError for a backward seek."""
         count = position - self.position
         if count < 0 or whence != io.SEEK_SET:
-            raise FormatError(f"{self._name} is damaged: its headers contradict each other")
+            raise FormatError(f"{self._name} is damaged: inconsistent headers")
         if self._skip(count):
             self.position += count
             return

@@ -52,7 +52,7 @@ def write_error(error: OSError, name: object) -> AImageError:
             hint="free some space, or write it to another disk",
         )
     if error.errno == errno.EPIPE:
-        return StoreError(f"the reader of the archive {name} has closed it before its end")
+        return StoreError(f"the reader closed the pipe before the archive {name} was complete")
     return StoreError(f"cannot write the archive {name}: {error.strerror or error}")
 
 
@@ -105,13 +105,13 @@ class TarTarget(Target):
         self._hasher = hashlib.sha256() if is_hashed else None
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        raise NotFoundError(f"no {reference} can be read from an archive that is written")
+        raise NotFoundError(f"cannot read {reference} from a write-only archive")
 
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._documents
 
     def open(self, content: Descriptor, _: int = 0, __: int | None = None, /) -> Reader:
-        raise NotFoundError(f"no {content.digest} can be read from an archive that is written")
+        raise NotFoundError(f"cannot read {content.digest} from a write-only archive")
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         """Do nothing: the documents and names are written before the blobs."""
@@ -236,7 +236,7 @@ class TarStream:
         for magic, tool in _COMPRESSIONS.items():
             if front.startswith(magic):
                 raise FormatError(
-                    f"{name} is compressed with {tool}, which is not read here",
+                    f"{name} is compressed with {tool}, which is unsupported",
                     remedy="load_decompressed",
                     tool=tool,
                 )
@@ -271,20 +271,20 @@ class TarStream:
     def _member(self, found: tarfile.TarInfo) -> TarMember | None:
         """Return the member of a header; None for a directory. Raises FormatError."""
         parts = tuple(part for part in found.name.split("/") if part not in ("", "."))
-        where = f"{self.name} has {found.name[:200]!r}"
+        where = f"{self.name} contains {found.name[:200]!r}"
         if found.name.startswith("/") or ".." in parts:
-            raise FormatError(f"{where}, a name that leads out of it: it is refused")
+            raise FormatError(f"{where}, a path outside the archive")
         if found.isdir():
             return None
         if found.issparse():
-            raise FormatError(f"{where}, a sparse file: it is refused")
+            raise FormatError(f"{where}, a sparse file, which is unsupported")
         if not found.isreg():
-            kind = _KINDS.get(found.type, f"an entry of the kind {found.type!r}")
-            raise FormatError(f"{where}, {kind}: no OCI image layout has any")
+            kind = _KINDS.get(found.type, f"an entry of type {found.type!r}")
+            raise FormatError(f"{where}, {kind}, which is invalid in an OCI image layout")
         end = self._tar.position + found.size
         if found.size < 0 or (self.size and not self._is_packed and end > self.size):
             raise FormatError(
-                f"{where} with {found.size} bytes, more than there are: it is damaged or incomplete"
+                f"{where} with {found.size} bytes, past its end: it is damaged or truncated"
             )
         return TarMember(parts, found.size, lambda: _Section(self._tar, found.size))
 
@@ -293,12 +293,12 @@ class TarStream:
         try:
             count = self._stream.readinto(view)
         except _GZIP_ERRORS as error:
-            raise FormatError(f"{self.name} is not complete, or not gzip: {error}") from None
+            raise FormatError(f"{self.name} is truncated, or not gzip: {error}") from None
         self._unpacked += count
         limit = max(_MIN_UNPACKED, _MAX_RATIO * self._input.count)
         if self._is_packed and self._unpacked > limit:
             raise FormatError(
-                f"{self.name} unpacks to more than {_MAX_RATIO} times its size",
+                f"{self.name} decompresses to more than {_MAX_RATIO} times its size",
                 remedy="load_decompressed",
                 tool="gzip",
             )

@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
     except (ValueError, KeyError, OverflowError):
         size = -1
     if size < 0:
-        raise ValueError(f"{text!r} is not a size such as 500k, 20M or 1.5GiB")
+        raise ValueError(f"invalid size {text!r}: expected a value such as 500k, 20M or 1.5GiB")
     return size
 
 
@@ -34,5 +34,5 @@ def parse_time(text: str) -> float:
     except (ValueError, KeyError):
         seconds = -1.0
     if not 0 <= seconds < 1e11:
-        raise ValueError(f"{text!r} is not a time such as 90s, 12h or 7d")
+        raise ValueError(f"invalid time {text!r}: expected a value such as 90s, 12h or 7d")
     return seconds

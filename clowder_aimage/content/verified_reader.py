@@ -61,7 +61,7 @@ class VerifyingReader(SourceReader):
         if self._count > self._expected.size:
             raise VerificationError(
                 f"{self._expected.digest} is longer than the {self._expected.size} bytes "
-                "that its descriptor promises"
+                "in its descriptor"
             )
         self._hasher.update(view[:count])
         return count
@@ -72,8 +72,8 @@ def check(expected: Descriptor, size: int, encoded: str) -> None:
     check_size(expected, size)
     if encoded != expected.digest.encoded:
         raise VerificationError(
-            f"the content of {expected.digest} hashes to "
-            f"{expected.digest.algorithm}:{encoded} instead",
+            f"digest mismatch: expected {expected.digest}, "
+            f"got {expected.digest.algorithm}:{encoded}",
             remedy="repair_store",
         )
 
@@ -82,8 +82,7 @@ def check_size(expected: Descriptor, size: int) -> None:
     """Raise VerificationError unless ``expected`` has ``size`` bytes."""
     if size != expected.size:
         raise VerificationError(
-            f"{expected.digest} has {size} bytes instead of the {expected.size} "
-            "that its descriptor promises"
+            f"size mismatch: {expected.digest} has {size} bytes, expected {expected.size}"
         )
 
 
@@ -98,6 +97,8 @@ def verify(source: Reader, expected: Descriptor) -> None:
 def read_all(source: Reader, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
     """Read content of up to ``limit`` bytes into memory. Raises VerificationError."""
     if expected.size > limit:
-        raise VerificationError(f"{expected.digest} claims {expected.size} bytes, over {limit}")
+        raise VerificationError(
+            f"{expected.digest} is too large: {expected.size} bytes, the limit is {limit}"
+        )
     with VerifyingReader(source, expected) as reader:
         return b"".join(iter(lambda: reader.read(CHUNK_SIZE), b""))

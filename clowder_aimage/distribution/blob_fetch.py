@@ -86,7 +86,7 @@ class CachedFetch:
             try:
                 arrived(self.content.digest)
             except Exception:  # the blob is stored and verified
-                _log.exception("cannot name the manifests that %s completes", self.content.digest)
+                _log.exception("cannot tag the manifests that %s completes", self.content.digest)
             self._report(self.content.size)
 
     def fail(self, error: AImageError) -> None:
@@ -134,7 +134,7 @@ class CachedFetch:
                         ingest.checkpoint()
                         kept = 0
                     if self.stopped:
-                        raise AImageError("the server ends")
+                        raise AImageError("the server is shutting down")
 
     def _report_front(self, front: int) -> None:
         self._report(min(front, self.content.size - 1))

@@ -132,6 +132,6 @@ def _wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int]
         start, end = int(first), min(size, int(last) + 1) if last else size
     if start >= size or start >= end:
         headers = {"Content-Range": f"bytes */{size}"}
-        message = f"the blob has {size} bytes"
+        message = f"range not satisfiable: the blob has {size} bytes"
         raise DistributionError("SIZE_INVALID", message=message, status=416, headers=headers)
     return start, end

@@ -44,12 +44,12 @@ class PullThroughCache:
     """A layout as a cache of ``upstream``; ``catalog`` has the names below the upstream's."""
 
     def __init__(
-        self, layout: ImageLayout, catalog: Catalog, shelf: ServedBlobs, upstream: UpstreamRegistry
+        self, layout: ImageLayout, catalog: Catalog, blobs: ServedBlobs, upstream: UpstreamRegistry
     ) -> None:
         self._layout, self._catalog = layout, catalog
-        self._shelf, self._upstream = shelf, upstream
-        self._waiting = PendingManifests(layout, catalog, shelf)
-        self._asking: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
+        self._blobs, self._upstream = blobs, upstream
+        self._waiting = PendingManifests(layout, catalog, blobs)
+        self._resolving: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
         self._fetches: dict[Digest, CachedFetch] = {}
         self._places = asyncio.Semaphore(CONCURRENCY)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,11 +59,11 @@ class PullThroughCache:
 
         Raises MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) if it is not stored.
         """
-        task = self._asking.get(reference)
+        task = self._resolving.get(reference)
         if task is None:
             task = asyncio.create_task(aside(lambda: self._manifest(reference)))
-            self._asking[reference] = task
-            task.add_done_callback(lambda _: self._asking.pop(reference))
+            self._resolving[reference] = task
+            task.add_done_callback(lambda _: self._resolving.pop(reference))
             # retrieved, even if all clients have left
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
@@ -103,7 +103,7 @@ class PullThroughCache:
     async def size(self, repository: str, digest: Digest) -> int:
         """Return the size of a blob, stored or not. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
         try:
-            return await asyncio.to_thread(self._shelf.size, digest)
+            return await asyncio.to_thread(self._blobs.size, digest)
         except DistributionError:
             return await self._size_there(repository, digest)
 
@@ -125,7 +125,7 @@ class PullThroughCache:
 
     def _has(self, digest: Digest) -> bool:
         """Return True if a blob is stored, and name the manifests that it completes."""
-        here = self._shelf.has(digest)
+        here = self._blobs.has(digest)
         if here and self._waiting.size(digest) is not None:
             self._waiting.arrived(digest)
         return here
@@ -146,7 +146,7 @@ class PullThroughCache:
 
         def work() -> None:
             try:
-                with self._upstream.lend(repository) as source:
+                with self._upstream.source(repository) as source:
                     fetch.run(source, self._waiting.arrived)
             except AImageError as error:  # no connection to the upstream
                 fetch.fail(error)
@@ -169,16 +169,16 @@ class PullThroughCache:
         self, repository: str, call: Callable[[Repository], list[_T]]
     ) -> list[_T] | None:
         try:
-            return await aside(lambda: self._upstream.ask(repository, call))
+            return await aside(lambda: self._upstream.call(repository, call))
         except NotFoundError:
             raise DistributionError("NAME_UNKNOWN") from None
         except AImageError as error:
-            _log.warning("listing what is stored: %s", error)
+            _log.warning("listing stored content: %s", error)
             return None
 
     async def _size_there(self, repository: str, digest: Digest) -> int:
         try:
-            return await aside(lambda: self._upstream.ask(repository, lambda it: it.size(digest)))
+            return await aside(lambda: self._upstream.call(repository, lambda it: it.size(digest)))
         except AImageError as error:
             raise self._blob_error(error, digest) from error
 
@@ -191,10 +191,10 @@ class PullThroughCache:
         """Return the error for a client. Messages of the upstream are only logged."""
         host = self._upstream.host
         if isinstance(error, UnauthorizedError):
-            return DistributionError("DENIED", message=f"{host} refuses it to this cache")
+            return DistributionError("DENIED", message=f"{host} denied access to this cache")
         if isinstance(error, NoSpaceError | StoreError):
             return error
-        return DistributionError("UNKNOWN", message=f"{host} does not answer", status=502)
+        return DistributionError("UNKNOWN", message=f"{host} is unavailable", status=502)
 
     async def close(self) -> None:
         """Stop the fetches. Received bytes of large blobs are kept."""

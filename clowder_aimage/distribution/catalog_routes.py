@@ -86,7 +86,7 @@ def _page(
         return web.json_response(document | {key: rest})
     if not count.isascii() or not count.isdigit() or len(count) > 9:
         raise DistributionError(
-            "UNSUPPORTED", {"n": count[:100]}, message="n must be a count", status=400
+            "UNSUPPORTED", {"n": count[:100]}, message="n must be a whole number", status=400
         )
     page = rest[: int(count)]
     headers = {}

@@ -83,7 +83,7 @@ class ManifestRoutes:
         names = [reference, *_tags(request, reference)]
         if request.content_type not in ACCEPTED:
             detail = {"mediaType": request.headers.get("Content-Type", "")[:300]}
-            raise _invalid("media type not accepted", detail)
+            raise _invalid("unsupported media type", detail)
         raw = await _read_body(request)
         digest, subject = await asyncio.to_thread(self._store, raw, request.content_type, names)
         location = f"/v2/{reference.repository}/manifests/{digest}"
@@ -138,15 +138,15 @@ class ManifestRoutes:
             if reference.digest is None:
                 self._keep_by_digest(removed, others, reference)
             elif self._catalog.reach(others, reference.digest):
-                raise _unsupported("an index of this repository holds it: delete that first")
+                raise _unsupported("an index of this repository refers to it: delete the index")
             meant = {entry.name: entry.descriptor.digest for entry in removed}
-            if not self._layout.forget(meant):
+            if not self._layout.remove_names(meant):
                 raise manifest_unknown(reference)  # or another process removed it
 
     def _check_names(self, names: set[str]) -> None:
         """Raise DistributionError if one of the names may not be removed."""
         if names & self._layout.borrowed().keys():
-            raise _unsupported("it is in a store that is only read here")
+            raise _unsupported("it is in a read-only store")
         written = {index_name(Reference.parse(name)) for name in names}
         if any(name in names | written for name, _ in self._layout.pins.items()):
             raise DistributionError("DENIED", message="the name is pinned in this store")
@@ -181,15 +181,15 @@ def _tags(request: web.Request, reference: Reference) -> list[Reference]:
     """Return the names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
     tags = list(dict.fromkeys(request.query.getall("tag", [])))
     if tags and reference.digest is None:
-        raise _invalid("?tag= goes with a manifest pushed by digest")
+        raise _invalid("?tag= requires a manifest pushed by digest")
     if len(tags) > MAX_TAGS:
-        raise _invalid(f"one push sets {MAX_TAGS} tags", status=414)
+        raise _invalid(f"one push sets at most {MAX_TAGS} tags", status=414)
     try:
         names = [parse_reference(reference.repository, tag) for tag in tags]
     except DistributionError as error:
-        raise _invalid("not a tag", *error.details) from None
+        raise _invalid("invalid tag", *error.details) from None
     if any(name.tag is None for name in names):
-        raise _invalid("not a tag")
+        raise _invalid("invalid tag")
     return names
 
 
@@ -208,5 +208,5 @@ async def _read_body(request: web.Request) -> bytes:
     async for piece in pieces(request):
         body += piece
         if len(body) > MAX_MANIFEST_SIZE:
-            raise _invalid(f"a manifest may have {MAX_MANIFEST_SIZE} bytes", status=413)
+            raise _invalid(f"the manifest exceeds {MAX_MANIFEST_SIZE} bytes", status=413)
     return bytes(body)

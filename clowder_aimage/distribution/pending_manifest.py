@@ -38,15 +38,15 @@ class _Waiter:
 class PendingManifests:
     """The manifests without names. Thread-safe."""
 
-    def __init__(self, layout: ImageLayout, catalog: Catalog, shelf: ServedBlobs) -> None:
-        self._layout, self._catalog, self._shelf = layout, catalog, shelf
+    def __init__(self, layout: ImageLayout, catalog: Catalog, blobs: ServedBlobs) -> None:
+        self._layout, self._catalog, self._blobs = layout, catalog, blobs
         self._lock = threading.Lock()
         self._waiters: OrderedDict[Reference, _Waiter] = OrderedDict()
 
     def add(self, reference: Reference, descriptor: Descriptor, raw: bytes) -> None:
         """Name a manifest by a reference of the API, as soon as it is complete."""
         document = parse_document(raw, descriptor.media_type)
-        self._shelf.expect(descriptor.digest, *(child.digest for child in document.children))
+        self._blobs.expect(descriptor.digest, *(child.digest for child in document.children))
         with self._layout.keep():
             waiter = self._waiter(reference, descriptor, document)
             with self._lock:

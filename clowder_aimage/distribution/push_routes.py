@@ -42,7 +42,9 @@ class PushRoutes:
                 return _created(repository, digest)
         announced = request.query.get("digest-algorithm", "sha256")
         if announced not in ALGORITHMS:
-            message = f"digests are of {' or '.join(ALGORITHMS)}, not {announced[:40]!r}"
+            message = (
+                f"unsupported algorithm {announced[:40]!r}: expected {' or '.join(ALGORITHMS)}"
+            )
             raise DistributionError("DIGEST_INVALID", message=message)
         wanted = request.query.get("digest")
         single = parse_digest(wanted) if wanted is not None else None
@@ -73,7 +75,7 @@ class PushRoutes:
         """Answer PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
         upload = self._upload(request)
         if "digest" not in request.query:
-            raise DistributionError("DIGEST_INVALID", message="a PUT ends an upload with ?digest=")
+            raise DistributionError("DIGEST_INVALID", message="PUT of an upload requires ?digest=")
         digest = parse_digest(request.query["digest"])
         async with upload.lock:
             await self._receive(request, upload)
@@ -132,16 +134,16 @@ def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
         return None
     match = _CONTENT_RANGE.fullmatch(text)
     if match is None:
-        message = f"not a Content-Range of a chunk (<start>-<end>): {text[:100]!r}"
+        message = f"invalid Content-Range {text[:100]!r}: expected <start>-<end>"
         raise DistributionError("BLOB_UPLOAD_INVALID", message=message)
     start, end = int(match[1]), int(match[2]) + 1
     if start != upload.offset:
-        message = f"the next chunk begins at {upload.offset}, not at {start}"
+        message = f"expected a chunk at offset {upload.offset}, not {start}"
         headers = _headers(upload)
         raise DistributionError("BLOB_UPLOAD_INVALID", message=message, status=416, headers=headers)
     if request.content_length is not None and end - start != request.content_length:
         raise _wrong_size(
-            f"Content-Range {text} is not the Content-Length {request.content_length}"
+            f"Content-Range {text} does not match Content-Length {request.content_length}"
         )
     return end
 

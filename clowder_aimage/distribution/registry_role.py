@@ -51,7 +51,7 @@ class RegistryRole(Role):
     ) -> None:
         self._refusal = "this registry is read-only" if readonly else ""
         if upstream is not None:
-            self._refusal = f"this is a cache of {upstream.name}: push there"
+            self._refusal = f"this registry is a cache of {upstream.name}: push to {upstream.host}"
         self._uploads = UploadSessions(layout, time.monotonic, EXPIRY)
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
@@ -104,13 +104,13 @@ class RegistryRole(Role):
         while True:
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
-            await asyncio.to_thread(self._leases.turn)
+            await asyncio.to_thread(self._leases.rotate)
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
     """Return the read-only routes for names below ``base``, for other nodes.
 
-    The caller rotates (``turn``) and closes ``leases``.
+    The caller rotates (``rotate``) and closes ``leases``.
     """
     catalog = Catalog(layout, base)
     blobs = ServedBlobs(layout, catalog, leases)
@@ -140,10 +140,10 @@ def serve(
     Raises UsageError: the address is malformed, or public without a token; AccessError.
     """
     if not Endpoint.parse_listen(address).is_loopback and not allow_remote and token is None:
-        access = "reads" if readonly or upstream is not None else "reads and writes"
+        access = "read" if readonly or upstream is not None else "read and write"
         raise UsageError(
-            f"{address} can be reached from other machines, and there is no authentication: "
-            f"any of them {access} the whole store",
+            f"{address} is reachable from other machines without authentication: "
+            f"any client can {access} the whole store",
             hint="listen on 127.0.0.1, or require a token",
             remedy="registry_without_token",
         )

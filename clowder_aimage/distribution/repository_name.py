@@ -35,7 +35,7 @@ def parse_reference(repository: str, target: str) -> Reference:
         return Reference(None, repository, digest=parse_digest(target))
     if _parse(f"{repository}:{target}") != Reference("localhost", repository, target):
         detail = {"reference": target[:300]}
-        raise DistributionError("MANIFEST_UNKNOWN", detail, message="not a tag")
+        raise DistributionError("MANIFEST_UNKNOWN", detail, message="invalid tag")
     return Reference(None, repository, target)
 
 

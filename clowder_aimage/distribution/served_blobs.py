@@ -41,7 +41,7 @@ class ServedLeases:
                 self._older, self._lease = self._lease, self._layout.lease()
             self._lease.add(*digests)
 
-    def turn(self) -> None:
+    def rotate(self) -> None:
         """Release leases older than PERIOD."""
         self.add()
 
@@ -93,7 +93,7 @@ class ServedBlobs:
         self.open(digest).close()
         version = self._catalog.version()
         if self._catalog.needs(digest):
-            message = "a manifest of this registry needs the blob: delete that first"
+            message = "a manifest of this registry refers to the blob: delete the manifest"
             raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
         self._deleted[digest] = version
 

@@ -36,7 +36,7 @@ class _CacheOptions(ClientOptions):
 
 
 @dataclass(eq=False)
-class _Lent:
+class _PoolEntry:
     """A repository shared by several threads; the last one closes it if it is retired."""
 
     repository: Repository
@@ -54,44 +54,44 @@ class ClientPool:
     def __init__(self, connection: ClientOptions, *, uses: int) -> None:
         self._connection, self._uses = connection, uses
         self._lock = threading.Lock()
-        self._lent: OrderedDict[str, _Lent] = OrderedDict()
+        self._open: OrderedDict[str, _PoolEntry] = OrderedDict()
 
     @contextlib.contextmanager
-    def lend(self, reference: Reference) -> Iterator[Repository]:
+    def connect(self, reference: Reference) -> Iterator[Repository]:
         """Yield the repository of ``reference``."""
         name = reference.name
         with self._lock:
-            lent = self._lent.get(name)
-            if lent is None:
-                lent = self._lent[name] = _Lent(Repository(reference, self._connection))
-            self._lent.move_to_end(name)
-            lent.users += 1
-            lent.uses += 1
-            if lent.uses >= self._uses:
+            shared = self._open.get(name)
+            if shared is None:
+                shared = self._open[name] = _PoolEntry(Repository(reference, self._connection))
+            self._open.move_to_end(name)
+            shared.users += 1
+            shared.uses += 1
+            if shared.uses >= self._uses:
                 self._retire(name)
-            while len(self._lent) > MAX_REPOSITORIES:
-                self._retire(next(iter(self._lent)))
+            while len(self._open) > MAX_REPOSITORIES:
+                self._retire(next(iter(self._open)))
         try:
-            yield lent.repository
+            yield shared.repository
         finally:
             with self._lock:
-                lent.users -= 1
-                is_over = lent.is_retired and not lent.users
+                shared.users -= 1
+                is_over = shared.is_retired and not shared.users
             if is_over:
-                lent.repository.__exit__(None, None, None)
+                shared.repository.__exit__(None, None, None)
 
     def close(self) -> None:
         """Close all connections; running requests fail."""
         with self._lock:
-            lent, self._lent = self._lent, OrderedDict()
-        for each in lent.values():
+            shared, self._open = self._open, OrderedDict()
+        for each in shared.values():
             each.repository.__exit__(None, None, None)
 
     def _retire(self, name: str) -> None:
-        lent = self._lent.pop(name)
-        lent.is_retired = True
-        if not lent.users:
-            lent.repository.__exit__(None, None, None)
+        shared = self._open.pop(name)
+        shared.is_retired = True
+        if not shared.users:
+            shared.repository.__exit__(None, None, None)
 
 
 class UpstreamRegistry:
@@ -113,8 +113,8 @@ class UpstreamRegistry:
             reference = None
         if reference is None or reference.registry is None:
             raise UsageError(
-                f"{text!r} is not a registry",
-                hint="name its host, such as registry.example.com or localhost:5000/mirror",
+                f"invalid registry {text!r}",
+                hint="expected a host, such as registry.example.com or localhost:5000/mirror",
             )
         return cls(reference.registry, reference.repository.rpartition("/")[0], connection)
 
@@ -129,26 +129,26 @@ class UpstreamRegistry:
         """Return a manifest by its name in the API, verified."""
         name = self._prefix + reference.repository
         named = Reference(self.host, name, reference.tag, reference.digest)
-        with self._lend(reference.repository) as repository:
-            descriptor = self._asked(lambda: repository.resolve(named))
+        with self._connect(reference.repository) as repository:
+            descriptor = self._guarded(lambda: repository.resolve(named))
             return descriptor, read_all(repository.open(descriptor), descriptor)
 
     @contextlib.contextmanager
-    def lend(self, repository: str) -> Iterator[Source]:
+    def source(self, repository: str) -> Iterator[Source]:
         """Yield a repository as a source of blobs."""
-        with self._lend(repository) as lent:
-            yield _GuardedSource(lent, self._asked)
+        with self._connect(repository) as shared:
+            yield _GuardedSource(shared, self._guarded)
 
-    def ask(self, repository: str, call: Callable[[Repository], _T]) -> _T:
+    def call(self, repository: str, call: Callable[[Repository], _T]) -> _T:
         """Return the result of ``call`` with a repository."""
-        with self._lend(repository) as lent:
-            return self._asked(lambda: call(lent))
+        with self._connect(repository) as shared:
+            return self._guarded(lambda: call(shared))
 
     def close(self) -> None:
         """Close all connections; running requests fail."""
         self._pool.close()
 
-    def _asked(self, call: Callable[[], _T]) -> _T:
+    def _guarded(self, call: Callable[[], _T]) -> _T:
         """Return ``call()``. Raises NetworkError at once shortly after the registry was down."""
         down = self._down
         if down is not None and time.monotonic() < down[0]:
@@ -161,16 +161,16 @@ class UpstreamRegistry:
         self._down = None
         return answer
 
-    def _lend(self, name: str) -> AbstractContextManager[Repository]:
-        return self._pool.lend(Reference(self.host, self._prefix + name, "latest"))
+    def _connect(self, name: str) -> AbstractContextManager[Repository]:
+        return self._pool.connect(Reference(self.host, self._prefix + name, "latest"))
 
 
 class _GuardedSource(WrappedSource):
-    """A source whose ``open`` runs through ``asked``."""
+    """A source whose ``open`` runs through ``guard``."""
 
-    def __init__(self, source: Source, asked: Callable[[Callable[[], Reader]], Reader]) -> None:
+    def __init__(self, source: Source, guard: Callable[[Callable[[], Reader]], Reader]) -> None:
         super().__init__(source)
-        self._asked = asked
+        self._guarded = guard
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
-        return self._asked(lambda: self._source.open(content, offset, length))
+        return self._guarded(lambda: self._source.open(content, offset, length))

@@ -10,7 +10,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header, Quantization, read_header, tensor_blob
-from clowder_aimage.tensor.quantization_config import Said, complete, group_size, own_layers
+from clowder_aimage.tensor.quantization_config import StatedType, complete, group_size, own_layers
 from clowder_aimage.tensor.tensor_blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
 from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
 
@@ -49,7 +49,7 @@ def _read(store: BlobFiles, layer: Layer, stated: Stated) -> StoredLayer:
     prefix = f"{layer.component}/"
     own = layer.name.removeprefix(prefix)
 
-    def said(key: str) -> Said:
+    def said(key: str) -> StatedType:
         name = own if key == LEGACY_KEY else key
         return stated(layer.component, name.removeprefix(prefix))
 
@@ -97,7 +97,7 @@ def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight
     return Weight(name, tensor.dtype, tensor.shape, parts, tensor.quantization)
 
 
-Stated = Callable[[str, str], Said]
+Stated = Callable[[str, str], StatedType]
 """(component, tensor) to the name of its quantization and its group size, as configs state them."""
 
 

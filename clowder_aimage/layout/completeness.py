@@ -75,7 +75,7 @@ def require_complete(store: ContentStore, reference: Reference, stored: StoredAI
     if found.missing:
         words = describe_missing(stored, found)
         raise IncompleteError(
-            f"{reference} is not complete: the store lacks {words}",
+            f"{reference} is incomplete in the store: missing {words}",
             stored.descriptor.digest,
             **completion(store, reference, stored.descriptor),
         )

@@ -91,7 +91,7 @@ class Fsck:
         calls = [partial(self._blob, one) for one in wanted]
         in_parallel(calls, os.cpu_count() or 1, self._stopped.set)
         if count := len(self._report.writable):
-            message = f"{count} of the blobs have write permission: nothing should change them"
+            message = f"{count} of the blobs have write permission, expected read-only"
             self._problem("writable", self.layout.root / "blobs", message)
         self._report.problems.sort(key=lambda problem: (problem.kind, problem.what))
         return self._report
@@ -133,7 +133,7 @@ class Fsck:
         known.names.add(name)
         known.is_optional = known.is_optional and is_optional
         if known.content.size != content.size:
-            message = f"descriptors give it both {known.content.size} and {content.size} bytes"
+            message = f"descriptors have two sizes: {known.content.size} and {content.size} bytes"
             self._problem("document", content.digest, message, [name])
 
     def _loose(self) -> Iterator[Descriptor]:
@@ -146,7 +146,7 @@ class Fsck:
                 if not os.path.lexists(path):
                     continue  # it has just been collected
                 if digest is None or path.is_symlink() or not path.is_file():
-                    self._problem("foreign", path, f"{path} does not have the name of a blob")
+                    self._problem("foreign", path, f"{path} is not a file named by a digest")
                 else:
                     with contextlib.suppress(FileNotFoundError):
                         yield Descriptor("application/octet-stream", digest, path.stat().st_size)
@@ -165,7 +165,7 @@ class Fsck:
             self._problem("damaged", content.digest, error.message, wanted.names)
         except OSError as error:
             kind = "damaged" if error.errno == errno.EIO else "unreadable"
-            message = f"{content.digest} cannot be read: {error.strerror or error}"
+            message = f"cannot read {content.digest}: {error.strerror or error}"
             self._problem(kind, content.digest, message, wanted.names)
         else:
             with self._lock:

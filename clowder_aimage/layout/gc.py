@@ -37,7 +37,7 @@ STALE = 7 * 86400.0  # seconds after which an interrupted download is removed
 
 
 @dataclass(frozen=True, slots=True)
-class ForgottenName:
+class RemovedName:
     """A name that was removed, and the reason."""
 
     name: str
@@ -48,7 +48,7 @@ class ForgottenName:
 class Collection:
     """The result of a collection or dry run, in bytes; ``young`` is kept by the grace period."""
 
-    forgotten: list[ForgottenName] = field(default_factory=list)
+    forgotten: list[RemovedName] = field(default_factory=list)
     blobs: int = 0
     size: int = 0
     partials: int = 0
@@ -90,7 +90,7 @@ class Collector:
         self._sizes = {name: found.st_size for name, found in blobs(root)}
         live = self._live(roots)  # raises for a damaged manifest before any name is removed
         if max_age is not None or max_size is not None:
-            gone = self._forget(max_age, max_size, keep)
+            gone = self._evict(max_age, max_size, keep)
             live = self._live([(name, digest) for name, digest in roots if name not in gone])
         unneeded = self._sizes.keys() - live
         if self.dry_run:
@@ -136,8 +136,8 @@ class Collector:
         read = partial(self._read, name)
         if name and self._scanner.scan(str(digest), read) is None:
             raise VerificationError(
-                f"{name} names a manifest that is missing, and what it needs is not known: "
-                "nothing was collected",
+                f"the manifest of {name} is missing, and its blobs are unknown: "
+                "nothing was removed",
                 remedy="repair_or_remove",
                 reference=name,
             )
@@ -155,7 +155,7 @@ class Collector:
             return b""  # larger than any manifest: the entry names a blob
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(
-                f"{digest}, which {name or 'index.json'} names, is damaged: nothing was collected",
+                f"{digest} in {name or 'index.json'} is damaged: nothing was removed",
                 remedy="repair",
             )
         return raw
@@ -167,7 +167,7 @@ class Collector:
             return raw if len(raw) <= LARGEST else b""
         return None
 
-    def _forget(self, max_age: float | None, max_size: int | None, keep: Sequence[str]) -> set[str]:
+    def _evict(self, max_age: float | None, max_size: int | None, keep: Sequence[str]) -> set[str]:
         """Remove names from the first store, and return the removed names."""
         entries = [(name, root) for name, root in ImageLayout.entries(self.layout) if name]
         pinned = {name for name, _ in self.layout.pins.items()}
@@ -180,16 +180,16 @@ class Collector:
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
         gone = {
-            name: ForgottenName(name, f"not used for {_long(self.now() - used)}")
+            name: RemovedName(name, f"not used for {_long(self.now() - used)}")
             for used, name, _ in free
             if max_age is not None and self.now() - used > max_age
         }
         if max_size is not None:
             free = sorted((one for one in free if one[1] not in gone), key=lambda one: one[:2])
             for name in self._surplus(free, gone.keys(), max_size):
-                gone[name] = ForgottenName(name, "the least recently used")
+                gone[name] = RemovedName(name, "least recently used")
         meant = {name: root.digest for name, root in entries if name in gone}
-        done = set(meant) if self.dry_run else self.layout.forget(meant)
+        done = set(meant) if self.dry_run else self.layout.remove_names(meant)
         self._done.forgotten = [gone[name] for name in gone if name in done]
         return done
 

@@ -31,7 +31,7 @@ _NAMES = (  # in order: containerd's exports have only the tag as ref.name
     mediatype.CONTAINERD_NAME_MISSPELT,
     mediatype.REF_NAME,
 )
-_HINT = "another program wrote it; move it away to begin with an empty one"
+_HINT = "another program wrote it; move it away to start with an empty index"
 _Stamp = tuple[int, int, int]
 # A file that changed within this time may change again with the same stamp: file systems have a
 # time resolution of up to two seconds, and a server's clock may differ.
@@ -62,10 +62,10 @@ def _read_file(path: Path) -> tuple[dict[str, Any], _Stamp]:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path} is not a file", hint=_HINT)
+            raise FormatError(f"{path} is not a regular file", hint=_HINT)
         if status.st_size > MAX_INDEX_SIZE:
-            size = f"{status.st_size} bytes, over {MAX_INDEX_SIZE}"
-            raise FormatError(f"{path} is not an OCI index: it has {size}", hint=_HINT)
+            size = f"{status.st_size} bytes, the limit is {MAX_INDEX_SIZE}"
+            raise FormatError(f"{path} is too large: {size}", hint=_HINT)
         return _parse(file.read(MAX_INDEX_SIZE + 1), path), _stamp(status)
 
 
@@ -101,7 +101,7 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _learn(root: Path, entries: list[Any]) -> None:
+def _record_moves(root: Path, entries: list[Any]) -> None:
     """Record names that another tool has moved, so that their old targets are not restored."""
     records = MetadataFiles(root, "names")
     ours = records.names()
@@ -167,7 +167,7 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
                 sync_directory(root.parent)
         value, stamp = _read(root)
         before = copy.deepcopy(value)
-        _learn(root, value["manifests"])
+        _record_moves(root, value["manifests"])
         value = _restored(root, value)
         yield value
         while value != before or stamp is None:

@@ -110,7 +110,7 @@ class FileIngest:
             flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             name = os.path.basename(self._path)[:12]
-            raise IngestBusyError(f"{name} is being fetched") from None
+            raise IngestBusyError(f"another process is writing {name}") from None
         with contextlib.suppress(FileNotFoundError):
             status = os.fstat(fd)
             if status.st_ino != os.stat(self._path).st_ino:
@@ -137,7 +137,7 @@ class FileIngest:
                 os.chmod(self._path, 0o600)
             except PermissionError:
                 if is_locked(self._path):
-                    raise IngestBusyError("another user has it") from None
+                    raise IngestBusyError("another user is writing the blob") from None
                 os.unlink(self._path)
 
     def _journaled(self, size: int) -> list[_Span]:
@@ -166,7 +166,7 @@ class FileIngest:
     def restart(self) -> None:
         """Discard what an earlier process has written."""
         with store_errors(self._root):
-            self._forget_journal()
+            self._remove_journal()
             os.ftruncate(self._fd, 0)
         self._spans = []
         self._noted = 0
@@ -277,7 +277,7 @@ class FileIngest:
             if self.missing():
                 written = _total(self._spans)
                 raise VerificationError(
-                    f"{expected.digest} is not whole: {written} of {expected.size} bytes came"
+                    f"{expected.digest} is incomplete: {written} of {expected.size} bytes"
                 )
             found = self.digest(expected.digest.algorithm)
             check(expected, os.fstat(self._fd).st_size, found.encoded)
@@ -309,10 +309,10 @@ class FileIngest:
         except FileNotFoundError:
             make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
             os.replace(self._path, self._final)
-        self._forget_journal()
+        self._remove_journal()
         self._close()
 
-    def _forget_journal(self) -> None:
+    def _remove_journal(self) -> None:
         if self._is_journaled:
             self._journal.unlink(missing_ok=True)
 
@@ -350,7 +350,7 @@ class FileIngest:
                 return  # the ingest has ended, and the file may be another process's
             with contextlib.suppress(OSError):  # the original error is raised
                 Path(self._path).unlink(missing_ok=True)
-                self._forget_journal()
+                self._remove_journal()
             self._close()
 
     def _close(self) -> None:

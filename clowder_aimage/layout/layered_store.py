@@ -63,7 +63,7 @@ class LayeredStore(ImageLayout):
 def read_only_error(reference: Reference, root: Path, verb: str) -> NotFoundError:
     """Return the error for a name in a read-only store; ``verb`` is the verb of the remedy."""
     return NotFoundError(
-        f"{reference} is in the store {root}, which is only read",
+        f"{reference} is in the store {root}, which is read-only",
         remedy="other_store",
         root=root,
         verb=verb,

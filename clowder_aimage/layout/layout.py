@@ -91,7 +91,9 @@ class ImageLayout(ContentStore):
                     return descriptor
             elif name == wanted or same_name(name, reference):
                 return descriptor
-        raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store_pull")
+        raise NotFoundError(
+            f"{reference} not found in the store {self.root}", remedy="not_in_store_pull"
+        )
 
     def exists(self, content: Descriptor, /) -> bool:
         batch = self._batch  # read once: another thread may end the batch
@@ -117,7 +119,7 @@ class ImageLayout(ContentStore):
 
     def _missing(self, content: Descriptor) -> NotFoundError:
         return NotFoundError(
-            f"{content.digest} is not in the store {self.root}",
+            f"{content.digest} not found in the store {self.root}",
             hint="pull the AImage again to complete it",
         )
 
@@ -262,7 +264,7 @@ class ImageLayout(ContentStore):
                 return True
             self.push(content, file_body(path))
         except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
         return False
 
     def _take_in(self, content: Descriptor, body: Body) -> None:
@@ -360,10 +362,12 @@ class ImageLayout(ContentStore):
             if name == wanted or same_name(name, Reference.parse(wanted))
             if digest in (None, descriptor.digest)
         }
-        if not self.forget(meant):
-            raise NotFoundError(f"no {reference} in the store {self.root}", remedy="not_in_store")
+        if not self.remove_names(meant):
+            raise NotFoundError(
+                f"{reference} not found in the store {self.root}", remedy="not_in_store"
+            )
 
-    def forget(self, names: Mapping[str, Digest]) -> set[str]:
+    def remove_names(self, names: Mapping[str, Digest]) -> set[str]:
         """Remove names, as in index.json, that still refer to these manifests, and return them.
 
         Raises StoreError, NoSpaceError: the index cannot be written, and no name is removed.

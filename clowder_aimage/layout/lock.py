@@ -55,7 +55,7 @@ def _store_error(error: OSError, root: Path) -> AImageError:
         return NoSpaceError(
             f"no space left for the store {root}",
             hint="free some space, or use a store on another disk; "
-            "what was complete is kept and will not be fetched again",
+            "completed blobs are kept and will not be fetched again",
         )
     if error.errno in (errno.ENOTDIR, errno.EEXIST) and not root.is_dir():
         return StoreError(f"the store {root} is not a directory", remedy="store_directory")
@@ -127,8 +127,8 @@ def check_own(root: Path, *kind: str) -> str:
         path = os.path.join(root, PRIVATE, *kind[:count])
         if os.path.islink(path):
             raise StoreError(
-                f"{path} is a link, and may lead to another program's files",
-                hint="remove the link; the directory is made when it is needed",
+                f"{path} is a link, which may point to files of another program",
+                hint="remove the link; the directory is created when needed",
             )
     return path
 

@@ -26,7 +26,7 @@ from clowder_aimage.tensor import (
 )
 from clowder_aimage.tensor.quantization_config import (
     QuantizationConfig,
-    Said,
+    StatedType,
     complete,
     own_layers,
 )
@@ -151,7 +151,7 @@ class Catalogue:
         yield layer_name, blob.tensor(layer_name, inside)
 
     def _completed(self, header: Header, layer_name: str) -> Header:
-        def stated(key: str) -> Said:
+        def stated(key: str) -> StatedType:
             name = layer_name if key == LEGACY_KEY else key
             return self._stated.of(name.removeprefix(f"{self._component}/"))
 

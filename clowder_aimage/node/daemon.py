@@ -134,7 +134,7 @@ class Daemon(Role):
                 states = Counter(one["state"] for one in self._sharing.peers.states())
                 for state in ("live", "silent"):
                     metrics.neighbours.labels(state).set(states[state])
-                self._sharing.registry.leases.turn()
+                self._sharing.registry.leases.rotate()
                 known.clear()
             except Exception as error:
                 metrics.ready.set(0)  # the state is unknown

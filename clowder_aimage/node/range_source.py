@@ -241,7 +241,7 @@ class RangeUpstream:
         """
         known = self.known_size(digest)
         if known is None:
-            with self._pool.lend(reference) as repository:
+            with self._pool.connect(reference) as repository:
                 known = repository.size(digest)
             self.note_size(Descriptor("", digest, known))
         return known
@@ -258,7 +258,7 @@ class RangeUpstream:
     def open(self, reference: Reference, part: BlobRange) -> Iterator[Reader]:
         """Open a range of a blob in the repository of ``reference``. Raises as ``size``."""
         content = part.content
-        with self._pool.lend(reference) as repository:
+        with self._pool.connect(reference) as repository:
             with repository.open(content, part.start, part.length) as reader:
                 if not repository.supports_ranges(content) and not part.is_whole:
                     self.ignores_ranges(reference.registry or "")
@@ -268,7 +268,7 @@ class RangeUpstream:
 
     def invalidate(self, reference: Reference, content: Descriptor) -> None:
         """Record a mismatch of a blob's content; later requests may use another source."""
-        with contextlib.suppress(AImageError), self._pool.lend(reference) as repository:
+        with contextlib.suppress(AImageError), self._pool.connect(reference) as repository:
             repository.invalidate(content)
 
     def rate(self, registry: str) -> Rate | None:

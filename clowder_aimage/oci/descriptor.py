@@ -76,7 +76,7 @@ def check_spelling(value: Mapping[str, Any], known: frozenset[str], where: str) 
     """
     for key in value:
         if key not in known and key.casefold() in _folded(known):
-            raise FormatError(f"{where}: {key!r} is not how the specification spells it")
+            raise FormatError(f"{where}: invalid key {key!r}: keys are case-sensitive")
 
 
 @functools.cache

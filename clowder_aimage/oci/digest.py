@@ -34,13 +34,13 @@ class Digest:
         pattern = _ENCODED.get(self.algorithm)
         if pattern is None:
             raise FormatError(
-                f"unknown digest algorithm {self.algorithm[:40]!r}",
-                hint="digests are sha256:<64 hex digits> or sha512:<128 hex digits>",
+                f"unsupported digest algorithm {self.algorithm[:40]!r}",
+                hint="expected sha256:<64 hex digits> or sha512:<128 hex digits>",
             )
         if pattern.fullmatch(self.encoded) is None:
             raise FormatError(
-                f"not a {self.algorithm} digest: {self.encoded[:140]!r}",
-                hint="digests are written in full, in lower-case hex",
+                f"invalid {self.algorithm} digest: {self.encoded[:140]!r}",
+                hint="expected the full digest in lower-case hex",
             )
 
     @classmethod
@@ -54,7 +54,7 @@ class Digest:
             raise FormatError(f"a digest must be a string, not {type(text).__name__}")
         algorithm, colon, encoded = text.partition(":")
         if not colon:
-            raise FormatError(f"not a digest: {text[:140]!r}")
+            raise FormatError(f"invalid digest: {text[:140]!r}")
         return cls(algorithm, encoded)
 
     @classmethod
@@ -84,5 +84,5 @@ def new_hasher(algorithm: str) -> Hasher:
         FormatError: the image specification does not register the algorithm.
     """
     if algorithm not in _ENCODED:
-        raise FormatError(f"unknown digest algorithm {algorithm[:40]!r}")
+        raise FormatError(f"unsupported digest algorithm {algorithm[:40]!r}")
     return hashlib.new(algorithm)

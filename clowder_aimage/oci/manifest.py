@@ -57,7 +57,7 @@ class Manifest:
         if not isinstance(document, cls):
             raise FormatError(
                 f"{document.media_type} is an index, not a manifest",
-                hint="choose one of the manifests in it by variant or platform",
+                hint="select one of its manifests by variant or platform",
                 remedy="choose_manifest",
             )
         return document
@@ -102,7 +102,7 @@ def encode(value: object) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         around = text[max(0, error.start - 40) : error.end]
-        raise FormatError(f"not Unicode text: {around!r}") from None
+        raise FormatError(f"invalid Unicode text: {around!r}") from None
 
 
 def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
@@ -130,7 +130,7 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
     if media_type in mediatype.INDEXES:
         if has_layers:
             raise FormatError(
-                f"the media type is an index's ({media_type}), the content has layers"
+                f"the media type is that of an index ({media_type}), but the content has layers"
             )
         return Index(manifests=_descriptors(value, "manifests"), **common)
     config = Descriptor.from_json(value.get("config"), "config")
@@ -140,8 +140,8 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
 def _load(raw: bytes) -> dict[str, Any]:
     if len(raw) > MAX_MANIFEST_SIZE:
         raise FormatError(
-            f"a manifest of {len(raw)} bytes is too large: registries take {MAX_MANIFEST_SIZE}",
-            hint="pack the model into fewer layers, its experts together",
+            f"a manifest of {len(raw)} bytes is too large: the limit is {MAX_MANIFEST_SIZE}",
+            hint="pack the model into fewer layers, with its experts together",
         )
     value = read_json(raw, "the manifest")
     if not isinstance(value, dict):
@@ -149,7 +149,7 @@ def _load(raw: bytes) -> dict[str, Any]:
     check_spelling(value, _FIELDS, "the manifest")
     if value.get("schemaVersion") == 1:
         raise FormatError(
-            "this is a Docker schema 1 manifest, which has no config and no sizes",
+            "unsupported Docker schema 1 manifest, which has no config and no sizes",
             hint="push it again with a newer tool, in OCI format",
             remedy="convert_schema_1",
         )
@@ -164,11 +164,11 @@ def _media_type(value: Mapping[str, Any], transport: str) -> str:
     if transport in ("application/json", "application/octet-stream", "text/plain"):
         transport = ""
     if own and transport and own != transport:
-        raise FormatError(f"its media type is {own[:100]}, the transport's {transport[:100]}")
+        raise FormatError(f"its media type is {own[:100]}, expected {transport[:100]}")
     guess = mediatype.OCI_INDEX if "manifests" in value else mediatype.OCI_MANIFEST
     media_type = own or transport or guess
     if media_type not in mediatype.MANIFESTS | mediatype.INDEXES:
-        raise FormatError(f"unknown manifest media type {media_type[:100]!r}")
+        raise FormatError(f"unsupported manifest media type {media_type[:100]!r}")
     return media_type
 
 

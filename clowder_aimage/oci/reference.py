@@ -42,7 +42,7 @@ class Reference:
             UsageError: the text is invalid; the error suggests a correction if possible.
         """
         if len(text) > _MAX_TEXT:
-            raise UsageError(f"{text[:60]!r}... is not a reference: it has {len(text)} characters")
+            raise UsageError(f"invalid reference {text[:60]!r}...: it has {len(text)} characters")
         rest, at, encoded = text.partition("@")
         digest = _digest(text, encoded) if at else None
         registry, path = _split_registry(rest)
@@ -50,7 +50,7 @@ class Reference:
         _check(text, registry, repository)
         if colon and _TAG.fullmatch(tag) is None:
             raise UsageError(
-                f"{text!r} is not a reference: {tag!r} cannot be a tag",
+                f"invalid reference {text!r}: invalid tag {tag!r}",
                 hint="a tag is up to 128 letters, digits, '_', '.' and '-'",
             )
         if not colon and digest is None:
@@ -89,7 +89,7 @@ def _digest(text: str, encoded: str) -> Digest:
     try:
         return Digest.parse(encoded)
     except FormatError as error:
-        raise UsageError(f"{text!r} is not a reference: {error}", hint=error.hint) from None
+        raise UsageError(f"invalid reference {text!r}: {error}", hint=error.hint) from None
 
 
 def _split_registry(rest: str) -> tuple[str | None, str]:
@@ -108,12 +108,11 @@ def _is_host(registry: str) -> bool:
 
 def _check(text: str, registry: str | None, repository: str) -> None:
     if registry is not None and not _is_host(registry):
-        raise UsageError(f"{text!r} is not a reference: {registry!r} is not a host name")
+        raise UsageError(f"invalid reference {text!r}: invalid host {registry!r}")
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
         return
     hint = "names are lower-case letters and digits, with single '.', '_', '-' or '/' between them"
     if _REPOSITORY.fullmatch(repository.lower()):
-        hint = f"names are lower case: {text.replace(repository, repository.lower(), 1)}"
-    raise UsageError(
-        f"{text!r} is not a reference: {repository!r} cannot be a repository", hint=hint
-    )
+        hint = f"use lower case: {text.replace(repository, repository.lower(), 1)}"
+    part = "" if repository == text else f": invalid repository {repository!r}"
+    raise UsageError(f"invalid reference {text!r}{part}", hint=hint)

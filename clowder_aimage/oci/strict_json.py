@@ -32,8 +32,8 @@ def read_json(raw: bytes, what: str) -> Any:
     except RecursionError:
         pass
     except ValueError as error:
-        raise FormatError(f"{what} is not JSON: {error}") from None
-    raise FormatError(f"{what} is nested more than {MAX_NESTING} deep")
+        raise FormatError(f"{what} is not valid JSON: {error}") from None
+    raise FormatError(f"{what} is nested more than {MAX_NESTING} levels deep")
 
 
 def is_too_deep(value: Any) -> bool:
@@ -56,7 +56,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"an object has the key {twice[:60]!r} twice")
+        raise ValueError(f"duplicate key {twice[:60]!r} in an object")
     return value
 
 

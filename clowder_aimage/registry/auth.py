@@ -126,11 +126,11 @@ class Authenticator:
         elif challenge.scheme == "bearer" and credential.registry_token:
             held = _Header(f"Bearer {credential.registry_token}", challenge, float("inf"))
             if refused == held.header:
-                raise self._refused("the stored access token is not accepted (any more)")
+                raise self._refused("the stored access token was rejected")
         elif challenge.scheme == "bearer":
             held = self._token(actions, challenge, refused)
         else:
-            raise self._refused("no credentials for it are known")
+            raise self._refused("no credentials found")
         self._held[actions] = held
         return held
 
@@ -153,7 +153,7 @@ class Authenticator:
 
     def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Header:
         if not challenge.realm:
-            raise self._refused("its challenge names no realm")
+            raise self._refused("the WWW-Authenticate challenge has no realm")
         # credentials only to a trusted service
         credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
         began = self._connection.clock()
@@ -167,7 +167,7 @@ class Authenticator:
             status, fields = self._request("GET", challenge.realm, params=query, headers=headers)
             token = fields.get("token") or fields.get("access_token")
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            raise self._refused(f"its token service sent no token ({status})")
+            raise self._refused(f"the token service returned no token ({status})")
         life = _life(fields, began)
         return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
 
@@ -209,21 +209,22 @@ class Authenticator:
         host = (parts.hostname or "").lower()
         registry = urlsplit(f"//{self._reference.registry}").hostname or ""
         if parts.scheme not in ("http", "https") or not host:
-            raise self._refused(f"its token service {realm[:100]!r} is not an address")
+            raise self._refused(f"the token service URL {realm[:100]!r} is invalid")
         if self._scheme == "https" and parts.scheme != "https":
-            raise self._refused(f"its token service {host} is not encrypted, the registry is")
+            raise self._refused(f"the token service {host} does not use HTTPS")
         if host == registry.lower():
             return True
         if not self._reference.is_loopback and _is_internal(host):
-            raise self._refused(f"its token service {host} is an address inside this network")
+            raise self._refused(f"the token service {host} is an internal address")
         known = _KNOWN_REALMS.get(registry)
         return host == known or host in self._connection.trusted_realms
 
     def _refused(self, why: str) -> UnauthorizedError:
         return UnauthorizedError(
-            f"{self._reference.registry} requires authentication, and {why}",
+            f"{self._reference.registry} requires authentication: {why}",
             remedy="login",
             registry=self._reference.registry,
+            reason=why,
         )
 
 

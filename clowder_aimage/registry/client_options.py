@@ -38,8 +38,8 @@ class ClientOptions:
     credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
     that may receive the credentials of other registries. ``ca_bundle`` replaces the default
     certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
-    ``registries`` has settings for single hosts. ``told_jobs`` is the number of layers transferred
-    at once; 0 for each registry's own setting.
+    ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers
+    transferred at once; 0 for each registry's own setting.
     """
 
     plain_http: bool = False
@@ -47,7 +47,7 @@ class ClientOptions:
     ca_file: Path | None = None
     docker_config: Path = field(default_factory=lambda: Path.home() / ".docker")
     trusted_realms: frozenset[str] = frozenset()
-    told_jobs: int = 0
+    jobs_override: int = 0
     user_agent: str = "aimage"
     auth_file: Path | None = None
     auths: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
@@ -85,7 +85,7 @@ class ClientOptions:
     def jobs(self, *hosts: str | None) -> int:
         """Return how many layers may be transferred at once to or from ``hosts``."""
         configured = filter(None, (self.host(host).jobs for host in hosts))
-        return self.told_jobs or min(configured, default=DEFAULT_JOBS)
+        return self.jobs_override or min(configured, default=DEFAULT_JOBS)
 
     def limit(self, host: str | None) -> int:
         """Return the bytes per second of a pull from ``host``; 0 for no limit."""
@@ -181,8 +181,8 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
                 context.load_cert_chain(path, path.with_suffix(".key"), password="")
         except (OSError, ValueError) as error:
             raise StoreError(
-                f"cannot use the certificate {path}: {error}",
-                hint="a client certificate x.cert needs its key in x.key, without a password",
+                f"cannot load the certificate {path}: {error}",
+                hint="a client certificate x.cert requires its key in x.key, without a password",
             ) from None
     return context
 

@@ -25,8 +25,9 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
         with Session(Reference(registry, "login"), connection, basic_auth=basic) as session:
             session.ping()
     except UnauthorizedError as error:
+        reason = error.facts.get("reason", error)
         raise UnauthorizedError(
-            f"{registry} does not accept that username and password ({error})"
+            f"login failed: {registry} rejected the username or password ({reason})"
         ) from None
     name = docker.helper(config, registry)
     if name:
@@ -46,7 +47,7 @@ def logout(registry: str, connection: ClientOptions) -> None:
     if name:
         docker.run_helper(name, "erase", docker.config_key(registry))
     elif not known:
-        raise NotFoundError(f"no credentials of {registry} in {path}")
+        raise NotFoundError(f"no credentials for {registry} in {path}")
     for key in known:
         del config["auths"][key]
     if known:

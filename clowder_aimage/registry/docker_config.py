@@ -96,9 +96,9 @@ def _find(config: dict[str, Any], registry: str, repository: str) -> Credential 
             return inline[path]
         path = path.rpartition("/")[0]
     own, store = _own_helper(config, registry), config.get("credsStore")
-    found = _ask(own, registry) if own else None
+    found = _query(own, registry) if own else None
     found = found or inline.get(path)
-    return found or (_ask(store, registry) if store else None)
+    return found or (_query(store, registry) if store else None)
 
 
 def _inline(config: dict[str, Any]) -> dict[str, Credential]:
@@ -122,7 +122,7 @@ def _entry(entry: dict[str, Any]) -> Credential | None:
     return Credential.of_basic(auth) if isinstance(auth, str) and auth else None
 
 
-def _ask(name: str, registry: str) -> Credential | None:
+def _query(name: str, registry: str) -> Credential | None:
     """Return the credential that a helper has for a registry; failures are ignored."""
     if "/" in name:  # helpers are found on PATH only
         return None
@@ -180,12 +180,12 @@ def read_config(path: Path) -> dict[str, Any]:
         raise _broken(path, "it is not a JSON object")
     for key, kind in (("auths", dict), ("credHelpers", dict), ("credsStore", str)):
         if value.get(key) is not None and not isinstance(value[key], kind):
-            raise _broken(path, f"{key} is not what docker would write")
+            raise _broken(path, f"{key} has an unexpected type")
     return value
 
 
 def _broken(path: Path, why: str) -> StoreError:
-    return StoreError(f"cannot read {path}: {why}", hint="mend the file, or remove it")
+    return StoreError(f"cannot read {path}: {why}", hint="fix or remove the file")
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:

@@ -59,7 +59,7 @@ class BlobReader(RawReader):
         began = time.monotonic()
         count = self._receive(view)
         if count == 0:
-            raise BrokenOffError(f"{self._what} ended after {self._offset} bytes")
+            raise BrokenOffError(f"{self._what} ended after {self._offset} of {self._size} bytes")
         self._in_window += count
         self._waited += time.monotonic() - began  # without the caller's time between reads
         if self._waited >= _WINDOW:
@@ -75,7 +75,7 @@ class BlobReader(RawReader):
         try:
             return self._response.readinto(view)
         except (OSError, ValueError, HTTPError, http.client.HTTPException) as error:
-            raise BrokenOffError(f"{self._what} broke off: {error}") from error
+            raise BrokenOffError(f"connection lost while reading {self._what}: {error}") from error
 
     def _connect(self, offset: int | None = None) -> None:
         """Open a connection that begins at ``offset``, by default at the current one."""
@@ -111,7 +111,7 @@ class BlobReader(RawReader):
             count = self._receive(scratch[:offset])
             if not count:
                 self._disconnect()
-                raise RegistryError(f"{self._what} is shorter than it was")
+                raise RegistryError(f"{self._what} is shorter than in an earlier response")
             offset -= count
 
     def _release(self) -> None:

@@ -71,7 +71,7 @@ def parse_rate(text: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise ValueError(f"{text!r} is not a rate such as 500k, 20M or 1.5GiB")
+        raise ValueError(f"invalid rate {text!r}: expected a value such as 500k, 20M or 1.5GiB")
     return count
 
 
@@ -102,7 +102,7 @@ class DialectCache:
         """Return the dialects that ``host`` refused within the last 30 days."""
         return frozenset(self._read().get(host, {}))
 
-    def learn(self, host: str, refused: Collection[str], taken: str) -> None:
+    def record(self, host: str, refused: Collection[str], taken: str) -> None:
         """Store that ``host`` refused some dialects, and then accepted another."""
         known = self._read()
         old = known.get(host, {})
@@ -112,7 +112,7 @@ class DialectCache:
         new = {name: at for name, at in old.items() if name != taken}
         self._write(known | {host: new | dict.fromkeys(refused, now)})
 
-    def forget(self, host: str) -> None:
+    def remove(self, host: str) -> None:
         """Remove the entry of ``host``."""
         known = self._read()
         if known.pop(host, None) is not None:

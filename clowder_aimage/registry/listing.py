@@ -44,11 +44,11 @@ def tags(session: Session, name: str) -> list[str]:
 def _tags(raw: bytes, name: str) -> list[str]:
     """Return the tags in one page; some registries write ``null`` for an empty list."""
     with contextlib.suppress(FormatError, KeyError, TypeError):
-        found = read_json(raw, "the answer")["tags"] or []
+        found = read_json(raw, "the response")["tags"] or []
         is_list = isinstance(found, list)
         if is_list and all(isinstance(tag, str) and tag.isprintable() for tag in found):
             return list(found)
-    raise FormatError(f"the answer about the tags of {name} is not a list of valid tags")
+    raise FormatError(f"invalid response for the tags of {name}: expected a list of tags")
 
 
 def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
@@ -61,14 +61,16 @@ def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple
     size = 0
     while url is not None:
         if url in seen:
-            raise RegistryError(f"the pages about {what} form a circle")
+            raise RegistryError(f"{what}: the pages of the list form a cycle")
         seen.add(url)
         raw, response = retrying(partial(session.get, url, accept, what))
         size += len(raw)
         yield raw, response.headers.get("Content-Type", "")
         url = _following(session, response, what)
         if url is not None and (len(seen) == MAX_PAGES or size > MAX_LIST_SIZE):
-            raise RegistryError(f"the list about {what} does not end")
+            raise RegistryError(
+                f"{what}: the list exceeds {MAX_PAGES} pages or {MAX_LIST_SIZE} bytes"
+            )
 
 
 def _following(session: Session, response: RegistryResponse, what: str) -> str | None:
@@ -79,7 +81,7 @@ def _following(session: Session, response: RegistryResponse, what: str) -> str |
         url = session.join(link, response.url)
         if not link or origin(url) == origin(session.base):
             return url if link else None
-    raise RegistryError(f"the next page about {what} is at another host: {link[:200]}")
+    raise RegistryError(f"{what}: the next page is at another host: {link[:200]}")
 
 
 def tag_of(subject: Digest) -> str:
@@ -95,7 +97,7 @@ def referrers(session: Session, subject: Digest, artifact_type: str = "") -> lis
     listed = _listed(session, subject, artifact_type)
     if listed is None:
         tag = tag_of(subject)
-        listed = _entries(_tagged(session, tag, f"the list of referrers {tag}"))
+        listed = _entries(_tagged(session, tag, f"the referrers index {tag}"))
     unique = {entry.digest: entry for entry in listed}
     if not artifact_type:
         return list(unique.values())
@@ -125,7 +127,7 @@ def _entries(raw: bytes | None, media_type: str = "") -> list[Descriptor]:
         return []
     document = parse_document(raw, media_type)
     if not isinstance(document, Index):
-        raise FormatError(f"a list of referrers must be an index, not {document.media_type}")
+        raise FormatError(f"expected an index of referrers, not {document.media_type}")
     return list(document.manifests)
 
 
@@ -139,7 +141,7 @@ def record(
     """
     entry = referrer_entry(content, document)
     tag = tag_of(subject)
-    what = f"the list of referrers {tag}"
+    what = f"the referrers index {tag}"
     for attempt in range(_ATTEMPTS + 1):
         raw = _tagged(session, tag, what)
         if any(entry.digest == other.digest for other in _entries(raw)):
@@ -148,8 +150,8 @@ def record(
             new = with_entry(raw, entry)
             session.put_manifest(tag, parse_document(new).media_type, new, what)
     raise RegistryError(
-        f"{what} does not keep what is put there",
-        hint="others may be writing to it at the same time: try again",
+        f"the new entry is missing from {what} after {_ATTEMPTS} attempts",
+        hint="other clients may be updating it at the same time; try again",
     )
 
 

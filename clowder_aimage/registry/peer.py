@@ -125,9 +125,9 @@ class PeerReader(RawReader):
             data = self._response.raw.read1(count)
         self._waited += time.monotonic() - began
         if not data:
-            raise PeerError(f"the answer of the peer {self._peer} broke off")
+            raise PeerError(f"the response of peer {self._peer} ended early")
         if self._waited > self._limit:
-            raise PeerError(f"the peer {self._peer} is too slow", is_late=True)
+            raise PeerError(f"peer {self._peer} is too slow", is_late=True)
         return data
 
     def close(self) -> None:
@@ -177,9 +177,9 @@ class PeerClient:
         response.finish()
         node = response.headers.get(NODE_HEADER, "")
         if response.status_code in (401, 403):
-            raise PeerError(f"the peer {peer} refuses the token")
+            raise PeerError(f"peer {peer} rejected the token")
         if response.status_code != 200 or not NODE_ID.fullmatch(node):
-            raise PeerError(f"{peer} is not a node: it answers {response.status_code}")
+            raise PeerError(f"{peer} is not a node: GET /v2/ returned {response.status_code}")
         return node
 
     def open(
@@ -191,11 +191,11 @@ class PeerClient:
         if response.status_code == 206:
             if not _is_range(response.headers, span):
                 response.close()
-                raise PeerError(f"the peer {peer} sends another range")
+                raise PeerError(f"peer {peer} sent another range")
             return PeerReader(peer, response, span.end - span.start, self._timeouts.range)
         response.finish()
         if response.status_code not in (307, 404, BUSY, 502):
-            raise PeerError(f"the peer {peer} answers {response.status_code}")
+            raise PeerError(f"peer {peer} answered {response.status_code}")
         nodes = response.headers.get(NODE_HEADER, "").replace(" ", "").split(",")[:MAX_NODES]
         return PeerRefusal(
             response.status_code,
@@ -234,9 +234,9 @@ def _errors(peer: str) -> Iterator[None]:
     try:
         yield
     except HTTPTimeoutError as error:
-        raise PeerError(f"the peer {peer} does not answer in time", is_late=True) from error
+        raise PeerError(f"peer {peer} did not respond in time", is_late=True) from error
     except (HTTPError, OSError, ValueError) as error:
-        raise PeerError(f"cannot reach the peer {peer}: {error}") from error
+        raise PeerError(f"cannot reach peer {peer}: {error}") from error
 
 
 def _is_range(headers: Mapping[str, str], span: BlobSpan) -> bool:

@@ -41,7 +41,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         if reference.registry is None:
             raise UsageError(
                 f"{reference} has no registry host: it names an AImage in the local store",
-                hint="give it a name with a host first",
+                hint="tag it with a name that includes a registry host",
                 remedy="tag_host",
                 reference=reference,
             )
@@ -107,7 +107,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         if response.status_code == 404:
             return False
         if response.status_code != 200:
-            raise failure(response, f"the request for {content.digest}")
+            raise failure(response, f"{kind[:-1]} {content.digest}")
         return response.headers.get("Content-Length") in (None, str(content.size))
 
     def size(self, digest: Digest) -> int:
@@ -118,19 +118,19 @@ class Repository(Target, AbstractContextManager["Repository"]):
         response.finish()
         length = response.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > MAX_SIZE:
-            raise RegistryError(f"{self._name} does not say how large {digest} is")
+            raise RegistryError(f"{self._name} sent no valid Content-Length for {digest}")
         return int(length)
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.media_type in mediatype.DOCUMENTS:
             return io.BytesIO(self._manifest(content)[offset:][:length])
         end = content.size if length is None else min(content.size, offset + length)
-        asked = itertools.count(1)
+        sent = itertools.count(1)
 
         def get(start: int | None, end: int, /) -> RegistryResponse:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
-            if next(asked) > _MAX_REQUESTS:  # a mirror that breaks off repeatedly
+            if next(sent) > _MAX_REQUESTS:  # a mirror that breaks off repeatedly
                 self._session.mirrors.avoid(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
@@ -196,7 +196,9 @@ def _checked_digest(raw: bytes, reference: Reference, header: str) -> Digest:
     wanted = reference.digest
     digest = Digest.of(raw, wanted.algorithm if wanted else "sha256")
     if wanted is not None and digest != wanted:
-        raise VerificationError(f"{reference.name} sent {digest} for {wanted}")
+        raise VerificationError(f"{reference.name} sent {digest}, expected {wanted}")
     if header.startswith(f"{digest.algorithm}:") and header != str(digest):
-        raise VerificationError(f"{reference.name} sent {digest} with the header {header[:140]}")
+        raise VerificationError(
+            f"{reference.name} sent {digest} with Docker-Content-Digest: {header[:140]}"
+        )
     return digest

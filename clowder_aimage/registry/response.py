@@ -32,11 +32,11 @@ _PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registr
 _NO_PROJECT = "create the project in the registry first, or check its name"
 _HINTS = (  # by patterns of messages: Harbor's, by its documentation
     (r"project \S+ not found", _NO_PROJECT),
-    (_PROXY_PROJECT, "push to another project: this one is a cache of another registry"),
-    (r"will exceed the configured upper limit|quota", "the project's storage quota is used up"),
-    (r"read.only mode", "its administrator made the registry read-only for now"),
-    (r"immutable", "push under another tag: this one is immutable there"),
-    (r"due to configured policy|POLICYVIOLATION", "ask the administrator of the project's policy"),
+    (_PROXY_PROJECT, "push to another project; this one is a cache of another registry"),
+    (r"will exceed the configured upper limit|quota", "the project exceeds its storage quota"),
+    (r"read.only mode", "the registry is in read-only mode"),
+    (r"immutable", "push another tag; this one is immutable"),
+    (r"due to configured policy|POLICYVIOLATION", "a policy of the project denied it"),
 )
 
 
@@ -64,15 +64,15 @@ class RegistryResponse:
         try:
             encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
             if encoding != "identity":
-                raise VerificationError(f"{self.host} sent an unrequested {encoding[:20]} body")
+                raise VerificationError(f"{self.host} sent an unexpected {encoding[:20]} body")
             data = bytearray()
             while block := self.raw.read(min(limit + 1 - len(data), 1 << 16)):
                 data += block
                 if len(data) > limit:
-                    raise VerificationError(f"{self.host} sent more than {limit} bytes")
+                    raise VerificationError(f"the response of {self.host} exceeds {limit} bytes")
             return bytes(data)
         except (OSError, HTTPError) as error:
-            raise BrokenOffError(f"the response of {self.host} broke off: {error}") from error
+            raise BrokenOffError(f"the response of {self.host} ended early: {error}") from error
         finally:
             self.raw.close()
 
@@ -170,14 +170,14 @@ def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
     fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
     if found.refuses_kind:
         return ManifestRefusedError(
-            f"{found.host} refuses this kind of manifest ({found.text})",
+            f"{found.host} rejected this type of manifest ({found.text})",
             remedy="push_dialect",
             **fields,
         )
     if found.is_too_large:
         return RegistryError(
-            f"{found.host} refuses {what} as too large ({found.text} {found.detail})",
-            hint="registries take manifests of up to 4 MiB: pack the model into fewer layers",
+            f"{found.host} rejected {what} as too large ({found.text} {found.detail})",
+            hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
     return _error(found, what)
@@ -192,26 +192,29 @@ def _error(found: ResponseFailure, what: str) -> AImageError:
     known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
     if found.status == 401:
         return UnauthorizedError(
-            f"{found.host} refuses {what} without (other) credentials ({found.text})",
+            f"{found.host} requires valid credentials for {what} ({found.text})",
             hint=known,
             remedy="" if known else "login",
             registry=found.host,
+            reason=found.text,
         )
     if found.status == 403 and known in (None, _NO_PROJECT):  # otherwise the account has access
         return UnauthorizedError(
-            f"{found.host} does not allow {what} ({found.text})",
-            hint=known or "the account may lack the right, or the repository may not exist",
+            f"{found.host} denied access to {what} ({found.text})",
+            hint=known or "the account may lack permission, or the repository may not exist",
+            reason=found.text,
         )
     if found.status == 404:
         return NotFoundError(
-            f"{found.host} {'does not have' if what.startswith('the ') else 'has no'} {what} "
-            f"({found.text})",
-            hint=known or "check the name and the tag for typing errors",
+            f"{what} not found at {found.host} ({found.text})",
+            hint=known or "check the spelling of the name and the tag",
         )
     if known is None and found.retry_after > LONGEST_PAUSE:
-        known = f"it accepts requests again in {found.retry_after:.0f} seconds"
+        known = f"try again in {found.retry_after:.0f} seconds"
+    code = found.code or http.client.responses.get(found.status, "")
+    reason = f": {found.message}" if found.message else ""
     return RegistryError(
-        f"{found.host} answered {found.text} to {what}",
+        f"{found.host} answered {found.status} {code} for {what}{reason}",
         hint=known,
         status=found.status,
         code=found.code,

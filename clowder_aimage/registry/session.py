@@ -86,13 +86,11 @@ class Session(AbstractContextManager["Session"]):
             origin(url)
         except ValueError:
             raise RegistryError(
-                f"{self._registry} sent the invalid address {location[:200]!r}"
+                f"{self._registry} sent the invalid URL {location[:200]!r}"
             ) from None
         if old.scheme == "https" and new.scheme != "https":
             if old.hostname != new.hostname:
-                raise RegistryError(
-                    f"{self._registry} sends uploads to {new.hostname} without encryption"
-                )
+                raise RegistryError(f"{self._registry} sends uploads to {new.hostname} without TLS")
             return urlunsplit(new._replace(scheme="https", netloc=old.netloc))
         return url
 
@@ -100,7 +98,7 @@ class Session(AbstractContextManager["Session"]):
         """Check that the registry accepts the credentials (end-1). Raises AImageError."""
         response = self.request("GET", f"{self.base}/v2/")
         if response.status_code != 200:
-            raise failure(response, "a request")
+            raise failure(response, "the endpoint /v2/")
         response.finish()
 
     def get(self, url: str, accept: str, what: str) -> tuple[bytes, RegistryResponse]:
@@ -169,7 +167,7 @@ class Session(AbstractContextManager["Session"]):
         sent["Authorization"] = self._auth.answer(actions, challenge, header)
         if body is not None and not isinstance(body, bytes):
             raise CredentialsExpiredError(
-                f"{self._registry} requires other credentials during an upload",
+                f"{self._registry} rejected the credentials during an upload",
                 remedy="login",
                 registry=self._registry,
             )
@@ -271,7 +269,7 @@ def _checked(response: RegistryResponse, target: str) -> RegistryResponse:
     if _DIGEST.fullmatch(target):
         digest = Digest.parse(target)
         if Digest.of(raw, digest.algorithm) != digest:
-            raise VerificationError(f"a mirror sent something else for {target}")
+            raise VerificationError(f"a mirror sent wrong content for {target}")
     body = urllib3.HTTPResponse(io.BytesIO(raw), headers=response.headers, preload_content=False)
     return replace(response, raw=body)
 

@@ -72,7 +72,7 @@ class StreamBody:
             block = self.stream.read(min(left, _BLOCK))
             left -= len(block)
             if not block or (self.last and not left and self.stream.read(1)):
-                raise EOFError("the body does not have the length that it should have")
+                raise EOFError("the body does not match its declared length")
             sock.sendall(block)
 
     def _send_file(self, sock: socket.socket, stream: FileStream) -> None:
@@ -82,10 +82,10 @@ class StreamBody:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
             except BlockingIOError:  # a socket with a timeout does not block
                 if not wait_for_write(sock, sock.gettimeout()):
-                    raise TimeoutError("the registry accepts no more of the body") from None
+                    raise TimeoutError("timed out while sending the body") from None
                 continue
             if not count:
-                raise EOFError("the body does not have the length that it should have")
+                raise EOFError("the body does not match its declared length")
             offset += count
             stream.sent(count)
 
@@ -161,9 +161,9 @@ class Transport:
                 target = urljoin(url, location)
                 is_elsewhere = origin(url) != origin(target)
             except ValueError:
-                raise self._failure("it redirected to an invalid address") from None
+                raise self._failure("redirect to an invalid URL") from None
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https":
-                raise self._failure("it redirected from https to http")
+                raise self._failure("redirect from https to http")
             if is_elsewhere:
                 sent.pop("Authorization", None)
             url = target
@@ -209,7 +209,7 @@ class Transport:
         return self._routes[key]
 
     def _failure(self, reason: str) -> NetworkError:
-        return NetworkError(f"cannot use {self._registry}: {reason}")
+        return NetworkError(f"request to {self._registry} failed: {reason}")
 
     def _network_error(self, error: Exception) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
@@ -223,16 +223,17 @@ class Transport:
             )
         if isinstance(error, ConnectTimeoutError):
             return NetworkError(
-                f"{self._registry} does not answer", hint="check the host, the port and the network"
+                f"connection to {self._registry} timed out",
+                hint="check the host, the port and the network",
             )
         if isinstance(error, ReadTimeoutError):
             return (BrokenOffError if self.has_answered else NetworkError)(
-                f"{self._registry} accepts connections but does not answer",
+                f"{self._registry} accepts connections but does not respond",
                 hint="the registry may be overloaded; try again later",
             )
         if isinstance(error, SSLError | ProtocolError | EOFError):
             return BrokenOffError(
-                f"the connection to {self._registry} broke off ({reason})", hint="try again"
+                f"connection to {self._registry} lost ({reason})", hint="try again"
             )
         return self._failure(reason)
 
@@ -251,13 +252,13 @@ def _tls_error(registry: str, reason: str) -> NetworkError:
         )
     if "certificate" in reason.lower():
         return NetworkError(
-            f"cannot trust the certificate of {registry}: {reason}",
-            hint="the authority that issued it must be trusted here",
+            f"cannot verify the certificate of {registry}: {reason}",
+            hint="its certificate authority must be trusted on this machine",
             remedy="ca_file",
         )
     return NetworkError(
-        f"cannot speak TLS with {registry}: {reason}",
-        hint="the registry may be one without TLS",
+        f"TLS handshake with {registry} failed: {reason}",
+        hint="the registry may not use TLS",
         remedy="plain_http",
     )
 

@@ -26,7 +26,7 @@ RESUMABLE = 256 * 1024 * 1024  # bytes; larger blobs use PATCH, which costs the 
 FIRST_CHUNK = 64 * 1024 * 1024  # after the first 413; a fourth of it after the next
 SMALLEST_CHUNK = 1024 * 1024
 _SETTLES = 16 * 1024 * 1024  # bytes per second at which a registry stores a completed blob
-_FORGOTTEN = "the registry forgets uploads under way; behind a load balancer, all must share one"
+_LOST = "the registry lost the upload; replicas behind a load balancer must share upload state"
 _KIND = {"Content-Type": "application/octet-stream"}
 
 
@@ -78,7 +78,7 @@ class _Upload:
             raise failure(begun, self._what)
         if not begun.headers.get("Location"):
             begun.finish()
-            raise RegistryError("the registry began an upload but did not say where")
+            raise RegistryError("the registry began an upload but sent no Location header")
         least = begun.headers.get("OCI-Chunk-Min-Length", "")
         self._least = int(least) if re.fullmatch("[0-9]{1,10}", least) else 0
         self._follow(begun)
@@ -165,7 +165,7 @@ class _Upload:
             self._shrink(answer, size)
         if answer.status_code == 416:  # the offsets differ: the next attempt requests it
             answer.finish()
-            raise BrokenOffError(f"{self._what} is not where it should be")
+            raise BrokenOffError(f"{self._what} is at another offset")
         return answer
 
     def _opened(self) -> Reader:
@@ -188,7 +188,7 @@ class _Upload:
         smaller = FIRST_CHUNK if size > FIRST_CHUNK else max(smallest, size // 4)
         self._session.chunk = min(smaller, self._session.chunk or smaller)
         answer.finish()
-        raise BrokenOffError(f"{self._what} needs smaller pieces")
+        raise BrokenOffError(f"{self._what} requires smaller chunks")
 
     def _failure(self, answer: RegistryResponse) -> AImageError:
         """Return the error that ends an attempt; a lost or damaged upload is restarted.
@@ -198,11 +198,11 @@ class _Upload:
         error = failure(answer, self._what)
         if answer.status_code in (404, 410):
             self._location, self._gone = None, True
-            return BrokenOffError(error.message, hint=_FORGOTTEN)
+            return BrokenOffError(error.message, hint=_LOST)
         if isinstance(error, RegistryError) and error.code == "DIGEST_INVALID":
             self._location = None
             verify(self._body(), self._content)
-            return BrokenOffError(f"{self._what} arrived damaged ({error.message})")
+            return BrokenOffError(f"{self._what} was corrupted in transit ({error.message})")
         return error
 
 

@@ -21,7 +21,7 @@ def parse_object(name: str, data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{name} must hold a JSON object")
+        raise ModelError(f"{name} must be a JSON object")
     return value
 
 
@@ -39,7 +39,7 @@ class ConfigFields:
     def accept_quantization(self) -> None:
         """Accept a quantization that blobs support; raise ModelError for any other."""
         if key := unknown_key({key: self.raw(key) for key in KEYS}):
-            raise self.refuse(key, "this quantisation is not supported")
+            raise self.refuse(key, "unsupported quantization")
 
     def refuse(self, key: str, why: str) -> ModelError:
         """Return the error for an unusable value."""
@@ -54,7 +54,7 @@ class ConfigFields:
     def _value(self, key: str, default: Any) -> Any:
         value = self.raw(key, default)
         if value is None:
-            raise ModelError(f"{self.name}: the field {key} is missing")
+            raise ModelError(f"{self.name}: missing field {key}")
         return value
 
     def integer(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
@@ -104,7 +104,7 @@ class ConfigFields:
     def only(self, key: str, allowed: Any) -> None:
         """Reject any value but ``allowed``; the field may be absent."""
         if self.raw(key, allowed) != allowed:
-            raise self.refuse(key, f"not supported, only {allowed!r} is")
+            raise self.refuse(key, f"unsupported, expected {allowed!r}")
 
     def finish(self, *ignored: str) -> None:
         """Reject fields that were neither read nor named here, unless null or ``_private``."""
@@ -116,5 +116,5 @@ class ConfigFields:
         if unknown:
             raise ModelError(
                 f"{self.name}: unknown fields {', '.join(unknown[:8])}",
-                hint="they may change what the model computes, so they are not ignored",
+                hint="they may change the result of the model, and are therefore not ignored",
             )

@@ -82,21 +82,21 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     if bits is None:
         raise FormatError(f"unknown dtype {dtype!r:.40}")
     if len(shape) > MAX_RANK:
-        raise FormatError(f"{len(shape)} dimensions are over {MAX_RANK}")
+        raise FormatError(f"{len(shape)} dimensions exceed the limit of {MAX_RANK}")
     # A zero must not hide large dimensions beside it: readers multiply in other orders.
     elements, factor = 1, 1
     for dimension in shape:
         if type(dimension) is not int or dimension < 0:
-            raise FormatError(f"not a dimension: {dimension!r:.40}")
+            raise FormatError(f"invalid dimension: {dimension!r:.40}")
         if dimension == 0:
             factor = 0
         else:
             elements *= dimension
             if elements > MAX_ELEMENTS:
-                raise FormatError(f"shape {list(shape)!r:.100} is too large to be real")
+                raise FormatError(f"shape {list(shape)!r:.100} is too large")
     size, rest = divmod(elements * factor * bits, 8)
     if rest:
-        raise FormatError(f"{dtype} {list(shape)!r:.100} ends inside a byte")
+        raise FormatError(f"{dtype} {list(shape)!r:.100} does not fill whole bytes")
     return size
 
 
@@ -117,7 +117,7 @@ def encode_header(
     offset = 0
     for name, dtype, shape in tensors:
         if name in value or not _is_name(name):
-            raise FormatError(f"not a tensor name, or there twice: {name!r:.100}")
+            raise FormatError(f"invalid or duplicate tensor name: {name!r:.100}")
         end = offset + nbytes(dtype, shape)
         value[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -140,13 +140,13 @@ def read_header(file: Readable, size: int) -> Header:
     """
     prefix = file.read(_LENGTH.size)
     if len(prefix) < _LENGTH.size:
-        raise FormatError(f"truncated: {len(prefix)} bytes cannot hold a safetensors header")
+        raise FormatError(f"truncated: {len(prefix)} bytes, too few for a safetensors header")
     (length,) = _LENGTH.unpack(prefix)
     if length > MAX_HEADER_SIZE or length > size - _LENGTH.size:
-        raise FormatError(f"the header claims {length} bytes of a file of {size}")
+        raise FormatError(f"invalid header length of {length} bytes in a file of {size} bytes")
     text = file.read(length)
     if len(text) < length:
-        raise FormatError(f"truncated: {len(text)} of {length} bytes of the header are there")
+        raise FormatError(f"truncated: the header has {len(text)} of {length} bytes")
     return parse_header(text, size - _LENGTH.size - length)
 
 
@@ -161,7 +161,7 @@ def parse_header(text: bytes, data_size: int) -> Header:
     try:
         value: dict[str, Any] = _DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the header is not JSON: {error}") from None
+        raise FormatError(f"the header is not valid JSON: {error}") from None
     metadata = value.pop(METADATA, None)
     metadata = {} if metadata is None else _texts(metadata)  # MLX writes null
     _check_count(value)
@@ -173,14 +173,14 @@ def parse_header(text: bytes, data_size: int) -> Header:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise FormatError("the header has a key twice")
+        raise FormatError("the header has a duplicate key")
     return value
 
 
 def _integer(digits: str) -> int:
     # the reference reader parses -0 as a float, Python as the integer 0
     if len(digits) > _DIGITS or digits == "-0":
-        raise FormatError(f"the header has a number that counts nothing: {digits:.40}")
+        raise FormatError(f"the header has an invalid number: {digits:.40}")
     return int(digits)
 
 
@@ -189,14 +189,14 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_int=_integer
 
 def _check_count(tensors: Sized) -> None:
     if len(tensors) > MAX_TENSORS:
-        raise FormatError(f"{len(tensors)} tensors in one file are over {MAX_TENSORS}")
+        raise FormatError(f"{len(tensors)} tensors in one file exceed the limit of {MAX_TENSORS}")
 
 
 def _check_size(text: bytes) -> None:
     if len(text) > MAX_HEADER_SIZE:
-        raise FormatError(f"a header of {len(text)} bytes is over {MAX_HEADER_SIZE}")
+        raise FormatError(f"a header of {len(text)} bytes exceeds the limit of {MAX_HEADER_SIZE}")
     if len(text) > _LONG and sum(map(text.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise FormatError(f"the header has over {MAX_VALUES} values")
+        raise FormatError(f"the header has more than {MAX_VALUES} values")
 
 
 def _texts(metadata: object) -> dict[str, str]:
@@ -212,21 +212,21 @@ def _texts(metadata: object) -> dict[str, str]:
 
 def _tensor(name: str, item: object) -> TensorInfo:
     if not _is_name(name):
-        raise FormatError(f"not a tensor name: {name!r:.100}")
+        raise FormatError(f"invalid tensor name: {name!r:.100}")
     if not isinstance(item, dict) or item.keys() != _FIELDS:
-        raise FormatError(f"{name[:200]}: needs dtype, shape and data_offsets, and nothing else")
+        raise FormatError(f"{name[:200]}: expected only dtype, shape and data_offsets")
     dtype, shape, span = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list):
         raise FormatError(f"{name[:200]}: dtype must be a string and shape a list")
     if not _is_span(span):
-        raise FormatError(f"{name[:200]}: data_offsets must be two rising numbers")
+        raise FormatError(f"{name[:200]}: data_offsets must be two ascending numbers")
     try:
         size = nbytes(dtype, shape)
     except FormatError as error:
         raise FormatError(f"{name[:200]}: {error}") from None
     start, end = span
     if size != end - start:
-        raise FormatError(f"{name[:200]}: {dtype} {shape} does not fill {end - start} bytes")
+        raise FormatError(f"{name[:200]}: {dtype} {shape} requires {size} bytes, not {end - start}")
     return TensorInfo(dtype, tuple(shape), start, end)
 
 
@@ -246,8 +246,8 @@ def _check_cover(tensors: Mapping[str, TensorInfo], data_size: int) -> None:
     offset = 0
     for name, info in sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end)):
         if info.start != offset:
-            kind = "a hole before" if info.start > offset else "an overlap at"
+            kind = "gap before" if info.start > offset else "overlap at"
             raise FormatError(f"{kind} tensor {name[:200]} (byte {info.start})")
         offset = info.end
     if offset != data_size:
-        raise FormatError(f"the tensors fill {offset} bytes, the file holds {data_size}")
+        raise FormatError(f"the tensors have {offset} bytes, the file has {data_size}")

@@ -65,11 +65,11 @@ class Quantization:
         kind = QUANT_TYPES.get(ALIASES.get(wanted, wanted))
         if kind is None:
             known = ", ".join((*QUANT_TYPES, *ALIASES))
-            raise FormatError(f"unknown quantization {name!r:.40}: known are {known}")
+            raise FormatError(f"unknown quantization {name!r:.40}: expected one of {known}")
         size = kind.group_size if group_size is None else _number(group_size)
         if size not in kind.group_sizes:
             allowed = " or ".join(map(str, kind.group_sizes))
-            raise FormatError(f"{kind.name} has groups of {allowed}, not of {group_size!r:.40}")
+            raise FormatError(f"{kind.name} requires group size {allowed}, not {group_size!r:.40}")
         return cls(kind, size)
 
     @property

@@ -24,7 +24,7 @@ from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, MLX_PAR
 
 KEYS = ("quantization", "quantization_config")
 METHOD = "quant_method"
-Said = tuple[str | None, int | None]  # the name of a quantization and its group size
+StatedType = tuple[str | None, int | None]  # the name of a quantization and its group size
 _OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
 
 
@@ -35,7 +35,7 @@ class QuantizationConfig:
     config: Mapping[str, Any]  # of the component
     index: Mapping[str, Any]  # model_index.json
 
-    def of(self, name: str) -> Said:
+    def of(self, name: str) -> StatedType:
         """Return the name and group size of the quantization of tensor ``name``, if stated."""
         entry = mlx_entry(self.config, name.removesuffix(WEIGHT))
         if entry is not None:
@@ -59,7 +59,7 @@ def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | Non
     return None
 
 
-def mlx_type(entry: Mapping[str, Any]) -> Said:
+def mlx_type(entry: Mapping[str, Any]) -> StatedType:
     """Return the name of the type and the group size of an MLX entry: mode, bits, group_size."""
     mode, bits, size = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
     for kind in QUANT_TYPES.values():
@@ -109,7 +109,7 @@ def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
     return {}
 
 
-def complete(header: Header, stated: Callable[[str], Said]) -> Header:
+def complete(header: Header, stated: Callable[[str], StatedType]) -> Header:
     """Return the header with types of codes from ``stated`` and group sizes from the shapes.
 
     Raises:

@@ -59,7 +59,7 @@ def read_tensors(header: Header) -> dict[str, BlobTensor]:
             taken.update(parts.values())
             taken.update(key + word for word in INPUTS)
     if both := sorted(taken & found.keys()):
-        raise FormatError(f"{both[0][:200]} has scales, and is part of other codes")
+        raise FormatError(f"{both[0][:200]} has scales, but belongs to another tensor")
     if header.metadata:
         _check_claims(header, found, taken)
     return {
@@ -84,7 +84,7 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
             if len(tensors) > 1:
                 raise _crowded(tensors, key, name, component)
             return tensors[key]
-    raise FormatError(f"{_whole(component, name)}: the blob holds {_some(tensors)} instead")
+    raise FormatError(f"{_whole(component, name)}: the blob contains {_some(tensors)} instead")
 
 
 def find_group(
@@ -106,10 +106,10 @@ def find_group(
         if name == prefix:
             raise _crowded(tensors, key, prefix, component)
         if (place and not name.startswith(f"{place}.")) or name in group:
-            raise FormatError(f"{whole}: the blob holds {key[:200]}, of another group")
+            raise FormatError(f"{whole}: the blob contains {key[:200]} of another group")
         group[name] = tensor
     if not group:
-        raise FormatError(f"{whole}: the blob holds no tensors")
+        raise FormatError(f"{whole}: the blob contains no tensors")
     return group
 
 
@@ -129,10 +129,10 @@ def check_layer(
     if tensor.quantization is not None:
         true.append((CODES, tensor.quantization.codes_shape(tensor.shape)))
     if not any(dtype in (None, own) and shape in (None, dims) for own, dims in true):
-        promised = [dtype or "", str(list(shape)) if shape is not None else ""]
+        expected = [dtype or "", str(list(shape)) if shape is not None else ""]
         raise FormatError(
-            f"{name[:200]}: the blob holds {tensor.dtype} {list(tensor.shape)}, "
-            f"its layer promises {' '.join(filter(None, promised))}"
+            f"{name[:200]}: the blob contains {tensor.dtype} {list(tensor.shape)}, "
+            f"its layer has {' '.join(filter(None, expected))}"
         )
 
 
@@ -142,10 +142,10 @@ def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
         stem = key.removesuffix(WEIGHT)
         mlx = {part: stem + word for part, word in MLX_PARTS.items() if stem + word in tensors}
         if mlx and (parts or stem + GLOBAL_SCALE in tensors):
-            raise FormatError(f"{key[:200]} has scales of two kinds")
+            raise FormatError(f"{key[:200]} has two sets of scales")
         parts = parts or mlx
     if parts and SCALE not in parts:
-        raise FormatError(f"{key[:200]} has no scales, but {next(iter(parts.values()))[-100:]}")
+        raise FormatError(f"{key[:200]} has {next(iter(parts.values()))[-100:]}, but no scales")
     return parts
 
 
@@ -156,18 +156,18 @@ def _check_claims(
     for claim in metadata:
         key, _, word = claim.rpartition(".")
         if word in (QUANT_TYPE, GROUP_SIZE) and key in tensors and key not in found:
-            raise FormatError(f"{key[:200]} is said to be quantized, and has no scales")
+            raise FormatError(f"{key[:200]} is marked as quantized, but has no scales")
     if QUANT_TYPE not in metadata:
         return
     for key, info in tensors.items():
         if key in found or key in taken:
             continue
         if info.dtype == CODES:
-            raise FormatError(f"{key[:200]} is said to be quantized, and has no scales")
+            raise FormatError(f"{key[:200]} is marked as quantized, but has no scales")
         if key + SCALE in tensors:
-            raise FormatError(f"{key[:200]} has scales, and is {info.dtype}, not {CODES}")
+            raise FormatError(f"{key[:200]} has scales, but dtype {info.dtype} instead of {CODES}")
     if not found:
-        raise FormatError(f"{QUANT_TYPE} is {metadata[QUANT_TYPE]!r:.40}, and nothing is quantized")
+        raise FormatError(f"{QUANT_TYPE} is {metadata[QUANT_TYPE]!r:.40}, but nothing is quantized")
 
 
 def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor:
@@ -176,11 +176,11 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
     shape = quantization.shape(codes) if codes else ()
     if not quantization.fits(shape):
         raise FormatError(
-            f"{key[:200]}: codes of shape {list(codes)} are no rows of "
+            f"{key[:200]}: codes of shape {list(codes)} do not fit "
             f"{quantization.type.name} in groups of {quantization.group_size}"
         )
     if quantization.type.has_bias != (BIAS in parts):
-        has = "has biases" if quantization.type.has_bias else "has no biases"
+        has = "requires biases" if quantization.type.has_bias else "does not support biases"
         raise FormatError(f"{key[:200]}: {quantization.type.name} {has}")
     expected = quantization.scales_shape(shape)
     for own in (parts[part] for part in (SCALE, BIAS) if part in parts):
@@ -188,8 +188,8 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
         if info.shape != expected or info.dtype not in quantization.type.scale_dtypes:
             kinds = " or ".join(quantization.type.scale_dtypes)
             raise FormatError(
-                f"{own[:200]}: {info.dtype} {list(info.shape)}, where {quantization.type.name} in "
-                f"groups of {quantization.group_size} has {kinds} {list(expected)}"
+                f"{own[:200]}: {info.dtype} {list(info.shape)}, but {quantization.type.name} in "
+                f"groups of {quantization.group_size} requires {kinds} {list(expected)}"
             )
     if GLOBAL_SCALE in parts:
         _check_global(parts[GLOBAL_SCALE], header.tensors[parts[GLOBAL_SCALE]], shape, quantization)
@@ -202,7 +202,7 @@ def _quantization(
     # a missing group size follows from the shapes, because the defaults of two tools differ
     name = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE))
     if name is None:
-        raise FormatError(f"{key[:200]} has scales, and {QUANT_TYPE} does not say of what kind")
+        raise FormatError(f"{key[:200]} has scales, but no {QUANT_TYPE}")
     size: str | int | None = metadata.get(f"{key}.{GROUP_SIZE}", metadata.get(GROUP_SIZE))
     try:
         if size is None and codes and scales and scales[-1]:
@@ -229,12 +229,12 @@ def _check_global(
         or len(factors) >= len(shape)
         or factors != shape[: len(factors)]
     ):
-        raise FormatError(f"{key[:200]}: {info.dtype} {list(info.shape)} is no factor of nvfp4")
+        raise FormatError(f"{key[:200]}: {info.dtype} {list(info.shape)} is not an nvfp4 scale")
 
 
 def _crowded(tensors: Mapping[str, BlobTensor], key: str, name: str, component: str) -> FormatError:
     others = _some(tensors.keys() - {key})
-    return FormatError(f"{_whole(component, name)}: the blob holds {others} as well")
+    return FormatError(f"{_whole(component, name)}: the blob also contains {others}")
 
 
 def _whole(component: str, name: str) -> str:

@@ -134,7 +134,7 @@ def test_a_missing_manifest_stops_gc_until_it_is_untagged(stored):
     stray = put(stored.layout, b"stray")
     stored.layout.path(stored.made["b:v1"].descriptor).unlink()
     err = stored("gc", "--grace", "0", code=5).err
-    assert "b:v1 names a manifest that is missing" in err
+    assert "the manifest of b:v1 is missing" in err
     assert "aimage rm b:v1" in err
     assert stored.layout.exists(stray)
     stored("rm", "b:v1")

@@ -85,7 +85,9 @@ def test_run_lists_missing_layers(part, tmp_path):
     pytest.importorskip("mlx.core")
     part("tag", NAME, "mine")
     err = part("run", "mine", "a fox", "-o", tmp_path / "x.png", code=3).err
-    assert "mine:latest is not complete: the store lacks net (1 of 2 layers), tok (1 layer)" in err
+    assert (
+        "mine:latest is incomplete in the store: missing net (1 of 2 layers), tok (1 layer)" in err
+    )
     assert f"to complete it: aimage pull {NAME}\n" in err
     part("rm", NAME)
     err = part("run", "mine", "a fox", "-o", tmp_path / "x.png", code=3).err
@@ -97,7 +99,7 @@ def test_run_lists_missing_layers_without_the_registry(part):
     part("tag", NAME, "127.0.0.1:1/x:v1")
     err = part("run", "127.0.0.1:1/x:v1", "a fox", code=1).err
     assert "cannot reach 127.0.0.1:1" in err
-    assert "the store lacks net (1 of 2 layers)" in err
+    assert "missing net (1 of 2 layers)" in err
 
 
 # -- the selection of a part

@@ -148,7 +148,7 @@ def test_rows_are_sorted_by_unique_size(store):
 
 
 def test_du_of_an_unknown_name_fails(two):
-    assert "no z:latest in the store" in two("du", "x", "z", code=3).err
+    assert "z:latest not found in the store" in two("du", "x", "z", code=3).err
 
 
 def test_a_missing_store_is_not_created(aimage):

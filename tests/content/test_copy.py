@@ -234,7 +234,7 @@ def test_nested_indexes_are_read_once_each_up_to_a_depth():
     nested(source, 5)
     assert target.exists(copy(source, NAME, target))
     nested(source, 6)
-    with pytest.raises(FormatError, match="nested over 4 deep"):
+    with pytest.raises(FormatError, match="nested over 4 levels"):
         copy(source, NAME, target)
 
 

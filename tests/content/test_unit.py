@@ -25,7 +25,9 @@ def test_parse_size(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1k", "1kk", "nan", "1e999"])
 def test_parse_size_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a size such as 500k, 20M or 1\.5GiB") as caught:
+    with pytest.raises(
+        ValueError, match=r"expected a value such as 500k, 20M or 1\.5GiB"
+    ) as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
 
@@ -46,6 +48,6 @@ def test_parse_time(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "7", "-7d", "1y", "infd"])
 def test_parse_time_refuses(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a time such as 90s, 12h or 7d") as caught:
+    with pytest.raises(ValueError, match="expected a value such as 90s, 12h or 7d") as caught:
         parse_time(text)
     assert repr(text) in str(caught.value)

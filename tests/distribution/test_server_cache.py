@@ -206,7 +206,7 @@ def test_pushes_are_refused(cache: Server, registry: RealRegistry) -> None:
         answer = cache.ask(method, path)
         assert error_of(answer) == (405, "UNSUPPORTED")
         message = answer.json()["errors"][0]["message"]
-        assert message == f"this is a cache of {registry.host}: push there"
+        assert message == f"this registry is a cache of {registry.host}: push to {registry.host}"
 
 
 def test_concurrent_clients_share_one_download(
@@ -512,7 +512,7 @@ def test_skopeo_copies_through_the_cache(
 
 @pytest.mark.parametrize("text", ["", "name", "https://host.example", "host.example/A"])
 def test_upstream_parse_refuses(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a registry"):
+    with pytest.raises(UsageError, match="invalid registry"):
         UpstreamRegistry.parse(text, ClientOptions())
 
 

@@ -26,7 +26,7 @@ def never(url: str) -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "my.host:0"])
 def test_other_addresses_require_a_flag(tmp_path: Path, address: str) -> None:
-    with pytest.raises(UsageError, match="no authentication") as caught:
+    with pytest.raises(UsageError, match="without authentication") as caught:
         serve(ImageLayout(tmp_path), address, on_ready=never)
     assert caught.value.remedy == "registry_without_token"
 
@@ -128,7 +128,7 @@ def test_command_line_of_a_cache_serves_until_interrupted(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--upstream", "https://host.example"), "is not a registry"),
+        (("--upstream", "https://host.example"), "invalid registry"),
         (("--plain-http",), "are about an --upstream"),
         (("--token-file", "/nonexistent"), "cannot read the token"),
     ],

@@ -412,7 +412,7 @@ def test_leases_expire(tmp_path: Path) -> None:
     kept.add(digests[1])
     assert leased(tmp_path, remove=False) == set(digests)
     now[0] = 2 * kept_module.PERIOD + 2
-    kept.turn()
+    kept.rotate()
     assert leased(tmp_path, remove=False) == {digests[1]}
     kept.close()
     assert leased(tmp_path, remove=False) == set()

@@ -100,7 +100,7 @@ def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, llm, reposit
     here, there = aimage("here"), aimage("there")
     custom = here("create", repository, llm, "--manifest-type", "custom").line
     refused = here("push", repository, "--no-fallback", code=1)
-    assert "refuses this kind of manifest" in refused.err
+    assert "rejected this type of manifest" in refused.err
     assert "MANIFEST_INVALID" in refused.err
     pushed = here("push", repository)
     assert "trying the clowder dialect" in pushed.err
@@ -114,7 +114,7 @@ def test_a_push_by_digest_never_falls_back(aimage, llm, repository):
     here = aimage("here")
     custom = here("create", repository, llm, "--manifest-type", "custom").line
     done = here("push", f"{repository}@{custom}", code=1)
-    assert "refuses this kind of manifest" in done.err
+    assert "rejected this type of manifest" in done.err
     assert "trying" not in done.err
     done = here("push", f"{repository}@{custom}", "--dialect", "clowder", code=2)
     assert "push by tag" in done.err

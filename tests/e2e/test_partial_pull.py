@@ -394,14 +394,14 @@ def test_run_completes_a_partial_aimage(aimage, pushed, proxy, name, tmp_path):
     here("pull", name, "--component", "transformer")
     here("tag", name, "mine")
     err = here("run", "mine", "a lighthouse", "-o", tmp_path / "x.png", code=3).err
-    assert "mine:latest is not complete: the store lacks " in err
+    assert "mine:latest is incomplete in the store: missing " in err
     assert "text_encoder (" in err
     assert "transformer" not in err
     assert f"to complete it: aimage pull {name}" in err
     here("tag", name, "127.0.0.1:1/gone:v1")
     err = here("run", "127.0.0.1:1/gone:v1", "a lighthouse", code=1).err
     assert "cannot reach 127.0.0.1:1" in err
-    assert "127.0.0.1:1/gone:v1 is not complete: the store lacks " in err
+    assert "127.0.0.1:1/gone:v1 is incomplete in the store: missing " in err
     mark = len(proxy.seen)
     size = ["--width", 64, "--height", 64, "--steps", 1, "--seed", 1]
     here("run", name, "a lighthouse", *size, "-o", tmp_path / "x.png")

@@ -252,7 +252,7 @@ def test_content_of_unknown_size_is_bounded_by_the_disk(artifact, monkeypatch):
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(FormatError, match=f"unpacks to more than {len(DATA) * 95 // 100}"):
+    with pytest.raises(FormatError, match=f"decompresses to more than {len(DATA) * 95 // 100}"):
         artifact.export()
     artifact.check_nothing_left()
 
@@ -320,7 +320,9 @@ def test_missing_layers_are_named(full):
         full.store.path(layer.descriptor).unlink()
     with pytest.raises(NotFoundError) as caught:
         full.export()
-    assert caught.value.message.startswith("model:latest is not complete: the store lacks w.gguf")
+    assert caught.value.message.startswith(
+        "model:latest is incomplete in the store: missing w.gguf"
+    )
     assert "unet (1 of 2 layers)" in caught.value.message
     assert caught.value.exit_code == 3
     assert caught.value.hint == "pull or create it again"

@@ -92,7 +92,7 @@ def test_content_that_differs_from_the_manifest_is_refused(artifact):
 
 def test_a_decompression_bomb_stops_early_and_leaves_nothing(artifact):
     artifact.add("w.gguf", 4 * gzip.compress(bytes(20 << 20)), f"{mediatype.AIMAGE_GGUF}+gzip")
-    with pytest.raises(FormatError, match="unpacks to more than 67108864"):
+    with pytest.raises(FormatError, match="decompresses to more than 67108864"):
         artifact.finish().export()
     artifact.check_nothing_left()
 

@@ -148,7 +148,7 @@ def test_usage_errors_of_export(here):
     for arguments, code, message in (
         (["tiny", "full"], 2, "aimage: full is not empty"),
         (["tiny", "no/where"], 2, "aimage: there is no directory no to make where in"),
-        (["none", "out"], 3, "aimage: no none:latest in the store"),
+        (["none", "out"], 3, "aimage: none:latest not found in the store"),
         (["a b", "out"], 2, "aimage: "),
         (["tiny", ""], 2, "aimage: DIR is empty"),
     ):

@@ -409,8 +409,8 @@ OTHER = encode_header([("layers.0.attention.to_k.weight", "BF16", (64, 64))])
     ("header", "data", "dtype", "shape", "said"),
     [
         (OTHER, BITS, None, None, "holds layers.0.attention.to_k.weight instead"),
-        (HEADER, BITS, "F32", (64, 64), "its layer promises F32"),
-        (HEADER, BITS, "BF16", (64, 32), "its layer promises BF16"),
+        (HEADER, BITS, "F32", (64, 64), "its layer has F32"),
+        (HEADER, BITS, "BF16", (64, 32), "its layer has BF16"),
         (HEADER, BITS[:-1], None, None, "file holds"),
         (
             encode_header(
@@ -447,7 +447,7 @@ def test_a_second_tensor_in_a_blob_is_refused(tmp_path):
         header = encode_header([(key, "BF16", (64, 64)), ("extra", "BF16", (64, 64))])
         layer = put(store, Q, header, BITS + BITS)
         keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
-        with pytest.raises(FormatError, match="holds extra as well"):
+        with pytest.raises(FormatError, match="the blob also contains extra"):
             converted(model, dtype="f32")
 
 
@@ -483,7 +483,7 @@ def test_a_group_that_does_not_fit_is_refused(tmp_path, prefix, names, promise, 
     group(ImageLayout(model.store), prefix, *names, **promise)
     with pytest.raises(FormatError, match=said) as caught:
         converted(model, dtype="f32")
-    assert caught.value.message.startswith(f"transformer/{prefix}: the blob holds")
+    assert caught.value.message.startswith(f"transformer/{prefix}: the blob ")
 
 
 def test_first_generation_manifests_of_ollama_are_read(model):

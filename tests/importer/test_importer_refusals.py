@@ -195,7 +195,7 @@ def header(text: str, data: int) -> bytes:
     ("data", "said"),
     [
         (b"", "truncated"),
-        (b"<!DOCTYPE html><html>not found</html>", "the header claims"),
+        (b"<!DOCTYPE html><html>not found</html>", "invalid header length"),
         (header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 7), "fill 8"),
     ],
     ids=["nothing", "HTML", "a byte too few"],

@@ -287,14 +287,14 @@ def test_gzip_archives_are_streamed(here, there, file):
     artifact.put_artifact(here, "x", os.urandom(1_000_000))
     save(here, names("x"), file)
     file.write_bytes(gzip.compress(file.read_bytes()[:700_000]) + gzip.compress(b""))
-    with pytest.raises(FormatError, match="breaks off"):
+    with pytest.raises(FormatError, match="is truncated"):
         load(there, file)
     save(here, names("x"), file)
     file.write_bytes(gzip.compress(file.read_bytes()))
     assert load(there, file).names
     assert blobs(there) == blobs(here)
     file.write_bytes(file.read_bytes()[:-5000])
-    with pytest.raises(FormatError, match="not complete"):
+    with pytest.raises(FormatError, match="is truncated"):
         load(ImageLayout(file.parent / "new"), file)
 
 

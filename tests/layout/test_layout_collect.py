@@ -415,14 +415,14 @@ def test_an_invalid_name_is_kept(layout):
 
 def test_a_name_moved_during_a_collection_is_kept(layout, aged, monkeypatch):
     """It is pulled anew just before its removal."""
-    forget = ImageLayout.forget
+    remove_names = ImageLayout.remove_names
 
     def moved(self, names):
         assert "c:v1" in names
         self.tag(aged["a:v1"].descriptor, Reference.parse("c:v1"))
-        return forget(self, names)
+        return remove_names(self, names)
 
-    monkeypatch.setattr(ImageLayout, "forget", moved)
+    monkeypatch.setattr(ImageLayout, "remove_names", moved)
     done = collected(layout, max_age=2.5 * DAY)
     assert done.forgotten == []
     assert layout.resolve(Reference.parse("c:v1")).digest == aged["a:v1"].digest
@@ -498,7 +498,7 @@ def test_a_damaged_manifest_stops_the_collection(layout, aged, wishes):
     stray = put(layout, b"stray")
     damage(layout, aged["b:v1"].descriptor)
     before = state(layout)
-    with pytest.raises(VerificationError, match=r"which b:v1 names, is damaged: nothing was"):
+    with pytest.raises(VerificationError, match=r"in b:v1 is damaged: nothing was"):
         collected(layout, **wishes)
     assert state(layout) == before
     assert names(layout) == set(aged)
@@ -514,7 +514,7 @@ def test_a_damaged_manifest_in_an_index_stops_the_collection(layout):
     put(layout, b"stray")
     damage(layout, one.descriptor)
     before = blobs(layout)
-    with pytest.raises(VerificationError, match="nothing was collected"):
+    with pytest.raises(VerificationError, match="nothing was removed"):
         collected(layout)
     assert blobs(layout) == before
 
@@ -532,7 +532,7 @@ def test_a_name_without_its_manifest_stops_the_collection(layout, aged, wishes):
     layout.path(aged["b:v1"].descriptor).unlink()
     put(layout, b"stray")
     before = state(layout)
-    with pytest.raises(VerificationError, match=r"b:v1 names a manifest that is missing"):
+    with pytest.raises(VerificationError, match=r"the manifest of b:v1 is missing"):
         collected(layout, **wishes)
     assert state(layout) == before
     assert names(layout) == set(aged)

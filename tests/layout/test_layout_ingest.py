@@ -105,7 +105,7 @@ def test_a_hole_fails_the_commit(layout):
     ingest.write_at(0, bytes(10))
     ingest.write_at(20, bytes(10))
     assert ingest.missing() == [(10, 20)]
-    with pytest.raises(VerificationError, match="is not whole: 20 of 30 bytes came"):
+    with pytest.raises(VerificationError, match="is incomplete: 20 of 30 bytes"):
         ingest.commit(zeros)
     assert ingests(layout) == []
 

@@ -318,7 +318,7 @@ def pulled(layout, tmp_path, during):
 
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
-        pull(name, layout, ClientOptions(docker_config=tmp_path, told_jobs=1))
+        pull(name, layout, ClientOptions(docker_config=tmp_path, jobs_override=1))
     whole = Manifest.parse(raw)
     for content in (whole.descriptor, *whole.children):
         assert layout.exists(content), content

@@ -86,9 +86,9 @@ def test_rm_and_pin_of_a_read_only_name_report_its_store(two, verb):
         names[f"theirs@{digest}"] = f"theirs@{digest}"
     for name, told in names.items():
         done = two(verb, name, code=3)
-        assert f"{told} is in the store {two.store}, which is only read" in done.err
+        assert f"{told} is in the store {two.store}, which is read-only" in done.err
         assert f"aimage --store {two.store} {verb} {told}" in done.err
-    assert "no mine:latest in the store" in two(verb, "mine", code=3).err
+    assert "mine:latest not found in the store" in two(verb, "mine", code=3).err
     two("tag", "theirs", "theirs")
     two(verb, "theirs")  # of the own store
     if verb == "rm":

@@ -145,14 +145,14 @@ def test_quantizations_that_the_blobs_tell(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", UNREADABLE)
 def test_unsupported_quantizations_are_refused(value: Any) -> None:
-    with pytest.raises(ModelError, match=r"quantization = .*this quantisation is not supported"):
+    with pytest.raises(ModelError, match=r"quantization = .*unsupported quantization"):
         text(quantization=value)
 
 
 @pytest.mark.parametrize("key", ["quantization", "quantization_config"])
 def test_every_component_refuses_unsupported_quantizations(key: str) -> None:
     for kind, file in ((TransformerConfig, "transformer"), (VaeConfig, "vae")):
-        with pytest.raises(ModelError, match=f"{key} = .*this quantisation is not supported"):
+        with pytest.raises(ModelError, match=f"{key} = .*unsupported quantization"):
             kind.parse("c", tiny(f"{file}/config.json") | {key: "int4"})
 
 

@@ -83,7 +83,7 @@ def test_a_blob_with_two_candidates_is_refused(store: FolderStore) -> None:
     header = encode_header([("data", "F32", (2,)), ("model.fc.bias", "F32", (2,))])
     blob = store.add(mediatype.AIMAGE_SAFETENSORS, header + (bias * 0).tobytes() + bias.tobytes())
     crowded = swap(aimage, Layer(blob, "net/model.fc.bias", "F32", (2,)))
-    with pytest.raises(FormatError, match=r"^net/model\.fc\.bias: the blob holds data as well$"):
+    with pytest.raises(FormatError, match=r"^net/model\.fc\.bias: the blob also contains data$"):
         ModelWeights.open(store, crowded, "net").apply(Net())
 
 
@@ -143,7 +143,7 @@ def test_layer_with_false_type_or_shape_is_refused(
 ) -> None:
     aimage = packed(store, arrays())
     layer = lying(aimage.layer("net/model.fc.weight"), **changes)
-    with pytest.raises(FormatError, match=r"fc\.weight: the blob holds F32 \[2, 3\]"):
+    with pytest.raises(FormatError, match=r"fc\.weight: the blob contains F32 \[2, 3\]"):
         ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
 
 

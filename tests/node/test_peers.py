@@ -224,7 +224,9 @@ def test_a_node_with_another_token_is_refused(tmp_path):
         one.addresses.append(other.address)
 
         def is_refused():
-            return any("refuses the token" in each["reason"] for each in one.sharing.peers.states())
+            return any(
+                "rejected the token" in each["reason"] for each in one.sharing.peers.states()
+            )
 
         one.until(is_refused)
         assert not other.statuses[200]

@@ -274,7 +274,7 @@ def test_work_for_disconnected_clients_counts_until_it_ends(tmp_path, monkeypatc
 
 
 def test_ranges_of_a_running_pull_are_served(tmp_path, pushed, proxy):
-    connection = ClientOptions(docker_config=tmp_path, told_jobs=1)  # one range after the other
+    connection = ClientOptions(docker_config=tmp_path, jobs_override=1)  # one range after the other
     node = Node(tmp_path / "node", connection=connection).start()
     try:
         node.addresses.append("127.0.0.1:9")  # so that ranges are shared

@@ -140,7 +140,7 @@ def test_unknown_kinds_of_manifest_are_refused():
         "application/vnd.oci.artifact.manifest.v1+json",
         "application/vnd.oci.image.manifest.v2+json",
     ):
-        with pytest.raises(FormatError, match="unknown manifest media type"):
+        with pytest.raises(FormatError, match="unsupported manifest media type"):
             parse({**MANIFEST, "mediaType": media_type})
 
 
@@ -189,7 +189,7 @@ def test_the_size_cap_is_the_registries():
     body = json.dumps({**MANIFEST, "x": ""}).encode()
     full = body.replace(b'"x": ""', b'"x": "%s"' % (b"y" * (MAX_MANIFEST_SIZE - len(body))))
     assert len(parse_document(full).raw) == MAX_MANIFEST_SIZE
-    with pytest.raises(FormatError, match="registries take 4194304"):
+    with pytest.raises(FormatError, match="the limit is 4194304"):
         parse_document(full + b" ")
 
 
@@ -215,7 +215,7 @@ def test_build_is_compact_and_in_the_order_given():
 
 
 def test_half_a_surrogate_pair_cannot_be_written():
-    with pytest.raises(FormatError, match="not Unicode"):
+    with pytest.raises(FormatError, match="invalid Unicode"):
         encode({"name": "a\udcff"})
 
 

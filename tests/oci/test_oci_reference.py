@@ -128,7 +128,7 @@ def test_parse_refuses():
         except UsageError as error:
             messages[text] = error.message
     assert {
-        text: found for text, found in messages.items() if "is not a reference" not in found
+        text: found for text, found in messages.items() if "invalid reference" not in found
     } == {}
 
 

@@ -171,7 +171,7 @@ def test_a_huge_token_response_is_not_read_in_full(tmp_path):
         return Answer(401, {"WWW-Authenticate": challenge})
 
     registry = ScriptedRegistry(script)
-    with registry.running(), pytest.raises(AImageError, match="more than"):
+    with registry.running(), pytest.raises(AImageError, match="exceeds 1048576"):
         _pull(registry, tmp_path)
 
 
@@ -293,7 +293,7 @@ def test_upload_locations_are_resolved_without_downgrading_to_http(base, locatio
         Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
     ) as session:
         if url is None:
-            with pytest.raises(RegistryError, match="without encryption"):
+            with pytest.raises(RegistryError, match="without TLS"):
                 session.join(location, base)
         else:
             assert session.join(location, base) == url
@@ -306,6 +306,6 @@ def test_an_invalid_upload_location_is_refused(location, tmp_path):
         Session(
             Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
         ) as session,
-        pytest.raises(RegistryError, match="invalid address"),
+        pytest.raises(RegistryError, match="invalid URL"),
     ):
         session.join(location, base)

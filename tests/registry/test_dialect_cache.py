@@ -191,13 +191,13 @@ def test_a_damaged_cache_is_empty(text, tmp_path):
     path.write_text(text)
     ladder = DialectCache(path, lambda: NOW)
     assert ladder.refused("h:1") == frozenset()
-    ladder.learn("h:1", ["clowder"], "ollama")
+    ladder.record("h:1", ["clowder"], "ollama")
     assert ladder.refused("h:1") == {"clowder"}
     assert [path.name for path in tmp_path.iterdir()] == ["registries.json"]
 
 
 def test_an_unknown_dialect_is_ignored(client, picky):
-    client.ladder.learn(picky.host, ["klingon"], "clowder")
+    client.ladder.record(picky.host, ["klingon"], "clowder")
     picky.takes.add("clowder")
     assert client.push(picky) == (["clowder"], [])
 
@@ -205,9 +205,9 @@ def test_an_unknown_dialect_is_ignored(client, picky):
 def test_expired_entries_are_removed(tmp_path):
     path, clock = tmp_path / "registries.json", [NOW]
     ladder = DialectCache(path, lambda: clock[0])
-    ladder.learn("old.example.com", ["clowder"], "ollama")
+    ladder.record("old.example.com", ["clowder"], "ollama")
     clock[0] += 31 * DAY
-    ladder.learn("new.example.com", ["clowder"], "ollama")
+    ladder.record("new.example.com", ["clowder"], "ollama")
     assert list(json.loads(path.read_text())["registries"]) == ["new.example.com"]
 
 
@@ -227,7 +227,7 @@ def test_the_cache_file_is_replaced_atomically(tmp_path):
     """A concurrent reader sees either the old content or the new."""
     path = tmp_path / "registries.json"
     writer, reader = DialectCache(path, lambda: NOW), DialectCache(path, lambda: NOW)
-    writer.learn("h:1", ["clowder"], "ollama")
+    writer.record("h:1", ["clowder"], "ollama")
     seen, done = set(), threading.Event()
 
     def read():
@@ -237,7 +237,7 @@ def test_the_cache_file_is_replaced_atomically(tmp_path):
     thread = threading.Thread(target=read)
     thread.start()
     for i in range(200):
-        writer.learn(f"h:{i + 2}", ["clowder"], "ollama")
+        writer.record(f"h:{i + 2}", ["clowder"], "ollama")
     done.set()
     thread.join()
     assert seen == {frozenset({"clowder"})}
@@ -249,13 +249,13 @@ def test_the_second_push_skips_the_refused_dialect(aimage, tiny, repository):
     here, name = aimage(), f"{repository}:v1"
     here("create", name, tiny, "--manifest-type", "custom")
     first = here("push", name)
-    assert "refuses this kind of manifest" in first.err
+    assert "rejected this type of manifest" in first.err
     second = here("push", name)
     assert "refuses" not in second.err
     assert "refused the custom dialect recently; starting with the clowder dialect" in second.err
     assert second.out == first.out
     third = here("push", name, "--manifest-type", "custom")
-    assert "refuses this kind of manifest" in third.err
+    assert "rejected this type of manifest" in third.err
     state = here.home / "state" / "aimage" / "registries.json"
     assert list(json.loads(state.read_text())["registries"]) == [name.partition("/")[0]]
 
@@ -275,6 +275,6 @@ def test_the_cache_is_in_the_state_directory(platform, named, place, tmp_path, m
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", named.format(tmp_path))
     monkeypatch.delenv("AIMAGE_STORE", raising=False)
-    option.dialect_cache().learn("h:1", ["clowder"], "ollama")
+    option.dialect_cache().record("h:1", ["clowder"], "ollama")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == [place]
     assert not option.default_stores()[0].exists()

@@ -371,7 +371,7 @@ def test_jobs_are_limited_per_registry():
     assert connection.jobs("slow.example.com") == 2
     assert connection.jobs("other.example.com") == connection.jobs(None) == 8
     assert connection.jobs("r.example.com", "slow.example.com") == 2  # a copy uses the lower limit
-    assert ClientOptions(registries=entries, told_jobs=5).jobs("slow.example.com") == 5
+    assert ClientOptions(registries=entries, jobs_override=5).jobs("slow.example.com") == 5
 
 
 def test_the_configured_chunk_size_is_respected(tmp_path):

@@ -77,7 +77,7 @@ def test_a_host_authority_is_trusted(authority, tmp_path):
     with secured(authority).running() as registry, secured(authority).running() as other:
         place(tmp_path / "certs.d", registry.host, authority)
         pull(registry.host, tmp_path)
-        with pytest.raises(NetworkError, match="cannot trust"):
+        with pytest.raises(NetworkError, match="cannot verify"):
             pull(other.host, tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_a_ca_file_takes_precedence_and_keeps_the_client_certificate(authority, 
     trustme.CA().cert_pem.write_to_path(str(wrong))
     with secured(authority, clients).running() as registry:
         place(tmp_path / "certs.d", registry.host, authority, clients)
-        with pytest.raises(NetworkError, match="cannot trust"):
+        with pytest.raises(NetworkError, match="cannot verify"):
             pull(registry.host, tmp_path, ca_file=wrong)
         place(tmp_path / "certs.d", registry.host, trustme.CA(), clients)
         pull(registry.host, tmp_path, ca_file=right)
@@ -125,7 +125,7 @@ def test_insecure_skips_verification_and_keeps_the_client_certificate(
 def test_insecure_with_an_authority_only(authority, tmp_path):
     with secured(authority).running() as registry:
         place(tmp_path / "certs.d", registry.host, trustme.CA())
-        with pytest.raises(NetworkError, match="cannot trust"):
+        with pytest.raises(NetworkError, match="cannot verify"):
             pull(registry.host, tmp_path)
         pull(registry.host, tmp_path, insecure=True)
 
@@ -138,7 +138,7 @@ def test_insecure_accepts_the_certificate_of_another_host(authority, clients, tm
     with registry.running():
         host = f"{HOST}:{registry.host.rpartition(':')[2]}"
         place(tmp_path / "certs.d", host, authority, clients)
-        with pytest.raises(NetworkError, match="cannot trust"):
+        with pytest.raises(NetworkError, match="cannot verify"):
             pull(host, tmp_path)
         pull(host, tmp_path, insecure=True)
 
@@ -186,7 +186,7 @@ def test_another_origin_receives_no_client_certificate(authority, clients, tmp_p
 def test_an_invalid_certificate_file_is_refused(authority, clients, tmp_path, broken):
     where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
     (where / broken).write_text("nonsense")
-    with pytest.raises(StoreError, match=r"cannot use the certificate .*c"):
+    with pytest.raises(StoreError, match=r"cannot load the certificate .*c"):
         pull("r.example.com", tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_ssl_cert_file_is_trusted(authority, tmp_path, monkeypatch):
     trustme.CA().cert_pem.write_to_path(str(wrong))
     with secured(authority).running() as registry:
         pull(registry.host, tmp_path, ca_bundle=right)
-        with pytest.raises(NetworkError, match="cannot trust"):
+        with pytest.raises(NetworkError, match="cannot verify"):
             pull(registry.host, tmp_path, ca_bundle=wrong)
         pull(registry.host, tmp_path, ca_bundle=wrong, ca_file=right)
         pull(registry.host, tmp_path, ca_bundle=wrong, insecure=True)
@@ -241,7 +241,7 @@ def test_ssl_cert_dir_is_trusted(authority, tmp_path):
     (tmp_path / "empty").mkdir()
     with secured(authority).running() as registry:
         pull(registry.host, tmp_path, ca_bundle=directory)
-        with pytest.raises(NetworkError, match="cannot trust"):
+        with pytest.raises(NetworkError, match="cannot verify"):
             pull(registry.host, tmp_path, ca_bundle=tmp_path / "empty")
 
 

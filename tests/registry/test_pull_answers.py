@@ -254,7 +254,7 @@ def test_a_connection_that_always_drops_fails(tmp_path):
     def change(seen, answer):
         return Answer(200, {"Content-Length": "9"}, b"", 0) if is_blob(seen) else None
 
-    with pytest.raises(NetworkError, match="ended after 0 bytes"):
+    with pytest.raises(NetworkError, match="ended after 0 of"):
         pull(changed(change), tmp_path)
 
 
@@ -284,7 +284,7 @@ def test_wrong_blob_bytes_fail_verification(body, tmp_path):
         return Answer(200, {}, body) if is_blob(seen) and "Range" not in seen.headers else None
 
     if not body:
-        with pytest.raises(NetworkError, match="ended after 0 bytes"):
+        with pytest.raises(NetworkError, match="ended after 0 of"):
             pull(changed(change), tmp_path)
         return
     if body == BLOB[:-1]:  # a short body looks like a dropped connection: the rest is requested
@@ -294,7 +294,7 @@ def test_wrong_blob_bytes_fail_verification(body, tmp_path):
     if len(body) > len(BLOB):  # the expected bytes are complete; further bytes are not read
         pull(changed(change), tmp_path)
         return
-    with pytest.raises(VerificationError, match="hashes to"):
+    with pytest.raises(VerificationError, match="digest mismatch"):
         pull(changed(change), tmp_path)
 
 
@@ -313,7 +313,7 @@ def test_a_manifest_that_contradicts_its_headers_is_refused(tmp_path):
     script = changed(
         lambda seen, _: Answer(200, header, MANIFEST) if "/manifests/" in seen.path else None
     )
-    with pytest.raises(VerificationError, match="with the header"):
+    with pytest.raises(VerificationError, match="with Docker-Content-Digest"):
         pull(script, tmp_path)
 
 

@@ -200,7 +200,7 @@ def test_a_custom_type_aimage_is_pulled_from_registry_serve(aimage, tiny):
         raw = [one.store / "blobs" / "sha256" / digest.partition(":")[2] for one in (user, maker)]
         assert raw[0].read_bytes() == raw[1].read_bytes()
         assert json.loads(raw[0].read_bytes())["mediaType"] == mediatype.AIMAGE_MANIFEST
-        assert "refuses this kind" in user("push", name, "--no-fallback", code=1).err
+        assert "rejected this type" in user("push", name, "--no-fallback", code=1).err
 
 
 @contextlib.contextmanager

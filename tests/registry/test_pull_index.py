@@ -151,7 +151,7 @@ def test_nesting_depth_is_limited(depth, shelf, fetch):
     if depth == 4:
         assert fetch() == mine["digest"]
         return
-    with pytest.raises(FormatError, match="nested over 4 deep"):
+    with pytest.raises(FormatError, match="nested over 4 levels"):
         fetch()
 
 
@@ -166,7 +166,7 @@ def test_a_repeated_index_is_read_once(shelf, fetch):
 @pytest.mark.integration
 def test_the_number_of_indexes_is_limited(shelf, fetch):
     shelf.index(*(shelf.index(shelf.manifest(str(number))) for number in range(64)))
-    with pytest.raises(FormatError, match="over 64 indexes"):
+    with pytest.raises(FormatError, match="over 64 nested indexes"):
         fetch()
 
 
@@ -257,7 +257,7 @@ def test_a_plain_manifest_matches_the_variant_it_declares(own, shelf, fetch):
     annotations = {"annotations": {mediatype.VARIANT: own}} if own else {}
     digest = shelf.manifest("a", **annotations)["digest"]
     assert fetch(ManifestSelector(platform=Platform("plan9", "mips"))) == digest
-    with pytest.raises(UsageError, match="is not an index to choose from"):
+    with pytest.raises(UsageError, match="is not an index"):
         fetch(ManifestSelector("b"))
     if own:
         assert fetch(ManifestSelector("a")) == digest
@@ -266,7 +266,7 @@ def test_a_plain_manifest_matches_the_variant_it_declares(own, shelf, fetch):
 def test_a_child_with_another_variant_than_the_index_is_refused(shelf, fetch):
     child = shelf.manifest("a")
     shelf.index(child | {"size": child["size"] + 1})
-    with pytest.raises(VerificationError, match="promises"):
+    with pytest.raises(VerificationError, match="size mismatch"):
         fetch()
 
 
@@ -365,11 +365,11 @@ def test_several_matches_are_listed_with_their_differences(lines, wish, options)
 @pytest.mark.parametrize(
     ("lines", "wish", "said"),
     [
-        (["a -", "b -"], ManifestSelector("c"), "variant 'c', but"),
-        (["a linux/arm64"], ManifestSelector("a", LINUX), "variant 'a' for linux/amd64, but"),
-        (["- linux/arm64", "- linux/s390x"], ANY, "for this machine, linux/amd64, but"),
-        (["- linux/arm64"], ManifestSelector(platform=LINUX), "for linux/amd64, but"),
-        ([], ANY, "without a manifest to choose"),
+        (["a -", "b -"], ManifestSelector("c"), "variant 'c'; it has"),
+        (["a linux/arm64"], ManifestSelector("a", LINUX), "variant 'a' for linux/amd64; it has"),
+        (["- linux/arm64", "- linux/s390x"], ANY, "for this machine, linux/amd64; it has"),
+        (["- linux/arm64"], ManifestSelector(platform=LINUX), "for linux/amd64; it has"),
+        ([], ANY, "without selectable manifests"),
     ],
 )
 def test_no_match_lists_the_candidates(lines, wish, said):
@@ -431,7 +431,7 @@ def test_the_command_line_selects_a_manifest(aimage, repository, shelf, tmp_path
     assert "--platform" not in err
     assert "int8" in run("pull", f"{repository}:v1", "--variant", "int4", code=3).err
     assert "int8" in run("pull", f"{repository}:v1", "--platform", "plan9/mips", code=3).err
-    assert "is not a platform" in run("pull", repository, "--platform", "plan9", code=2).err
+    assert "invalid platform" in run("pull", repository, "--platform", "plan9", code=2).err
     assert "--whole leaves" in run("pull", repository, "--whole", "--variant", "x", code=2).err
     assert not run.store.exists()
     dry = run("pull", f"{repository}:v1", "--variant", "int8", "--dry-run", "--json").value

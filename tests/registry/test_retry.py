@@ -178,7 +178,7 @@ def test_a_retry_after_over_the_limit_fails(tmp_path):
         resolve(registry, tmp_path, time)
     assert not time.slept and len(registry.seen) == 1
     assert caught.value.retry_after == 3600
-    assert "requests again in 3600 seconds" in (caught.value.hint or "")
+    assert "try again in 3600 seconds" in (caught.value.hint or "")
 
 
 def test_a_retry_after_at_the_limit_is_retried(tmp_path):

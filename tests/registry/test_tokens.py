@@ -183,7 +183,7 @@ def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path):
 
 def test_threads_share_one_exchange(tmp_path):
     guarded = Guarded()
-    with guarded.session(tmp_path, told_jobs=16) as session, ThreadPoolExecutor(16) as pool:
+    with guarded.session(tmp_path, jobs_override=16) as session, ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: get(session), range(64))) == {200}
         assert guarded.count == 1
         guarded.revoke()
@@ -218,7 +218,7 @@ def test_a_registry_token_is_sent_unchanged(tmp_path):
     with guarded.session(tmp_path) as session:
         assert get(session) == get(session, method="POST") == 200
         guarded.revoke()
-        with pytest.raises(UnauthorizedError, match="not accepted"):
+        with pytest.raises(UnauthorizedError, match="was rejected"):
             get(session)
     assert guarded.asked == []  # the token service received no request
 

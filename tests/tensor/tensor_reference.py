@@ -57,12 +57,12 @@ def extra(item: Value) -> bool:
 # For each policy: our message, a check of the JSON, and an example file.
 POLICY: dict[str, tuple[str, Callable[[str, Value], bool], str]] = {
     "a key twice": (
-        "has a key twice",
+        "has a duplicate key",
         lambda _, value: any(isinstance(found, Twice) for found in values(value)),
         f'{{"a":{U8},"a":{U8}}}',
     ),
     "fields of another form, or more of them": (
-        "needs dtype, shape and data_offsets, and nothing else",
+        "expected only dtype, shape and data_offsets",
         lambda _, value: any(map(extra, tensors(value))),
         '{"a":["U8",[1],[0,1]]}',
     ),
@@ -77,37 +77,37 @@ POLICY: dict[str, tuple[str, Callable[[str, Value], bool], str]] = {
         f' {{"a":{U8}}}',
     ),
     "names that cannot be shown": (
-        "not a tensor name",
+        "invalid tensor name",
         lambda _, value: any(not name or not name.isprintable() for name in value),
         f'{{"":{U8}}}',
     ),
     "names of over 1024 characters": (
-        "not a tensor name",
+        "invalid tensor name",
         lambda _, value: any(len(name) > MAX_NAME for name in value),
         f'{{"{"a" * (MAX_NAME + 1)}":{U8}}}',
     ),
     "dimensions out of reason": (
-        "is too large to be real",
+        "is too large",
         lambda _, value: any(
             math.prod(n or 1 for n in shape) > MAX_ELEMENTS for shape in shapes(value)
         ),
         f'{{"a":{U8},"b":{{"dtype":"U8","shape":[{2**57},0],"data_offsets":[1,1]}}}}',
     ),
     "too many dimensions": (
-        f"dimensions are over {MAX_RANK}",
+        f"dimensions exceed the limit of {MAX_RANK}",
         lambda _, value: any(len(shape) > MAX_RANK for shape in shapes(value)),
         U8.join(('{"a":', "}")).replace("[1]", str([1] * (MAX_RANK + 1))),
     ),
     "numbers of no use in a field of no use": (
-        "a number that counts nothing",
+        "an invalid number",
         lambda _, value: any(map(extra, tensors(value))),
         '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"x":-0}}',
     ),
 }
 # These two need headers of megabytes; separate tests have their examples.
 LARGE = {
-    "too many tensors": "tensors in one file are over",
-    "too many values": "the header has over",
+    "too many tensors": "tensors in one file exceed the limit",
+    "too many values": "the header has more than",
 }
 
 

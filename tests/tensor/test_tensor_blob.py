@@ -154,12 +154,14 @@ def test_a_global_scale_is_for_all_for_each_matrix_or_for_each_row(shape, factor
 
 @pytest.mark.parametrize("factor", [(2,), (3, 32), (1, 3), (3, 1, 1), (0,)])
 def test_other_global_scales_are_refused(factor):
-    refused("no factor of nvfp4", nvfp4(("w.global_scale", "F32", factor)), NVFP4)
+    refused("is not an nvfp4 scale", nvfp4(("w.global_scale", "F32", factor)), NVFP4)
 
 
 def test_a_global_scale_is_a_float_of_nvfp4():
-    refused("no factor of nvfp4", nvfp4(("w.global_scale", "BF16", ())), NVFP4)
-    refused("no factor of nvfp4", [*affine("w", 2, 64, 4, 32), ("w.global_scale", "F32", ())], INT4)
+    refused("is not an nvfp4 scale", nvfp4(("w.global_scale", "BF16", ())), NVFP4)
+    refused(
+        "is not an nvfp4 scale", [*affine("w", 2, 64, 4, 32), ("w.global_scale", "F32", ())], INT4
+    )
 
 
 def test_scales_of_activations_belong_to_the_codes():
@@ -176,16 +178,16 @@ W = affine("w", 2, 64, 4, 32)
 @pytest.mark.parametrize(
     ("message", "tensors", "metadata"),
     [
-        ("does not say of what kind", W, {}),
-        ("does not say of what kind", W, {"v.quant_type": "int4"}),
+        ("has scales, but no quant_type", W, {}),
+        ("has scales, but no quant_type", W, {"v.quant_type": "int4"}),
         ("w: unknown quantization ''", W, {"quant_type": ""}),
-        ("w: int4 has groups of 32 or 64 or 128, not of '16'", W, {**INT4, "group_size": "16"}),
-        ("not of '-32'", W, {**INT4, "group_size": "-32"}),
-        ("not of '٣٢'", W, {**INT4, "group_size": "٣٢"}),
-        ("in groups of 64 has", W, {**INT4, "group_size": "64"}),
-        ("are no rows of int4", W, {**INT4, "group_size": "128"}),
-        ("int4 has biases", W[:2], INT4),
-        ("mxfp8 has no biases", W, {"quant_type": "mxfp8", "group_size": "32"}),
+        ("w: int4 requires group size 32 or 64 or 128, not '16'", W, {**INT4, "group_size": "16"}),
+        ("not '-32'", W, {**INT4, "group_size": "-32"}),
+        ("not '٣٢'", W, {**INT4, "group_size": "٣٢"}),
+        ("in groups of 64 requires", W, {**INT4, "group_size": "64"}),
+        ("do not fit int4", W, {**INT4, "group_size": "128"}),
+        ("int4 requires biases", W[:2], INT4),
+        ("mxfp8 does not support biases", W, {"quant_type": "mxfp8", "group_size": "32"}),
         ("w.scale: U8", [W[0], ("w.scale", "U8", (2, 2)), W[2]], INT4),
         ("w.bias: BF16", [*W[:2], ("w.bias", "BF16", (2, 3))], INT4),
         (
@@ -193,9 +195,9 @@ W = affine("w", 2, 64, 4, 32)
             [("w", "U32", (2, 8)), ("w.scale", "BF16", (2, 1))],
             {"quant_type": "mxfp8"},
         ),
-        ("are no rows of", [("w", "U32", ()), ("w.scale", "BF16", ()), W[2]], INT4),
-        ("are no rows of", [("w", "U32", (2, 0)), ("w.scale", "BF16", (2, 0)), W[2]], INT4),
-        ("not of 21", [W[0], ("w.scale", "BF16", (2, 3)), W[2]], {"quant_type": "int4"}),
+        ("do not fit", [("w", "U32", ()), ("w.scale", "BF16", ()), W[2]], INT4),
+        ("do not fit", [("w", "U32", (2, 0)), ("w.scale", "BF16", (2, 0)), W[2]], INT4),
+        ("not 21", [W[0], ("w.scale", "BF16", (2, 3)), W[2]], {"quant_type": "int4"}),
     ],
 )
 def test_codes_that_do_not_fit_their_type(message, tensors, metadata):
@@ -205,27 +207,27 @@ def test_codes_that_do_not_fit_their_type(message, tensors, metadata):
 @pytest.mark.parametrize(
     ("message", "tensors", "metadata"),
     [
-        ("w has no scales, but w.bias", [W[0], W[2]], INT4),
-        ("w has no scales, but w.global_scale", [W[0], ("w.global_scale", "F32", ())], NVFP4),
+        ("w has w.bias, but no scales", [W[0], W[2]], INT4),
+        ("w has w.global_scale, but no scales", [W[0], ("w.global_scale", "F32", ())], NVFP4),
         (
-            "has no scales, but x.biases",
+            "has x.biases, but no scales",
             [("x.weight", "U32", (2, 8)), ("x.biases", "F16", (2, 1))],
             {},
         ),
-        ("v is said to be quantized, and has no scales", [*W, ("v", "U32", (2, 8))], INT4),
-        ("w is said to be quantized", [("w", "F32", (2,))], {"w.group_size": "64"}),
-        ("w.scale is said to be quantized", W, {**INT4, "w.scale.quant_type": "int4"}),
-        ("and nothing is quantized", [], INT4),
-        ("w has scales, and is I32, not U32", [("w", "I32", (2, 8)), *W[1:]], INT4),
-        ("v has scales, and is F32", [*W, ("v", "F32", (2,)), ("v.scale", "F32", (2,))], INT4),
+        ("v is marked as quantized, but has no scales", [*W, ("v", "U32", (2, 8))], INT4),
+        ("w is marked as quantized", [("w", "F32", (2,))], {"w.group_size": "64"}),
+        ("w.scale is marked as quantized", W, {**INT4, "w.scale.quant_type": "int4"}),
+        ("but nothing is quantized", [], INT4),
+        ("w has scales, but dtype I32 instead of U32", [("w", "I32", (2, 8)), *W[1:]], INT4),
+        ("v has scales, but dtype F32", [*W, ("v", "F32", (2,)), ("v.scale", "F32", (2,))], INT4),
         (
-            "has scales of two kinds",
+            "has two sets of scales",
             [*affine("x.weight", 2, 64, 4, 32), ("x.scales", "F16", (2, 2))],
             INT4,
         ),
-        ("has scales of two kinds", [*SEEDS["mlx"][0], ("x.global_scale", "F32", ())], INT4),
+        ("has two sets of scales", [*SEEDS["mlx"][0], ("x.global_scale", "F32", ())], INT4),
         (
-            "w.scale has scales, and is part of other codes",
+            "w.scale has scales, but belongs to another tensor",
             [W[0], ("w.scale", "U32", (2, 2)), W[2], ("w.scale.scale", "BF16", (2, 1))],
             INT4,
         ),
@@ -248,22 +250,22 @@ def test_a_tensor_is_found_by_all_its_names():
         alone = {key: tensor(key)}
         assert find_tensor(alone, "a.weight", "unet") is alone[key]
     others = {f"t{i}": tensor(f"t{i}") for i in range(10)}
-    message = "^unet/a.weight: the blob holds t0, t1, t2, t3, t4, t5, t6, t7 and 2 more instead$"
+    message = "^unet/a.weight: the blob contains t0, t1, t2, t3, t4, t5, t6, t7 and 2 more instead$"
     with pytest.raises(FormatError, match=message):
         find_tensor(others, "a.weight", "unet")
-    with pytest.raises(FormatError, match="holds nothing instead"):
+    with pytest.raises(FormatError, match="contains nothing instead"):
         find_tensor({}, "a.weight", "unet")
-    with pytest.raises(FormatError, match=r"^a\.weight: the blob holds nothing instead"):
+    with pytest.raises(FormatError, match=r"^a\.weight: the blob contains nothing instead"):
         find_tensor({}, "a.weight", "")  # a language model has no components
 
 
 @pytest.mark.parametrize("key", ["a.weight", "unet/a.weight", "data"])
 def test_a_layer_of_one_tensor_has_no_other(key):
     found = read([(key, "F32", (1,)), ("a.weight.more", "F32", (1,))])
-    message = r"^unet/a\.weight: the blob holds a\.weight\.more as well$"
+    message = r"^unet/a\.weight: the blob also contains a\.weight\.more$"
     with pytest.raises(FormatError, match=message):
         find_tensor(found, "a.weight", "unet")
-    with pytest.raises(FormatError, match=r"as well|of another group"):  # nor is it a group
+    with pytest.raises(FormatError, match=r"also contains|of another group"):  # nor is it a group
         find_group(found, "a.weight", "unet")
 
 
@@ -281,11 +283,11 @@ def test_the_tensors_of_a_group_are_found():
 
 def test_a_group_of_another_place_is_refused():
     found = read(*SEEDS["packed"])
-    with pytest.raises(FormatError, match=r"experts\.0\.up_proj\.weight, of another group"):
+    with pytest.raises(FormatError, match=r"experts\.0\.up_proj\.weight of another group"):
         find_group(found, "model.layers.2.mlp.experts", "llm")
     with pytest.raises(FormatError, match="of another group"):
         find_group(read([("m.a", "U8", ()), ("llm/m.a", "U8", ())]), "m.experts", "llm")
-    with pytest.raises(FormatError, match="holds no tensors"):
+    with pytest.raises(FormatError, match="contains no tensors"):
         find_group({}, "model.layers.2.mlp.experts", "llm")
 
 
@@ -308,6 +310,6 @@ def test_a_layer_promises_what_its_blob_holds():
     ],
 )
 def test_a_layer_that_promises_something_else(dtype, shape, promised):
-    message = rf"^a/w: the blob holds int4 \[2, 64\], its layer promises {promised}$"
+    message = rf"^a/w: the blob contains int4 \[2, 64\], its layer has {promised}$"
     with pytest.raises(FormatError, match=message):
         check_layer(read(W, INT4)["w"], "a/w", dtype, shape)

@@ -238,7 +238,7 @@ def test_the_reader_stops_at_the_promised_length():
     for cut in range(len(raw)):
         with pytest.raises(FormatError):
             read_header(io.BytesIO(raw[:cut]), cut)
-    with pytest.raises(FormatError, match="the header claims"):
+    with pytest.raises(FormatError, match="invalid header length"):
         read_header(io.BytesIO(raw), len(raw) - 1)
     with pytest.raises(FormatError, match="truncated"):
         read_header(io.BytesIO(raw[:-1]), len(raw) + 3)  # cut while it was read
@@ -254,7 +254,7 @@ def test_a_huge_header_is_refused_before_it_is_read(length):
             return super().read(size)
 
     file = Watched(struct.pack("<Q", length))
-    with pytest.raises(FormatError, match="the header claims"):
+    with pytest.raises(FormatError, match="invalid header length"):
         read_header(file, 2**62)
     assert file.asked == 8
 
@@ -280,12 +280,12 @@ def test_only_utf8_is_read(text):
 
 @pytest.mark.parametrize("name", ["", "__metadata__", "a\0", "\x9b2J", "\ud800"])
 def test_names_that_no_reader_accepts_are_not_written(name):
-    with pytest.raises(FormatError, match="not a tensor name"):
+    with pytest.raises(FormatError, match="tensor name"):
         encode_header([(name, "U8", (1,))])
 
 
 def test_a_name_is_written_once():
-    with pytest.raises(FormatError, match="there twice"):
+    with pytest.raises(FormatError, match="invalid or duplicate tensor name"):
         encode_header([("a", "U8", (1,)), ("a", "U8", (1,))])
 
 
@@ -309,9 +309,9 @@ def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
     raw = encode_header([], {"a": "b" * 75})
     assert len(raw) == 8 + 104
     assert parse_header(raw[8:], 0).metadata == {"a": "b" * 75}
-    with pytest.raises(FormatError, match="a header of 112 bytes is over 104"):
+    with pytest.raises(FormatError, match="a header of 112 bytes exceeds the limit of 104"):
         encode_header([], {"a": "b" * 85})
-    with pytest.raises(FormatError, match="a header of 105 bytes is over 104"):
+    with pytest.raises(FormatError, match="a header of 105 bytes exceeds the limit of 104"):
         parse_header(raw[8:] + b" ", 0)
 
 
@@ -328,7 +328,7 @@ def test_header_numbers_are_counts(number):
 
 def test_a_long_header_of_brackets_is_refused_before_it_is_parsed():
     text = b'{"a":[' + b"[]," * MAX_VALUES + b"0]}"
-    with pytest.raises(FormatError, match="over 2000000 values"):
+    with pytest.raises(FormatError, match="more than 2000000 values"):
         parse_header(text, 0)
     assert 12 * MAX_TENSORS < MAX_VALUES  # of so many tensors with four dimensions
 
@@ -337,16 +337,16 @@ def test_a_long_header_of_brackets_is_refused_before_it_is_parsed():
     ("dtype", "shape", "message"),
     [
         ("f32", (1,), "unknown dtype"),
-        ("F32", (-1,), "not a dimension"),
-        ("F32", (True,), "not a dimension"),
-        ("F32", (1.0,), "not a dimension"),
+        ("F32", (-1,), "invalid dimension"),
+        ("F32", (True,), "invalid dimension"),
+        ("F32", (1.0,), "invalid dimension"),
         ("F32", (2**60,), "too large"),
         ("F32", (2**30, 0, 2**30), "too large"),
         ("F32", (0, 2**57), "too large"),
         ("U8", (1,) * (MAX_RANK + 1), "33 dimensions"),
-        ("F4", (), "ends inside a byte"),
-        ("F6_E2M3", (2,), "ends inside a byte"),
-        ("F6_E3M2", (3, 3), "ends inside a byte"),
+        ("F4", (), "does not fill whole bytes"),
+        ("F6_E2M3", (2,), "does not fill whole bytes"),
+        ("F6_E3M2", (3, 3), "does not fill whole bytes"),
     ],
 )
 def test_nbytes_refuses_impossible_sizes(dtype, shape, message):
@@ -378,7 +378,7 @@ def test_a_name_is_as_long_as_a_layers_at_most():
     assert len(longest) == MAX_NAME
     raw = encode_header([(longest, "U8", (1,))])
     assert longest in parse_header(raw[8:], 1).tensors
-    with pytest.raises(FormatError, match="not a tensor name"):
+    with pytest.raises(FormatError, match="tensor name"):
         encode_header([(longest + "a", "U8", (1,))])
-    with pytest.raises(FormatError, match="not a tensor name"):
+    with pytest.raises(FormatError, match="invalid tensor name"):
         parse_header(raw[8:].replace(b"aaaaaaa", b"aaaaaaaa"), 1)

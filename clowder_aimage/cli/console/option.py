@@ -193,7 +193,7 @@ class VerbSettings:
             **_places(),
             trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
             registries=read_settings(config_file()),
-            told_jobs=self.jobs or 0,
+            jobs_override=self.jobs or 0,
             user_agent=f"aimage/{__version__}",
         )
 
