@@ -66,7 +66,7 @@ class AImage:
         for layer in self.layers:
             if layer.name == name:
                 return layer
-        raise NotFoundError(f"the AImage has no {name}")
+        raise NotFoundError(f"{name} not found in the AImage")
 
     def component(self, name: str) -> tuple[Layer, ...]:
         """Return the layers of a component, in the manifest's order."""
@@ -102,7 +102,7 @@ def check_name(name: str) -> str:
         or "\\" in name
         or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF for c in name)
     ):
-        raise FormatError(f"not a layer name: {name[:100]!r}")
+        raise FormatError(f"invalid layer name: {name[:100]!r}")
     return name
 
 
@@ -111,7 +111,7 @@ def check_names(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     seen: set[str] = set()
     for layer in layers:
         if check_name(layer.name) in seen:
-            raise FormatError(f"two layers are called {layer.name[:100]!r}")
+            raise FormatError(f"duplicate layer name: {layer.name[:100]!r}")
         seen.add(layer.name)
     return layers
 
@@ -125,17 +125,17 @@ def parse_shape(value: object) -> tuple[int, ...] | None:
         try:
             shape = json.loads(value)
         except (ValueError, RecursionError):
-            raise FormatError(f"not a shape: {value[:100]!r}") from None
+            raise FormatError(f"invalid shape: {value[:100]!r}") from None
     if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
         return tuple(shape)
-    raise FormatError(f"not a shape: {value!r:.100}")
+    raise FormatError(f"invalid shape: {value!r:.100}")
 
 
 def parse_dtype(value: object) -> str | None:
     """Parse a dtype's name from JSON or an annotation."""
     if value is None or isinstance(value, str):
         return value
-    raise FormatError(f"not a dtype: {value!r:.100}")
+    raise FormatError(f"invalid dtype: {value!r:.100}")
 
 
 def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def from_named(descriptor: Descriptor, media_type: str) -> Layer:
     plain = Descriptor(media_type, descriptor.digest, descriptor.size)
     content = extra.get("content")
     if content is not None and not isinstance(content, dict):
-        raise FormatError(f"not what a layer unpacks to: {content!r:.100}")
+        raise FormatError(f"invalid content of a compressed layer: {content!r:.100}")
     return Layer(
         plain,
         name,
@@ -178,5 +178,5 @@ def parse_content(media_type: str, digest: object, size: object) -> Descriptor |
     plain, compression = mediatype.split_compression(media_type)
     text = str(size) if type(size) in (int, str) else ""
     if not (compression and isinstance(digest, str) and text.isascii() and text.isdecimal()):
-        raise FormatError(f"a layer of {media_type[:100]} cannot unpack to {digest!r:.100}")
+        raise FormatError(f"invalid content of a {media_type[:100]} layer: {digest!r:.100}")
     return Descriptor(plain, Digest.parse(digest), int(text))

@@ -80,14 +80,14 @@ def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = Non
     name = layer.annotations.get(mediatype.NAME, name)
     if name is None:
         raise FormatError(f"layer {layer.digest} has no annotation {mediatype.NAME}")
-    said = layer.annotations.get
+    value = layer.annotations.get
     return Layer(
         plain,
         name,
-        parse_dtype(said(mediatype.DTYPE)),
-        parse_shape(said(mediatype.SHAPE)),
+        parse_dtype(value(mediatype.DTYPE)),
+        parse_shape(value(mediatype.SHAPE)),
         parse_content(
-            plain.media_type, said(mediatype.CONTENT_DIGEST), said(mediatype.CONTENT_SIZE)
+            plain.media_type, value(mediatype.CONTENT_DIGEST), value(mediatype.CONTENT_SIZE)
         ),
     )
 

@@ -36,14 +36,14 @@ class ContainerDialect(Dialect):
         except (FormatError, KeyError, TypeError):
             raise FormatError("the image config has no rootfs.diff_ids") from None
         if not isinstance(texts, list) or len(texts) != len(manifest.layers):
-            raise FormatError("the image config has another number of diff_ids than of layers")
+            raise FormatError("the image config must have one diff_id for each layer")
         diff_ids = [Digest.parse(text) for text in texts]
         if (table := value.get(CARRIED_LAYERS)) is None:
             layers = tuple(map(_read_annotated, manifest.layers))
         else:
             layers = _read_table(table)
         if [layer.descriptor.digest for layer in layers] != diff_ids:
-            raise FormatError("the layers are not those that the image config's diff_ids name")
+            raise FormatError("the layers do not match the diff_ids of the image config")
         known = carried_config(config) or foreign_config(layers)
         return AImage(known, check_names(layers), manifest.subject)
 

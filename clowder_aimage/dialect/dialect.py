@@ -32,8 +32,7 @@ class Dialect(ABC):
             FormatError: the AImage cannot be written in it.
         """
         raise UsageError(
-            f"AImages are not written in the {self.name} dialect: manifests of {self.product} are "
-            "only read",
+            f"cannot write the {self.name} dialect: {self.product} manifests can only be read",
             hint="other tools also read ModelPacks, which can be written",
             remedy="write_modelpack",
         )

@@ -90,22 +90,22 @@ def _read(layer: Descriptor, name: str) -> Layer:
 
 def _config_of(layers: tuple[Layer, ...], config: bytes) -> bytes:
     value = read_object(config)
-    said = at(value, "config")
-    below = [at(said, word) for word in _FORMATS]
+    fields = at(value, "config")
+    below = [at(fields, word) for word in _FORMATS]
 
     def everywhere(*keys: str) -> list[object]:
-        return [at(place, key) for place in (said, *below) for key in keys]
+        return [at(place, key) for place in (fields, *below) for key in keys]
 
     return vendor_config(
         layers,
         {
             "name": [at(place, "general.name") for place in below],
-            "format": (at(said, "format"),),
-            "formatVersion": (at(said, "format_version"),),
+            "format": (at(fields, "format"),),
+            "formatVersion": (at(fields, "format_version"),),
             "architecture": everywhere("architecture", "general.architecture"),
             "parameters": everywhere("parameters", "parameter_count"),
             "quantization": everywhere("quantization"),
-            "context": (at(said, "context_size"),),
+            "context": (at(fields, "context_size"),),
             "license": [at(place, "general.license") for place in below],
             "created": (at(value, "descriptor", "created"), at(value, "descriptor", "createdAt")),
         },

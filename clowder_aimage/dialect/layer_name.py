@@ -13,9 +13,7 @@ from clowder_aimage.oci import Descriptor, mediatype
 
 _WORD = re.compile(r"[A-Za-z0-9_-]+")
 _NUMBER = re.compile(r"v?[0-9]+")
-_SAYS_NOTHING = frozenset(
-    "application vnd oci docker image layer diff raw tar gzip zstd json".split()
-)
+_GENERIC = frozenset("application vnd oci docker image layer diff raw tar gzip zstd json".split())
 
 
 def clean_path(path: str) -> str:
@@ -25,7 +23,7 @@ def clean_path(path: str) -> str:
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/"):
-        raise FormatError(f"not a layer name: {path[:100]!r}")
+        raise FormatError(f"invalid layer name: {path[:100]!r}")
     return check_name("/".join(parts)) if parts else ""
 
 
@@ -91,4 +89,4 @@ def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
 def _word(media_type: str) -> str:
     """Return the last specific word of a media type: ``gguf``, ``ep``, ``license``."""
     words = [word for word in _WORD.findall(media_type) if not _NUMBER.fullmatch(word)]
-    return next((word for word in reversed(words) if word not in _SAYS_NOTHING), "layer")[:100]
+    return next((word for word in reversed(words) if word not in _GENERIC), "layer")[:100]

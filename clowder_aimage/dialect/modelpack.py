@@ -76,7 +76,7 @@ class ModelPackDialect(Dialect):
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         if not aimage.layers:
-            raise FormatError("a ModelPack has at least one layer, and this AImage has none")
+            raise FormatError("a ModelPack requires at least one layer, but the AImage has none")
         annotations = manifest_annotations(aimage) | {CARRIED_CONFIG: aimage.config_text}
         layers, config = [_write(layer) for layer in aimage.layers], encode(_describe(aimage))
         return build_manifest(
@@ -190,9 +190,9 @@ def _param_size(count: object) -> str | None:
 
 def _write(layer: Layer) -> dict[str, Any]:
     plain = layer.descriptor
-    said = {FILEPATH: _path(layer)} | layer_annotations(layer)
+    annotations = {FILEPATH: _path(layer)} | layer_annotations(layer)
     value = Descriptor(_written_type(layer), plain.digest, plain.size).to_json()
-    return value | {"annotations": said | {mediatype.MEDIATYPE: plain.media_type}}
+    return value | {"annotations": annotations | {mediatype.MEDIATYPE: plain.media_type}}
 
 
 def _path(layer: Layer) -> str:

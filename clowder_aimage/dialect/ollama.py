@@ -91,16 +91,16 @@ def _read_parts(manifest: Manifest, config: bytes) -> AImage:
     """Read a GGUF model. Raises FormatError."""
     parts = [_PARTS.get(layer.media_type) for layer in manifest.layers]
     layers = name_layers(manifest.layers, part_names(parts), _read_part)
-    said = read_object(config)
+    fields = read_object(config)
     known = vendor_config(
         layers,
         {
-            "name": (said.get("base_name"),),
-            "format": (said.get("model_format"),),
-            "architecture": (said.get("model_family"),),
-            "parameters": (said.get("model_type"),),
-            "quantization": (said.get("file_type"),),
-            "context": (said.get("context_length"),),
+            "name": (fields.get("base_name"),),
+            "format": (fields.get("model_format"),),
+            "architecture": (fields.get("model_family"),),
+            "parameters": (fields.get("model_type"),),
+            "quantization": (fields.get("file_type"),),
+            "context": (fields.get("context_length"),),
         },
     )
     return AImage(carried_config(config) or known, layers, manifest.subject)

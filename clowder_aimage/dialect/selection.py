@@ -41,9 +41,9 @@ class LayerSelection:
         for pattern in self.patterns:
             found = {layer.name for layer in aimage.layers if fnmatchcase(layer.name, pattern)}
             chosen.update(found)
-            missed += [] if found else [f"no layer called like {pattern!r:.100}"]
+            missed += [] if found else [f"no layer matching {pattern!r:.100}"]
         if missed:
-            raise _nothing(aimage, reference, missed)
+            raise _not_found(aimage, reference, missed)
         if self.components:
             chosen.update(layer.name for layer in aimage.layers if _is_top_file(layer))
         return frozenset(chosen)
@@ -54,15 +54,15 @@ def _is_top_file(layer: Layer) -> bool:
     return not layer.component and kind == mediatype.AIMAGE_FILE
 
 
-def _nothing(aimage: AImage, reference: Reference, missed: Sequence[str]) -> NotFoundError:
+def _not_found(aimage: AImage, reference: Reference, missed: Sequence[str]) -> NotFoundError:
     components = dict.fromkeys(layer.component for layer in aimage.layers if layer.component)
     top = [layer.name for layer in aimage.layers if not layer.component]
-    there = [f"the components {listed(components)}"] if components else []
-    there += [f"at the top {listed(top)}"] if top else []
+    available = [f"the components {listed(components)}"] if components else []
+    available += [f"the top-level layers {listed(top)}"] if top else []
     example = f", such as {aimage.layers[-1].name}" if aimage.layers else ""
     return NotFoundError(
-        f"{reference} has {' and '.join(missed)}; it has {' and '.join(there) or 'no layers'}",
-        hint=f"nothing was fetched; a pattern must match the whole name of a layer{example}",
+        f"{reference} has {' and '.join(missed)}; it has {' and '.join(available) or 'no layers'}",
+        hint=f"nothing was fetched; a pattern must match a complete layer name{example}",
     )
 
 

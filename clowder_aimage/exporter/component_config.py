@@ -65,8 +65,8 @@ def _entry(kind: Quantization) -> dict[str, Any]:
 
 
 def _is_modelopt(config: Mapping[str, Any]) -> bool:
-    said = config.get(_OTHERS)
-    return isinstance(said, dict) and said.get(METHOD) in _METHODS
+    others = config.get(_OTHERS)
+    return isinstance(others, dict) and others.get(METHOD) in _METHODS
 
 
 def _modelopt(weights: Sequence[Weight]) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def faults(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_FULL:
             raise NoSpaceError(
-                f"no space left to write {path}; nothing of it was kept",
+                f"no space left while writing {path}; incomplete files were removed",
                 hint="free some space, or export to another disk",
             ) from error
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
@@ -96,10 +96,10 @@ def faults(path: Path) -> Iterator[None]:
 def _check(path: Path, final: Path, is_there: bool) -> None:
     if not is_there:
         if not final.parent.is_dir():
-            raise UsageError(f"there is no directory {path.parent} to make {path.name} in")
+            raise UsageError(f"cannot create {path}: no such directory: {path.parent}")
         return
     if not final.is_dir():
-        raise UsageError(f"{path} is a file", hint="name a directory that does not exist yet")
+        raise UsageError(f"{path} is a file", hint="pass a directory that does not exist yet")
     prefix = temporary_prefix(final, _INFIX)
     for place in final.iterdir():
         is_ours = is_temporary(place.name, prefix)  # of a running or a killed process
@@ -109,7 +109,7 @@ def _check(path: Path, final: Path, is_there: bool) -> None:
 
 def _occupied(path: Path) -> UsageError:
     return UsageError(
-        f"{path} is not empty", hint="name a directory that is empty, or does not exist yet"
+        f"{path} is not empty", hint="pass a directory that is empty or does not exist yet"
     )
 
 

@@ -160,13 +160,13 @@ class ExportPlanner:
 
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
         """Add a model card with the licence if create reads it and no GGUF file states it."""
-        said = self._aimage.properties
-        made = card(said.get("license"))
-        if made is None or not (has_weights or said.get("format") in _CARDED):
+        properties = self._aimage.properties
+        made = card(properties.get("license"))
+        if made is None or not (has_weights or properties.get("format") in _CARDED):
             return
         ggufs = (x.descriptor for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
-        is_gguf = said.get("format") == "gguf"
-        if not is_gguf or not any(_says(self._store, one, said["license"]) for one in ggufs):
+        is_gguf, license_ = properties.get("format") == "gguf", properties["license"]
+        if not is_gguf or not any(_has_license(self._store, one, license_) for one in ggufs):
             self._made[CARD] = (made, len(made))
             names.add_file(CARD)
 
@@ -210,15 +210,15 @@ class ExportPlanner:
         return value
 
 
-def _says(store: BlobFiles, content: Descriptor, license_: str) -> bool:
+def _has_license(store: BlobFiles, content: Descriptor, license_: str) -> bool:
     from clowder_aimage.formats.gguf_header import read_header
 
     try:
         with store.path(content).open("rb") as file:
-            said = read_header(file, content.size).metadata.get("general.license")
+            stated = read_header(file, content.size).metadata.get("general.license")
     except (FormatError, OSError):  # not a GGUF file: readers of the file report that
         return False
-    return isinstance(said, str) and said.strip() == license_
+    return isinstance(stated, str) and stated.strip() == license_
 
 
 def _inside(component: str, name: str) -> str:

@@ -120,7 +120,7 @@ class ExportWriter:
         needed = self._plan.needed - sum(shared)
         if needed > free:
             raise NoSpaceError(
-                f"the directory takes {needed} bytes, and {self._path.parent} has room for {free}",
+                f"the export requires {needed} bytes, {self._path.parent} has {free} free",
                 remedy="export_room",
             )
         return min(MAX_PLAIN, free * _SHARE // 100)

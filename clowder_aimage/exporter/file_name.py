@@ -81,12 +81,11 @@ class FileNames:
         longest = max(map(len, raw.split(b"/")))
         if longest > self._part:
             raise FormatError(
-                f"{name[:200]!r} has a part of {longest} bytes, and a file's name has at most "
-                f"{self._part}"
+                f"a component of {name[:200]!r} has {longest} bytes; the limit is {self._part}"
             )
         if len(raw) > self._whole:
             raise FormatError(
-                f"{name[:200]!r} has {len(raw)} bytes, and there is room for {self._whole}",
+                f"{name[:200]!r} has {len(raw)} bytes; the limit is {self._whole}",
                 hint="export to a directory with a shorter path",
             )
 
@@ -112,13 +111,12 @@ def _limit(root: Path, name: str) -> int:
 
 
 def _in_the_way(file: str, whole: str) -> FormatError:
-    return FormatError(f"{file[:200]!r} is a file, and {whole[:200]!r} wants it as a directory")
+    return FormatError(f"{file[:200]!r} is a file, but {whole[:200]!r} requires a directory")
 
 
 def _collision(name: str, taken: str) -> FormatError:
     if name == taken:
-        return FormatError(f"two files are called {name[:200]!r}: a directory can hold one")
+        return FormatError(f"duplicate file name: {name[:200]!r}")
     return FormatError(
-        f"{name[:200]!r} and {taken[:200]!r} are one name where upper case and lower case are not "
-        "told apart"
+        f"{name[:200]!r} and {taken[:200]!r} are the same name on a case-insensitive file system"
     )

@@ -63,21 +63,21 @@ class TarExtractor:
                 self._names.add_directory(name)
                 make_directories(self._root, name)
         elif not name:
-            raise self._refuse(member.name, "a file without a name")
+            raise self._refuse(member.name, "the file has no name")
         elif member.issparse():
-            raise self._refuse(name, "a sparse file")
+            raise self._refuse(name, "sparse files are not supported")
         elif member.isreg():
             self._write(member, name)
         elif member.issym() or member.islnk():
             self._link(member, name)
         else:
-            raise self._refuse(name, "a device, a pipe or something else that is no file")
+            raise self._refuse(name, "not a file, directory or link")
 
-    def _name(self, said: str) -> str:
+    def _name(self, path: str) -> str:
         """Return a name below the directory; empty for the directory itself. Raises FormatError."""
-        parts = [part for part in said.split("/") if part not in ("", ".")]
-        if said.startswith("/") or ".." in parts:
-            raise self._refuse(said, "a name that leads out of it")
+        parts = [part for part in path.split("/") if part not in ("", ".")]
+        if path.startswith("/") or ".." in parts:
+            raise self._refuse(path, "the path is outside the directory")
         return check_name("/".join(parts)) if parts else ""
 
     def _place(self, name: str) -> Path:
@@ -87,10 +87,8 @@ class TarExtractor:
 
     def _write(self, member: tarfile.TarInfo, name: str) -> None:
         if member.size < 0 or self.size + member.size > self._room:
-            raise FormatError(
-                f"{self._layer} has {name[:200]!r} with {member.size} bytes, and there is room for "
-                f"{self._room - self.size}"
-            )
+            room = self._room - self.size
+            raise self._refuse(name, f"it has {member.size} bytes; the limit is {room}")
         mode = _PROGRAM if member.mode & 0o100 else FILE_MODE
         with new_file(self._place(name), mode) as file:
             left = member.size
@@ -107,7 +105,7 @@ class TarExtractor:
         if member.islnk():
             source = self._name(member.linkname)
             if not self._names.is_file(source) or (self._root / source).is_symlink():
-                raise self._refuse(name, f"a link to {source[:200]!r}, which is no file in it")
+                raise self._refuse(name, f"link to {source[:200]!r}, not a file in the archive")
             os.link(self._root / source, self._place(name))
         else:
             target = member.linkname
@@ -129,9 +127,9 @@ class TarExtractor:
             or climbs > name.count("/")
             or "\0" in target
         ):
-            raise self._refuse(name, f"a link to {target[:200]!r}, which leads out of it")
+            raise self._refuse(name, f"link to {target[:200]!r}, outside the directory")
         if len(os.fsencode(target)) > _TARGET:
-            raise self._refuse(name, f"a link to what has over {_TARGET} bytes")
+            raise self._refuse(name, f"the link target has more than {_TARGET} bytes")
 
-    def _refuse(self, name: str, what: str) -> FormatError:
-        return FormatError(f"{self._layer} has {name[:200]!r}, {what}: it is not unpacked")
+    def _refuse(self, name: str, reason: str) -> FormatError:
+        return FormatError(f"{self._layer}: cannot unpack {name[:200]!r}: {reason}")

@@ -45,7 +45,7 @@ def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -
     ordered = sorted(entries, key=lambda entry: entry.name)
     for one, other in pairwise(ordered):
         if one.name == other.name:
-            raise FormatError(f"two tensors are called {one.name[:200]} in {stem}.safetensors")
+            raise FormatError(f"duplicate tensor {one.name[:200]} in {stem}.safetensors")
     shards = _split(ordered, most)
     return [
         _file(_name(stem, number, len(shards)), shard) for number, shard in enumerate(shards, 1)
@@ -126,9 +126,9 @@ def entries(component: str, weight: Weight) -> list[WeightEntry]:
         return [WeightEntry(weight.name, p.dtype, p.shape, p.tensor) for p in weight.parts]
     if not weight.name.endswith(_WEIGHT):
         raise ModelError(
-            f"{component}/{weight.name[:200]} is quantized to {weight.dtype}, and neither MLX nor "
-            "ModelOpt has a name for that: they quantize what is called .weight",
-            hint="export the AImage as it was before it was quantized",
+            f"{component}/{weight.name[:200]} is quantized to {weight.dtype}, but the formats of "
+            "MLX and ModelOpt support only quantized tensors named .weight",
+            hint="export the unquantized AImage",
         )
     return _modelopt(weight) if is_modelopt(weight) else _mlx(weight)
 

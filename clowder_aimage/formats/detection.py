@@ -26,8 +26,8 @@ _CONFIG = "config.json"
 _LORA = re.compile(r"(^|[._])lora[._](A|B|a|b|down|up|embedding_A|embedding_B)($|\.)")
 _LORA_TOO = re.compile(r"(^|[._])(alpha|dora_scale|lora_magnitude_vector)($|\.)")
 _KNOWN = (
-    "a directory of diffusers, transformers, peft or TensorFlow (SavedModel), or a file that is "
-    "GGUF, ONNX, TorchScript or a LoRA adapter in safetensors"
+    "a diffusers, Transformers, PEFT or TensorFlow SavedModel directory, or a GGUF, ONNX, "
+    "TorchScript or safetensors LoRA file"
 )
 
 
@@ -44,8 +44,8 @@ def detect(path: Path) -> str:
             return _detect_directory(path)
         if path.is_file():
             return _detect_file(path)
-    missing = f"there is no {path}" if not path.exists() else f"{path} is not a regular file"
-    raise ModelError(missing, hint=f"what can be packed: {_KNOWN}")
+    missing = f"{path} does not exist" if not path.exists() else f"{path} is not a regular file"
+    raise ModelError(missing, hint=f"supported: {_KNOWN}")
 
 
 def _detect_file(path: Path) -> str:
@@ -73,7 +73,7 @@ def _by_ending(path: Path, ending: str) -> str:
         return ending.removeprefix(".")
     if path.name in (savedmodel.BINARY, savedmodel.TEXT):
         raise ModelError(
-            f"{path} is a part of a SavedModel", hint="name the directory that holds it"
+            f"{path} is part of a SavedModel", hint="pass the directory that contains it"
         )
     if ending in model_tree.PICKLED:
         raise model_tree.pickled(path, torchscript.CONVERT)
@@ -90,8 +90,8 @@ def _detect_safetensors(path: Path) -> str:
     if is_lora(names):
         return LORA
     raise ModelError(
-        f"{path} holds weights alone, and nothing says of which model",
-        hint="name the directory that holds its config.json too",
+        f"{path} contains only weights, without the configuration of the model",
+        hint="pass the directory that also contains its config.json",
     )
 
 
@@ -125,7 +125,7 @@ def _detect_directory(root: Path) -> str:
     fits = [kind for kind, does in does_fit.items() if does]
     if len(fits) > 1:
         raise UsageError(
-            f"{root} fits several formats: {', '.join(fits)}",
+            f"{root} matches several formats: {', '.join(fits)}",
             remedy="choose_format",
             format=fits[0],
         )
@@ -155,25 +155,25 @@ def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
     """Return the error for a directory in no known format, judged by its file names."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
         return ModelError(
-            f"there is no model_index.json in {root}, which its transformer/ and vae/ belong to",
+            f"{root} contains transformer/ and vae/, but no model_index.json",
             hint=model_tree.MODEL_AGAIN,
         )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
             return ModelError(
-                f"{root} is in no format that can be packed, though {name} may be TorchScript",
-                hint=f"name the file itself, if it is; {torchscript.CONVERT} if not",
+                f"unsupported model format: {root} ({name} may be TorchScript)",
+                hint=f"if it is, pass the file itself; otherwise {torchscript.CONVERT}",
             )
     for path in paths.values():
         if path.suffix.lower() in model_tree.PICKLED:
             return model_tree.pickled(path, torchscript.CONVERT)
     if lone := [name for name in paths if name.endswith(SAFETENSORS)]:
         return ModelError(
-            f"{root} holds {lone[0]}, and no config.json that says of which model",
-            hint="download the model again, in full; of a LoRA adapter, name the file itself",
+            f"{root} contains {lone[0]}, but no config.json",
+            hint="download the complete model again; for a LoRA adapter, pass the file itself",
         )
     return _unknown(root)
 
 
 def _unknown(path: Path) -> ModelError:
-    return ModelError(f"{path} is in no format that can be packed", hint=f"can be packed: {_KNOWN}")
+    return ModelError(f"unsupported model format: {path}", hint=f"supported: {_KNOWN}")

@@ -50,14 +50,14 @@ def take_inventory(directory: Path) -> Inventory:
     pipeline = str(index.get("_class_name", ""))
     if pipeline not in _PIPELINES:
         raise ModelError(
-            f"{directory / MODEL_INDEX} names the pipeline {pipeline[:80]!r}, which is not known",
-            hint=f"models of {', '.join(_PIPELINES)} can be packed",
+            f"{directory / MODEL_INDEX}: unsupported pipeline {pipeline[:80]!r}",
+            hint=f"supported: {', '.join(_PIPELINES)}",
         )
     # a missing component is [null, null]
     if unknown := sorted(key for key in index if key not in COMPONENTS and _is_part(index[key])):
         raise ModelError(
-            f"{directory / MODEL_INDEX} names parts that are not known: {', '.join(unknown)[:200]}",
-            hint=f"a {pipeline} has {', '.join(COMPONENTS)}",
+            f"{directory / MODEL_INDEX}: unknown components: {', '.join(unknown)[:200]}",
+            hint=f"the components of {pipeline} are {', '.join(COMPONENTS)}",
         )
     return Inventory(
         family=_PIPELINES[pipeline],
@@ -77,12 +77,12 @@ def _is_part(value: object) -> bool:
 def _model_index(directory: Path) -> Mapping[str, Any]:
     if not directory.is_dir():
         raise ModelError(
-            f"{directory} is not a directory", hint="name the directory that holds the model"
+            f"{directory} is not a directory", hint="pass the directory that contains the model"
         )
     if not (directory / MODEL_INDEX).exists():
         raise ModelError(
-            f"there is no {MODEL_INDEX} in {directory}: not a diffusers model directory",
-            hint="name the directory that holds model_index.json, text_encoder/, transformer/, "
+            f"{MODEL_INDEX} not found in {directory}: not a diffusers model directory",
+            hint="pass the directory that contains model_index.json, text_encoder/, transformer/, "
             "vae/, tokenizer/ and scheduler/",
         )
     model_tree.list_directory(directory, directory, model_tree.PICKLED)
@@ -91,15 +91,15 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
 
 def _component(root: Path, name: str, entry: object) -> Component:
     if not isinstance(entry, list) or not _is_part(entry):
-        raise ModelError(f"{root / MODEL_INDEX} does not say what the {name} is")
+        raise ModelError(f"{root / MODEL_INDEX}: the entry of the {name} is missing or invalid")
     if entry[1] != _CLASSES.get(name, entry[1]):
         raise ModelError(
-            f"{root / MODEL_INDEX} names the {name} {entry[1][:80]!r}, which is not known",
-            hint=f"it must be a {_CLASSES[name]}",
+            f"{root / MODEL_INDEX}: unsupported {name} {entry[1][:80]!r}",
+            hint=f"expected {_CLASSES[name]}",
         )
     directory = root / name
     if not directory.is_dir():
-        missing = f"the {name} is missing: there is no directory {directory}"
+        missing = f"the {name} is missing: {directory} is not a directory"
         raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
     paths = model_tree.list_directory(root, directory, model_tree.PICKLED)
     if name == "tokenizer":
@@ -118,11 +118,11 @@ def _check_tokenizer(root: Path, names: set[str]) -> None:
     configured = config.name in names and model_tree.read_object(root, config).get("chat_template")
     if not configured and not names & {"chat_template.jinja", "chat_template.json"}:
         raise ModelError(
-            f"{directory} has no chat template, which the prompt is written in",
-            hint="it belongs into chat_template.jinja, or into tokenizer_config.json",
+            f"{directory} has no chat template for the prompt",
+            hint="expected in chat_template.jinja or tokenizer_config.json",
         )
     if "tokenizer.json" not in names and not {"vocab.json", "merges.txt"} <= names:
-        missing = f"{directory} has no tokenizer.json, nor vocab.json with merges.txt"
+        missing = f"{directory} has neither tokenizer.json nor vocab.json with merges.txt"
         raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
 
 

@@ -81,7 +81,7 @@ def _take_directory(root: Path) -> Inventory:
     files = model_tree.list_directory(model_tree.home(root), root)
     paths = [path for path in files if path.suffix.lower() == ENDING]
     if not paths:
-        raise ModelError(f"there is no GGUF file in {root}")
+        raise ModelError(f"no GGUF file found in {root}")
     firsts: dict[str, Path] = {}  # one file of each model
     for path in paths:
         match = _PART.fullmatch(path.name)
@@ -92,7 +92,7 @@ def _take_directory(root: Path) -> Inventory:
     if len(others) > 1:
         names = ", ".join(model.files[0].name for model in others[:_SHOWN])
         raise UsageError(
-            f"{root} holds {len(others)} GGUF models: {names}", hint="name the file of one of them"
+            f"{root} contains {len(others)} GGUF models: {names}", hint="pass the file of one model"
         )
     beside = [model for model in projectors if model is not others[0]]
     return _taken(others[0], beside, model_tree.read_license(root))
@@ -117,8 +117,8 @@ def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> 
 
 
 def _quantization(model: _Model) -> str | None:
-    said = model.metadata.get("general.file_type")
-    if type(said) is int and said != GUESSED and (known := FILES.get(said & ~GUESSED)):
+    stated = model.metadata.get("general.file_type")
+    if type(stated) is int and stated != GUESSED and (known := FILES.get(stated & ~GUESSED)):
         return known
     count = Counter[str]()
     for tensor in model.tensors:
@@ -130,10 +130,10 @@ def _adapter(model: _Model) -> dict[str, Any]:
     metadata = model.metadata
     path, kind = model.files[0].path, metadata.get("adapter.type")
     if kind != "lora":
-        raise ModelError(f"{path} is an adapter of a kind that is not known: {kind!r:.60}")
+        raise ModelError(f"{path}: unsupported adapter type {kind!r:.60}")
     alpha = metadata.get("adapter.lora.alpha")
     if alpha is not None and (type(alpha) not in (int, float) or not math.isfinite(alpha)):
-        raise FormatError(f"{path}: adapter.lora.alpha is no number: {alpha!r:.60}")
+        raise FormatError(f"{path}: adapter.lora.alpha is not a number: {alpha!r:.60}")
     ups = [tensor for tensor in model.tensors if _is_up(tensor)]
     ranks = {tensor.shape[0] for tensor in ups}
     targets = {tensor.name.split(".")[-3] for tensor in ups}
@@ -173,13 +173,13 @@ def _read(path: Path) -> _Model:
 def _parts(path: Path, match: re.Match[str]) -> list[Path]:
     total = int(match["total"])
     if not 1 <= int(match["number"]) <= total:
-        raise ModelError(f"{path} is called part {int(match['number'])} of {total}")
+        raise ModelError(f"{path}: invalid part number {int(match['number'])} of {total}")
     names = [f"{match['stem']}-{number:05}-of-{total:05}{ENDING}" for number in range(1, total + 1)]
     paths = [path.parent / name for name in names]
     if missing := [part.name for part in paths if not part.exists()]:
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise FormatError(
-            f"{path} is one of {total} parts, of which these are missing: "
+            f"{path} is one of {total} parts, and these are missing: "
             f"{', '.join(missing[:_SHOWN])}{more}",
             hint=model_tree.MODEL_AGAIN,
         )
@@ -188,20 +188,20 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
 
 def _check_parts(paths: Sequence[Path], headers: Sequence[GgufHeader]) -> None:
     for number, (path, header) in enumerate(zip(paths, headers, strict=True)):
-        said = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
-        if said != (len(paths), number):
+        stated = header.metadata.get("split.count", 1), header.metadata.get("split.no", 0)
+        if stated != (len(paths), number):
             raise FormatError(
-                f"{path} says that it is part {said[1]!r:.20} (from 0) of {said[0]!r:.20}, and is "
-                f"part {number} of {len(paths)} by its name",
-                hint="give the parts the names that they had when the model was split",
+                f"{path}: its metadata has part {stated[1]!r:.20} (from 0) of {stated[0]!r:.20}, "
+                f"its name part {number} of {len(paths)}",
+                hint="restore the original names of the parts",
             )
     tensors = [tensor.name for header in headers for tensor in header.tensors]
     for path, header in zip(paths, headers, strict=True):
         count = header.metadata.get("split.tensors.count", len(tensors))
         if count != len(tensors):
             raise FormatError(
-                f"{path} says that the parts hold {count!r:.20} tensors, they hold {len(tensors)}",
+                f"{path}: split.tensors.count is {count!r:.20}, the parts contain {len(tensors)}",
                 hint=model_tree.MODEL_AGAIN,
             )
     if len(set(tensors)) < len(tensors):
-        raise FormatError(f"two parts of {paths[0]} hold the same tensor")
+        raise FormatError(f"duplicate tensor in the parts of {paths[0]}")

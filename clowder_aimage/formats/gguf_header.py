@@ -103,7 +103,7 @@ class _Cursor:
         self._check(count, what)
         data = self._file.read(count)
         if len(data) < count:
-            raise FormatError(f"truncated: {what} breaks off after byte {self.position}")
+            raise FormatError(f"truncated: {what} ends early, after byte {self.position}")
         self.position += count
         return data
 
@@ -116,8 +116,8 @@ class _Cursor:
         left = self._size - self.position
         if count > left:
             raise FormatError(
-                f"at byte {self.position}, {what} takes {count} bytes, of which {left} are "
-                "there: truncated, or damaged"
+                f"at byte {self.position}, {what} takes {count} bytes, but {left} are "
+                "left: truncated or damaged"
             )
 
     def number(self, form: struct.Struct, what: str) -> Any:
@@ -129,7 +129,7 @@ class _Cursor:
         count: int = self.number(_U64, f"the number of {what}")
         left = self._size - self.position
         if count > most or count * least > left:
-            raise FormatError(f"at byte {place}, {count} {what} cannot be in {left} bytes")
+            raise FormatError(f"at byte {place}, {count} {what} do not fit in {left} bytes")
         return count
 
     def short_text(self, what: str, most: int) -> str | None:
@@ -143,7 +143,7 @@ class _Cursor:
     def text(self, what: str, most: int) -> str:
         place, length = self.position, self.number(_U64, f"the length of {what}")
         if length > most:
-            raise FormatError(f"at byte {place}, {what} is {length} bytes long, over {most}")
+            raise FormatError(f"at byte {place}, {what} has {length} bytes; the limit is {most}")
         return self._decode(place, length, what)
 
     def _decode(self, place: int, length: int, what: str) -> str:
@@ -157,7 +157,7 @@ class _Cursor:
         count = self.count(what, least, MAX_ITEMS)
         self._items += count
         if self._items > MAX_ITEMS:
-            raise FormatError(f"at byte {self.position}, lists hold over {MAX_ITEMS} items")
+            raise FormatError(f"at byte {self.position}, lists contain more than {MAX_ITEMS} items")
         return count
 
 
@@ -183,22 +183,20 @@ def read_header(file: BinaryIO, size: int) -> GgufHeader:
 def _version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic number")
     if magic in OLDER:
-        raise FormatError(
-            "this is the format GGML, which came before GGUF", hint="convert it to GGUF"
-        )
+        raise FormatError("this is a GGML file, the predecessor of GGUF", hint="convert it to GGUF")
     if magic not in (MAGIC, BIG_ENDIAN):
-        raise FormatError(f"a GGUF file begins with GGUF, this one with {magic!r}", hint=OTHER)
+        raise FormatError(f"not a GGUF file: it begins with {magic!r}, not GGUF", hint=OTHER)
     version: int = cursor.number(_U32, "the version")
     # older big-endian files have the same magic, and a byte-swapped version
     if magic == BIG_ENDIAN or not version & 0xFFFF:
         raise FormatError(
-            "this GGUF file is big-endian, and only little-endian ones are packed",
+            "this GGUF file is big-endian; only little-endian files are supported",
             hint="convert it with gguf-convert-endian",
         )
     if version not in VERSIONS:
         raise FormatError(
-            f"at byte 4, version {version} of GGUF, of which 2 and 3 are known",
-            hint="convert the model again with a current program" if version < 2 else None,
+            f"at byte 4, unsupported GGUF version {version}: expected 2 or 3",
+            hint="convert the model again with a current converter" if version < 2 else None,
         )
     return version
 
@@ -210,13 +208,16 @@ def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
         place = cursor.position
         key = cursor.text("a key", MAX_KEY)
         if not key or not key.isascii() or not key.isprintable() or key in seen:
-            raise FormatError(f"at byte {place}, not a key, or there twice: {key!r:.100}")
+            raise FormatError(f"at byte {place}, invalid or duplicate key: {key!r:.100}")
         seen.add(key)
         kept = key.startswith(_KEPT) or key.endswith(_KEPT_END)
         place, kind = cursor.position, cursor.number(_U32, "the type of a value")
         value = _value(cursor, kind, key, kept)
         if key == _ALIGNMENT and not _is_alignment(kind, value):
-            raise FormatError(f"at byte {place}, {key} is {value!r:.40}, not a power of two from 8")
+            raise FormatError(
+                f"at byte {place}, {key} must be a UINT32 power of two from 8 to {MAX_ALIGNMENT}, "
+                f"not {value!r:.40}"
+            )
         if kept and value is not None:
             metadata[key] = value
     return metadata
@@ -241,14 +242,14 @@ def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
     if kind == ARRAY:
         _skip_list(cursor)
         return None
-    raise FormatError(f"at byte {place - 4}, {key[:100]} has a type that is not known: {kind}")
+    raise FormatError(f"at byte {place - 4}, {key[:100]} has an unknown type: {kind}")
 
 
 def _skip_list(cursor: _Cursor, depth: int = 1) -> None:
     place, kind = cursor.position, cursor.number(_U32, "the type of a list")
     if kind == ARRAY:
         if depth > MAX_DEPTH:
-            raise FormatError(f"at byte {place}, lists are nested over {MAX_DEPTH} deep")
+            raise FormatError(f"at byte {place}, lists are nested more than {MAX_DEPTH} deep")
         for _ in range(cursor.items_of("lists", _LEAST_LIST)):
             _skip_list(cursor, depth + 1)
     elif kind == STRING:
@@ -257,7 +258,7 @@ def _skip_list(cursor: _Cursor, depth: int = 1) -> None:
     elif form := SCALARS.get(kind):
         cursor.skip(cursor.count("values", form.size, 1 << 60) * form.size, "a list")
     else:
-        raise FormatError(f"at byte {place}, a list has a type that is not known: {kind}")
+        raise FormatError(f"at byte {place}, a list has an unknown type: {kind}")
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
@@ -265,18 +266,21 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     name = cursor.text("a tensor's name", MAX_NAME)
     place, rank = cursor.position, cursor.number(_U32, f"the rank of {name}")
     if rank > MAX_DIMENSIONS:
-        raise FormatError(f"at byte {place}, {name} has {rank} dimensions, over {MAX_DIMENSIONS}")
+        raise FormatError(
+            f"at byte {place}, {name} has {rank} dimensions; the limit is {MAX_DIMENSIONS}"
+        )
     shape = struct.unpack(f"<{rank}Q", cursor.take(8 * rank, f"the shape of {name}"))
     place, number = cursor.position, cursor.number(_U32, f"the type of {name}")
     if number not in TENSORS:
-        past = "that was removed from GGUF" if number in REMOVED else "that is not known"
-        raise FormatError(f"at byte {place}, {name} has a type {past}: {number}")
+        problem = "a type that was removed from GGUF" if number in REMOVED else "an unknown type"
+        raise FormatError(f"at byte {place}, {name} has {problem}: {number}")
     kind, block, size = TENSORS[number]
     if (shape[0] if shape else 1) % block:
-        raise FormatError(f"at byte {place}, rows of {shape[:1]} are no blocks of {kind} in {name}")
+        rows = f"rows of {name} {shape[:1]}"
+        raise FormatError(f"at byte {place}, {rows} are not whole blocks of {kind}")
     place, offset = cursor.position, cursor.number(_U64, f"the offset of {name}")
     if offset % alignment:
-        raise FormatError(f"at byte {place}, {name} is at {offset}, no multiple of {alignment}")
+        raise FormatError(f"at byte {place}, {name} is at {offset}, not a multiple of {alignment}")
     return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * size)
 
 
@@ -285,15 +289,13 @@ def _check_spans(tensors: tuple[GgufTensor, ...], size: int) -> None:
     names = Counter(tensor.name for tensor in tensors)
     for name, count in names.items():
         if not name or count > 1:
-            raise FormatError(f"two tensors are called {name!r}, or one is called nothing")
+            raise FormatError(f"duplicate or empty tensor name: {name!r}")
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset < end:
-            raise FormatError(
-                f"tensor {tensor.name} begins inside another, at byte {tensor.offset}"
-            )
+            raise FormatError(f"tensor {tensor.name} overlaps another at byte {tensor.offset}")
         end = tensor.offset + tensor.nbytes
         if end > size:
             raise FormatError(
-                f"tensor {tensor.name} ends at byte {end}, the file at {size}: truncated or damaged"
+                f"tensor {tensor.name} ends at byte {end} of {size}: truncated or damaged"
             )

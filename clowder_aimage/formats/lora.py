@@ -61,8 +61,8 @@ def take(path: Path) -> Inventory:
         raise model_tree.pickled(unsafe[0], hint)
     if len(weights) != 1:
         raise ModelError(
-            f"{path} should have one safetensors file with an adapter; it has {len(weights)}",
-            hint=f"name the file itself, or keep {_WEIGHTS} alone",
+            f"{path} must contain one safetensors file with an adapter, not {len(weights)}",
+            hint=f"pass the file itself, or keep only {_WEIGHTS}",
         )
     others = tuple(file for file in files if file.name == CONFIG)
     config = _config(model_tree.home(path), path / CONFIG) if others else {}
@@ -85,16 +85,16 @@ def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> In
 def _describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     pairs = read_pairs(path, header)
     ranks = {pair.rank for pair in pairs}
-    said = header.metadata
+    metadata = header.metadata
     facts: dict[str, Any] = {
         "type": "lora",
         "rank": max(ranks),
         "alpha": _alpha(path, header, config),
         "targets": sorted({pair.target for pair in pairs}),
-        "triggerWords": _trigger_words(said),
-        "weight": _number(said.get("recommended_weight"), said.get("default_weight")),
+        "triggerWords": _trigger_words(metadata),
+        "weight": _number(metadata.get("recommended_weight"), metadata.get("default_weight")),
         "base": _text(config.get("base_model_name_or_path"))
-        or _text(said.get("ss_base_model_version")),
+        or _text(metadata.get("ss_base_model_version")),
     }
     return {key: value for key, value in facts.items() if value not in (None, [])}
 
@@ -120,17 +120,17 @@ def read_pairs(path: Path, header: Header | None = None) -> list[LoraPair]:
     up = {match[1]: name for name in header.tensors if (match := _UP.fullmatch(name))}
     if not down:
         raise FormatError(
-            f"{path} holds no LoRA: none of its tensors is called lora_A or lora_down",
-            hint="other kinds of adapters (LoHa, LoKr, DoRA alone) are not known",
+            f"{path} is not a LoRA: no tensor is named lora_A or lora_down",
+            hint="other adapter types (LoHa, LoKr, DoRA alone) are not supported",
         )
     if odd := sorted(down.keys() ^ up.keys()):
-        raise FormatError(f"{path}: {odd[0][:200]} has one half of a low-rank pair alone")
+        raise FormatError(f"{path}: {odd[0][:200]} has only one half of a low-rank pair")
     found = []
     for stem, name in sorted(down.items()):
         first, second = header.tensors[name].shape, header.tensors[up[stem]].shape
         if len(first) < 2 or len(second) < 2 or first[0] != second[1] or not first[0]:
             raise FormatError(
-                f"{path}: the halves of {stem[:200]} do not fit: {list(first)} and {list(second)}"
+                f"{path}: incompatible shapes of {stem[:200]}: {list(first)} and {list(second)}"
             )
         rows, columns = second[0], first[1]
         if "lora_embedding" in name:  # an embedding table: one row per word
@@ -143,7 +143,7 @@ def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int
     stated = config.get("lora_alpha")
     if isinstance(stated, int | float) and not isinstance(stated, bool):
         if not math.isfinite(stated):
-            raise FormatError(f"{path.with_name(CONFIG)}: lora_alpha is {stated}")
+            raise FormatError(f"{path.with_name(CONFIG)}: lora_alpha must be finite, not {stated}")
         return stated
     found = {
         _scalar(tensor) for tensor in SourceTensor.of(path, header) if tensor.name.endswith(_ALPHA)
@@ -169,11 +169,11 @@ def _scalar(tensor: SourceTensor) -> float | None:
     return float(struct.unpack(code, data)[0])
 
 
-def _trigger_words(said: Mapping[str, str]) -> list[str]:
-    words = [_text(said.get("trigger_word")), _text(said.get("modelspec.trigger_phrase"))]
-    words += [word.strip() for word in said.get("trigger_words", "").split(",")]
+def _trigger_words(metadata: Mapping[str, str]) -> list[str]:
+    words = [_text(metadata.get("trigger_word")), _text(metadata.get("modelspec.trigger_phrase"))]
+    words += [word.strip() for word in metadata.get("trigger_words", "").split(",")]
     if not any(words):
-        words = _tags(said.get("ss_tag_frequency", ""))
+        words = _tags(metadata.get("ss_tag_frequency", ""))
     return list(dict.fromkeys(word for word in words if word))
 
 
@@ -213,7 +213,7 @@ def _config(root: Path, path: Path) -> Mapping[str, Any]:
         raise FormatError(f"{path} is not a JSON object")
     kind = value.get("peft_type", "LORA")
     if kind != "LORA":
-        raise ModelError(f"{path} is of an adapter of another kind: {kind!r:.40}")
+        raise ModelError(f"{path}: unsupported adapter type {kind!r:.40}")
     return value
 
 
@@ -233,15 +233,13 @@ def check_fit(what: str, pairs: Sequence[LoraPair], shapes: Shapes, base: str) -
             known.setdefault(_plain(stem), []).append(shape)
             known.setdefault(_plain(stem.partition("/")[2] or stem), []).append(shape)
     for pair in pairs:
-        wanted = _find(pair.target, known)
-        if not wanted:
+        expected = _find(pair.target, known)
+        if not expected:
+            raise FormatError(f"{what} does not match {base}, which has no {pair.target[:200]}")
+        if not any(shape[0] == pair.rows and shape[1] == pair.columns for shape in expected):
             raise FormatError(
-                f"{what} is for another model than {base}, which has no {pair.target[:200]}"
-            )
-        if not any(shape[0] == pair.rows and shape[1] == pair.columns for shape in wanted):
-            raise FormatError(
-                f"{what} is for another model than {base}: at {pair.target[:200]} it changes "
-                f"{pair.rows} rows of {pair.columns}, and the model has {list(wanted[0])}"
+                f"{what} does not match {base}: for {pair.target[:200]} it has "
+                f"{[pair.rows, pair.columns]}, the model {list(expected[0])}"
             )
 
 

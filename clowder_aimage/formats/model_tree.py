@@ -15,9 +15,9 @@ from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.oci import mediatype
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-AGAIN = "download the file again, in full"
-MODEL_AGAIN = "download the model again, in full"
-OTHER = f"{AGAIN}, or have its format detected"
+AGAIN = "download the complete file again"
+MODEL_AGAIN = "download the complete model again"
+OTHER = f"{AGAIN}, or omit the format to have it detected"
 CARD, ADAPTERS = "README.md", "adapters"
 MAX_FILES = 8000  # of a model: a manifest has no room for more layers
 _START = 64  # bytes that identify a file's type
@@ -60,7 +60,7 @@ def source_file(
     try:
         check_name(name)
     except FormatError:
-        raise ModelError(f"{str(path)!r:.300} cannot be packed under its name") from None
+        raise ModelError(f"unsupported file name: {str(path)!r:.300}") from None
     check_not_pointer(path, start_of(path))
     status = path.stat()
     return SourceFile(name, path, status.st_size, status.st_mtime_ns, media_type)
@@ -122,13 +122,14 @@ def walk(root: Path) -> list[Path]:
                 found.append(path)
             elif path.is_symlink():  # it could lead back up: every file would have two names
                 raise ModelError(
-                    f"{path} is a link to a directory", hint="put the directory itself in its place"
+                    f"{path} is a link to a directory", hint="replace it with the directory itself"
                 )
             else:
                 directories.append(path)
         if len(found) + len(directories) > MAX_FILES:
             raise ModelError(
-                f"{root} holds over {MAX_FILES} files", hint="name a directory with the model alone"
+                f"{root} contains more than {MAX_FILES} files",
+                hint="pass a directory that contains only the model",
             )
     return sorted(found)
 
@@ -153,9 +154,9 @@ def _check_file(path: Path) -> None:
     if path.is_file():
         return
     if not path.exists():
-        link = " is a link to nothing" if path.is_symlink() else " does not exist"
-        raise ModelError(f"{path}{link}", hint="name the file or directory that holds the model")
-    raise ModelError(f"{path} is not a regular file", hint="name the file that holds the model")
+        problem = "is a broken link" if path.is_symlink() else "does not exist"
+        raise ModelError(f"{path} {problem}", hint="pass the file or directory of the model")
+    raise ModelError(f"{path} is not a regular file", hint="pass the file of the model")
 
 
 def check_not_pointer(path: Path, start: bytes) -> None:
@@ -180,13 +181,13 @@ def check_inside(root: Path, path: Path) -> None:
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):  # a loop of links is a RuntimeError before Python 3.13
-        raise ModelError(f"{path} is a link to nothing", hint=MODEL_AGAIN) from None
+        raise ModelError(f"{path} is a broken link", hint=MODEL_AGAIN) from None
     if target.is_relative_to(top):
         return
     if top.parent.name == "snapshots" and target.parent == top.parent.parent / "blobs":
         return
     raise ModelError(
-        f"{path} is a link that leaves the model directory (to {target})",
+        f"{path} is a link to {target}, outside the model directory",
         hint="copy the file into the model directory",
     )
 
@@ -194,7 +195,7 @@ def check_inside(root: Path, path: Path) -> None:
 def pickled(path: Path, hint: str) -> ModelError:
     """Return the error for a pickled file."""
     return ModelError(
-        f"{path} is pickled: loading it could run any code, so it is not packed", hint=hint
+        f"{path} is pickled: loading it can execute arbitrary code, so it is not packed", hint=hint
     )
 
 

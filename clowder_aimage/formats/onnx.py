@@ -52,7 +52,7 @@ def _take_directory(root: Path) -> Inventory:
             models.append(model)
             files |= {file.name: file for file in found}
     if not models:
-        raise ModelError(f"there is no ONNX file in {root}")
+        raise ModelError(f"no ONNX file found in {root}")
     for path in paths:
         name = path.relative_to(root).as_posix()
         if name not in files and (path.suffix in _ENDINGS or path.name in _NAMES):
@@ -83,17 +83,17 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
             name = _name(location, need.tensor)
             beside = path.parent / name
             if not beside.is_file():
-                what = "is not there" if not beside.exists() else "is not a regular file"
+                problem = "is missing" if not beside.exists() else "is not a regular file"
                 raise FormatError(
-                    f"tensor {need.tensor[:200]!r} is in {name}, which {what}",
-                    hint="download the files that belong to the model, and leave them beside it",
+                    f"tensor {need.tensor[:200]!r} is in {name}, which {problem}",
+                    hint="download the external data files of the model into its directory",
                 )
             full = beside.relative_to(root).as_posix()
             files[full] = source_file(inside or root, beside, full, mediatype.AIMAGE_ONNX)
             if need.end > files[full].size:
                 raise FormatError(
                     f"tensor {need.tensor[:200]!r} ends at byte {need.end} of {full}, which has "
-                    f"{files[full].size}: truncated"
+                    f"{files[full].size} bytes: truncated"
                 )
     return list(files.values()), model
 
@@ -107,6 +107,6 @@ def _name(location: str, tensor: str) -> str:
         return check_name(path.as_posix())
     except FormatError:
         raise FormatError(
-            f"tensor {tensor[:200]!r} is in {location[:200]!r}: not a path beside the model",
-            hint="do not load this model with anything",
+            f"tensor {tensor[:200]!r} is in {location[:200]!r}, outside the model directory",
+            hint="the model may be malicious: do not load it with any tool",
         ) from None

@@ -96,9 +96,7 @@ def read_model(file: BinaryIO, size: int) -> OnnxModel:
     model = OnnxModel()
     found = _walk(WireReader(file, size), "ModelProto", 0, size, model, 1)
     if not {1, 7} <= found or model.ir_version < 1:
-        raise FormatError(
-            "this is not an ONNX model: it has no IR version, or no graph", hint=OTHER
-        )
+        raise FormatError("not an ONNX model: it has no IR version or no graph", hint=OTHER)
     return model
 
 
@@ -109,7 +107,7 @@ def _walk(
     seen: set[int] = set()
     for one in wire.fields(start, end):
         if one.number in seen and one.number in _ONCE.get(kind, ()):
-            raise FormatError(f"at byte {one.place}, {kind} has a field twice")
+            raise FormatError(f"at byte {one.place}, duplicate field in {kind}")
         seen.add(one.number)
         inner = _INNER[kind].get(one.number)
         if inner is None:
@@ -118,7 +116,7 @@ def _walk(
             continue
         one.expect(BYTES)
         if depth > MAX_DEPTH:
-            raise FormatError(f"at byte {one.place}, nested over {MAX_DEPTH} deep")
+            raise FormatError(f"at byte {one.place}, nested more than {MAX_DEPTH} deep")
         if inner == "TensorProto":
             _read_tensor(wire, one, model)
         else:
@@ -150,7 +148,7 @@ def _read_tensor(wire: WireReader, message: WireField, model: OnnxModel) -> None
         if one.number == 1:
             dims += wire.int64s(one, MAX_RANK)
             if len(dims) > MAX_RANK or min(dims, default=0) < 0:
-                raise FormatError(f"at byte {one.place}, impossible dimensions of a tensor")
+                raise FormatError(f"at byte {one.place}, invalid tensor dimensions")
         elif one.number == 2:
             kind = one.int64()
         elif one.number == 8:
@@ -175,27 +173,27 @@ def _read_entry(wire: WireReader, message: WireField, stated: dict[str, str]) ->
         if one.number in pair:
             pair[one.number] = wire.text(one)
     if pair[1] in stated:
-        raise FormatError(f"at byte {message.place}, external data have {pair[1][:60]!r} twice")
+        raise FormatError(f"at byte {message.place}, duplicate external data key {pair[1][:60]!r}")
     stated[pair[1]] = pair[2]
 
 
 def _add_need(model: OnnxModel, name: str, stated: Mapping[str, str], size: int) -> None:
     location = stated.get("location")
     if not location:
-        raise FormatError(f"tensor {name[:200]!r} is in another file, which is not named")
+        raise FormatError(f"tensor {name[:200]!r} has external data without a location")
     offset = _number(name, stated, "offset", 0)
     length = _number(name, stated, "length", size)
     if length < size:
-        raise FormatError(f"tensor {name[:200]!r} takes {size} bytes, and has {length} of them")
+        raise FormatError(f"tensor {name[:200]!r} takes {size} bytes, but its data has {length}")
     known = model.external.get(location)
     if known is None or known.end < offset + length:
         model.external[location] = Need(name, offset + length)
     if len(model.external) > MAX_LOCATIONS:
-        raise FormatError(f"tensors are in over {MAX_LOCATIONS} other files")
+        raise FormatError(f"external data is in more than {MAX_LOCATIONS} files")
 
 
 def _number(name: str, stated: Mapping[str, str], key: str, default: int) -> int:
     word = stated.get(key, str(default))
     if not word.isascii() or not word.isdecimal() or len(word) > 30:
-        raise FormatError(f"tensor {name[:200]!r} has an {key} that is not a number: {word[:60]!r}")
+        raise FormatError(f"the {key} of tensor {name[:200]!r} is not a number: {word[:60]!r}")
     return int(word)

@@ -39,8 +39,8 @@ from clowder_aimage.tensor.weight import (
 
 _NVFP4 = Quantization.parse("nvfp4")
 _FACTORS = ("F32", "F16", "BF16")
-_KNOWN = "known are MLX's .scales and .biases, and nvfp4 of ModelOpt and compressed-tensors"
-_BEGIN = f"{_KNOWN}: begin with the model as it was before it was quantized"
+_KNOWN = "supported: MLX (.scales and .biases), and nvfp4 of ModelOpt and compressed-tensors"
+_USE_ORIGINAL = f"{_KNOWN}; otherwise use the unquantized model"
 _ENDS = (
     *(".qweight", ".qzeros", ".SCB"),
     *(".weight.absmax", ".weight.nested_absmax", ".weight.quant_map"),
@@ -83,7 +83,7 @@ def read_quantized(
     whole = by_name([*weights, *map(plain, rest.values())])
     for one, other in pairwise(whole):
         if one.name == other.name:
-            raise FormatError(f"{directory} has {one.name[:200]} both quantized and as it was")
+            raise FormatError(f"{directory} has {one.name[:200]} both quantized and unquantized")
     return whole, tuple(sorted(ignored))
 
 
@@ -121,17 +121,17 @@ def _configured(
     is_table = any(entry is config.get(key) for key in quantization_config.KEYS)
     if entry is None or "bits" not in entry or (is_table and "group_size" not in entry):
         raise FormatError(
-            f"{codes.path}: {codes.name[:200]} is quantized, and the config.json beside it does "
-            "not say how",
-            hint='MLX writes "quantization": {"group_size": 64, "bits": 4} there',
+            f"{codes.path}: {codes.name[:200]} is quantized, but config.json has no bits and "
+            "group_size for it",
+            hint='MLX writes "quantization": {"group_size": 64, "bits": 4} into config.json',
         )
     name, size = quantization_config.mlx_type(entry)
     if name is None:
         bits, mode = entry["bits"], entry.get("mode", "affine")
         raise FormatError(
-            f"{codes.path}: {codes.name[:200]} has {bits!r:.20} bits in mode {mode!r:.20}, "
-            "which is not known",
-            hint=f"known are {', '.join(QUANT_TYPES)}",
+            f"{codes.path}: {codes.name[:200]}: unsupported quantization: {bits!r:.20} bits in "
+            f"mode {mode!r:.20}",
+            hint=f"supported: {', '.join(QUANT_TYPES)}",
         )
     if "group_size" not in entry:
         size = quantization_config.group_size(name, codes.shape, scales.shape)
@@ -191,13 +191,13 @@ def factors(part: TensorPart, data: bytes | bytearray) -> bytes:
         words = struct.pack(f"<{len(values)}I", *(value << 16 for value in values))
         values = struct.unpack(f"<{len(values)}f", words)
     if not all(0 < value < math.inf for value in values):
-        raise FormatError(f"{name} is not a global scale: it must be positive and finite")
+        raise FormatError(f"global scale {name} must be positive and finite")
     if part.reading is WeightReader.DIVISOR:
         values = tuple(1 / value for value in values)
     try:
         return struct.pack(f"<{len(values)}f", *values)
     except OverflowError:
-        raise FormatError(f"{name} is too small to be a global scale") from None
+        raise FormatError(f"global scale {name} is too small") from None
 
 
 def _check(weight: Weight) -> None:
@@ -219,15 +219,15 @@ def _check(weight: Weight) -> None:
 
 def _unfit(tensor: SourceTensor, quantization: Quantization) -> FormatError:
     return FormatError(
-        f"{tensor.path}: {tensor.name[:200]}, {tensor.dtype} {list(tensor.shape)}, does not fit "
+        f"{tensor.path}: {tensor.name[:200]} ({tensor.dtype} {list(tensor.shape)}) does not match "
         f"{quantization.type.name} in groups of {quantization.group_size}",
-        hint="the weights and their config.json do not belong together, or are damaged",
+        hint="the weights do not match their config.json, or are damaged",
     )
 
 
 def _unknown(codes: SourceTensor) -> FormatError:
     return FormatError(
-        f"{codes.path}: {codes.name[:200]} is quantized in a way that is not known", hint=_KNOWN
+        f"{codes.path}: {codes.name[:200]} has an unsupported quantization", hint=_KNOWN
     )
 
 
@@ -236,16 +236,17 @@ def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
     key = quantization_config.unknown_key(config)
     if key is None:
         return
-    said = config[key]
-    method = said.get(quantization_config.METHOD) if isinstance(said, Mapping) else None
+    stated = config[key]
+    method = stated.get(quantization_config.METHOD) if isinstance(stated, Mapping) else None
     if method in CONVERTED:
         # rotations would have to be reversed at run time
-        what = "were transformed before they were quantized, which is not known"
+        found = "the weights were transformed before quantization"
     elif method is not None:
-        what = f"were quantized by {method!r:.60}, which is not known"
+        found = f"{quantization_config.METHOD} = {method!r:.60}"
     else:
-        what = f"were quantized in a way that is not known: {key} = {said!r:.60}"
-    raise FormatError(f"{directory / 'config.json'} says that the weights {what}", hint=_BEGIN)
+        found = f"{key} = {stated!r:.60}"
+    path = directory / "config.json"
+    raise FormatError(f"{path}: unsupported quantization: {found}", hint=_USE_ORIGINAL)
 
 
 def _check_rest(rest: Mapping[str, SourceTensor]) -> None:
@@ -255,8 +256,8 @@ def _check_rest(rest: Mapping[str, SourceTensor]) -> None:
     scaled = {owner.removesuffix(WEIGHT) for owner, _, word in factors if "scale" in word.lower()}
     for name, tensor in rest.items():
         if _is_left(name, tensor, rest, scaled):
-            unknown = "is of a tensor that is quantized in a way that is not known"
-            raise FormatError(f"{tensor.path}: {name[:200]} {unknown}", hint=_BEGIN)
+            problem = "belongs to a tensor with an unsupported quantization"
+            raise FormatError(f"{tensor.path}: {name[:200]} {problem}", hint=_USE_ORIGINAL)
 
 
 def _is_left(

@@ -36,8 +36,8 @@ class WireField(NamedTuple):
         """Check the wire type. Raises FormatError."""
         if self.wire != wire:
             raise FormatError(
-                f"at byte {self.place}, field {self.number} has the wire type {self.wire}, "
-                f"not {wire}"
+                f"at byte {self.place}, field {self.number} has wire type {self.wire}, "
+                f"expected {wire}"
             )
 
     def int64(self) -> int:
@@ -61,11 +61,11 @@ class WireReader:
         while place < end:
             self._seen += 1
             if self._seen > MAX_FIELDS:
-                raise FormatError(f"at byte {place}, there are over {MAX_FIELDS} fields")
+                raise FormatError(f"at byte {place}, more than {MAX_FIELDS} fields")
             tag, position = self._varint(place, end)
             number, wire = tag >> 3, tag & 7
             if not 1 <= number <= MAX_NUMBER:
-                raise FormatError(f"at byte {place}, no field has the number {number}")
+                raise FormatError(f"at byte {place}, invalid field number {number}")
             found = self._field(number, wire, place, position, end)
             yield found
             place = found.end
@@ -79,11 +79,10 @@ class WireReader:
         elif wire in _FIXED:
             length = _FIXED[wire]
         else:
-            raise FormatError(f"at byte {place}, a field of the wire type {wire}")
+            raise FormatError(f"at byte {place}, unsupported wire type {wire}")
         if length > end - position:
             raise FormatError(
-                f"at byte {place}, a field takes {length} bytes, of which {end - position} are "
-                "there"
+                f"at byte {place}, a field takes {length} bytes, but {end - position} are left"
             )
         return WireField(number, wire, 0, place, position, position + length)
 
@@ -100,7 +99,7 @@ class WireReader:
         position = field.start
         while position < field.end:
             if len(numbers) == most:
-                raise FormatError(f"at byte {field.place}, there are over {most} numbers")
+                raise FormatError(f"at byte {field.place}, more than {most} numbers")
             number, position = self._varint(position, field.end)
             numbers.append(_signed(number))
         return numbers
@@ -111,7 +110,7 @@ class WireReader:
         length = field.end - field.start
         if length > _MAX_TEXT:
             raise FormatError(
-                f"at byte {field.place}, a string of {length} bytes is over {_MAX_TEXT}"
+                f"at byte {field.place}, a string has {length} bytes; the limit is {_MAX_TEXT}"
             )
         try:
             return self._at(field.start, length).decode()
@@ -131,7 +130,7 @@ class WireReader:
                     break
                 return value, position
             shift += 7
-        raise FormatError(f"before byte {position}, a number does not end, or not within 64 bits")
+        raise FormatError(f"before byte {position}, a varint is unterminated or exceeds 64 bits")
 
     def _at(self, position: int, count: int) -> bytes:
         index = position - self._base
@@ -140,7 +139,7 @@ class WireReader:
             self._window = self._file.read(max(count, _WINDOW))
             self._base, index = position, 0
             if len(self._window) < count:
-                raise FormatError(f"truncated: it breaks off after byte {position}")
+                raise FormatError(f"truncated: the file ends early, after byte {position}")
         return self._window[index : index + count]
 
 

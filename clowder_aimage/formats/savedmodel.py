@@ -37,8 +37,8 @@ def take(path: Path) -> Inventory:
     with model_tree.reading(path):
         if not path.is_dir():
             raise ModelError(
-                f"{path} is not a directory, as a SavedModel is",
-                hint=f"name the directory that holds {BINARY}",
+                f"{path} is not a SavedModel directory",
+                hint=f"pass the directory that contains {BINARY}",
             )
         paths = {file.relative_to(path).as_posix(): file for file in model_tree.walk(path)}
         kind, names = mediatype.AIMAGE_SAVEDMODEL, list(paths)
@@ -54,14 +54,14 @@ def _check_graph(root: Path, names: Sequence[str]) -> None:
     if name is None:
         raise FormatError(
             f"{root} is not a SavedModel: it has no {BINARY}",
-            hint="name the directory that holds it",
+            hint="pass the directory that contains it",
         )
     with (root / name).open("rb") as file:
         start = file.read(_MAX_LOOK)
     is_graph = _TEXT_GRAPHS.search(start) if name == TEXT else start.startswith(_GRAPHS)
     if not is_graph:
         raise FormatError(
-            f"{root / name} is not a SavedModel, or holds no graph", hint=model_tree.MODEL_AGAIN
+            f"{root / name} is not a SavedModel, or contains no graph", hint=model_tree.MODEL_AGAIN
         )
 
 
@@ -74,16 +74,14 @@ def _check_variables(root: Path, names: Sequence[str]) -> None:
     if not inside:
         return
     if _INDEX not in inside or not shards:
-        missing = f"{VARIABLES}/{_INDEX}" if _INDEX not in inside else "the shards"
-        raise FormatError(
-            f"{root}: {missing} of the variables missing", hint=model_tree.MODEL_AGAIN
-        )
+        missing = f"{VARIABLES}/{_INDEX} is" if _INDEX not in inside else "variable shards are"
+        raise FormatError(f"{root}: {missing} missing", hint=model_tree.MODEL_AGAIN)
     totals = {int(match[2]) for match in shards}
     if len(totals) > 1:
         raise FormatError(
-            f"{root / VARIABLES} holds shards of two sets of variables", hint=model_tree.MODEL_AGAIN
+            f"{root / VARIABLES} contains shards of several sets", hint=model_tree.MODEL_AGAIN
         )
-    total, there = totals.pop(), {int(match[1]) for match in shards}
-    if there != set(range(total)):
-        lacks = f"has {len(there)} of {total} shards, or others than their number says"
-        raise FormatError(f"{root / VARIABLES} {lacks}", hint=model_tree.MODEL_AGAIN)
+    total, found = totals.pop(), {int(match[1]) for match in shards}
+    if found != set(range(total)):
+        problem = f"shards are missing or misnumbered: {len(found)} found, {total} expected"
+        raise FormatError(f"{root / VARIABLES}: {problem}", hint=model_tree.MODEL_AGAIN)

@@ -24,21 +24,21 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     indexes = [path for path in paths if path.name.endswith(_INDEX)]
     files = [path for path in paths if path.name.endswith(_WEIGHTS)]
     if len(indexes) > 1:
-        raise ModelError(f"{directory} has several indexes: {_names(indexes)}")
+        raise ModelError(f"{directory} contains several indexes: {_names(indexes)}")
     headers = {path: read_file(path) for path in files}
     if indexes:
         _check_index(indexes[0], headers)
     elif len(files) != 1:
         found = f"{len(files)} ({_names(files)})" if files else "none"
         raise ModelError(
-            f"{directory} should have one weight file, or shards with an index; it has {found}",
-            hint="download the index of the shards, or keep one of the variants"
+            f"{directory} must contain one weight file, or shards with an index; found {found}",
+            hint="download the index of the shards, or keep only one variant"
             if files
             else MODEL_AGAIN,
         )
     tensors = [one for path, header in headers.items() for one in SourceTensor.of(path, header)]
     if not tensors:
-        raise ModelError(f"{_names(files)} in {directory} holds no tensors")
+        raise ModelError(f"{_names(files)} in {directory} contains no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
@@ -64,22 +64,23 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     here = {path.name for path in headers}
     wanted = set(weight_map.values())
     if missing := sorted(wanted - here):
-        lacks = f"{index} names shards that are missing: {', '.join(missing)}"
-        raise FormatError(lacks, hint=MODEL_AGAIN)
+        names = ", ".join(missing)
+        raise FormatError(f"shards listed in {index} are missing: {names}", hint=MODEL_AGAIN)
     if extra := sorted(here - wanted):
         raise ModelError(
-            f"{index} does not know these weight files: {', '.join(extra)}",
-            hint="remove them, or download the index that belongs to them",
+            f"weight files not listed in {index}: {', '.join(extra)}",
+            hint="remove them, or download the matching index",
         )
-    there = {name: path.name for path, header in headers.items() for name in header.tensors}
+    found = {name: path.name for path, header in headers.items() for name in header.tensors}
     total = sum(len(header.tensors) for header in headers.values())
-    if total != len(there):
-        raise ModelError(f"two shards of {index} have the same tensor", hint=MODEL_AGAIN)
-    for name in sorted(weight_map.keys() | there.keys()):
-        said, own = weight_map.get(name, "no shard"), there.get(name, "no shard")
-        if said != own:
+    if total != len(found):
+        raise ModelError(f"duplicate tensor in the shards of {index}", hint=MODEL_AGAIN)
+    for name in sorted(weight_map.keys() | found.keys()):
+        listed, actual = weight_map.get(name, "no shard"), found.get(name, "no shard")
+        if listed != actual:
             raise ModelError(
-                f"{index} places tensor {name[:200]} in {said}, it is in {own}", hint=MODEL_AGAIN
+                f"{index} lists tensor {name[:200]} in {listed}, but it is in {actual}",
+                hint=MODEL_AGAIN,
             )
 
 
@@ -89,7 +90,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, RecursionError):
         weight_map = None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise ModelError(f"{index} is not an index of shards: it has no weight_map")
+        raise ModelError(f"{index} is not a shard index: weight_map is missing or invalid")
     return weight_map
 
 

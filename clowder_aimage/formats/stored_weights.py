@@ -18,7 +18,7 @@ _EXPERTS = ("experts", "shared_experts")
 
 
 def read_stored(
-    store: BlobFiles, aimage: AImage, stated: Stated = lambda *_: (None, None)
+    store: BlobFiles, aimage: AImage, stated: QuantizationLookup = lambda *_: (None, None)
 ) -> list[StoredLayer]:
     """Return the layers of an AImage; the headers of tensor layers are read.
 
@@ -44,19 +44,19 @@ def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
     return components
 
 
-def _read(store: BlobFiles, layer: Layer, stated: Stated) -> StoredLayer:
+def _read(store: BlobFiles, layer: Layer, stated: QuantizationLookup) -> StoredLayer:
     path = store.path(layer.descriptor)
     prefix = f"{layer.component}/"
     own = layer.name.removeprefix(prefix)
 
-    def said(key: str) -> StatedType:
+    def stated_by_key(key: str) -> StatedType:
         name = own if key == LEGACY_KEY else key
         return stated(layer.component, name.removeprefix(prefix))
 
     try:
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
-        tensors = tensor_blob.read_tensors(complete(header, said))
+        tensors = tensor_blob.read_tensors(complete(header, stated_by_key))
         group = _group(tensors, own, layer)
     except FormatError as error:
         raise name_layer(layer, error) from None
@@ -68,8 +68,8 @@ def _read(store: BlobFiles, layer: Layer, stated: Stated) -> StoredLayer:
 
 def name_layer(layer: Layer, error: FormatError) -> FormatError:
     """Return the error, prefixed once with the name of its layer."""
-    said = error.message.removeprefix(f"{layer.name}: ")
-    return FormatError(f"{layer.name}: {said}", hint=error.hint)
+    text = error.message.removeprefix(f"{layer.name}: ")
+    return FormatError(f"{layer.name}: {text}", hint=error.hint)
 
 
 def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
@@ -97,7 +97,7 @@ def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight
     return Weight(name, tensor.dtype, tensor.shape, parts, tensor.quantization)
 
 
-Stated = Callable[[str, str], StatedType]
+QuantizationLookup = Callable[[str, str], StatedType]
 """(component, tensor) to the name of its quantization and its group size, as configs state them."""
 
 
@@ -110,7 +110,7 @@ class StoredLayer:
     is_group: bool = False
 
 
-def join(layers: Sequence[StoredLayer], stated: Stated) -> list[StoredLayer]:
+def join(layers: Sequence[StoredLayer], stated: QuantizationLookup) -> list[StoredLayer]:
     """Return the same layers, with each weight that spans several layers moved to its codes.
 
     Codes whose quantization is not stated anywhere remain U32 values.
@@ -150,7 +150,9 @@ def _parts(
             yield part, own
 
 
-def _joined(stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: Stated) -> Weight:
+def _joined(
+    stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: QuantizationLookup
+) -> Weight:
     (codes,) = stored.weights
     kind, size = stated(stored.layer.component, codes.name)
     if kind is None:
@@ -166,7 +168,7 @@ def _joined(stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: State
     if every[SCALE].shape != scales or every.get(BIAS, every[SCALE]).shape != scales:
         raise FormatError(
             f"{stored.layer.name}: {CODES} {list(codes.shape)} and scales "
-            f"{list(every[SCALE].shape)} are no {kind} in groups of {quantization.group_size}"
+            f"{list(every[SCALE].shape)} do not match {kind} in groups of {quantization.group_size}"
         )
     whole = tuple(
         replace(weight.parts[0], suffix=suffix) for suffix, weight in {"": codes, **every}.items()

@@ -49,8 +49,8 @@ def take(path: Path) -> Inventory:
     with model_tree.reading(path):
         if path.is_dir():
             raise ModelError(
-                f"{path} is a directory, and a TorchScript model is one file",
-                hint="name the file itself",
+                f"{path} is a directory; a TorchScript model is a single file",
+                hint="pass the file itself",
             )
         file = model_tree.source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
         if is_pickle(model_tree.start_of(path)):
@@ -78,7 +78,7 @@ def is_archive(file: BinaryIO) -> bool:
 def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
     """Open an archive if its directory is not too large, because zipfile loads all of it."""
     if file.read(len(MAGIC)) != MAGIC:
-        raise FormatError("this is not a zip archive", hint=model_tree.OTHER)
+        raise FormatError("not a zip archive", hint=model_tree.OTHER)
     file.seek(max(0, file.seek(0, 2) - _TAIL))
     tail = file.read(_TAIL)
     end, end64 = tail.rfind(_END), tail.rfind(_END64)
@@ -87,10 +87,10 @@ def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
         if end64 >= 0:
             spans.append(struct.unpack_from("<Q", tail, end64 + 40)[0])
         if any(MAX_DIRECTORY < span != _FULL for span in spans):
-            raise FormatError(f"the directory of the archive is over {MAX_DIRECTORY} bytes")
+            raise FormatError(f"the directory of the archive exceeds {MAX_DIRECTORY} bytes")
         return zipfile.ZipFile(file)
     except _DAMAGED as error:
-        raise FormatError(f"truncated, or not a zip archive: {error}") from None
+        raise FormatError(f"truncated or not a zip archive: {error}") from None
 
 
 def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]:
@@ -101,21 +101,21 @@ def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfil
     if "data.pkl" in records and not is_program:
         raise model_tree.pickled(path, CONVERT)
     if not is_program:
-        raise FormatError("this zip archive holds no program of TorchScript", hint=CONVERT)
+        raise FormatError("the zip archive contains no TorchScript program", hint=CONVERT)
     if len({member.filename.partition("/")[0] for member in members}) > 1 or "" in records:
-        raise FormatError("the archive's members are not in one directory")
+        raise FormatError("the archive's members are not in a single directory")
     if len(records) < len(members):
-        raise FormatError("two members of the archive have one name")
+        raise FormatError("the archive contains duplicate member names")
     for name in _NEEDED:
         if name not in records:
-            raise FormatError(f"the archive has no {name}")
+            raise FormatError(f"{name} not found in the archive")
     return archive, records
 
 
 def _version(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> str:
     name = next((name for name in _VERSIONS if name in records), None)
     if name is None:
-        raise FormatError("the archive does not state its version")
+        raise FormatError("the archive has no version")
     try:
         with archive.open(records[name]) as member:
             word = member.read(_MAX_VERSION + 1).strip()

@@ -85,20 +85,20 @@ def _class(config: Mapping[str, Any]) -> str:
 def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
     if not directory.is_dir():
         raise ModelError(
-            f"{directory} is not a directory", hint="name the directory that holds config.json"
+            f"{directory} is not a directory", hint="pass the directory that contains config.json"
         )
     if not (directory / "config.json").exists():
-        raise FormatError(f"there is no config.json in {directory}: not a Transformers directory")
+        raise FormatError(f"config.json not found in {directory}: not a Transformers directory")
     top = model_tree.home(directory)
     paths = model_tree.list_directory(top, directory, model_tree.PICKLED, _NOT)
     if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
         raise ModelError(
-            f"{weighted[0]} lies in a directory of its own, and would be left out",
-            hint="models of several parts, but those of diffusers, cannot be packed; the parts can",
+            f"{weighted[0]} is in a subdirectory and would be skipped",
+            hint="only diffusers models may have several components; pack each component by itself",
         )
     config = model_tree.read_object(directory, directory / "config.json")
     if not _class(config):
-        raise FormatError(f"{directory / 'config.json'} says neither architectures nor model_type")
+        raise FormatError(f"{directory / 'config.json'} has neither architectures nor model_type")
     for path in paths:
         if path.name.endswith(_INDEX):
             model_tree.read_json(top, path)

@@ -117,7 +117,7 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
     for layer, following in pairwise(plan.layers):
         if layer.name == following.name:
             raise ModelError(
-                f"{layer.path} and {following.path} both have something called {layer.name[:200]}"
+                f"duplicate layer {layer.name[:200]} from {layer.path} and {following.path}"
             )
     try:
         digest = _UNKNOWN[plan.algorithm]  # the same length as any digest
@@ -125,9 +125,9 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
         dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
         raise ModelError(
-            f"{len(plan.layers)} layers make a manifest of over {MAX_MANIFEST_SIZE} bytes, "
-            "which no registry takes",
-            hint="models of many small tensors need them packed into fewer layers",
+            f"the manifest of {len(plan.layers)} layers exceeds {MAX_MANIFEST_SIZE} bytes, the "
+            "limit of registries",
+            hint="models with many small tensors require packing them into fewer layers",
         ) from None
 
 
@@ -241,21 +241,21 @@ def _converted_config(
             if "quantization" in known and not any(d.quantization for d in decisions):
                 new["quantization"] = known["quantization"]  # with the reasons against it
             described[name] = new
-    told = {
+    changes = {
         **totals(decision for decisions in decided.values() for decision in decisions),
         **whole_model(decided),
         "size": sum(layer.size for layer in layers),
         "components": described,
     }
-    return _in_order(old, told)
+    return _in_order(old, changes)
 
 
-def _in_order(old: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Return ``old`` updated with ``told``; new keys are inserted in the order of ``create``."""
+def _in_order(old: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return ``old`` updated with ``changes``; new keys are inserted in the order of ``create``."""
     keys = list(old)
     place = len(keys)
-    for key in reversed(told):
+    for key in reversed(changes):
         if key not in old:
             keys.insert(place, key)
         place = keys.index(key)
-    return {key: told.get(key, old.get(key)) for key in keys}
+    return {key: changes.get(key, old.get(key)) for key in keys}

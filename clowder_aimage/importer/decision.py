@@ -113,9 +113,9 @@ def check_quantized(
         kinds = ", ".join(sorted({weight.dtype for weight in there}))
         count, are = ("1 tensor", "is") if len(there) == 1 else (f"{len(there)} tensors", "are")
         raise UsageError(
-            f"{count} of the {component} {are} quantized already ({kinds}): once more would only "
-            "lose more",
-            hint="begin with the model as it was before it was quantized",
+            f"{count} of the {component} {are} already quantized ({kinds}); quantizing again "
+            "would lose more precision",
+            hint="use the unquantized model",
         )
     if any(decision.quantization for decision in decisions):
         return
@@ -132,8 +132,8 @@ def _hint(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
         kept[decision.reason or ""] += decision.weight.elements
     ((reason, _),) = kept.most_common(1)
     if reason.startswith(UNFIT) and wanted.type.has_bias:
-        return "a group must fit the rows: try another group size"
-    return f"most of its values are kept for this reason: {reason}"
+        return "rows must be a multiple of the group size: try another group size"
+    return f"most of its values are not quantized because of: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,14 @@ def report(
 ) -> WeightReport:
     """Return the report on the decisions, by component, and the resulting config."""
     decisions = [decision for members in decided.values() for decision in members]
-    said = {
+    quantized = {
         name: config["components"][name].get("quantization") if name else quantization(members)
         for name, members in decided.items()
     }
     return WeightReport(
         len(decisions),
         sum(decision.weight.elements for decision in decisions),
-        {name: facts for name, facts in said.items() if isinstance(facts, dict)},
+        {name: facts for name, facts in quantized.items() if isinstance(facts, dict)},
         Counter((d.weight.dtype, d.dtype) for d in decisions if d.is_cast and not d.result),
         sum(d.weight.nbytes - d.nbytes for d in decisions if d.changes),
         ignored,

@@ -38,13 +38,13 @@ class ExtraFile:
         media_type, equals, path = text.partition("=")
         if mediatype.is_ours(media_type):
             raise UsageError(
-                f"{media_type[:100]} is for files that a format or an adapter packs",
+                f"media type {media_type[:100]} is reserved for files of models and adapters",
                 remedy="layer_of_other_type",
             )
         if not equals or not path or not _MEDIA_TYPE.fullmatch(media_type):
             raise UsageError(
-                f"not a layer: {text[:100]!r}",
-                hint="name its media type and its file: application/vnd.example.ep.v1=./ep.bin",
+                f"invalid layer: {text[:100]!r}",
+                hint="expected MEDIA_TYPE=FILE, such as application/vnd.example.ep.v1=./ep.bin",
             )
         return cls(media_type, Path(path))
 
@@ -71,7 +71,7 @@ def parse_adapter(text: str) -> tuple[str, Path]:
     if not equals:
         name, path = Path(text).name.removesuffix(".safetensors"), text
     if not _NAME.fullmatch(name):
-        raise UsageError(f"not a name for an adapter: {name[:100]!r}", remedy="name_adapter")
+        raise UsageError(f"invalid adapter name: {name[:100]!r}", remedy="name_adapter")
     return name, Path(path)
 
 
@@ -97,8 +97,8 @@ def _take(path: Path, form: ModelForm) -> Inventory:
         )
     if form.compression and not whole:
         raise UsageError(
-            "tensors are not compressed: it would save next to nothing, and they could not be "
-            "loaded where they lie",
+            "tensors cannot be compressed: it would save little space, and they could not be "
+            "loaded in place",
             remedy="compress_whole_files" if kind != DIFFUSERS else "",
         )
     inventory = _inventory(path, kind, whole)
@@ -134,7 +134,7 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
     files = {file.name: file for file in inventory.files}
     for name, path in adapters:
         if name in described:
-            raise UsageError(f"two adapters are called {name}", remedy="name_adapter")
+            raise UsageError(f"duplicate adapter name: {name}", remedy="name_adapter")
         taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
         described[name] = taken.facts["adapter"]
         named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
@@ -180,7 +180,7 @@ def _check_adapter(root: Path, path: Path) -> None:
     if not path.is_dir():
         raise _no_adapter(path, "it is a file")
     if not _NAME.fullmatch(path.name):
-        raise _no_adapter(path, "no adapter can have that name")
+        raise _no_adapter(path, "the name is not a valid adapter name")
     try:
         lora.take(_alone(path, "lora"))
     except ModelError as error:
@@ -189,9 +189,9 @@ def _check_adapter(root: Path, path: Path) -> None:
 
 def _no_adapter(path: Path, why: str) -> ModelError:
     return ModelError(
-        f"{path} is no adapter of the model, and would be left out: {why}",
-        hint=f"put each adapter into {ADAPTERS}/NAME/, one LoRA in safetensors with its "
-        "adapter_config.json, or move the rest elsewhere",
+        f"{path} is not an adapter and would be skipped: {why}",
+        hint=f"put each adapter into {ADAPTERS}/NAME/, as one safetensors LoRA with its "
+        "adapter_config.json, and move other files elsewhere",
     )
 
 
@@ -199,7 +199,7 @@ def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory
     files = list(inventory.files)
     for extra in extras:
         if not extra.path.is_file():
-            raise UsageError(f"there is no file {extra.path}")
+            raise UsageError(f"file {extra.path} not found")
         files.append(model_tree.source_file(None, extra.path, extra.path.name, extra.media_type))
     return replace(inventory, files=tuple(files))
 
@@ -223,6 +223,6 @@ def snapshot(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     raise UsageError(
-        f"{path} holds {len(found)} snapshots, and refs/main is missing",
-        hint=f"name one of them: {found[0]}" if found else "download the model again",
+        f"{path} contains {len(found)} snapshots, and refs/main is missing",
+        hint=f"pass one of them: {found[0]}" if found else "download the model again",
     )

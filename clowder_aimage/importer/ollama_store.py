@@ -74,7 +74,7 @@ def adopt(
     except OSError as error:
         raise StoreError(
             f"cannot read {error.filename or directory}: {error.strerror or error}",
-            hint="ollama's store often belongs to a user of its own",
+            hint="the store of ollama is often owned by a separate user",
         ) from None
 
 
@@ -86,8 +86,8 @@ def find_manifest(directory: Path, name: str) -> Path:
     manifests = directory / "manifests"
     if not manifests.is_dir():
         raise NotFoundError(
-            f"{directory} is not a store of ollama: it has no manifests",
-            hint="it is the directory models in ~/.ollama, or what OLLAMA_MODELS says",
+            f"{directory} is not an ollama store: it has no manifests",
+            hint="the store is ~/.ollama/models, or the directory in OLLAMA_MODELS",
         )
     *place, last = name.split("/")
     model, _, tag = last.partition(":")
@@ -95,10 +95,10 @@ def find_manifest(directory: Path, name: str) -> Path:
     parts = [*place, model, tag or TAG]
     path = manifests.joinpath(*parts)
     if not all(_PART.fullmatch(part) for part in parts) or not path.is_file():
-        there = sorted(_names(manifests))
+        names = sorted(_names(manifests))
         raise NotFoundError(
-            f"{directory} has no model {name[:200]}",
-            hint=f"it has {', '.join(there[:10])}" if there else "it has none",
+            f"model {name[:200]} not found in {directory}",
+            hint=f"available: {', '.join(names[:10])}" if names else "the store is empty",
         )
     return path
 
@@ -120,5 +120,5 @@ def _blob(directory: Path, blob: Descriptor, name: str) -> Path:
         if path.is_file():
             return path
     raise NotFoundError(
-        f"{name} lacks the blob {blob.digest} in {directory}", hint="let ollama pull it again"
+        f"blob {blob.digest} of {name} not found in {directory}", hint="pull it again with ollama"
     )

@@ -18,8 +18,8 @@ _INFINITY = 0x7F80  # the bits of infinity in BF16, without the sign
 _QUIET = 0x0040  # keeps a NaN from becoming infinity when its lower half is cut off
 _LARGEST = {"F16": "65504", "BF16": "3.39e38", "F32": "3.4e38"}
 _WIDER = {
-    "F16": "use bf16, which reaches as far as float32",
-    "BF16": "use f32, which reaches a little further",
+    "F16": "use bf16, which has the range of float32",
+    "BF16": "use f32, which has a slightly larger range",
 }
 Values = npt.NDArray[Any]
 
@@ -80,8 +80,8 @@ def overflow(name: str, count: int, target: str) -> ModelError:
     """Return the error for values beyond the range of a type."""
     values = "1 value" if count == 1 else f"{count} values"
     return ModelError(
-        f"{values} of {name[:200]} cannot be {target}, which ends at {_LARGEST[target]}",
-        hint=_WIDER.get(target, "no type here reaches further: keep it as it is"),
+        f"{values} of {name[:200]} cannot be stored as {target} (maximum {_LARGEST[target]})",
+        hint=_WIDER.get(target, "no supported type has a larger range: keep the original dtype"),
     )
 
 

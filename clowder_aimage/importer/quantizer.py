@@ -85,8 +85,8 @@ _BITS = {
     "BF16": ("<u2", 0x7FFF, 0x7F80, 9 << 7),
     "F16": ("<u2", 0x7FFF, 0x7C00, 0),
 }
-_FURTHER = "use mxfp8, whose scales reach further"
-_KEEP = "it cannot be quantized: keep it as it is, or repair the model"
+_USE_MXFP8 = "use mxfp8, whose scales have a larger range"
+_KEEP = "keep it unquantized, or repair the model"
 Words = npt.NDArray[Any]
 
 
@@ -155,15 +155,15 @@ class QuantizationGuard:
             raise ModelError(
                 f"the values of {self._name[:200]} are too small for {kind}: {share:.3g} % of its "
                 "groups would become zero",
-                hint=_FURTHER,
+                hint=_USE_MXFP8,
             )
 
     def _too_large(self, count: int) -> ModelError:
         kind = self._quantization.type
         return ModelError(
-            f"{_some(count, self._name)} too large for {kind.name}, which ends at "
+            f"{_some(count, self._name)} too large for {kind.name}, whose maximum is "
             f"{REACH[kind.mode]:.4g}",
-            hint=_FURTHER if kind.mode == "nvfp4" else _KEEP,
+            hint=_USE_MXFP8 if kind.mode == "nvfp4" else _KEEP,
         )
 
 

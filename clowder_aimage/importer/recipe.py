@@ -42,13 +42,13 @@ class Recipe:
             raise UsageError(f"unknown dtype {dtype!r:.40}: use {', '.join(DTYPES)} or {AUTO}")
         if quantize is None:
             if group_size is not None:
-                raise UsageError("a group size is given, and no quantization")
+                raise UsageError("a group size requires a quantization")
             return cls(dtype)
         wanted = _split(quantize)
         chosen = {name: _quantization(kind, group_size) for name, kind in wanted.items()}
         if group_size is not None and not any(one.type.has_bias for one in chosen.values()):
             raise UsageError(
-                "a group size is for int4 and int8: the other types have groups of one size"
+                "a group size requires int4 or int8: the other types have a fixed group size"
             )
         return cls(dtype, chosen)
 
@@ -62,7 +62,7 @@ class Recipe:
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
-                message = f"changing weights needs {name}, which is not installed"
+                message = f"changing weights requires {name}, which is not installed"
                 raise UsageError(message, remedy="install_extra", extra="mlx")
 
     def of(self, component: str) -> Quantization | None:
@@ -74,11 +74,11 @@ class Recipe:
         there = {name or BARE for name in names}
         if self.changes and not there:
             raise UsageError(
-                "only tensors can be cast or quantized, and this is packed as whole files"
+                "only tensors can be cast or quantized, but the model is packed as whole files"
             )
         for name in self.quantize:
             if name not in there:
-                raise UsageError(f"there is no {name} with weights to quantize")
+                raise UsageError(f"the model has no {name} with weights to quantize")
 
 
 def _split(text: str) -> dict[str, str]:
@@ -87,9 +87,7 @@ def _split(text: str) -> dict[str, str]:
         component, equals, kind = item.partition("=")
         component, kind = (component.strip(), kind.strip()) if equals else (BARE, item.strip())
         if component == "vae":
-            raise UsageError(
-                "the vae is never quantized: it makes the pixels, and its errors would be seen"
-            )
+            raise UsageError("the vae cannot be quantized: its errors would be visible in pictures")
         if component not in QUANTIZABLE:
             raise UsageError(
                 f"{component!r:.60} cannot be quantized", hint=f"use {' or '.join(QUANTIZABLE)}"
@@ -97,7 +95,7 @@ def _split(text: str) -> dict[str, str]:
         if kind.lower() not in CHOICES:
             raise UsageError(f"cannot quantize to {kind!r:.40}", hint=f"use {', '.join(CHOICES)}")
         if component in wanted:
-            raise UsageError(f"two quantizations are given for the {component}")
+            raise UsageError(f"duplicate quantization for the {component}")
         wanted[component] = kind
     return wanted
 

@@ -81,5 +81,5 @@ class SpanReader:
 def changed(path: Path) -> ModelError:
     """Return the error for a file that changed since the plan was made."""
     return ModelError(
-        f"{path} changed while it was read", hint="wait until it is written, then pack again"
+        f"{path} changed while it was read", hint="wait until it is complete, then pack it again"
     )

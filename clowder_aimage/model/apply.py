@@ -42,13 +42,13 @@ class ModuleParameter:
         wanted = {name: self.module.sanitize(name) for name in names}
         given = Counter(wanted.values())
         if twice := sorted(own for own, count in given.items() if count > 1):
-            raise ModelError(f"{self.component}: two tensors for {some(twice)}")
+            raise ModelError(f"{self.component}: duplicate tensors for {some(twice)}")
         if missing := sorted(set(self.shapes) - set(given)):
             raise ModelError(f"{self.component}: missing tensors {some(missing)}")
         if extra := sorted(name for name, own in wanted.items() if own not in self.shapes):
             raise ModelError(
                 f"{self.component}: unexpected tensors {some(extra)}",
-                hint="the weights are of another model than the configuration",
+                hint="the weights do not match the configuration",
             )
         return wanted
 
@@ -64,14 +64,14 @@ class ModuleParameter:
             owner = self.owner(own)
             if not own.endswith(_WEIGHT) or not isinstance(owner, (Linear, Embedding)):
                 raise FormatError(
-                    f"{name}: a {type(owner).__name__} cannot take {tensor.dtype} weights",
+                    f"{name}: {type(owner).__name__} does not support {tensor.dtype} weights",
                     hint="only linear layers and embeddings can be quantized",
                 )
         elif tensor.dtype not in FLOATS:
             raise ModelError(f"{name}: weights of type {tensor.dtype} are not supported")
         if (expected := _torch_shape(self.shapes[own])) != tensor.shape:
             raise ModelError(
-                f"{name}: the configuration asks for shape {list(expected)}, "
+                f"{name}: the configuration requires shape {list(expected)}, "
                 f"the tensor has {list(tensor.shape)}"
             )
 

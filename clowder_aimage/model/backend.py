@@ -87,9 +87,9 @@ def dtype_name(name: str | None) -> str:
         return "bfloat16" if on_gpu() else "float32"
     if name in ("float16", "fp16", "f16", "half"):
         raise UsageError(
-            "float16 cannot be used to compute: activations of these models reach 1e6, "
-            "float16 ends at 65504, and the picture turns black",
-            hint="use bfloat16 or float32; weights that are stored as float16 are fine",
+            "float16 is not supported as a compute type: activations of these models reach 1e6, "
+            "above its maximum of 65504, and pictures turn black",
+            hint="use bfloat16 or float32; weights stored as float16 are supported",
         )
     chosen = _SHORT.get(name, name)
     if chosen not in DTYPES:

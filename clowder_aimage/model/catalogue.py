@@ -14,7 +14,7 @@ from functools import cached_property
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
-from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan, WeightBlob, blame
+from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan, WeightBlob, add_layer_name
 from clowder_aimage.tensor import (
     BlobTensor,
     Header,
@@ -91,7 +91,7 @@ class Catalogue:
             inside = (layer_name,) if layer.dtype is not None else self._tensors(layer_name)
             for name in inside:
                 if name in names:
-                    raise FormatError(f"two tensors are called {name[:120]}")
+                    raise FormatError(f"duplicate tensor name: {name[:120]}")
                 names[name] = None
         return tuple(names)
 
@@ -107,7 +107,7 @@ class Catalogue:
             if tensor is not None:
                 return tensor
         whole = f"{self._component}/{name}" if self._component else name
-        raise NotFoundError(f"the model has no tensor {whole[:200]}")
+        raise NotFoundError(f"tensor {whole[:200]} not found in the model")
 
     def _candidates(self, name: str) -> Iterator[str]:
         """Yield the layer of that name, and the layers that may be groups containing it."""
@@ -127,7 +127,7 @@ class Catalogue:
             try:
                 self._read[layer_name] = dict(self._inside(layer_name, blob))
             except FormatError as error:
-                raise blame(layer, error) from None
+                raise add_layer_name(layer, error) from None
         return self._read[layer_name]
 
     def _inside(self, layer_name: str, blob: WeightBlob) -> Iterator[tuple[str, StoredTensor]]:
@@ -162,7 +162,7 @@ class Catalogue:
         codes = blob.span(self._single(name, blob).key)
         spans = {part: self._part(layer_name) for part, layer_name in parts.items()}
         if codes.dtype != CODES:
-            raise FormatError(f"{codes.dtype} values with scales beside them cannot be read")
+            raise FormatError(f"values with separate scales must be {CODES}, not {codes.dtype}")
         infos = {
             name + part: TensorInfo(span.dtype, span.shape, 0, span.nbytes)
             for part, span in {"": codes, **spans}.items()

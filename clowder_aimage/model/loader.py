@@ -33,7 +33,7 @@ def load_pipeline(
     name = read_object(store, aimage, "model_index.json").get("_class_name")
     if name != "ZImagePipeline":
         raise ModelError(
-            f"model_index.json asks for {name!r:.80}, which is not supported",
-            hint="ZImagePipeline is",
+            f"unsupported pipeline in model_index.json: {name!r:.80}",
+            hint="supported: ZImagePipeline",
         )
     return ZImagePipeline.load(store, aimage, chosen, keep_quantized=keep_quantized)

@@ -62,16 +62,16 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
             texts = dict(getattr(image, "text", {}))
             pixels = np.asarray(image.convert("RGB"))
     except FileNotFoundError:
-        raise NotFoundError(f"there is no picture {path}") from None
+        raise NotFoundError(f"picture {path} not found") from None
     except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
-        raise UsageError(f"{path} is not a PNG picture") from None
+        raise UsageError(f"{path} is not a valid PNG file") from None
     try:
         facts = json.loads(texts[KEY])
     except (KeyError, ValueError, RecursionError):
         facts = None
     if not isinstance(facts, dict):
         raise UsageError(
-            f"{path} does not say how it was made",
-            hint="only pictures that this program wrote can be replayed, and only unedited ones",
+            f"{path} has no generation settings",
+            hint="only pictures that this program wrote can be replayed, if they were not edited",
         )
     return pixels, facts

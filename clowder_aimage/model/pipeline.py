@@ -166,7 +166,7 @@ def check_request(
         if not _is_int(side) or side < multiple or side % multiple:
             raise UsageError(f"{name} must be a multiple of {multiple} pixels, not {side!r}")
         if side > longest:
-            raise UsageError(f"{name} can be {longest} pixels at most with this model, not {side}")
+            raise UsageError(f"{name} must be at most {longest} pixels with this model, not {side}")
     _check_count("steps", request.steps, MAX_STEPS)
     _check_count("n", request.n, MAX_PICTURES)
     if not _is_int(request.previews) or not 0 <= request.previews <= MAX_PREVIEWS:
@@ -198,19 +198,19 @@ def _check_arrays(
     side = math.isqrt(width * height) // multiple * multiple
     while side and _excess(needs(side, side), limit):
         side -= multiple
-    such = f", such as {side}x{side}" if side else ""
+    example = f", such as {side}x{side}" if side else ""
     raise UsageError(
-        f"width {width} and height {height} make too large a picture here: {why}",
-        hint=f"ask for a smaller one{such}",
+        f"width {width} and height {height} are too large for this machine: {why}",
+        hint=f"use a smaller size{example}",
     )
 
 
 def _excess(needed: Arrays, limit: Arrays) -> str | None:
     if needed.size is not None and limit.size is not None and needed.size > limit.size:
-        return f"it takes {_gib(needed.size)} of memory at least, and there is {_gib(limit.size)}"
+        return f"at least {_gib(needed.size)} of memory required, {_gib(limit.size)} available"
     if needed.numbers is None or limit.numbers is None or needed.numbers <= limit.numbers:
         return None
-    return f"attention has {needed.numbers} numbers, and this device takes {limit.numbers}"
+    return f"attention requires {needed.numbers} values, this device supports {limit.numbers}"
 
 
 def _gib(size: int) -> str:
@@ -236,7 +236,7 @@ def _check_text(name: str, value: object) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{name} holds characters that are not valid Unicode") from None
+        raise UsageError(f"{name} contains characters that are not valid Unicode") from None
 
 
 def to_pixels(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:

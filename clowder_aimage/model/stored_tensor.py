@@ -74,7 +74,7 @@ class WeightBlob:
         try:
             return cls(layer, path, _header(path, layer.descriptor))
         except FormatError as error:
-            raise blame(layer, error) from None
+            raise add_layer_name(layer, error) from None
         except OSError as error:
             raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
 
@@ -91,7 +91,7 @@ class WeightBlob:
         return StoredTensor(name, found.dtype, found.shape, value, found.quantization, parts)
 
 
-def blame(layer: Layer, error: FormatError) -> FormatError:
+def add_layer_name(layer: Layer, error: FormatError) -> FormatError:
     """Return the error, prefixed once with the name of its layer."""
     text = str(error)
     for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
@@ -105,7 +105,7 @@ def _header(path: str, content: Descriptor) -> Header:
     try:
         size = os.fstat(handle).st_size
         if size != content.size:
-            raise FormatError(f"the file has {size} bytes, its layer promises {content.size}")
+            raise FormatError(f"the file has {size} bytes, expected {content.size}")
         first = os.read(handle, _FIRST)
         end = 8 + int.from_bytes(first[:8], "little")
         if end <= min(len(first), size):  # the check of read_header, without a file object

@@ -79,7 +79,7 @@ def numpy_span(span: TensorSpan) -> Array:
     elif span.dtype in _DECODED:
         values = np.asarray(_DECODED[span.dtype](_view(span, "u1")))  # a scalar is not an array
     else:
-        raise ModelError(f"{span.key}: numpy cannot show values of type {span.dtype}")
+        raise ModelError(f"{span.key}: numpy does not support {span.dtype}")
     values.flags.writeable = False
     return values
 
@@ -94,14 +94,14 @@ def torch_tensor(tensor: StoredTensor) -> Any:
         torch = importlib.import_module("torch")
     except ImportError:
         raise ModelError(
-            "PyTorch is not installed", hint="install torch, or take the tensors as numpy arrays"
+            "PyTorch is not installed", hint="install torch, or read the tensors as numpy arrays"
         ) from None
     if tensor.quantization is not None:
         return torch.from_numpy(_dequantized(tensor, tensor.quantization))
     span = tensor.values
     dtype = getattr(torch, _TORCH.get(span.dtype, ""), None)
     if dtype is None:
-        raise ModelError(f"{span.key}: this PyTorch cannot show values of type {span.dtype}")
+        raise ModelError(f"{span.key}: this version of PyTorch does not support {span.dtype}")
     if not span.nbytes:
         return torch.empty(span.shape, dtype=dtype)
     buffer = _mapped(span)
@@ -123,7 +123,7 @@ def _view(span: TensorSpan, dtype: str) -> Array:
 def _mapped(span: TensorSpan) -> Any:
     buffer = map_file(span.path)
     if len(buffer) < span.start + span.nbytes:
-        raise StoreError(f"{span.path} has become shorter since its header was read")
+        raise StoreError(f"{span.path} was truncated after its header was read")
     return buffer
 
 

@@ -64,7 +64,7 @@ class ModelWeights:
             if layer.is_tensor or layer.is_shard
         }
         if not layers:
-            raise ModelError(f"the model has no tensors for {component or 'itself'}")
+            raise ModelError(f"no tensors found for {component or 'the model'}")
         index = find_object(store, aimage, "model_index.json") or {}
         return cls(store, component, layers, config, index)
 
@@ -216,7 +216,7 @@ def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:
     except NotFoundError:
         return None
     if descriptor.size > MAX_FILE:
-        raise ModelError(f"{name} is {descriptor.size} bytes long, over {MAX_FILE}")
+        raise ModelError(f"{name} has {descriptor.size} bytes; the limit is {MAX_FILE}")
     with store.open(descriptor) as file:
         return file.read()
 
@@ -235,5 +235,5 @@ def read_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any]:
     """
     value = find_object(store, aimage, name)
     if value is None:
-        raise ModelError(f"the model has no {name}")
+        raise ModelError(f"{name} not found in the model")
     return value

@@ -288,8 +288,8 @@ def test_a_missing_output_directory_fails(stocked):
 def test_replay_of_a_file_that_is_not_an_image_fails(aimage):
     here = aimage()
     (here.home / "x.png").write_bytes(b"not a picture")
-    assert "not a PNG" in here("replay", "x.png", code=2).err
-    assert "there is no picture" in here("replay", "y.png", code=3).err
+    assert "not a valid PNG" in here("replay", "x.png", code=2).err
+    assert "y.png not found" in here("replay", "y.png", code=3).err
 
 
 def test_a_damaged_blob_is_detected_before_it_is_pushed(aimage, tiny, repository):

@@ -144,9 +144,7 @@ def test_all_unknown_components_are_listed_up_to_a_limit():
     layers = [layer(f"part{i:02}/w") for i in range(25)]
     with pytest.raises(NotFoundError) as caught:
         chosen(layers, ["part01", "x"], ["y*", "part02/*"])
-    assert str(caught.value).startswith(
-        f"{NAME} has no component 'x' and no layer called like 'y*'"
-    )
+    assert str(caught.value).startswith(f"{NAME} has no component 'x' and no layer matching 'y*'")
     assert "part19 and 5 more" in str(caught.value)
     with pytest.raises(NotFoundError, match="it has no layers"):
         chosen([], ["x"])

@@ -263,7 +263,7 @@ def test_a_container_with_layers_missing_in_its_config_fails(here):
     manifest["layers"].append(manifest["layers"][0])
     manifest["layers"][1] = manifest["layers"][1] | {"annotations": {}}
     named(here, "bad", manifest, config)
-    assert "another number of diff_ids" in here("validate", "bad", code=5).line
+    assert "must have one diff_id for each layer" in here("validate", "bad", code=5).line
 
 
 def test_a_foreign_container_image_passes(here):

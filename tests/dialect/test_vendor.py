@@ -92,7 +92,7 @@ def test_a_config_with_a_wrong_value_is_read_without_it(vector, data):
         aimage = read(Manifest.parse(raw(vector)), config)
     except FormatError as error:  # only a path can be so wrong that nothing is read
         assert vector == "kitops"
-        assert "not a layer name" in error.message or "two layers" in error.message
+        assert "invalid layer name" in error.message or "duplicate layer" in error.message
         return
     validate("aimage-config", aimage.properties)
     assert len(aimage.layers) == len(value(vector)["layers"])
@@ -128,7 +128,7 @@ def test_the_subject_is_passed_on(vector):
 
 @pytest.mark.parametrize("name", ["docker", "kitops"])
 def test_read_only_dialects_refuse_to_write(name):
-    with pytest.raises(UsageError, match="only read"):
+    with pytest.raises(UsageError, match="can only be read"):
         READABLE[name].write(AImage(EMPTY, ()))
     assert name not in DIALECTS
 
@@ -143,20 +143,20 @@ def test_read_only_dialects_refuse_to_write(name):
 @pytest.mark.parametrize("path", ["a/../../x", "/x"])
 def test_a_path_that_climbs_is_refused(config, layer, path):
     manifest = made(f"application/vnd.{config}+json", (f"application/vnd.{layer}", path))
-    with pytest.raises(FormatError, match="not a layer name"):
+    with pytest.raises(FormatError, match="invalid layer name"):
         read(manifest)
 
 
 def test_a_kitfile_that_climbs_is_refused():
     config = value("kitops-config")
     config["docs"][0]["path"] = "../x"
-    with pytest.raises(FormatError, match="not a layer name"):
+    with pytest.raises(FormatError, match="invalid layer name"):
         read(Manifest.parse(raw("kitops")), json.dumps(config).encode())
 
 
 def test_a_path_twice_is_refused():
     layers = [("application/vnd.cncf.model.weight.v1.raw", path) for path in ("a", "./a")]
-    with pytest.raises(FormatError, match="two layers are called 'a'"):
+    with pytest.raises(FormatError, match="duplicate layer name: 'a'"):
         read(made("application/vnd.cncf.model.config.v1+json", *layers))
 
 

@@ -215,8 +215,8 @@ def test_a_dry_run_of_a_partial_pull(aimage, pushed, proxy, name):
     [
         (["--component", "unet"], "no component 'unet'"),
         (["--component", "va"], "no component 'va'"),
-        (["--include", "vae/none*"], "no layer called like 'vae/none*'"),
-        (["--component", "vae", "--include", "x"], "no layer called like 'x'"),
+        (["--include", "vae/none*"], "no layer matching 'vae/none*'"),
+        (["--component", "vae", "--include", "x"], "no layer matching 'x'"),
         (["--component", ""], "no component ''"),
     ],
 )
@@ -225,7 +225,7 @@ def test_unknown_components_are_refused(options, said, aimage, pushed, proxy, na
     err = here("pull", name, *options, code=3).err
     assert said in err
     assert "scheduler, text_encoder, tokenizer, transformer, vae" in err
-    assert "at the top model_index.json" in err
+    assert "the top-level layers model_index.json" in err
     assert not here.store.exists()
     assert got(proxy).keys() == {pushed.config["digest"]}
 

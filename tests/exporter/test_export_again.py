@@ -168,11 +168,11 @@ def test_diffusers_model_with_an_adapter_round_trips(store, tmp_path, tiny):
     ("kind", "files", "said"),
     [
         ("transformers", {"adapters/notes.txt": b"words"}, "it is a file"),
-        ("gguf", {"adapters/s.safetensors": LORA}, "lies in a directory of its own|it is a file"),
-        ("onnx", {"adapters/style/notes.txt": b"", "adapters/style/more": b""}, "it has 0"),
-        ("onnx", {"adapters/s/a.safetensors": LORA, "adapters/s/b.safetensors": LORA}, "it has 2"),
+        ("gguf", {"adapters/s.safetensors": LORA}, "is in a subdirectory|it is a file"),
+        ("onnx", {"adapters/style/notes.txt": b"", "adapters/style/more": b""}, "not 0"),
+        ("onnx", {"adapters/s/a.safetensors": LORA, "adapters/s/b.safetensors": LORA}, "not 2"),
         ("gguf", {"adapters/s/adapter_model.bin": b"x", "adapters/s/more": b""}, "pickled"),
-        ("torchscript", {"adapters/-s/a.safetensors": LORA}, "no adapter can have that name"),
+        ("torchscript", {"adapters/-s/a.safetensors": LORA}, "not a valid adapter name"),
     ],
     ids=["file", "lora", "words", "two", "pickled", "name"],
 )
@@ -217,7 +217,7 @@ def test_adapter_link_out_of_the_directory_is_refused(store, tmp_path):
     source = write(tmp_path / "source", TRANSFORMERS)
     (source / "adapters").mkdir()
     (source / "adapters" / "style").symlink_to(tmp_path / "style")
-    with pytest.raises(ModelError, match="leaves the model directory"):
+    with pytest.raises(ModelError, match="outside the model directory"):
         create(store, ONE, source)
 
 
@@ -225,7 +225,7 @@ def test_given_adapter_name_must_not_exist_in_the_model(store, tmp_path):
     files = {f"adapters/style/{name}": data for name, data in PEFT.items()}
     source = write(tmp_path / "source", TRANSFORMERS | files)
     write(tmp_path / "style", PEFT)
-    with pytest.raises(UsageError, match="two adapters are called style"):
+    with pytest.raises(UsageError, match="duplicate adapter name: style"):
         create(store, ONE, source, form=ModelForm(adapters=(("style", tmp_path / "style"),)))
 
 

@@ -82,7 +82,7 @@ def test_export_refuses_a_file_as_directory(full):
 
 
 def test_export_needs_an_existing_parent(full):
-    with pytest.raises(UsageError, match="there is no directory"):
+    with pytest.raises(UsageError, match="no such directory"):
         export(full.store, NAME, full.home / "no" / "where")
     full.check_nothing_left()
 
@@ -189,7 +189,7 @@ def test_full_disk_leaves_nothing(full, monkeypatch, name, left, is_there):
         full.export()
     except NoSpaceError as error:
         assert error.exit_code == 6
-        assert "no space left to write" in error.message
+        assert "no space left while writing" in error.message
         full.check_nothing_left(["out"] if is_there else [])
         assert not is_there or list(full.out.iterdir()) == []
     else:
@@ -230,7 +230,7 @@ def test_free_space_is_checked_first(full, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     heard = []
-    with pytest.raises(NoSpaceError, match=rf"takes \d+ bytes, and .* has room for {needed - 1}"):
+    with pytest.raises(NoSpaceError, match=rf"requires \d+ bytes, .* has {needed - 1}"):
         full.export(on_written=heard.append)
     assert heard == []
     full.check_nothing_left()

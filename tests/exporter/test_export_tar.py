@@ -28,7 +28,7 @@ def entry(name, kind=tarfile.REGTYPE, target="", size=0, mode=0o644):
 
 
 def refused(
-    artifact, *members, said="layer kit|is a file|two files|not told apart|not a layer name"
+    artifact, *members, said="layer kit|is a file|duplicate|case-insensitive|invalid layer name"
 ):
     artifact.add_tar(*members)
     with pytest.raises(FormatError, match=said) as caught:
@@ -154,17 +154,19 @@ def test_a_card_is_not_written_beside_a_tar(artifact):
 
 def test_a_member_with_an_overlong_name_is_refused(artifact):
     name = "d/" + "n" * 256
-    refused(artifact, (name, b"x"), said=r"has a part of \d+ bytes, and .* at most 255")
+    refused(artifact, (name, b"x"), said=r"has \d+ bytes; the limit is 255")
     assert name not in (path.name for path in artifact.home.iterdir())
 
 
 @pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE])
 def test_other_members_with_overlong_names_are_refused(artifact, kind):
-    refused(artifact, entry("n" * 256, kind, "x"), said="has a part of 256 bytes")
+    refused(artifact, entry("n" * 256, kind, "x"), said="has 256 bytes")
 
 
 def test_overlong_link_target_is_refused(artifact):
-    refused(artifact, entry("link", tarfile.SYMTYPE, "x/" * 2500 + "x"), said="a link to what has")
+    refused(
+        artifact, entry("link", tarfile.SYMTYPE, "x/" * 2500 + "x"), said="the link target has more"
+    )
 
 
 def test_many_members_are_unpacked(artifact):
@@ -220,7 +222,7 @@ def test_member_names_that_lead_out_are_refused(artifact, name):
     ],
 )
 def test_symbolic_links_out_of_the_directory_are_refused(artifact, name, target):
-    refused(artifact, entry(name, tarfile.SYMTYPE, target), said="leads out of it")
+    refused(artifact, entry(name, tarfile.SYMTYPE, target), said="outside the directory")
 
 
 @pytest.mark.parametrize("target", ["../x", "missing", "link", "d"])
@@ -243,12 +245,12 @@ def test_nothing_is_written_through_a_link(artifact):
 
 
 def test_a_link_does_not_replace_a_directory(artifact):
-    refused(artifact, ("d/file", b"x"), entry("d", tarfile.SYMTYPE, "e"), said="is a file, and")
+    refused(artifact, ("d/file", b"x"), entry("d", tarfile.SYMTYPE, "e"), said="is a file, but")
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z"])
 def test_devices_and_pipes_are_refused(artifact, kind):
-    refused(artifact, entry("x", kind), said="a device, a pipe")
+    refused(artifact, entry("x", kind), said="not a file, directory or link")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_colliding_member_names_are_refused(artifact, members):
 
 def test_a_tar_does_not_replace_a_file_of_another_layer(artifact):
     artifact.add("readme", b"ours")
-    refused(artifact, ("README", b"theirs"), said="upper case and lower case")
+    refused(artifact, ("README", b"theirs"), said="case-insensitive")
 
 
 def test_a_sparse_file_is_refused(artifact):
@@ -287,7 +289,7 @@ def test_a_sparse_file_is_refused(artifact):
 def test_false_member_size_is_refused(artifact):
     data = entry("big", size=1 << 40).tobuf() + bytes(4096)
     artifact.add("kit", data, KIT)
-    with pytest.raises(FormatError, match="and there is room for"):
+    with pytest.raises(FormatError, match="the limit is"):
         artifact.finish().export()
     artifact.check_nothing_left()
 

@@ -147,7 +147,7 @@ def test_usage_errors_of_export(here):
     (here.home / "full/mine").touch()
     for arguments, code, message in (
         (["tiny", "full"], 2, "aimage: full is not empty"),
-        (["tiny", "no/where"], 2, "aimage: there is no directory no to make where in"),
+        (["tiny", "no/where"], 2, "aimage: cannot create no/where: no such directory: no"),
         (["none", "out"], 3, "aimage: none:latest not found in the store"),
         (["a b", "out"], 2, "aimage: "),
         (["tiny", ""], 2, "aimage: DIR is empty"),

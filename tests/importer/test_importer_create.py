@@ -256,7 +256,7 @@ def test_a_hugging_face_cache_is_packed(model, tmp_path):
     outside = tmp_path / "outside.json"
     outside.write_text("{}")
     (snapshot / "vae" / "extra.json").symlink_to(outside)
-    with pytest.raises(ModelError, match="leaves the model directory"):
+    with pytest.raises(ModelError, match="outside the model directory"):
         type(model)(snapshot, model.store).create()
 
 

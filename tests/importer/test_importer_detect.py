@@ -124,14 +124,14 @@ def zipped() -> bytes:
 def test_unknown_files_are_refused_with_the_known_formats(tmp_path, raw):
     path = tmp_path / "notes.docx"
     path.write_bytes(raw)
-    error = refused(path, "in no format")
-    for word in ("GGUF", "ONNX", "TorchScript", "SavedModel", "transformers", "diffusers", "LoRA"):
+    error = refused(path, "unsupported model format")
+    for word in ("GGUF", "ONNX", "TorchScript", "SavedModel", "Transformers", "diffusers", "LoRA"):
         assert word in str(error.hint)
 
 
 def test_weights_without_a_config_are_refused(tmp_path):
     path = write(tmp_path, {"model.safetensors": PLAIN}) / "model.safetensors"
-    error = refused(path, "weights alone")
+    error = refused(path, "only weights")
     assert "config.json" in str(error.hint)
     refused(tmp_path, "model.safetensors", "no config.json")
 
@@ -143,14 +143,14 @@ def test_a_damaged_safetensors_file_is_refused(tmp_path):
 
 def test_a_file_of_a_saved_model_is_refused(tmp_path):
     root = write(tmp_path, DIRECTORIES["savedmodel"])
-    error = refused(root / "saved_model.pb", "a part of a SavedModel")
+    error = refused(root / "saved_model.pb", "part of a SavedModel")
     assert "directory" in str(error.hint)
 
 
 def test_lfs_pointers_and_missing_files_are_refused(tmp_path):
     path = write(tmp_path, {"m.gguf": b"version https://git-lfs.github.com/spec/v1\n"}) / "m.gguf"
     refused(path, "Git LFS")
-    refused(tmp_path / "absent", "there is no")
+    refused(tmp_path / "absent", "does not exist")
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", "not a regular file")
 
@@ -211,7 +211,7 @@ def test_directories_of_pickled_files_are_refused(tmp_path):
     root = write(tmp_path, {"config.json": CONFIG, "pytorch_model.bin": CHECKPOINT})
     refused(root, str(root / "pytorch_model.bin"), "pickled")
     root = write(tmp_path / "b", {"model.pt": archive(MEMBERS), "notes.txt": b""})
-    assert "name the file itself" in refused(root, "model.pt").hint
+    assert "pass the file itself" in refused(root, "model.pt").hint
     root = write(tmp_path / "c", {"model.ckpt": CHECKPOINT, "README.md": b""})
     refused(root, str(root / "model.ckpt"), "pickled")
 
@@ -237,18 +237,18 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path):
     (tmp_path / "elsewhere").write_bytes(FILES["gguf"])
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "weights").symlink_to(tmp_path / "elsewhere")
-    refused(tmp_path / "m", "leaves the model directory")
+    refused(tmp_path / "m", "outside the model directory")
 
 
 def test_an_empty_directory_is_refused(tmp_path):
-    refused(tmp_path, "in no format")
+    refused(tmp_path, "unsupported model format")
 
 
 def test_a_config_link_out_of_the_directory_is_refused(tmp_path):
     root = write(tmp_path / "m", {"model.safetensors": PLAIN})
     (tmp_path / "config.json").write_bytes(CONFIG)
     (root / "config.json").symlink_to(tmp_path / "config.json")
-    refused(root, "leaves the model directory")
+    refused(root, "outside the model directory")
 
 
 # -- arbitrary bytes

@@ -165,8 +165,8 @@ def test_a_value_that_f16_cannot_hold_is_refused_before_anything_is_written(tmp_
 @pytest.mark.parametrize(
     ("recipe", "ends", "hint"),
     [
-        ({"dtype": "bf16"}, "BF16, which ends at 3.39e38", "use f32"),
-        ({"quantize": "int8"}, "F32, which ends at 3.4e38", "keep it as it is"),
+        ({"dtype": "bf16"}, "BF16 (maximum 3.39e38)", "use f32"),
+        ({"quantize": "int8"}, "F32 (maximum 3.4e38)", "keep the original dtype"),
     ],
     ids=str,
 )
@@ -179,7 +179,7 @@ def test_the_hint_names_a_type_with_a_larger_range(tmp_path, recipe, ends, hint)
     model = make_valued(tmp_path / "model", transformer=tensors)
     with pytest.raises(ModelError) as caught:
         model.make(**recipe)
-    assert caught.value.message == f"1 value of transformer/{name} cannot be {ends}"
+    assert caught.value.message == f"1 value of transformer/{name} cannot be stored as {ends}"
     assert hint in str(caught.value.hint)
 
 
@@ -197,7 +197,7 @@ def test_an_unknown_type_is_refused():
 def test_missing_packages_are_reported_first(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = make_valued(tmp_path / "model")
-    with pytest.raises(UsageError, match="changing weights needs numpy") as caught:
+    with pytest.raises(UsageError, match="changing weights requires numpy") as caught:
         model.make(dtype="auto")
     assert "clowder-aimage[mlx]" in str(caught.value.hint)
     assert model.make()

@@ -205,7 +205,7 @@ def test_parts_in_another_order_are_refused(parts):
     first, second = parts[1].read_bytes(), parts[2].read_bytes()
     parts[1].write_bytes(second)
     parts[2].write_bytes(first)
-    with pytest.raises(FormatError, match=r"part 2 \(from 0\) of 3, and is part 1"):
+    with pytest.raises(FormatError, match=r"part 2 \(from 0\) of 3, its name part 1"):
         take(parts[0])
 
 
@@ -215,17 +215,17 @@ def test_a_part_under_another_name_is_refused(parts, path):
 
 def test_a_whole_model_named_like_a_part_is_refused(parts):
     parts[1].write_bytes(gguf())
-    with pytest.raises(FormatError, match="of 1, and is part 1 of 3"):
+    with pytest.raises(FormatError, match="of 1, its name part 1 of 3"):
         take(parts[0])
 
 
 def test_parts_with_a_wrong_tensor_count_are_refused(parts):
     said = [("split.no", 2, 2), ("split.count", 2, 3), ("split.tensors.count", 5, 3)]
     parts[2].write_bytes(gguf(said, []))
-    with pytest.raises(FormatError, match="hold 3 tensors, they hold 2"):
+    with pytest.raises(FormatError, match="count is 3, the parts contain 2"):
         take(parts[0])
     parts[2].write_bytes(gguf(said, WEIGHTS[:1]))
-    with pytest.raises(FormatError, match="the same tensor"):
+    with pytest.raises(FormatError, match="duplicate tensor"):
         take(parts[0])
 
 
@@ -233,20 +233,20 @@ def test_a_part_linked_to_another_directory_is_refused(parts, tmp_path):
     outside = tmp_path.parent / f"{tmp_path.name}-outside.gguf"
     parts[1].rename(outside)
     parts[1].symlink_to(outside)
-    with pytest.raises(ModelError, match="leaves the model directory"):
+    with pytest.raises(ModelError, match="outside the model directory"):
         take(parts[0])
 
 
 def test_an_invalid_part_number_is_refused(tmp_path):
     path = tmp_path / "m-00004-of-00003.gguf"
-    refused(path, gguf(), "part 4 of 3", kind=ModelError)
+    refused(path, gguf(), "part number 4 of 3", kind=ModelError)
 
 
 # -- invalid files
 
 
 def test_files_that_are_not_gguf_are_refused(path):
-    refused(path, b"PK\x03\x04" + bytes(100), "begins with GGUF")
+    refused(path, b"PK\x03\x04" + bytes(100), "not a GGUF file")
     refused(path, b"", "truncated")
     refused(path, b"tjgg\1\0\0\0" + bytes(100), "GGML")
     refused(path, b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", kind=ModelError)
@@ -268,7 +268,7 @@ def test_missing_files_and_dangling_links_are_refused(path, tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
         take(path)
     path.symlink_to(tmp_path / "nothing")
-    with pytest.raises(ModelError, match="link to nothing"):
+    with pytest.raises(ModelError, match="broken link"):
         take(path)
 
 
@@ -279,9 +279,9 @@ END = 2**64 - 1
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        (HEAD + struct.pack("<QQ", 2**20, 0), "tensors cannot be in"),
+        (HEAD + struct.pack("<QQ", 2**20, 0), "tensors do not fit in"),
         (HEAD + struct.pack("<QQ", 0, END), "metadata"),
-        (HEAD + struct.pack("<QQQ", 0, 1, END) + bytes(20), "a key is"),
+        (HEAD + struct.pack("<QQQ", 0, 1, END) + bytes(20), "a key has"),
         (HEAD + struct.pack("<QQQ", 0, 1, 60_000) + bytes(20), "takes 60000 bytes"),
     ],
 )
@@ -292,15 +292,15 @@ def test_counts_and_lengths_beyond_the_file_are_refused(path, raw, said):
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        (("a", 13, b""), "type that is not known: 13"),
+        (("a", 13, b""), "unknown type: 13"),
         (("a", BOOL, 2), "not true or false"),
         (("general.alignment", UINT32, 24), "alignment"),
         (("general.alignment", UINT32, 4), "alignment"),
         (("general.alignment", STRING, "32"), "alignment"),
         (("general.url", STRING, b"\xff"), "general.url is not UTF-8"),
-        (("llama.context_length", UINT32, 1), "there twice"),
-        (("größe", UINT32, 1), "not a key"),
-        (("a", ARRAY, (13, [])), "type that is not known: 13"),
+        (("llama.context_length", UINT32, 1), "duplicate key"),
+        (("größe", UINT32, 1), "invalid or duplicate key"),
+        (("a", ARRAY, (13, [])), "unknown type: 13"),
     ],
 )
 def test_invalid_metadata_are_refused(path, pair, said, monkeypatch):
@@ -312,28 +312,28 @@ def test_lists_too_deep_or_too_long_are_refused(path):
     deep: Any = (UINT32, [1])
     for _ in range(6):
         deep = (ARRAY, [deep])
-    refused(path, gguf([("a", ARRAY, deep)]), "nested over")
+    refused(path, gguf([("a", ARRAY, deep)]), "nested more than")
     raw = HEAD + struct.pack("<QQ", 0, 1) + made.text("a") + struct.pack("<I", ARRAY)
     for kind in (STRING, ARRAY, UINT32):
         for count in (END, 2**40, 3_000_000):
-            refused(path, raw + struct.pack("<IQ", kind, count) + bytes(50), "cannot be in")
+            refused(path, raw + struct.pack("<IQ", kind, count) + bytes(50), "do not fit in")
 
 
 def test_many_empty_strings_are_refused_early(path, monkeypatch):
     monkeypatch.setattr("clowder_aimage.formats.gguf_header.MAX_ITEMS", 1000)
-    refused(path, gguf([("a", ARRAY, (STRING, [""] * 1001))]), "cannot be in")
+    refused(path, gguf([("a", ARRAY, (STRING, [""] * 1001))]), "do not fit in")
     twice = [("a", ARRAY, (STRING, [""] * 600)), ("b", ARRAY, (STRING, [""] * 600))]
-    refused(path, gguf(twice), "over 1000 items")
+    refused(path, gguf(twice), "more than 1000 items")
 
 
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
-        (("n" * 128, 0, (1,)), "is 128 bytes long"),
-        (("", 0, (1,)), "called nothing"),
-        (("output.weight", 0, (1,)), "two tensors"),
+        (("n" * 128, 0, (1,)), "has 128 bytes"),
+        (("", 0, (1,)), "empty tensor name"),
+        (("output.weight", 0, (1,)), "duplicate or empty"),
         (("t", 0, (1, 1, 1, 1, 1)), "5 dimensions"),
-        (("t", 2, (33,)), "no blocks of Q4_0"),
+        (("t", 2, (33,)), "not whole blocks of Q4_0"),
     ],
 )
 def test_invalid_tensors_are_refused(path, tensor, said):
@@ -343,12 +343,12 @@ def test_invalid_tensors_are_refused(path, tensor, said):
 @pytest.mark.parametrize("kind", [4, 43])
 def test_unknown_types_of_tensors_are_refused(path, kind):
     raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", kind, (32,)), 0) + bytes(99)
-    refused(path, raw, f": {kind}", "removed" if kind < 43 else "not known")
+    refused(path, raw, f": {kind}", "removed" if kind < 43 else "unknown type")
 
 
 @pytest.mark.parametrize(
     ("offset", "shape", "said"),
-    [(1, (4,), "no multiple of 32"), (64, (4,), "ends at byte"), (0, (2**62, 4), "ends at byte")],
+    [(1, (4,), "multiple of 32"), (64, (4,), "ends at byte"), (0, (2**62, 4), "ends at byte")],
 )
 def test_tensors_outside_of_the_file_are_refused(path, offset, shape, said):
     raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", 0, shape), offset)
@@ -358,7 +358,7 @@ def test_tensors_outside_of_the_file_are_refused(path, offset, shape, said):
 def test_overlapping_tensors_are_refused(path):
     raw = HEAD + struct.pack("<QQ", 2, 0)
     raw += made.info_of(("a", 0, (9,)), 0) + made.info_of(("b", 0, (1,)), 32)
-    refused(path, made.padded(raw, 32) + bytes(64), "b begins inside another")
+    refused(path, made.padded(raw, 32) + bytes(64), "b overlaps another")
 
 
 def test_a_scalar_without_dimensions_is_one_element(path):

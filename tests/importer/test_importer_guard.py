@@ -59,7 +59,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path, kind, dtype, value):
     with pytest.raises(ModelError) as caught:
         model.make(quantize=kind)
     assert caught.value.message == f"1 value of transformer/{NAME} is NaN or infinite"
-    assert "keep it as it is, or repair the model" in str(caught.value.hint)
+    assert "keep it unquantized, or repair the model" in str(caught.value.hint)
     assert caught.value.exit_code == 1
     assert list(ImageLayout(model.store).tags()) == []
 
@@ -137,7 +137,7 @@ def test_losing_over_a_hundredth_of_the_groups_is_refused(tmp_path, kind, factor
         f"the values of transformer/{NAME} are too small for {kind}: 50 % of its groups would "
         "become zero"
     )
-    assert caught.value.hint == "use mxfp8, whose scales reach further"
+    assert caught.value.hint == "use mxfp8, whose scales have a larger range"
     assert list(ImageLayout(model.store).tags()) == []
     assert model.make(quantize="mxfp8")
 
@@ -213,7 +213,7 @@ def with_value(value):
 )
 def test_values_beyond_the_type_are_refused(tmp_path, kind, dtype, value, end):
     model = model_of(tmp_path / "model", with_value(value), dtype)
-    said = f"^1 value of transformer/{NAME} is too large for {kind}, which ends at {end}$"
+    said = f"^1 value of transformer/{NAME} is too large for {kind}, whose maximum is {end}$"
     with pytest.raises(ModelError, match=said) as caught:
         model.make(quantize=kind)
     assert ("mxfp8" if kind == "nvfp4" else "keep it") in str(caught.value.hint)

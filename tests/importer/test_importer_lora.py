@@ -165,7 +165,7 @@ def test_a_missing_base_is_refused(adapter):
 def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
-    with pytest.raises(FormatError, match="for another model than base"):
+    with pytest.raises(FormatError, match="does not match base"):
         adapter(tensors, base=Reference.parse("base"), store=store)
     with pytest.raises(NotFoundError):
         store.resolve(STYLE)
@@ -194,24 +194,24 @@ def test_a_model_is_packed_with_its_adapters(tmp_path, model):
 def test_an_adapter_of_another_model_is_refused(tmp_path, model):
     path = tmp_path / "other.safetensors"
     path.write_bytes(safetensors(pair("blocks.0.to_q")))
-    with pytest.raises(FormatError, match="for another model than the model"):
+    with pytest.raises(FormatError, match="does not match the model"):
         create(in_memory(), STYLE, model.directory, form=ModelForm(adapters=(("other", path),)))
 
 
 def test_two_adapters_of_one_name_are_refused(tmp_path, model):
     path = tmp_path / "one.safetensors"
     path.write_bytes(safetensors(pair(TO_Q)))
-    with pytest.raises(UsageError, match="two adapters are called one"):
+    with pytest.raises(UsageError, match="duplicate adapter name: one"):
         create(in_memory(), STYLE, model.directory, form=ModelForm(adapters=(("one", path),) * 2))
 
 
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ([("layers.0.weight", "F32", (2, 2))], "holds no LoRA"),
+        ([("layers.0.weight", "F32", (2, 2))], "is not a LoRA"),
         (pair(TO_Q)[:1], "one half"),
-        ([*pair(TO_Q)[:1], (f"{TO_Q}.lora_B.weight", "F32", (4, 3))], "do not fit"),
-        ([(f"{TO_Q}.lora_A.weight", "F32", (4,)), *pair(TO_Q)[1:]], "do not fit"),
+        ([*pair(TO_Q)[:1], (f"{TO_Q}.lora_B.weight", "F32", (4, 3))], "incompatible shapes"),
+        ([(f"{TO_Q}.lora_A.weight", "F32", (4,)), *pair(TO_Q)[1:]], "incompatible shapes"),
     ],
 )
 def test_tensors_that_are_not_pairs_are_refused(tmp_path, tensors, said):
@@ -231,7 +231,7 @@ def test_a_pickled_adapter_is_never_opened(tmp_path):
 def test_an_adapter_of_another_kind_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
-    with pytest.raises(ModelError, match="another kind: 'IA3'"):
+    with pytest.raises(ModelError, match="unsupported adapter type 'IA3'"):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
@@ -263,7 +263,7 @@ def test_a_stacked_qkv_adapter_fits_the_separate_layers(read_pairs_of):
     tensors = pair("diffusion_model.layers.0.attention.qkv", rows=12)
     shapes = {f"transformer/layers.0.attention.to_{letter}.weight": (4, 4) for letter in "qkv"}
     check_fit("it", read_pairs_of(tensors), shapes, "base")
-    with pytest.raises(FormatError, match="12 rows of 4"):
+    with pytest.raises(FormatError, match=r"\[12, 4\]"):
         check_fit("it", read_pairs_of(tensors), _wider(shapes), "base")
     with pytest.raises(FormatError, match="has no"):
         check_fit("it", read_pairs_of(tensors), {"transformer/other.weight": (4, 4)}, "base")
@@ -291,5 +291,5 @@ def test_convert_refuses_adapters(adapter, model):
 def test_an_infinite_alpha_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1e999}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
-    with pytest.raises(FormatError, match="lora_alpha is inf"):
+    with pytest.raises(FormatError, match="lora_alpha must be finite, not inf"):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))

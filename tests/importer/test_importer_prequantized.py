@@ -100,15 +100,15 @@ def test_mlx_weights_equal_those_quantized_here(tmp_path):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({}, "does not say how"),
-        ({"quantization": [64, 4]}, "does not say how"),
-        ({"quantization": {"bits": 4}}, "does not say how"),
+        ({}, "has no bits and group_size"),
+        ({"quantization": [64, 4]}, "has no bits and group_size"),
+        ({"quantization": {"bits": 4}}, "has no bits and group_size"),
         ({"quantization": {"group_size": 64, "bits": True}}, "True bits"),
         ({"quantization": {"group_size": 64, "bits": 4, "mode": ["affine"]}}, "affine"),
         ({"quantization": {"group_size": 48, "bits": 4}}, "groups of"),
         ({"quantization": {"group_size": "64x", "bits": 4}}, "groups of"),
-        ({"quantization": {"group_size": 32, "bits": 4}}, "does not fit int4 in groups of 32"),
-        ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "does not fit mxfp4"),
+        ({"quantization": {"group_size": 32, "bits": 4}}, "does not match int4 in groups of 32"),
+        ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "does not match mxfp4"),
     ],
     ids=str,
 )
@@ -135,7 +135,7 @@ def test_an_entry_of_a_module_takes_precedence(tmp_path, kind, rest, own, size):
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({}, "does not say how"),
+        ({}, "has no bits and group_size"),
         ({"bits": 5}, "5 bits"),
         ({"bits": 4, "group_size": None}, "groups of"),
     ],
@@ -162,13 +162,15 @@ def test_an_ambiguous_group_size_is_refused(tmp_path, shape):
     ids=["scales", "dtype", "a number"],
 )
 def test_mlx_of_other_shapes_is_refused(tmp_path, change):
-    refused(tmp_path, mlx("int4") | change, {"quantization": CONFIGS["int4"]}, "does not fit int4")
+    refused(
+        tmp_path, mlx("int4") | change, {"quantization": CONFIGS["int4"]}, "does not match int4"
+    )
 
 
 def test_mlx_without_biases_is_refused(tmp_path):
     tensors = mlx("int4")
     del tensors[f"{STEM}.biases"]
-    refused(tmp_path, tensors, {"quantization": CONFIGS["int4"]}, "does not fit int4")
+    refused(tmp_path, tensors, {"quantization": CONFIGS["int4"]}, "does not match int4")
 
 
 # -- nvfp4 of ModelOpt and compressed-tensors
@@ -250,10 +252,10 @@ def test_a_divisor_must_be_positive_and_finite(tmp_path, value):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({f"{NAME}_scale_2": None}, "not known"),
-        ({f"{NAME}_scale": ("F32", (), struct.pack("<f", 1))}, "not known"),
-        ({f"{NAME}_scale_2": ("F32", (5,), bytes(20))}, "does not fit nvfp4"),
-        ({NAME: ("U8", (16, 30), bytes(480))}, "does not fit nvfp4"),
+        ({f"{NAME}_scale_2": None}, "unsupported quantization"),
+        ({f"{NAME}_scale": ("F32", (), struct.pack("<f", 1))}, "unsupported quantization"),
+        ({f"{NAME}_scale_2": ("F32", (5,), bytes(20))}, "does not match nvfp4"),
+        ({NAME: ("U8", (16, 30), bytes(480))}, "does not match nvfp4"),
     ],
     ids=str,
 )
@@ -269,18 +271,18 @@ def test_mismatched_modelopt_weights_are_refused(tmp_path, change, said):
 )
 def test_unsupported_compressed_tensors_are_refused(tmp_path, change):
     tensors = {k: v for k, v in (compressed(struct.pack("<f", 1)) | change).items() if v}
-    refused(tmp_path, tensors, None, "quantized in a way that is not known", "compressed-tensors")
+    refused(tmp_path, tensors, None, "unsupported quantization", "compressed-tensors")
 
 
 def test_a_tensor_in_two_formats_is_refused(tmp_path):
     tensors = compressed(struct.pack("<f", 1)) | as_dtype({NAME: VALUES}, "BF16")
-    refused(tmp_path, tensors, None, "both quantized and as it was")
+    refused(tmp_path, tensors, None, "both quantized and unquantized")
 
 
 def test_quantizing_twice_is_refused(tmp_path):
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
-    with pytest.raises(UsageError, match="1 tensor of the transformer is quantized already"):
+    with pytest.raises(UsageError, match="1 tensor of the transformer is already quantized"):
         model.make(quantize="int8")
     assert not model.store.exists()
     assert read_back(model.store, "m") if model.make(quantize="text_encoder=int8") else False

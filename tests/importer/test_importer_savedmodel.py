@@ -65,7 +65,7 @@ def test_a_text_format_model_is_packed(model):
     assert "saved_model.pbtxt" in {file.name for file in take(model).files}
     for words in ("", "GGUF", "meta_graphs"):
         (model / "saved_model.pbtxt").write_text(words)
-        refused(model, "saved_model.pbtxt", "holds no graph")
+        refused(model, "saved_model.pbtxt", "contains no graph")
 
 
 def test_a_model_without_variables_is_packed(tmp_path):
@@ -78,9 +78,9 @@ def test_a_model_without_variables_is_packed(tmp_path):
 def test_missing_variables_are_reported(model):
     shard = model / "variables" / "variables.data-00001-of-00002"
     shard.unlink()
-    refused(model, "variables", "has 1 of 2 shards")
+    refused(model, "variables", "1 found, 2 expected")
     (model / "variables" / "variables.data-00000-of-00002").unlink()
-    refused(model, "the shards of the variables missing")
+    refused(model, "variable shards are missing")
 
 
 def test_a_missing_index_is_refused(model):
@@ -91,25 +91,25 @@ def test_a_missing_index_is_refused(model):
 def test_shards_of_different_sets_are_refused(model):
     shards = model / "variables"
     (shards / "variables.data-00000-of-00003").write_bytes(b"other")
-    refused(model, "two sets")
+    refused(model, "several sets")
     (shards / "variables.data-00000-of-00003").unlink()
     (shards / "variables.data-00000-of-00002").rename(shards / "variables.data-00002-of-00002")
-    refused(model, "shards, or others")
+    refused(model, "missing or misnumbered")
     (shards / "variables.data-00000-of-00000").write_bytes(b"")
     for path in shards.glob("*-of-00002"):
         path.unlink()
-    refused(model, "shards, or others")
+    refused(model, "missing or misnumbered")
 
 
 def test_links_out_of_the_directory_are_refused(model, tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (model / "assets" / "secret").symlink_to(tmp_path / "secret")
-    refused(model, "leaves the model directory", kind=ModelError)
+    refused(model, "outside the model directory", kind=ModelError)
 
 
 def test_a_directory_of_too_many_files_is_refused(model, monkeypatch):
     monkeypatch.setattr("clowder_aimage.formats.model_tree.MAX_FILES", 5)
-    error = refused(model, "over 5 files", kind=ModelError)
+    error = refused(model, "more than 5 files", kind=ModelError)
     assert error.hint
 
 
@@ -117,7 +117,7 @@ def test_missing_directories_and_models_are_refused(tmp_path):
     path = tmp_path / "saved_model.pb"
     refused(tmp_path, "has no saved_model.pb")
     path.write_bytes(pb.saved_model())
-    error = refused(path, "is not a directory", kind=ModelError)
+    error = refused(path, "is not a SavedModel directory", kind=ModelError)
     assert "saved_model.pb" in str(error.hint)
 
 

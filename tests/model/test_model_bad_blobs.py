@@ -134,7 +134,7 @@ def test_blob_of_another_size_than_its_layer_is_refused(store: FolderStore) -> N
     weights = with_blob(store, blob(GOOD, INT8))
     (path,) = (path for path in store.root.iterdir() if path.read_bytes() == blob(GOOD, INT8))
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(FormatError, match=r"has \d+ bytes, its layer promises \d+"):
+    with pytest.raises(FormatError, match=r"has \d+ bytes, expected \d+"):
         weights.apply(Net())
 
 
@@ -199,7 +199,7 @@ def test_layers_that_cannot_take_codes(
             maker.quantized(name, values(*shape), "int8")
         else:
             maker.plain(name, values(*shape))
-    with pytest.raises(FormatError, match=f"{wrong}: a {kind} cannot take int8 weights"):
+    with pytest.raises(FormatError, match=f"{wrong}: {kind} does not support int8 weights"):
         opened(maker).apply(Strange(), keep_quantized=keep)
 
 
@@ -253,7 +253,7 @@ def test_other_makers_scales_beside_floats(store: FolderStore) -> None:
     maker = Maker(store)
     maker.add("x.weight", blob({"x.weight": ("F8_E4M3", (2, 4), bytes(8))}), "F8_E4M3", (2, 4))
     maker.plain("x.weight_scale", mx.ones((2, 1)))
-    with pytest.raises(FormatError, match="F8_E4M3 values with scales beside them"):
+    with pytest.raises(FormatError, match="must be U32, not F8_E4M3"):
         opened(maker).numpy("x.weight")
 
 
@@ -323,19 +323,19 @@ def test_groups_that_are_not_what_they_claim(store: FolderStore) -> None:
         opened(maker).keys()
     maker = Maker(store)
     maker.add("experts", blob({"experts.0.w": one, "experts.1.w": one}), "F32", (2, 2))
-    with pytest.raises(NotFoundError, match=r"no tensor net/experts\.0\.w"):
+    with pytest.raises(NotFoundError, match=r"tensor net/experts\.0\.w not found"):
         opened(maker).numpy("experts.0.w")
     maker = Maker(store)
     maker.add("experts", blob({"experts.0.w": one}))
     maker.plain("experts.0.w", mx.ones((2, 2)))
-    with pytest.raises(FormatError, match=r"two tensors are called experts\.0\.w"):
+    with pytest.raises(FormatError, match=r"duplicate tensor name: experts\.0\.w"):
         opened(maker).load()
 
 
 def test_unknown_tensor_names_are_not_found(store: FolderStore) -> None:
     weights = opened(made(store, "int8", "layers of the first generation"))
     for name in ("model.fc.weight_scale", "model.fc", "model.up.weight", ""):
-        with pytest.raises(NotFoundError, match="no tensor net/"):
+        with pytest.raises(NotFoundError, match=r"tensor net/.* not found"):
             weights.quantization(name)
     with pytest.raises(FormatError, match="is not quantized: it is F32"):
         weights.parts("norm.weight")

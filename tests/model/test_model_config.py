@@ -221,7 +221,7 @@ def test_vaes_that_are_refused(changes: dict[str, Any], message: str) -> None:
         ({"_class_name": "DDIMScheduler"}, "_class_name"),
         ({"use_beta_sigmas": True}, "use_beta_sigmas"),
         ({"stochastic_sampling": True}, "stochastic_sampling"),
-        ({"use_karras_sigmas": True, "use_exponential_sigmas": True}, "excludes"),
+        ({"use_karras_sigmas": True, "use_exponential_sigmas": True}, "conflicts with"),
         ({"time_shift_type": "cosine"}, "time_shift_type"),
         ({"shift_terminal": 1.0}, "shift_terminal"),
         (

@@ -94,5 +94,5 @@ def test_convert_keeps_the_values_of_every_layout_and_kind(
 
 def test_convert_refuses_to_quantize_twice(blobs: FolderStore, keep: Keep) -> None:
     store = keep(blobs, made(blobs, "int8", "combined", None, "transformer").aimage())
-    with pytest.raises(UsageError, match="quantized already"):
+    with pytest.raises(UsageError, match="already quantized"):
         convert(store, OLD, NEW, Recipe.parse(quantize="int4"))

@@ -31,15 +31,15 @@ SMALL = GenerateRequest("a fox", 32, 32, 2)
         ({"width": 40}, "width must be a multiple of 16 pixels, not 40"),
         ({"height": -16}, "height must be a multiple of 16"),
         ({"width": True}, "width must be"),
-        ({"width": 8208}, "width can be 8192 pixels at most"),
+        ({"width": 8208}, "width must be at most 8192 pixels"),
         ({"steps": 1001}, "steps must be a whole number from 1 to 1000"),
         ({"n": 0}, "n must be"),
         ({"seed": MAX_SEED, "n": 2}, "seed must be"),
         ({"guidance": float("nan")}, "guidance must be 0 or above"),
         ({"shift": 0.0}, "shift must be above 0"),
-        ({"prompt": "\ud800"}, "prompt holds characters"),
+        ({"prompt": "\ud800"}, "prompt contains characters"),
         ({"prompt": 7}, "prompt must be text"),
-        ({"negative": "\ud800"}, "negative holds characters"),
+        ({"negative": "\ud800"}, "negative contains characters"),
         ({"previews": 17}, "previews must be a whole number from 0 to 16"),
     ],
 )
@@ -111,7 +111,7 @@ def test_skipped_tensors_are_named(pipeline: ZImagePipeline) -> None:
 
 
 def test_compute_types(tiny: Model, pipeline: ZImagePipeline) -> None:
-    with pytest.raises(UsageError, match="float16 ends at 65504"):
+    with pytest.raises(UsageError, match="maximum of 65504"):
         load_pipeline(*tiny, dtype="float16")
     with pytest.raises(UsageError, match="unknown compute type 'int8'"):
         load_pipeline(*tiny, dtype="int8")
@@ -148,11 +148,15 @@ def test_dead_weights_need_not_be_there(tiny: Model, pipeline: ZImagePipeline) -
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("model_index.json", {"_class_name": "FluxPipeline"}, "'FluxPipeline'.* not supported"),
-        ("model_index.json", {}, r"no model_index\.json"),
-        ("scheduler/scheduler_config.json", {}, r"no scheduler/scheduler_config\.json"),
+        (
+            "model_index.json",
+            {"_class_name": "FluxPipeline"},
+            "unsupported pipeline .*'FluxPipeline'",
+        ),
+        ("model_index.json", {}, r"model_index\.json not found"),
+        ("scheduler/scheduler_config.json", {}, r"scheduler_config\.json not found"),
         ("text_encoder/config.json", {"num_hidden_layers": 2}, "unexpected tensors layers.2"),
-        ("text_encoder/config.json", {"num_key_value_heads": 4}, "asks for shape"),
+        ("text_encoder/config.json", {"num_key_value_heads": 4}, "requires shape"),
         ("transformer/config.json", {"n_layers": 3}, r"missing tensors layers\.2"),
         ("vae/config.json", {"use_post_quant_conv": True}, "missing tensors post_quant_conv"),
         ("vae/config.json", {"mid_block_add_attention": False}, "unexpected tensors decoder.mid"),
@@ -172,7 +176,7 @@ def test_short_names_of_the_types_to_compute_in() -> None:
     ]
     assert compute_dtype("bf16") == mx.bfloat16
     for name in ("f16", "float16"):
-        with pytest.raises(UsageError, match="the picture turns black"):
+        with pytest.raises(UsageError, match="pictures turn black"):
             dtype_name(name)
     for name in ("F32", "f64", ""):
         with pytest.raises(UsageError, match="use float32 or bfloat16"):
@@ -183,7 +187,7 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
     store, aimage = tiny
     changed = replace(store, aimage, "transformer/config.json", axes_lens=[66, 2, 4])
     short = load_pipeline(store, changed, dtype="float32")
-    with pytest.raises(UsageError, match="height can be 32 pixels"):
+    with pytest.raises(UsageError, match="height must be at most 32 pixels"):
         short.generate(GenerateRequest("x", 64, 48, 1))
     *_, image = short.generate(GenerateRequest("x" * 46, 64, 32, 1))  # 64 tokens with the template
     assert isinstance(image, Image)
@@ -192,7 +196,7 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
 
 
 def test_decode_refuses_nan(pipeline: ZImagePipeline) -> None:
-    with pytest.raises(ModelError, match="not numbers"):
+    with pytest.raises(ModelError, match="NaN or infinite"):
         pipeline.decode(mx.full((16, 4, 4), float("nan")))
 
 

@@ -112,7 +112,7 @@ def test_missing_and_malformed_files(tiny: Model) -> None:
     store, aimage = tiny
     with pytest.raises(ModelError, match="no chat template"):
         Tokenizer.load(store, replace(store, aimage, JINJA))
-    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"neither tokenizer\.json"):
         Tokenizer.load(store, replace(store, aimage, "tokenizer/tokenizer.json"))
     with pytest.raises(ModelError, match="tokenizer cannot be read"):
         Tokenizer.load(store, with_file(tiny, "tokenizer/tokenizer.json", b"{}"))

@@ -161,7 +161,7 @@ def test_sizes_beyond_memory_are_refused_by_all_interfaces(worker, width, height
     assert refusal(worker.url, size=f"{width}x{height}")["param"] == "size"
     here = worker.aimage
     options = ("--width", width, "--height", height, "--steps", 1)
-    assert "ask for a smaller one, such as" in here("run", "-q", "tiny", "a", *options, code=2).err
+    assert "use a smaller size, such as" in here("run", "-q", "tiny", "a", *options, code=2).err
     assert ask(worker.url)[0] == 200
     assert deaths(worker.url) == 0
 

@@ -171,9 +171,9 @@ def refused(pipeline, width, height, **more):
 def test_a_picture_beyond_memory_is_refused(pipeline, size):
     pipeline.set_memory("keep", None, 24 * GIB)
     error = refused(pipeline, *size)
-    assert error.message.startswith(f"width {size[0]} and height {size[1]} make too large a")
-    assert "of memory at least, and there is 24.0 GiB" in error.message
-    assert error.hint.startswith("ask for a smaller one, such as ")
+    assert error.message.startswith(f"width {size[0]} and height {size[1]} are too large")
+    assert "of memory required, 24.0 GiB available" in error.message
+    assert error.hint.startswith("use a smaller size, such as ")
 
 
 def test_the_hint_suggests_the_largest_square(pipeline):
@@ -188,7 +188,7 @@ def test_the_hint_suggests_the_largest_square(pipeline):
     assert side == 1024
     assert refused(pipeline, side + pipeline.multiple, side).hint == error.hint
     pipeline.set_memory("keep", None, 1)
-    assert refused(pipeline, 16, 16).hint == "ask for a smaller one"
+    assert refused(pipeline, 16, 16).hint == "use a smaller size"
 
 
 def test_attention_beyond_int32_is_refused(pipeline):
@@ -199,7 +199,7 @@ def test_attention_beyond_int32_is_refused(pipeline):
     for side in (1024, 1536, 1712):
         pipeline.check(GenerateRequest("a dog", side, side))
     error = refused(pipeline, 2048, 2048)
-    assert "attention has 4294967296 numbers, and this device takes 2147483647" in error.message
+    assert "4294967296 values, this device supports 2147483647" in error.message
     assert "1712x1712" in error.hint
 
 

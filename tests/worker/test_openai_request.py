@@ -211,11 +211,11 @@ def test_width_and_height_have_the_same_pixel_limit_as_size() -> None:
 
 
 def test_a_size_refusal_names_a_field_of_the_request() -> None:
-    message = "width 64 and height 8192 make too large a picture here: it takes much"
+    message = "width 64 and height 8192 are too large for this machine: much"
     for fields, param in ({"height": 8192}, "height"), ({"size": "64x8192"}, "size"):
-        error = _with_param(UsageError(message, hint="ask for a smaller one"), read(**fields))
+        error = _with_param(UsageError(message, hint="use a smaller size"), read(**fields))
         assert isinstance(error, ApiError)
-        assert (error.param, error.message) == (param, f"{message}; ask for a smaller one")
+        assert (error.param, error.message) == (param, f"{message}; use a smaller size")
 
 
 def test_missing_fields_take_the_defaults_of_the_worker() -> None:
@@ -270,10 +270,10 @@ def test_unknown_fields_are_refused_with_strict() -> None:
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ("width can be 512 pixels at most with this model, not 1024", "width"),
+        ("width must be at most 512 pixels with this model, not 1024", "width"),
         ("height must be a multiple of 32 pixels, not 48", "size"),
-        ("the prompt is too long: 65 tokens, 64 positions", "prompt"),
-        ("this model derives its shift from the picture size; leave shift out", "shift"),
+        ("the prompt is too long: 65 tokens and padding exceed 64 positions", "prompt"),
+        ("this model derives its shift from the picture size; omit shift", "shift"),
         ("something else is wrong", None),
     ],
 )

@@ -63,7 +63,7 @@ class FlowScheduler:
         karras = fields.boolean("use_karras_sigmas", False)
         exponential = fields.boolean("use_exponential_sigmas", False)
         if karras and exponential:
-            raise fields.refuse("use_karras_sigmas", "excludes use_exponential_sigmas")
+            raise fields.refuse("use_karras_sigmas", "conflicts with use_exponential_sigmas")
         terminal = fields.raw("shift_terminal")
         if terminal is not None and not 0 <= fields.number("shift_terminal") < 1:
             raise fields.refuse("shift_terminal", "must be from 0 to below 1")
@@ -94,7 +94,7 @@ class FlowScheduler:
             UsageError: ``shift`` is given but the model shifts by picture size.
         """
         if shift is not None and self.dynamic:
-            raise UsageError("this model derives its shift from the picture size; leave shift out")
+            raise UsageError("this model derives its shift from the picture size; omit shift")
         sigmas = _linspace(1.0, 1.0 / steps, steps)
         if self.dynamic:
             sigmas = self._shift_by_size(sigmas, image_tokens)

@@ -255,10 +255,13 @@ class ZImagePipeline:
         tokens = self.tokens(prompt)
         positions = self.transformer.config.axes_lens[0]
         if padded(len(tokens)) + 2 > positions:
-            raise UsageError(f"the prompt is too long: {len(tokens)} tokens, {positions} positions")
+            raise UsageError(
+                f"the prompt is too long: {len(tokens)} tokens and padding exceed {positions} "
+                "positions"
+            )
         encoder = self.text_encoder
         if max(tokens) >= encoder.config.vocab_size:
-            raise ModelError("the tokenizer makes tokens that the text encoder does not know")
+            raise ModelError("the tokenizer returned tokens that the text encoder does not have")
         return encoder(mx.array(tokens))
 
     def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
@@ -288,7 +291,7 @@ class ZImagePipeline:
         values = self.vae.decode(latents.astype(self.dtype))
         pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
         if not np.isfinite(pixels).all():
-            raise ModelError("the model computed values that are not numbers")
+            raise ModelError("the model computed NaN or infinite values")
         return to_pixels(pixels)
 
 
@@ -304,13 +307,13 @@ def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) ->
     hidden = text_encoder.config.hidden_size
     if hidden != transformer.config.cap_feat_dim:
         raise ModelError(
-            f"the text encoder gives {hidden} features, "
-            f"the transformer takes {transformer.config.cap_feat_dim}"
+            f"the text encoder returns {hidden} features, "
+            f"the transformer requires {transformer.config.cap_feat_dim}"
         )
     if vae.config.latent_channels != transformer.config.in_channels:
         raise ModelError(
             f"the vae has {vae.config.latent_channels} latent channels, "
-            f"the transformer {transformer.config.in_channels}"
+            f"the transformer requires {transformer.config.in_channels}"
         )
     if vae.config.out_channels != 3:
-        raise ModelError(f"the vae makes {vae.config.out_channels} channels, pictures have 3")
+        raise ModelError(f"the vae has {vae.config.out_channels} output channels, pictures have 3")

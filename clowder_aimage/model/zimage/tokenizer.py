@@ -92,7 +92,7 @@ class Tokenizer:
         """
         tokens: list[int] = self._backend.encode(self.render(prompt)).ids
         if not tokens:
-            raise ModelError("the tokenizer made no tokens of the prompt")
+            raise ModelError("the tokenizer returned no tokens for the prompt")
         return tokens
 
 
@@ -104,7 +104,7 @@ def _backend(store: BlobFiles, aimage: AImage) -> tokenizers.Tokenizer:
     vocabulary = find_object(store, aimage, f"{FOLDER}/vocab.json")
     merges = find(store, aimage, f"{FOLDER}/merges.txt")
     if vocabulary is None or merges is None:
-        raise ModelError("the model has no tokenizer.json, nor vocab.json with merges.txt")
+        raise ModelError("the model has neither tokenizer.json nor vocab.json with merges.txt")
     model = models.BPE(vocab=vocabulary, merges=_merges(merges.decode()))
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = normalizers.NFC()
@@ -122,7 +122,7 @@ def _merges(text: str) -> list[tuple[str, str]]:
     lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
     pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines]
     if any(len(pair) != 2 for pair in pairs):
-        raise ModelError("tokenizer/merges.txt: every line must hold two tokens")
+        raise ModelError("tokenizer/merges.txt: every line must contain two tokens")
     return [(first, second) for first, second in pairs]
 
 
@@ -157,7 +157,7 @@ def _template(store: BlobFiles, aimage: AImage, config: Mapping[str, Any]) -> st
     if not isinstance(found, str):
         raise ModelError(
             "the model has no chat template",
-            hint="Z-Image expects tokenizer/chat_template.jinja, or chat_template in "
+            hint="Z-Image requires tokenizer/chat_template.jinja, or chat_template in "
             "tokenizer/tokenizer_config.json",
         )
     return found
@@ -210,7 +210,7 @@ class _Range:
         numbers = range(*bounds)
         self._left -= len(numbers) + 1
         if self._left < 0:
-            raise jinja2.TemplateError("the chat template loops too often")
+            raise jinja2.TemplateError("the chat template exceeds the limit of loop iterations")
         return numbers
 
 
