@@ -46,10 +46,10 @@ def attach(
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
     """
     if _MEDIA_TYPE.fullmatch(artifact_type) is None:
-        raise UsageError(f"{artifact_type!r} is not a media type", remedy="attach_type")
+        raise UsageError(f"invalid media type {artifact_type!r}", remedy="attach_type")
     for title, count in Counter(file.name for file in files).items():
         if count > 1:
-            raise UsageError(f"two of the files are called {title}")
+            raise UsageError(f"two files have the name {title}")
     with Repository(reference, connection) as repository:
         subject = repository.resolve(reference)
         layers = [_layer(file) for file in files]
@@ -88,7 +88,7 @@ def _layer(file: Path) -> Descriptor:
             encoded = hashlib.file_digest(opened, "sha256").hexdigest()
             size = opened.tell()
     except OSError as error:
-        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+        raise ModelError(f"cannot read {file}: {error.strerror}") from error
     return Descriptor(_LAYER, Digest("sha256", encoded), size, {mediatype.TITLE: file.name})
 
 
@@ -99,7 +99,7 @@ class _Files(Source):
         self._paths = {layer.digest: file for layer, file in zip(layers, files, strict=True)}
 
     def resolve(self, reference: Reference, /) -> Descriptor:
-        raise NotFoundError(f"no {reference} among the files")
+        raise NotFoundError(f"{reference} not found among the files")
 
     def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self._paths

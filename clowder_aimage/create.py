@@ -142,7 +142,7 @@ def _subject(
 ) -> Descriptor:
     """Return the manifest of an adapter's model, if the adapter fits it."""
     if "adapter" not in inventory.facts:
-        raise UsageError("only an adapter has a base model, and this is not one", remedy="base")
+        raise UsageError("only an adapter can have a base model", remedy="base")
     found = store.resolve(base)
     lease.add(found.digest)
     subject = Descriptor(found.media_type, found.digest, found.size)

@@ -47,8 +47,8 @@ class Side:
     def annotations(self) -> dict[str, str]:
         """Return the annotations of the manifest that do not repeat the config."""
         repeated = () if self.dialect == FOREIGN else (mediatype.CREATED, mediatype.LICENSES)
-        said = self.manifest.annotations.items()
-        return {key: value for key, value in said if key not in repeated}
+        items = self.manifest.annotations.items()
+        return {key: value for key, value in items if key not in repeated}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def _read(
 ) -> Side:
     if remote and reference.registry is None:
         raise UsageError(
-            f"{reference} has no registry host: it names an AImage in the local store",
+            f"{reference} has no registry host to read it from",
             remedy="diff_remote",
         )
     if not remote:
@@ -169,10 +169,10 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
         _, manifest = select(source, source.resolve(reference), reference, ANY)
     except UsageError as error:
         error.remedy = ""
-        error.hint = f"name one by its digest, {reference.name}@DIGEST, or pull it under a name"
+        error.hint = f"select one by digest, {reference.name}@DIGEST, or pull one of them"
         raise
     if not isinstance(manifest, Manifest):
-        raise FormatError(f"{reference} is an index")
+        raise FormatError(f"expected a manifest, but {reference} is an index")
     raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     dialect, aimage = FOREIGN, AImage(raw, tuple(_foreign(manifest)))
     with suppress(FormatError):

@@ -82,9 +82,11 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
     kind = aimage.properties.get("format")
     if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
         return  # the loader reports missing files
-    what = f"is of the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
+    what = f"has the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
     raise ModelError(
-        f"{reference} {what}, which is not run here", remedy="export_to_pack", reference=reference
+        f"{reference} {what}, which cannot be run",
+        remedy="export_files" if kind else "export_to_pack",
+        reference=reference,
     )
 
 

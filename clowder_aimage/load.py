@@ -88,7 +88,7 @@ def _open(archive: Path | io.FileIO) -> Iterator[tuple[io.FileIO, str]]:
     try:
         file = archive.open("rb", buffering=0)
     except FileNotFoundError:
-        raise NotFoundError(f"there is no archive {archive}") from None
+        raise NotFoundError(f"archive not found: {archive}") from None
     except IsADirectoryError:
         raise UsageError(f"{archive} is a directory", remedy="layout_as_store") from None
     except OSError as error:
@@ -123,10 +123,10 @@ class _Loader:
                 f"{self.tar.name} is not an OCI image layout: it has no index.json",
                 remedy="docker_archive",
             )
-        names, problems = self._give_names()
+        names, problems = self._set_names()
         problem = VerificationError(
-            f"{self.tar.name} is not complete: {'; '.join(problems[:20])}",
-            hint="the content that was read is kept; complete artifacts have their names",
+            f"{self.tar.name} is incomplete: {'; '.join(problems[:20])}",
+            hint="the blobs that were read are kept; complete artifacts are named",
         )
         stored = self.stored - self.documents
         skipped = self.seen - self.documents - stored
@@ -155,7 +155,7 @@ class _Loader:
         with member.open() as file:
             data = file.read(member.size)
         if self.files.setdefault(name, data) != data:
-            raise FormatError(f"{self.tar.name} has {name} twice, and not the same")
+            raise FormatError(f"{self.tar.name} contains {name} twice, with different content")
         return data
 
     def _read_index(self, data: bytes) -> None:
@@ -173,7 +173,7 @@ class _Loader:
             return Digest(algorithm, encoded)
         except (ValueError, FormatError):
             name = "/".join(member.name)[:200]
-            raise FormatError(f"{self.tar.name} has {name!r}: no blob is called so") from None
+            raise FormatError(f"{self.tar.name} contains {name!r}, an invalid blob path") from None
 
     def _read_blob(self, digest: Digest, member: TarMember) -> None:
         content = self.expected.get(digest) or Descriptor(UNKNOWN, digest, member.size)
@@ -214,7 +214,7 @@ class _Loader:
                 self.on_plan(sum(each.size for each in expected))
         check_space(coming, self.layout)
 
-    def _give_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
+    def _set_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
         """Set the names whose content is complete; return them, and why others were not set."""
         named, problems = [], []
         for reference, root in self.names.items():
@@ -223,7 +223,7 @@ class _Loader:
                 missing, plan = self._plan(root)
                 if plan is None or missing:
                     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                    problems.append(f"{reference} lacks {missing[0].digest}{more}")
+                    problems.append(f"{reference} is missing {missing[0].digest}{more}")
                     continue
                 copy(self.layout, reference, self.layout, plan=plan)
                 inflate_copied(self.layout, *plan.documents[-1])
@@ -249,7 +249,7 @@ def _check_version(raw: bytes, archive: str) -> None:
     with suppress(FormatError, LookupError, TypeError):
         if read_json(raw, "oci-layout")["imageLayoutVersion"] == "1.0.0":
             return
-    raise FormatError(f"oci-layout in {archive} does not say version 1.0.0")
+    raise FormatError(f"unsupported oci-layout in {archive}: expected version 1.0.0")
 
 
 def _entries(raw: bytes, archive: str) -> list[Descriptor]:
@@ -258,10 +258,10 @@ def _entries(raw: bytes, archive: str) -> list[Descriptor]:
     with suppress(FormatError, LookupError, TypeError):
         entries = read_json(raw, "index.json")["manifests"]
     if not isinstance(entries, list):
-        raise FormatError(f"the index.json of {archive} is not an OCI index")
+        raise FormatError(f"index.json of {archive} is not an OCI index")
     if not 0 < len(entries) <= _MAX_ENTRIES:
         raise FormatError(
-            f"the index.json of {archive} lists {len(entries)} manifests, not 1 to {_MAX_ENTRIES}"
+            f"index.json of {archive} lists {len(entries)} manifests, expected 1 to {_MAX_ENTRIES}"
         )
     return [Descriptor.from_json(entry, f"index.json of {archive}") for entry in entries]
 
@@ -273,7 +273,7 @@ def _choose_names(
     if name is not None:
         if len({entry.digest for entry in entries}) > 1:
             raise UsageError(
-                f"{archive} has {len(entries)} entries, and one name can be given: "
+                f"{archive} has {len(entries)} entries, but only one name was given: "
                 + ", ".join(map(_describe, entries[:20])),
                 remedy="load_without_as",
             )
@@ -283,7 +283,8 @@ def _choose_names(
         reference = _reference(entry)
         if reference and names.setdefault(reference, entry).digest != entry.digest:
             raise FormatError(
-                f"{archive} calls both {names[reference].digest} and {entry.digest} {reference}"
+                f"{archive} has two manifests with the name {reference}: "
+                f"{names[reference].digest}, {entry.digest}"
             )
     if not names:
         raise UsageError(
@@ -299,7 +300,7 @@ def _reference(entry: Descriptor) -> Reference | None:
     except UsageError:
         return None
     if reference.digest not in (None, entry.digest):
-        raise FormatError(f"{entry.digest} is called {reference}, which is another digest")
+        raise FormatError(f"the name {reference} of {entry.digest} contains another digest")
     return reference
 
 

@@ -136,14 +136,14 @@ def _select_layers(
     root, manifest = plan.documents[-1]
     try:
         if not isinstance(manifest, Manifest):
-            raise FormatError(f"{reference} is an index")
+            raise FormatError("it is an index")
         dialect = detect(manifest)
         near: Source = store if store.exists(manifest.config) else source
         config = read_all(near.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
         aimage = dialect.read(manifest, config)
     except FormatError as error:
         raise UsageError(
-            f"{reference} has no components or layers to choose: {error.message}",
+            f"cannot select components or layers of {reference}: {error.message}",
             remedy="no_layers",
         ) from None
     names = layers.names(aimage, reference)

@@ -86,7 +86,7 @@ def push(
     """
     if reference.digest is not None and dialect is not None:
         raise UsageError(
-            f"{reference} names a manifest by its digest, which another dialect would change",
+            f"cannot push {reference} in another dialect, which would change its digest",
             hint="push by tag to rewrite it",
         )
     host = reference.registry or ""
@@ -108,7 +108,7 @@ def push(
         names = [dialect or stored.dialect.name]
         if fallback and reference.digest is None:
             known = memory.refused(host) if dialect is None else frozenset()
-            names = _rungs(names[0], known, on_remembered)
+            names = _dialects(names[0], known, on_remembered)
 
         def send_in(name: str) -> Descriptor:
             return send(_rewritten(store, stored, READABLE[name]))
@@ -132,7 +132,7 @@ def transfer(
     for name in (source, target):
         if name.registry is None:
             raise UsageError(
-                f"{name} has no registry host, and copy goes from a registry to a registry",
+                f"copy requires two names with a registry host, and {name} has none",
                 remedy="copy_from_store" if name is source else "copy_to_store",
                 source=source,
                 target=target,
@@ -144,15 +144,15 @@ def transfer(
             digest = source.digest or there.resolve(source).digest
             if target.digest != digest:
                 raise UsageError(
-                    f"what is to be copied is {digest}, not what {target} says",
-                    hint="leave the digest out of the second name",
+                    f"the source has the digest {digest}, but the target is {target}",
+                    hint="omit the digest of the target",
                 )
         try:
             jobs = connection.jobs(source.registry, target.registry)
             return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
         except ManifestRefusedError as error:
             error.remedy = ""
-            error.hint = "a copy rewrites nothing; pull it, tag it and push it to have it rewritten"
+            error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
             raise
 
 
@@ -184,8 +184,8 @@ def _missing_first(
         return source, plan
     words = describe_missing(stored, check_stored(store, stored))
     error = NotFoundError(
-        f"{reference} is not complete, and {reference.registry} has not got the rest: the store "
-        f"lacks {words or f'{len(absent)} of its blobs'}",
+        f"{reference} is incomplete, and {reference.registry} does not have the rest: the store is "
+        f"missing {words or f'{len(absent)} of its blobs'}",
         **completion(store, reference, stored.descriptor, prefer_other=True),
     )
     return _PartialSource(source, absent, error), plan.beginning(absent)
@@ -215,15 +215,15 @@ def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) ->
         if content.size > MAX_MANIFEST_SIZE:
             raise ModelError(
                 f"the manifest {content.digest} of {reference} is too large: it has "
-                f"{content.size} bytes, and registries take {MAX_MANIFEST_SIZE}",
-                hint="pack the model into fewer layers, its experts together",
+                f"{content.size} bytes, and registries accept at most {MAX_MANIFEST_SIZE}",
+                hint="pack the model into fewer layers, such as its experts together",
             )
         return read_document(store, content) if content.media_type in mediatype.INDEXES else None
 
     deque(walk(read, root), maxlen=0)
 
 
-def _rungs(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
+def _dialects(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
     """Return the ladder from ``first`` down, with the dialects that were ``refused`` last."""
     if first not in LADDER:  # another vendor's dialect, which has no fallback
         return [first]
@@ -256,10 +256,10 @@ def _descend(
             return sent
     if len(refused) > 1:
         memory.remove(host)
-    raise _last_word(reasons)
+    raise _final_error(reasons)
 
 
-def _last_word(reasons: list[AImageError]) -> AImageError:
+def _final_error(reasons: list[AImageError]) -> AImageError:
     """Return the error after the last dialect: that of the registry, if there is one."""
     refusals = [reason for reason in reasons if isinstance(reason, ManifestRefusedError)]
     if not refusals:
@@ -278,7 +278,7 @@ def _rewritten(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> S
         manifest, config = dialect.write(stored.aimage)
     except FormatError as error:
         raise _UnfitError(
-            f"it cannot be written in the {dialect.name} dialect: {error}", hint=error.hint
+            f"cannot write the AImage in the {dialect.name} dialect: {error}", hint=error.hint
         ) from None
     documents = {manifest.digest: manifest.raw, manifest.config.digest: config}
     return Overlay(store, manifest.descriptor, documents)

@@ -91,7 +91,7 @@ def _resolve(
         name = replace(reference, digest=None) if reference.tag else reference
         root = hold(layout, reference, lease)
         if names.setdefault(name, root).digest != root.digest:
-            raise UsageError(f"{name} cannot name both {names[name].digest} and {root.digest}")
+            raise UsageError(f"{name} refers to two manifests: {names[name].digest}, {root.digest}")
     return sorted(names.items(), key=lambda named: str(named[0]))
 
 
@@ -168,11 +168,11 @@ def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, obje
                 yield pipe, target
             return
         if not final.parent.is_dir():
-            raise StoreError(f"there is no directory {target.parent}")
+            raise StoreError(f"directory not found: {target.parent}")
         free = shutil.disk_usage(final.parent).free
         if size > free:
             raise NoSpaceError(
-                f"the archive has {size} bytes, and {target.parent} has room for {free}",
+                f"the archive requires {size} bytes, but {target.parent} has {free} free",
                 hint="free some space, or write it to another disk",
             )
 

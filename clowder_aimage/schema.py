@@ -78,7 +78,7 @@ def validate(name: str, document: object) -> None:
     error = best_match(_validator(name).iter_errors(document))
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top"
-        raise FormatError(f"not a valid {name} document: {error.message[:300]} (at {where})")
+        raise FormatError(f"invalid {name} document: {error.message[:300]} (at {where})")
 
 
 def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:

@@ -89,7 +89,7 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
                 return CheckedDocument(str(path), SAFETENSORS, found)
             return validate_stream(file, str(path), schema, start)
     except FileNotFoundError:
-        raise NotFoundError(f"there is no file {path}") from None
+        raise NotFoundError(f"file not found: {path}") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -103,15 +103,15 @@ def validate_stream(
     """
     names = ", ".join(schemas.names())
     if schema and schema not in schemas.names():
-        raise UsageError(f"there is no schema {schema}", hint=f"there are {names}")
+        raise UsageError(f"schema not found: {schema}", hint=f"expected one of: {names}")
     raw = start + file.read(MAX_SIZE + 1)
     if len(raw) > MAX_SIZE:
-        wrong = Violation((), f"more than {MAX_SIZE} bytes, which is too large for a document")
+        wrong = Violation((), f"too large for a document: more than {MAX_SIZE} bytes")
         return CheckedDocument(name, schema, [wrong])
     checked = check(name, raw, schema)
     if not checked.schema and not checked.violations:
         raise UsageError(
-            f"{name} is JSON, but not a document that a schema is known for",
+            f"{name} is JSON, but matches no known schema",
             remedy="choose_schema",
             names=names,
         )
@@ -137,7 +137,7 @@ def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
         if (path / name).is_file():
             checked = validate_file(path / name, schema)
         else:
-            missing = Violation((), "the file is missing, and every image layout has it")
+            missing = Violation((), "missing file, which an image layout requires")
             checked = CheckedDocument(str(path / name), schema, [missing])
         walk.add(checked)
     return walk.run()
@@ -162,7 +162,7 @@ def check(
         found = found or _check_reader(raw, media_type)
     if found and has_lines:
         found = locate(raw.decode(), found)
-    note = "" if schema else f"no schema is known for {media_type or 'it'}"
+    note = "" if schema else f"no schema for {media_type or 'it'}"
     return CheckedDocument(name, schema, found, note, value)
 
 
@@ -208,7 +208,7 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
         twice = [path for path, places in json_positions(text).items() if len(places) > 1]
     if not twice:
         return None, [Violation((), reason)]
-    return value, [Violation(path, "the key occurs twice") for path in twice]
+    return value, [Violation(path, "duplicate key") for path in twice]
 
 
 def _check_graph(
@@ -216,7 +216,7 @@ def _check_graph(
 ) -> Iterator[Violation]:
     """Yield violations that a schema cannot express, except at ``known`` wrong paths."""
     if schema != OCI_INDEX and len(raw) > MAX_MANIFEST_SIZE:  # an index.json may be larger
-        yield Violation((), f"{len(raw)} bytes, of which registries accept {MAX_MANIFEST_SIZE}")
+        yield Violation((), f"{len(raw)} bytes, and registries accept at most {MAX_MANIFEST_SIZE}")
     names: dict[str, JSONPath] = {}
     for path, descriptor in _descriptors(value):
         if (*path, "data") not in known:
@@ -228,7 +228,7 @@ def _check_graph(
             continue
         if name in names:
             other = schemas.pointer(names[name])
-            yield Violation(path, f"two layers have the name {name[:100]!r}: also {other}")
+            yield Violation(path, f"duplicate layer name {name[:100]!r}, also at {other}")
         names.setdefault(name, path)
         try:
             check_name(name)
@@ -260,7 +260,7 @@ def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violatio
     with suppress(KeyError, TypeError, ValueError, FormatError):  # violations of the schema
         content = base64.b64decode(descriptor["data"], validate=True)
         for name, message in _differences(content, Descriptor.from_json(descriptor)):
-            yield Violation((*path, "data"), f"another {name} than the descriptor's: {message}")
+            yield Violation((*path, "data"), f"{name} differs from the descriptor: {message}")
             break
 
 
@@ -325,9 +325,9 @@ class _Walk:
 
     def _check(self, step: _Step) -> None:
         media_type = step.descriptor.media_type
-        raw, note = None, "it is too large for a document"
+        raw, note = None, "too large for a document"
         if step.descriptor.size <= MAX_SIZE:
-            note = "it is not in the store"
+            note = "not found in the store"
             with suppress(NotFoundError), self._layout.open(step.descriptor) as file:
                 raw = file.read(MAX_SIZE + 1)
         if raw is None:
@@ -354,7 +354,7 @@ class _Walk:
                     step.parent.violations += _refused(lambda: detect(manifest).read(manifest, raw))
                 return
         kind = step.descriptor.media_type or "a config without a media type"
-        self.add(CheckedDocument(step.name, "", note=f"no schema is known for {kind}"))
+        self.add(CheckedDocument(step.name, "", note=f"no schema for {kind}"))
 
 
 def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
@@ -373,7 +373,7 @@ def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
 def _differences(raw: bytes, descriptor: Descriptor) -> Iterator[tuple[str, str]]:
     """Yield the fields in which a descriptor differs from that of ``raw``."""
     if len(raw) != descriptor.size:
-        yield "size", f"the content has {len(raw)} bytes, not {descriptor.size}"
+        yield "size", f"the content has {len(raw)} bytes, expected {descriptor.size}"
     found = Digest.of(raw, descriptor.digest.algorithm)
     if found != descriptor.digest:
-        yield "digest", f"the content hashes to {found}, not to {descriptor.digest}"
+        yield "digest", f"the content has the digest {found}, expected {descriptor.digest}"

@@ -39,11 +39,11 @@ def verify(
             FsckProblem("document", f"index.json, entry {position}", message)
             for position, message in layout.unreadable()
         ]
-        report.problems = _still(layout, roots, report.problems)
+        report.problems = _drop_removed(layout, roots, report.problems)
     return report
 
 
-def _still(
+def _drop_removed(
     layout: ImageLayout, roots: Sequence[tuple[str, Descriptor]], problems: list[FsckProblem]
 ) -> list[FsckProblem]:
     """Drop problems of names that were removed during the check."""
@@ -113,7 +113,7 @@ def _fetch(
     """Fetch blobs of the stored manifest of a name; a partial AImage stays partial."""
     reference = Reference.parse(name)
     if reference.registry is None:
-        message = f"{name} has no registry in its name to fetch from"
+        message = f"{name} has no registry host to fetch it from"
         raise NotFoundError(message, hint="create or pull it again")
     meant = replace(reference, digest=layout.resolve(reference).digest)
     limit = connection.limit(reference.registry)
@@ -135,4 +135,4 @@ def _outcome(
     if _path(layout, problem).is_file() or not problem.names:
         return None  # no name needs it, and the damaged file is removed
     errors = (failed[name] for name in problem.names if name in failed)
-    return next(errors, NotFoundError(f"{problem.what} could not be fetched"))
+    return next(errors, NotFoundError(f"cannot fetch {problem.what}"))

@@ -203,7 +203,7 @@ def test_valid_configs_pass():
 
 def test_invalid_configs_are_refused_with_a_path():
     for change, where in BAD_CHANGES:
-        with pytest.raises(FormatError, match="not a valid aimage-config") as caught:
+        with pytest.raises(FormatError, match="invalid aimage-config") as caught:
             validate("aimage-config", GOOD | change)
         assert caught.value.message.endswith(f"(at {where})")
         (place,) = places("aimage-config", GOOD | change)

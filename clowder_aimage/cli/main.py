@@ -29,25 +29,25 @@ VERBS = {
     "copy": ("copy", "Copy an AImage from one registry to another."),
     "tags": ("tags", "List the tags of a repository in a registry."),
     "attach": ("attach", "Attach files to an artifact in a registry."),
-    "referrers": ("referrers", "List the artifacts attached to another."),
+    "referrers": ("referrers", "List the artifacts attached to an artifact."),
     "run": ("run", "Generate a picture from a prompt."),
     "replay": ("replay", "Generate a picture again, and compare."),
     "ls": ("ls", "List the AImages in the store."),
     "show": ("show", "Show the content of an AImage."),
-    "diff": ("diff", "Show the differences of two AImages."),
+    "diff": ("diff", "Show the differences between two AImages."),
     "du": ("du", "Show the disk usage of each name."),
     "df": ("df", "Show the disk space of the store."),
     "tag": ("tag", "Give an AImage another name."),
-    "rm": ("rm", "Remove a name."),
+    "rm": ("rm", "Remove a name from the store."),
     "save": ("save", "Write AImages to a tar file."),
     "load": ("load", "Read AImages from a tar file."),
-    "pin": ("pin", "Keep a name and its content from gc."),
-    "unpin": ("pin", "Remove the pin of a name."),
+    "pin": ("pin", "Protect a name from gc and rm."),
+    "unpin": ("pin", "Remove the protection of a name."),
     "gc": ("gc", "Remove content that no name needs."),
     "verify": ("verify", "Verify every byte of the store."),
     "login": ("login", "Store credentials for a registry."),
     "logout": ("login", "Remove the credentials of a registry."),
-    "registry": ("registry", "Serve the store as a registry."),
+    "registry": ("registry", "Serve the store as an OCI registry."),
     "serve": ("serve", "Serve models to clients."),
     "node": ("node", "Keep specified models on this machine."),
     "ps": ("ps", "List the models that a worker has loaded."),
@@ -111,7 +111,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _print_error(f"{error.message}\n  {text}" if text else error.message)
         code = error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        _print_error("interrupted; what was complete is kept")
+        _print_error("interrupted; complete blobs are kept")
         code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -37,7 +37,7 @@ def test_the_summary_of_dtype_auto(aimage, model):
     done = here("create", "m", model.directory, "--dtype", "auto")
     assert "39 tensors stored as BF16, without loss: their values are BF16" in done.err
     done = here("convert", "m", "n", "--dtype", "auto")
-    assert "no F32 tensor has BF16 values alone: all are stored as they were" in done.err
+    assert "no F32 tensor has only BF16 values: all are stored unchanged" in done.err
     assert done.line == here("tag", "m", "o").line
     done = here("convert", "m", "p", "--dtype", "f32")
     assert "39 tensors stored as F32 instead of BF16" in done.err

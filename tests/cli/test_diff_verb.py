@@ -144,7 +144,7 @@ def test_the_text_output(pair):
         "tensors: 3 shared (27 B), 2 changed (150 B, were 200 B), 2 added (67 B), 1 removed (60 B)",
         "files: 0 shared, 1 changed (8 B, were 2 B), 0 added, 1 removed (5 B)",
         "config: 2 fields differ",
-        f"pulling b:latest where a:latest is present moves {fetched(pair)} B in 5 blobs",
+        f"pulling b:latest where a:latest is present fetches {fetched(pair)} B in 5 blobs",
         "",
         "changed:",
         "  vae/config.json  2 B -> 8 B",
@@ -204,7 +204,7 @@ def test_differences_set_the_exit_code_only_on_request(pair):
     pair("diff", "a", "b", "--exit-code", code=1)
     pair("diff", "a", "a", "--exit-code")
     text = pair("diff", "a", "a").out
-    assert "pulling a:latest where a:latest is present moves 0 B in 0 blobs" in text
+    assert "pulling a:latest where a:latest is present fetches 0 B in 0 blobs" in text
     assert text.endswith("0 blobs\n")  # no lists
 
 
@@ -323,7 +323,7 @@ def test_an_index_resolves_to_one_manifest(where, pair):
         both = "both" if where == "store" else f"{registry.host}/x:v1"
         done = pair("diff", both, "b", code=2)
         assert "several of its manifests match" in done.err
-        assert "name one by its digest" in done.err
+        assert "select one by digest" in done.err
         if where == "registry":
             value = pair("--json", "diff", f"{registry.host}/x@{b}", "b", "--exit-code").value
             assert value["a"]["digest"] == str(b)

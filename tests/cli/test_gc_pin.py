@@ -47,7 +47,7 @@ def test_gc_reports_removed_and_kept_blobs(stored):
     left, whole = total(stored) - own(stored.made["b:v1"]), total(stored)
     out = stored("gc").out
     assert out.startswith("removed: 0 blobs, 0 B\n")
-    assert "left: 3 blobs" in out  # they are younger than the grace period
+    assert "kept: 3 blobs" in out  # they are younger than the grace period
     assert "--grace 0" in out
     assert total(stored) == whole
     assert stored("gc", "--grace", "0").out.startswith("removed: 3 blobs, ")
@@ -78,7 +78,7 @@ def test_gc_json_output(stored):
 def test_a_dry_run_reports_and_removes_nothing(stored):
     before = {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")}
     out = stored("gc", "--dry-run", "--grace", "0", "--max-age", "36h").out
-    assert "would be forgotten: b:v1 (not used for 2 days)" in out
+    assert "would be removed: b:v1 (not used for 2 days)" in out
     assert "would be removed: 3 blobs" in out
     assert {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")} == before
 

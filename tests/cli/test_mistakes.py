@@ -268,8 +268,8 @@ def test_usage_errors_exit_with_2(aimage):
         (("--width", 100), "width must be a multiple of 16"),
         (("--steps", 0), "steps must be"),
         (("--dtype", "float16"), "float16"),
-        (("--negative", "blur"), "--negative needs --guidance"),
-        (("-o", "x.jpg"), "PNG"),
+        (("--negative", "blur"), "--negative requires --guidance"),
+        (("-o", "x.jpg"), "only .png output"),
     ],
 )
 def test_invalid_image_options_are_refused(arguments, said, stocked):
@@ -282,7 +282,7 @@ def test_invalid_image_options_are_refused(arguments, said, stocked):
 def test_a_missing_output_directory_fails(stocked):
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
-    assert "there is no directory no/such/place" in done.err
+    assert "directory not found: no/such/place" in done.err
 
 
 def test_replay_of_a_file_that_is_not_an_image_fails(aimage):
@@ -323,7 +323,7 @@ def test_run_with_256_open_files(stocked):
 
 def test_login_without_a_terminal_needs_options(aimage):
     done = aimage()("login", "localhost:1", code=2)
-    assert "give --username" in done.err
+    assert "use --username" in done.err
     done = aimage()("login", "localhost:1", "-u", "x", code=2)
     assert "give --password-stdin" in done.err
 

@@ -154,7 +154,7 @@ def test_an_unreachable_node_fails(tmp_path):
     ("facts", "words"),
     [
         ({}, "present"),
-        ({"drift": MOVED}, "present; the tag means cdcdcdcdcdcd now"),
+        ({"drift": MOVED}, "present; the tag now refers to cdcdcdcdcdcd"),
         (
             {"reason": "no such tag", "next": after(125)},
             "present; no such tag; next try in 2 min",
@@ -205,19 +205,19 @@ def test_the_sources_of_a_model_are_printed(sources, words):
 def test_a_ready_node_is_printed():
     neighbour = {"url": "http://10.0.0.2:8050", "id": "ab", "state": "live"}
     assert shown(neighbours=[neighbour]) == [
-        "node        3f2a91c0, ready, began 2 h ago",
+        "node        3f2a91c0, ready, started 2 h ago",
         "desired     /etc/aimage/desired.d, 2 files, loaded 3 min ago",
-        "disk        570 GB free of 1 TB, 43 % used; models are removed from 85 % on, down to 80 %",
+        "disk        570 GB free of 1 TB, 43 % used; models are evicted at 85 %, down to 80 %",
         "neighbours  1 live",
         "",
-        "nothing is wanted here",
+        "no models are specified",
     ]
 
 
 def test_a_node_that_is_not_ready_is_printed_with_reasons():
     reasons = [{"reason": "model missing", "model": "h.io/a:v1"}, {"reason": "store not writable"}]
     assert shown(ready=False, reasons=reasons)[0].endswith(
-        "not ready: model missing (h.io/a:v1); store not writable, began 2 h ago"
+        "not ready: model missing (h.io/a:v1); store not writable, started 2 h ago"
     )
 
 
@@ -227,7 +227,7 @@ def test_a_node_that_is_not_ready_is_printed_with_reasons():
         (
             {"valid": False, "error": "a.yaml, line 3: must be a list"},
             "/etc/aimage/desired.d, 2 files, loaded 3 min ago, "
-            "INVALID (the last valid state holds): a.yaml, line 3: must be a list",
+            "INVALID (the last valid state is used): a.yaml, line 3: must be a list",
         ),
         (
             {"valid": False, "error": "must be a list", "loaded": None},

@@ -152,7 +152,7 @@ def test_slow_blobs_have_a_line_each_until_they_complete():
         lines = watched.after(0.1)
         assert len(lines) == 2
         assert lines[0].startswith("pulling 1/2 blobs")
-    progress.say("pulled")
+    progress.summarize("pulled")
     assert watched.stream.screen == ["pulled 2 blobs, 100 MB in all"]
 
 
@@ -223,7 +223,7 @@ def test_a_mounted_blob_counts_once():
         for kind in ("start", "skip", "done"):
             watched.tell(kind, content, content.size)
         watched.after(1)
-    progress.say("copied")
+    progress.summarize("copied")
     kinds = [event["event"] for event in watched.events]
     assert kinds == ["plan", "start", "skip", "progress", "summary"]
     assert watched.events[-2]["done"] == 100
@@ -242,7 +242,7 @@ def test_events_have_stable_names():
         progress.note("trying another dialect")
         watched.tell("skip", blob(2, 5), 5)
         watched.tell("done", named, named.size)
-    progress.say("pulled")
+    progress.summarize("pulled")
     assert watched.stream.getvalue().isascii()
     assert "\x1b" not in watched.stream.getvalue()
     digest = str(named.digest)
@@ -423,7 +423,7 @@ def test_an_interrupt_leaves_the_terminal_clean(aimage, pushed):
     run.process.send_signal(signal.SIGINT)
     code, screen = run.end()
     assert code == 130
-    assert [line for line in screen if line] == ["aimage: interrupted; what was complete is kept"]
+    assert [line for line in screen if line] == ["aimage: interrupted; complete blobs are kept"]
 
 
 def test_an_up_to_date_pull_draws_nothing(aimage, pushed):

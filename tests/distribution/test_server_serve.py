@@ -129,7 +129,7 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     ("options", "message"),
     [
         (("--upstream", "https://host.example"), "invalid registry"),
-        (("--plain-http",), "are about an --upstream"),
+        (("--plain-http",), "require --upstream"),
         (("--token-file", "/nonexistent"), "cannot read the token"),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_copy_to_another_registry_and_back(aimage, registry, repository, pushe
     assert (by_digest.line, by_digest.err) == (pushed, "")
     other = "sha256:" + "0" * 64
     wrong = there("copy", f"{repository}:v1", f"{repository}-copy@{other}", code=2)
-    assert f"what is to be copied is {pushed}" in wrong.err
+    assert f"the source has the digest {pushed}" in wrong.err
     assert not blobs(there.store)
     assert there("pull", f"{served}/team/x:v1").line == pushed
     assert there("tags", repository).out.splitlines() == ["v1", "back"]
@@ -132,7 +132,7 @@ def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
         source, target = (Reference.parse(f"{host.host}/{name}:v1") for name in "ab")
         with pytest.raises(ManifestRefusedError) as raised:
             transfer(source, target, ClientOptions(docker_config=tmp_path))
-    assert "a copy rewrites nothing" in (raised.value.hint or "")
+    assert "a copy does not rewrite manifests" in (raised.value.hint or "")
     assert len(host.asked("PUT")) == 1
 
 

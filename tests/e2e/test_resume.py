@@ -135,7 +135,7 @@ def test_a_pull_after_an_interrupt_refetches_nothing(aimage, artifact, proxy):
     process = here.start("pull", name, "--jobs", 2)
     proxy.wait_until(lambda: sum(p.sent for p in proxy.seen) > 40 * MIB)
     process.send_signal(signal.SIGINT)
-    assert "what was complete is kept" in ended(process, 130)
+    assert "complete blobs are kept" in ended(process, 130)
     proxy.pace = None
     here("pull", name)
     check(store(here), artifact)

@@ -115,7 +115,7 @@ def test_export_with_links(here, tiny, tmp_path):
     linked = sum(path.stat().st_nlink == 2 for path in (tmp_path / "out").rglob("*.json"))
     if linked:
         assert "8 hard-linked, 0 copied" in done.err
-        assert "do not write to them" in done.err
+        assert "do not modify them" in done.err
     else:
         assert "8 reflinked, 0 hard-linked, 0 copied" in done.err
     check_same(tiny, tmp_path / "out")
@@ -135,7 +135,7 @@ def test_export_of_a_quantized_model(aimage, tiny):
     here = aimage()
     here("create", "q", tiny, "--quantize", "transformer=int8,text_encoder=int4")
     done = here("export", "q", "out")
-    assert "quantized weights are in MLX's form: text_encoder, transformer" in done.err
+    assert "quantized weights in the format of MLX: text_encoder, transformer" in done.err
     assert here("export", "q", "two", "--json").value["quantized"] == {
         "text_encoder": "MLX",
         "transformer": "MLX",
@@ -150,7 +150,7 @@ def test_usage_errors_of_export(here):
         (["tiny", "no/where"], 2, "aimage: cannot create no/where: no such directory: no"),
         (["none", "out"], 3, "aimage: none:latest not found in the store"),
         (["a b", "out"], 2, "aimage: "),
-        (["tiny", ""], 2, "aimage: DIR is empty"),
+        (["tiny", ""], 2, "aimage: DIR must not be empty"),
     ):
         done = here("export", *arguments, code=code)
         assert message in done.err

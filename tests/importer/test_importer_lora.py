@@ -276,7 +276,7 @@ def _wider(shapes):
 def test_base_is_only_valid_for_adapters(model, tmp_path):
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
-    with pytest.raises(UsageError, match="only an adapter has a base"):
+    with pytest.raises(UsageError, match="only an adapter can have a base"):
         create(store, STYLE, model.directory, base=Reference.parse("base"))
 
 

@@ -181,7 +181,7 @@ def test_a_path_that_cannot_be_a_store_is_refused_at_start(tmp_path, verb, place
     (tmp_path / "file").write_text("no directory")
     named = tmp_path / place
     done = Aimage(tmp_path, named)(verb, "--addr", "127.0.0.1:0", "--store", named, code=2)
-    assert done.err.startswith(f"aimage: {named} cannot be the store: {reason}")
+    assert done.err.startswith(f"aimage: cannot use the store {named}: {reason}")
     assert done.out == "" and "--store" in done.err
 
 

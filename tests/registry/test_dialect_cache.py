@@ -252,7 +252,7 @@ def test_the_second_push_skips_the_refused_dialect(aimage, tiny, repository):
     assert "rejected this type of manifest" in first.err
     second = here("push", name)
     assert "refuses" not in second.err
-    assert "refused the custom dialect recently; starting with the clowder dialect" in second.err
+    assert "rejected the custom dialect recently; starting with the clowder dialect" in second.err
     assert second.out == first.out
     third = here("push", name, "--manifest-type", "custom")
     assert "rejected this type of manifest" in third.err

@@ -432,7 +432,7 @@ def test_the_command_line_selects_a_manifest(aimage, repository, shelf, tmp_path
     assert "int8" in run("pull", f"{repository}:v1", "--variant", "int4", code=3).err
     assert "int8" in run("pull", f"{repository}:v1", "--platform", "plan9/mips", code=3).err
     assert "invalid platform" in run("pull", repository, "--platform", "plan9", code=2).err
-    assert "--whole leaves" in run("pull", repository, "--whole", "--variant", "x", code=2).err
+    assert "--whole cannot be" in run("pull", repository, "--whole", "--variant", "x", code=2).err
     assert not run.store.exists()
     dry = run("pull", f"{repository}:v1", "--variant", "int8", "--dry-run", "--json").value
     assert dry["digest"] == children["int8"]["digest"]

@@ -296,5 +296,5 @@ def test_two_files_of_one_name_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", ["", "spdx", "a/b/c", "a/b; c=d", "/x", "a/ b", "a/b\n"])
 def test_an_invalid_media_type_is_refused(kind, tmp_path):
-    with pytest.raises(UsageError, match="not a media type"):
+    with pytest.raises(UsageError, match="invalid media type"):
         attach(Reference.parse("127.0.0.1:9/x"), [], ClientOptions(), artifact_type=kind)

@@ -258,7 +258,7 @@ def test_only_an_explicitly_named_file_must_exist(aimage):
     assert (done["exists"], done["file"].endswith("/aimage/config.json")) == (False, True)
     here.environment["AIMAGE_CONFIG"] = str(here.home / "absent.json")
     for verb in (("config", "show"), ("serve",)):
-        assert "there is no such file" in here(*verb, code=2).err
+        assert "file in AIMAGE_CONFIG not found" in here(*verb, code=2).err
 
 
 def test_config_show_masks_secrets(aimage):

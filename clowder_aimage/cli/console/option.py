@@ -66,7 +66,7 @@ common_options = options(
         help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    _shared("-q", "--quiet", is_flag=True, help="No progress on stderr."),
+    _shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
 )
 
 
@@ -77,7 +77,7 @@ def verb(function: Callable[..., Any]) -> click.Command:
 
 connection_options = options(
     _shared(
-        "--plain-http", is_flag=True, help="Use HTTP without TLS. [default for loopback hosts]"
+        "--plain-http", is_flag=True, help="Use HTTP instead of HTTPS. [default for loopback hosts]"
     ),
     _shared("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
     _shared(
@@ -108,7 +108,7 @@ reference_argument = click.argument("reference", metavar="REF", type=parse_refer
 jobs_option = _shared(
     "--jobs",
     type=click.IntRange(1, 64),
-    help="Layers transferred at once. [default: 8, or the configuration's]",
+    help="Number of concurrent layers. [default: 8, or from the configuration]",
 )
 
 transfer_options = options(jobs_option, connection_options)
@@ -142,7 +142,7 @@ def needs(what: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        message = f"{what} needs {error.name}, which is not installed"
+        message = f"{what} requires {error.name}, which is not installed"
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
@@ -180,11 +180,9 @@ class VerbSettings:
         from clowder_aimage.registry.host_settings import read_settings
 
         if self.plain_http and (self.insecure or self.ca_file):
-            raise UsageError(
-                "--plain-http does not go with --insecure or --ca-file: there is no certificate"
-            )
+            raise UsageError("--plain-http cannot be combined with --insecure or --ca-file")
         if self.insecure:
-            note("the registry's certificate is not verified: others may intercept the connection")
+            note("warning: TLS certificate not verified; the connection can be intercepted")
         realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
         return ClientOptions(
             plain_http=self.plain_http,
@@ -230,7 +228,7 @@ def config_file() -> Path:
     """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
     named = _named("AIMAGE_CONFIG")
     if named is not None and not named.is_file():
-        raise UsageError(f"AIMAGE_CONFIG names {named}, and there is no such file")
+        raise UsageError(f"file in AIMAGE_CONFIG not found: {named}")
     return named or _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
 
 

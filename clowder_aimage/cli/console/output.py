@@ -124,5 +124,5 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
     """Return stdin or stdout, unbuffered. Raises UsageError if it is a terminal."""
     if standard.isatty():
-        raise UsageError(f"an archive cannot be {action} a terminal", hint=hint)
+        raise UsageError(f"refusing to {action} a terminal", hint=hint)
     return io.FileIO(standard.fileno(), "rb" if standard is sys.stdin else "wb", closefd=False)

@@ -272,7 +272,7 @@ class Progress:
         if self._view is not None:
             self._view.send("note", message=text)
 
-    def say(self, verb: str) -> None:
+    def summarize(self, verb: str) -> None:
         """Print the outcome of a copy; nothing with ``-q``."""
         meter = self._meter
         if self._view is None:

@@ -92,7 +92,7 @@ class StepBar:
 def pictures(
     client: WorkerClient,
     reference: Reference,
-    wishes: Mapping[str, Any],
+    options: Mapping[str, Any],
     count: int,
     *,
     on_accepted: Callable[[], None],
@@ -110,8 +110,8 @@ def pictures(
     with contextlib.ExitStack() as bars:
         run = _Run(client, reference, count, bars)
         for index in range(count):
-            seed = wishes["seed"] + index
-            body = _request(reference, {**wishes, "seed": seed})
+            seed = options["seed"] + index
+            body = _request(reference, {**options, "seed": seed})
             with contextlib.closing(client.events("/v1/images/generations", body)) as events:
                 data = run.finish(events, index, on_accepted)
             yield RemotePicture(data, seed, index, facts_of(data))
@@ -145,7 +145,7 @@ class _Run:
             elif kind == "done":
                 return _decoded(value)
         raise NetworkError(
-            f"the worker at {self._endpoint} hung up before the picture was finished"
+            f"the worker at {self._endpoint} disconnected before the picture was complete"
         )
 
     def _check_model(self, answer: Mapping[str, Any]) -> None:
@@ -153,8 +153,8 @@ class _Run:
         name, taken = str(self._reference), answer.get("x-aimage-model")
         if taken not in (None, name) and answer.get("x-aimage-alias") != name:
             raise NotFoundError(
-                f"the worker at {self._endpoint} has no {name}, and would take {taken} for it",
-                hint="name that, or pull yours: aimage pull --remote",
+                f"{name} not found on the worker at {self._endpoint}, which would use {taken}",
+                hint=f"use {taken}, or pull yours: aimage pull --remote {name}",
             )
 
     def _show_steps(self, value: Mapping[str, Any], index: int) -> None:
@@ -172,8 +172,8 @@ class _Run:
         return self._now
 
 
-def _request(reference: Reference, wishes: Mapping[str, Any]) -> dict[str, Any]:
-    given = {_FIELDS.get(key, key): value for key, value in wishes.items() if value is not None}
+def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {_FIELDS.get(key, key): value for key, value in options.items() if value is not None}
     if "width" in given and "height" in given:
         given["size"] = f"{given.pop('width')}x{given.pop('height')}"
     fixed = {"n": 1, "response_format": "b64_json", "output_format": "png"}
@@ -188,7 +188,7 @@ def _decoded(value: Mapping[str, Any]) -> bytes:
     except (LookupError, TypeError, binascii.Error):
         data = b""
     if not data.startswith(_PNG):
-        raise FormatError("the worker did not send a PNG picture")
+        raise FormatError("invalid response from the worker: expected a PNG picture")
     return data
 
 
@@ -221,7 +221,7 @@ def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     answer = client.ask("GET", path)
     found = answer.get("models") if isinstance(answer, dict) else None
     if not isinstance(found, list) or not all(map(_is_model, found)):
-        message = f"the server at {client.endpoint} lists no models"
+        message = f"the server at {client.endpoint} did not return a list of models"
         raise FormatError(message, remedy="worker_address")
     for model in found:
         if ":" not in model["digest"]:

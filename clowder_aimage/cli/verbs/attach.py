@@ -28,7 +28,7 @@ from clowder_aimage.oci import Reference
     "artifact_type",
     metavar="MEDIA/TYPE",
     required=True,
-    help="The artifact type: what the files are.",
+    help="The type of the artifact.",
 )
 @click.option(
     "--annotation",
@@ -57,7 +57,7 @@ def attach(
             annotations=dict(map(_pair, annotations)),
             on_event=progress.on_event,
         )
-    progress.say("attached")
+    progress.summarize("attached")
     value = {"reference": str(reference.with_digest(descriptor.digest)), **plain(descriptor)}
     result(value | {"subject": str(subject.digest)}, str(descriptor.digest))
 
@@ -65,5 +65,5 @@ def attach(
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not key or not equals:
-        raise UsageError(f"--annotation {text!r} is not KEY=VALUE")
+        raise UsageError(f"invalid --annotation {text!r}: expected KEY=VALUE")
     return key, value

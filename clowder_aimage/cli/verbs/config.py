@@ -45,7 +45,7 @@ def config() -> None:
 
 
 @common_options
-@config.command(short_help="Show every setting, and where it comes from.")
+@config.command(short_help="Show every setting and its source.")
 def show() -> None:
     """Show every setting and its source.
 
@@ -63,9 +63,9 @@ def show() -> None:
 
 
 def _store(stores: tuple[Path, ...]) -> Value:
-    said = f"{META}store" in click.get_current_context().meta
+    is_given = f"{META}store" in click.get_current_context().meta
     named = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
-    return Value("store", os.pathsep.join(map(str, stores)), "command line" if said else named)
+    return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else named)
 
 
 def _servers(file: Path) -> Iterator[Value]:
@@ -78,9 +78,9 @@ def _servers(file: Path) -> Iterator[Value]:
         note(f"the worker's settings are not shown: {advice(error)}")
         return
     for kind in (Settings, NodeSettings):
-        said, origins = gather(kind, {}, file)
+        values, origins = gather(kind, {}, file)
         for name in kind.model_fields:
-            value = said.address if name == "addr" else getattr(said, name)
+            value = values.address if name == "addr" else getattr(values, name)
             origin = origins.get(name, "default")
             yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin)
 

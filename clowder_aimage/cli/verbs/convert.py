@@ -8,7 +8,7 @@ import click
 
 from clowder_aimage.cli.console.option import reference_argument, settings, tag_reference, verb
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.verbs.create import callbacks, recipe_options, say
+from clowder_aimage.cli.verbs.create import callbacks, print_packed, recipe_options
 from clowder_aimage.create import convert as convert_aimage
 from clowder_aimage.importer import Recipe
 from clowder_aimage.oci import Reference
@@ -29,4 +29,4 @@ def convert(reference: Reference, new: Reference, **changes: Any) -> None:
         made = convert_aimage(
             chosen.layout, reference, new, recipe, jobs=chosen.jobs, **callbacks(progress)
         )
-    say(new, made, recipe)
+    print_packed(new, made, recipe)

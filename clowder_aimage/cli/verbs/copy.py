@@ -25,6 +25,6 @@ def copy(src: Reference, dst: Reference) -> None:
     with Progress("copying", src) as progress:
         connection = settings().connection()
         descriptor = transfer(src, dst, connection, on_event=progress.on_event)
-    progress.say("copied")
+    progress.summarize("copied")
     value = {"source": str(src), "reference": str(dst), **plain(descriptor)}
     result(value, str(descriptor.digest))

@@ -40,7 +40,7 @@ recipe_options = options(
     click.option(
         "--quantize",
         metavar="TYPE",
-        help="int8, int4, nvfp4, mxfp8, fp8 (is int8) or fp4 (is int4) for the transformer; "
+        help="int8, int4, nvfp4, mxfp8, fp8 (= int8) or fp4 (= int4) for the transformer; "
         "transformer=int4,text_encoder=int8 for each component.",
     ),
     click.option(
@@ -69,12 +69,12 @@ recipe_options = options(
 @click.option(
     "--whole-files",
     is_flag=True,
-    help="Of a Transformers directory: keep the files, instead of a blob for each tensor.",
+    help="Keep the files of a Transformers directory, instead of a blob for each tensor.",
 )
 @click.option(
     "--compress",
     type=click.Choice(mediatype.COMPRESSIONS),
-    help="Compress whole files. Weights hardly get smaller.",
+    help="Compress whole files. The gain for weights is small.",
 )
 @click.option(
     "--adapter",
@@ -87,7 +87,7 @@ recipe_options = options(
     "--base",
     type=Reference.parse,
     metavar="REF",
-    help="Of an adapter: the AImage in the store that it belongs to.",
+    help="The base model of an adapter: an AImage in the store.",
 )
 @click.option(
     "--layer",
@@ -101,21 +101,21 @@ recipe_options = options(
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
     default="clowder",
     show_default=True,
-    help="How to write the manifest.",
+    help="Dialect of the manifest.",
 )
 @click.option(
     "--manifest-type",
     type=click.Choice(["oci", "custom"]),
     default="oci",
     show_default=True,
-    help="The manifest's own media type; registries refuse the custom one.",
+    help="Media type of the manifest; registries reject the custom one.",
 )
-@click.option("--license", "license_", metavar="SPDX", help="Instead of the model card's.")
-@click.option("--source", metavar="URL", help="Where the model came from.")
+@click.option("--license", "license_", metavar="SPDX", help="License. [default: the model card's]")
+@click.option("--source", metavar="URL", help="URL that the model came from.")
 @click.option(
     "--created",
     metavar="TIME",
-    help="RFC 3339. Recorded only when given. [env: SOURCE_DATE_EPOCH, in seconds]",
+    help="Creation time (RFC 3339). [default: none; env: SOURCE_DATE_EPOCH, in seconds]",
 )
 @click.option(
     "--digest",
@@ -154,12 +154,12 @@ def create(
     chosen = settings()
     recipe = Recipe.parse(**changes)
     if manifest_type == "custom" and dialect != "clowder":
-        raise UsageError("--manifest-type custom is a form of the clowder dialect")
+        raise UsageError("--manifest-type custom requires --dialect clowder")
     if ollama is not None:
         if given := given_options("ollama", "store", "as_json", "quiet"):
-            raise UsageError(f"{given[0]} does not go with --from-ollama: the model is not changed")
+            raise UsageError(f"{given[0]} cannot be combined with --from-ollama")
         if path == ".":
-            raise UsageError("--from-ollama needs the name of a model there, such as llama3.2:1b")
+            raise UsageError("--from-ollama requires the name of a model, such as llama3.2:1b")
         _from_ollama(reference, ollama, path)
         return
     form = ModelForm(
@@ -183,11 +183,11 @@ def create(
             jobs=chosen.jobs,
             **callbacks(progress),
         )
-    say(reference, made, recipe)
+    print_packed(reference, made, recipe)
 
 
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
-    with Progress("taking over", reference) as progress:
+    with Progress("importing", reference) as progress:
         adopted = adopt(
             settings().layout,
             reference,
@@ -198,7 +198,7 @@ def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
         )
     remark(
         f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
-        f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} there already"
+        f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} already there"
     )
     value = {
         "reference": str(reference),
@@ -217,7 +217,7 @@ def _created(given: str | None) -> str | None:
         try:
             return datetime.fromtimestamp(int(epoch), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         except (ValueError, OverflowError, OSError):
-            raise UsageError(f"SOURCE_DATE_EPOCH is not a number of seconds: {epoch!r}") from None
+            raise UsageError(f"invalid SOURCE_DATE_EPOCH {epoch!r}: expected seconds") from None
     if given is None:
         return None
     try:
@@ -225,7 +225,7 @@ def _created(given: str | None) -> str | None:
     except ValueError:
         time = None
     if time is None or time.tzinfo is None:
-        raise UsageError(f"--created needs a time such as 2026-01-31T12:00:00Z, not {given!r}")
+        raise UsageError(f"invalid --created {given!r}: expected a time like 2026-01-31T12:00:00Z")
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -239,7 +239,7 @@ def callbacks(progress: Progress) -> dict[str, Any]:
     }
 
 
-def say(reference: Reference, made: PackedModel, recipe: Recipe) -> None:
+def print_packed(reference: Reference, made: PackedModel, recipe: Recipe) -> None:
     """Print what was packed."""
     value = summary(reference, made)
     remark(text(value, made, recipe))
@@ -293,9 +293,9 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
         lines.append(f"the weights take {size(abs(saved))} {than} than before")
     if packed.report.ignored:
         left_out = plural(packed.report.ignored, "scale")
-        lines.append(f"{left_out} of activations left out: only weights are quantized here")
+        lines.append(f"{left_out} of activations left out: only weights are quantized")
     if packed.aimage.properties.get("pickled"):
-        lines.append("it holds pickled Python: whoever loads it runs what is in there")
+        lines.append("warning: contains pickled Python, and loading it runs its code")
     return "\n".join(lines)
 
 
@@ -311,11 +311,11 @@ def _quantized(component: str, facts: Mapping[str, Any]) -> str:
     kept = facts.get("kept", {})
     groups = f" in groups of {facts['group_size']}" if "group_size" in facts else ""
     count, total = facts["tensors"], facts["tensors"] + sum(kept.values())
-    said = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
+    line = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
     if not kept:
-        return said
+        return line
     most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
-    return f"{said}; not quantized: {', '.join(f'{count} ({why})' for why, count in most)}"
+    return f"{line}; not quantized: {', '.join(f'{count} ({why})' for why, count in most)}"
 
 
 def _cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
@@ -324,4 +324,4 @@ def _cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
         why = ", without loss: their values are" if is_auto else " instead of"
         yield f"{plural(count, 'tensor')} stored as {target}{why} {target if is_auto else source}"
     if is_auto and not report.cast and not report.quantized:
-        yield "no F32 tensor has BF16 values alone: all are stored as they were"
+        yield "no F32 tensor has only BF16 values: all are stored unchanged"

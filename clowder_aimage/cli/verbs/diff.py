@@ -26,9 +26,9 @@ _KINDS = ("shared", "changed", "added", "removed")
 @click.argument("b", type=Reference.parse)
 @click.option("--all", "whole", is_flag=True, help="List all differences.")
 @click.option("--remote", is_flag=True, help="Read both from their registries.")
-@click.option("--exit-code", "tells", is_flag=True, help="Exit with 1 if they differ.")
+@click.option("--exit-code", "has_code", is_flag=True, help="Exit with 1 if they differ.")
 @connection_options
-def diff(a: Reference, b: Reference, whole: bool, remote: bool, tells: bool) -> int:
+def diff(a: Reference, b: Reference, whole: bool, remote: bool, has_code: bool) -> int:
     """Show which tensors, files and fields of the config differ between A and B.
 
     A and B are read from the store, else from the registry in their names. Only manifests and
@@ -39,7 +39,7 @@ def diff(a: Reference, b: Reference, whole: bool, remote: bool, tells: bool) -> 
     chosen = settings()
     found = compare(a, b, chosen.layout, chosen.connection(), remote=remote)
     result(_plain(found), "\n".join(_lines(found, None if whole else _LISTED)))
-    return 1 if tells and not found.is_empty else 0
+    return 1 if has_code and not found.is_empty else 0
 
 
 def _lines(found: Difference, limit: int | None) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _lines(found: Difference, limit: int | None) -> Iterator[str]:
             differ = "differs" if len(fields) == 1 else "differ"
             yield f"{title}: {plural(len(fields), 'field')} {differ}"
     moved = f"{size(sum(found.fetch.values()))} in {plural(len(found.fetch), 'blob')}"
-    yield f"pulling {found.b.reference} where {found.a.reference} is present moves {moved}"
+    yield f"pulling {found.b.reference} where {found.a.reference} is present fetches {moved}"
     sections = (
         ("changed", map(_changed, found.changed)),
         ("added", map(_one, found.added)),

@@ -22,17 +22,17 @@ from clowder_aimage.oci import Reference
 @click.option(
     "--links",
     is_flag=True,
-    help="Share the bytes of whole files with the store, where the file system can.",
+    help="Share the bytes of whole files with the store, if the file system supports it.",
 )
 def export(reference: Reference, place: str, links: bool) -> None:
     """Write the AImage REF in the store as the model directory DIR; print its path.
 
     DIR must be empty or not exist; it is written whole or not at all. Tensors are gathered into the
-    files that the model's library looks for; all other files keep their bytes. Every blob is
+    files that the model's library expects; all other files keep their bytes. Every blob is
     verified.
     """
     if not place:
-        raise UsageError("DIR is empty", hint="name the directory to make; . is this one")
+        raise UsageError("DIR must not be empty", hint="use . for the current directory")
     directory = Path(place)
     with Progress("exporting", reference) as progress:
         exported = export_aimage(
@@ -63,12 +63,12 @@ def _text(directory: Path, exported: ExportSummary, links: bool) -> str:
     if links:
         count = exported.ways
         lines[0] += (
-            f"; of those that are whole in the store, {count[LinkMethod.REFLINKED]} reflinked, "
+            f"; of the whole files {count[LinkMethod.REFLINKED]} reflinked, "
             f"{count[LinkMethod.HARD_LINKED]} hard-linked, {count[LinkMethod.COPIED]} copied"
         )
         if count[LinkMethod.HARD_LINKED]:
-            lines.append("hard-linked files are the store's own blobs: do not write to them")
+            lines.append("hard-linked files share their data with the store: do not modify them")
     for form in sorted(set(exported.quantized.values())):
         named = [c or "model" for c, own in exported.quantized.items() if own == form]
-        lines.append(f"quantized weights are in {form}'s form: {', '.join(sorted(named))}")
+        lines.append(f"quantized weights in the format of {form}: {', '.join(sorted(named))}")
     return "\n".join(lines)

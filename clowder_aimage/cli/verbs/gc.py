@@ -33,35 +33,34 @@ from clowder_aimage.layout.gc import Collection, Collector
     default="1h",
     show_default=True,
     callback=parsed(parse_time),
-    help="Keep newer blobs: another tool may be about to name them.",
+    help="Keep newer blobs, which another tool may be about to name.",
 )
 def gc(
     dry_run: bool, max_size: int | None, max_age: float | None, keep: tuple[str, ...], grace: float
 ) -> None:
     """Remove blobs that no name in the store needs, and downloads that stopped a week ago.
 
-    Pinned names, names that match --keep, and what a running pull, push or worker uses stay.
+    Pinned names, names that match --keep, and what a running pull, push or worker uses are kept.
     """
     done = Collector(settings().layout, grace=grace, dry_run=dry_run).run(
         max_age=max_age, max_size=max_size, keep=keep
     )
     if max_size is not None and done.left_size > max_size:
-        left = f"{size(done.left_size)} are left, more than {size(max_size)}"
-        note(f"{left}: they are needed, or new")
+        note(f"{size(done.left_size)} kept, more than {size(max_size)}: needed or new content")
     result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)))
 
 
 def _lines(done: Collection, dry_run: bool) -> list[str]:
     would = "would be " if dry_run else ""
-    lines = [f"{would}forgotten: {one.name} ({one.reason})" for one in done.forgotten]
+    lines = [f"{would}removed: {one.name} ({one.reason})" for one in done.forgotten]
     lines.append(f"{would}removed: {plural(done.blobs, 'blob')}, {size(done.size)}")
     if done.partials:
         what = plural(done.partials, "unfinished download")
         lines.append(f"{would}removed: {what}, {size(done.partial_size)}")
     if done.young:
         lines.append(
-            f"left: {plural(done.young, 'blob')}, {size(done.young_size)}, that came lately "
-            "(--grace 0 removes them too)"
+            f"kept: {plural(done.young, 'blob')}, {size(done.young_size)}, newer than the grace "
+            "period (--grace 0 removes them)"
         )
     return lines
 

@@ -27,14 +27,14 @@ def load(file: str, name: Reference | None) -> None:
     from clowder_aimage.load import load as load_archive
 
     layout = settings().layout
-    hint = "name a file, or pipe one in"
-    archive = standard_stream(sys.stdin, "read from", hint) if file == "-" else Path(file)
+    task, hint = "read an archive from", "give a file, or pipe one in"
+    archive = standard_stream(sys.stdin, task, hint) if file == "-" else Path(file)
     with Progress("loading") as progress:
         loaded = load_archive(
             layout, archive, name, on_plan=progress.begin, on_read=progress.advance
         )
     for entry in loaded.unnamed:
-        progress.note(f"no name for {entry}: it was added without one")
+        progress.note(f"added without a name: {entry}")
     there = f", {loaded.skipped} already there" if loaded.skipped else ""
     progress.remark(f"loaded {plural(loaded.blobs, 'blob')}{there}")
     if loaded.names or loaded.problem is None:

@@ -17,7 +17,7 @@ def _host(text: str) -> str:
     registry = Reference.parse(f"{text}/x").registry
     if registry is None:
         raise UsageError(
-            f"{text!r} is not a registry host", hint="for example registry.example.com"
+            f"invalid registry host {text!r}", hint="for example: registry.example.com"
         )
     return registry
 
@@ -25,16 +25,14 @@ def _host(text: str) -> str:
 def _ask(what: str, option: str, *, hide: bool) -> str:
     """Prompt on the terminal. Raises UsageError if there is none."""
     if not sys.stdin.isatty():
-        raise UsageError(f"the {what.lower()} cannot be asked for here: give {option}")
+        raise UsageError(f"no terminal to ask for the {what.lower()}: use {option}")
     return str(click.prompt(what, hide_input=hide, err=True))
 
 
 @verb
 @click.argument("registry", metavar="HOST")
 @click.option("-u", "--username", help="The user's name.")
-@click.option(
-    "-p", "--password", help="The password, which other users of this machine can then see."
-)
+@click.option("-p", "--password", help="The password. Other users of this machine can see it.")
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @connection_options
 def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:
@@ -47,7 +45,7 @@ def login(registry: str, username: str | None, password: str | None, password_st
         password = sys.stdin.readline().rstrip("\r\n")
     password = password or _ask("Password", "--password-stdin", hide=True)
     place = log_in(host, username, password, settings().connection())
-    remark(f"logged in to {host} as {username}; the credentials are kept in {place}")
+    remark(f"logged in to {host} as {username}; the credentials are stored in {place}")
     if wants_json():
         result({"registry": host, "username": username, "kept": place}, "")
 

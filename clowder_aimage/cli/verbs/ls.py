@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from clowder_aimage.cli.console.option import settings, verb
-from clowder_aimage.cli.console.output import result, size, table
+from clowder_aimage.cli.console.output import remark, result, size, table
 from clowder_aimage.cli.console.remote_worker import (
     detail_of,
     models,
@@ -32,10 +32,14 @@ def ls(remote: bool) -> None:
         (row["reference"], row["digest"][7:19], _size(row), _kind(row)) for row in rows
     ]
     result(rows, table(cells))
+    if not rows and not remote:
+        root = settings().stores[0]
+        text = "no names in the store" if root.exists() else "no store at"
+        remark(f"{text} {root}; 'aimage create' and 'aimage pull' add names")
 
 
 def _remote_rows() -> Iterator[dict[str, Any]]:
-    refuse_options("leave out --remote to list a store of this machine")
+    refuse_options("omit --remote to list a store on this machine")
     for model in models(worker(), "/api/tags"):
         row = {"reference": model["name"], "digest": model["digest"], "size": model["size"]}
         yield row | {"family": detail_of(model, "family")}

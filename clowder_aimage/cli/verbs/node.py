@@ -51,25 +51,25 @@ def node(context: click.Context, /, **options: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         if given := given_options():
-            raise UsageError(f"{given[0]} does not go with a verb of 'aimage node'")
+            raise UsageError(f"{given[0]} cannot be combined with a verb of 'aimage node'")
         return
     with needs("a node", "worker"):
         from clowder_aimage.engine.settings import gather
         from clowder_aimage.node.node_settings import NodeSettings
-    said, _ = gather(NodeSettings, options, config_file(), spell)
-    run_server(said, said)
+    config, _ = gather(NodeSettings, options, config_file(), spell)
+    run_server(config, config)
 
 
 @common_options
-@node.command(short_help="Show what a node keeps, and what it lacks.")
+@node.command(short_help="Show the models of a node and their states.")
 @click.option(
     "--addr",
     metavar="HOST:PORT",
-    help=f"The node to ask. [env: AIMAGE_HOST; default: {DEFAULT_NODE}]",
+    help=f"Address of the node. [env: AIMAGE_HOST; default: {DEFAULT_NODE}]",
 )
 def status(addr: str | None) -> None:
     """Show each model of a node: its state, the sources of its bytes, and the last change."""
-    refuse_options("leave it out: it is the node's store that is shown", but=("addr",))
+    refuse_options("omit it: the store of the node is shown", but=("addr",))
     answer = ask(endpoint(addr))
     result(answer, "\n".join(lines(answer, datetime.now(UTC))))
     for warning in () if settings().as_json else answer["warnings"]:
@@ -98,15 +98,15 @@ def ask(place: Endpoint) -> dict[str, Any]:
         answer = worker(str(place)).ask("GET", "/v1/node")
     except NetworkError as error:
         raise NetworkError(
-            error.message, hint="see that 'aimage node' runs there, or name another one with --addr"
+            error.message, hint="start 'aimage node' there, or choose another node with --addr"
         ) from None
     except NotFoundError:
         raise NotFoundError(
-            f"the worker at {place} is not a node: it keeps no models",
-            hint="start it with 'aimage serve --node', or name a node with --addr",
+            f"the worker at {place} is not a node",
+            hint="start it with 'aimage serve --node', or choose a node with --addr",
         ) from None
     if not isinstance(answer, dict) or "models" not in answer:
-        raise FormatError(f"what answers at {place} is not a node", hint="name one with --addr")
+        raise FormatError(f"the server at {place} is not a node", hint="choose one with --addr")
     return answer
 
 
@@ -122,7 +122,7 @@ def lines(answer: _Json, now: datetime) -> list[str]:
     head = [f"{name:<{width}}  {_line(text)}" for name, text in facts if text]
     rows = sorted(_row(model, now) for model in answer["models"])
     if not rows:
-        return [*head, "", "nothing is wanted here"]
+        return [*head, "", "no models are specified"]
     titles = ("NAME", "DIGEST", "SOURCE", "CHANGED", "STATE")
     return [*head, "", *table([titles, *rows]).split("\n")]
 
@@ -134,7 +134,7 @@ def _node(answer: _Json, now: datetime) -> str:
     ]
     why = f": {'; '.join(reasons)}" if reasons else ""
     state = "ready" if answer["ready"] else f"not ready{why}"
-    return f"{answer['id']}, {state}, began {_ago(answer['started'], now)}"
+    return f"{answer['id']}, {state}, started {_ago(answer['started'], now)}"
 
 
 def _desired(desired: _Json, now: datetime) -> str:
@@ -142,7 +142,7 @@ def _desired(desired: _Json, now: datetime) -> str:
     if desired["loaded"]:
         parts.append(f"loaded {_ago(desired['loaded'], now)}")
     if not desired["valid"]:
-        kept = " (the last valid state holds)" if desired["loaded"] else ""
+        kept = " (the last valid state is used)" if desired["loaded"] else ""
         parts.append(f"INVALID{kept}: {desired['error']}")
     return ", ".join(parts)
 
@@ -152,7 +152,7 @@ def _disk(disk: _Json) -> str:
         return ""  # the store cannot be read
     return (
         f"{size(disk['free'])} free of {size(disk['total'])}, {_percent(disk['used'])} used;"
-        f" models are removed from {_percent(disk['high'])} on, down to {_percent(disk['low'])}"
+        f" models are evicted at {_percent(disk['high'])}, down to {_percent(disk['low'])}"
     )
 
 
@@ -187,7 +187,7 @@ def state_of(model: _Json, now: datetime) -> str:
     if state == "pulling":
         return state + _progress(model)
     if state == "present":
-        drift = [f"the tag means {_short(model['drift'])} now"] if model["drift"] else []
+        drift = [f"the tag now refers to {_short(model['drift'])}"] if model["drift"] else []
         return "; ".join([state, *drift, *parts])
     return f"{state}: {'; '.join(parts)}" if parts else state
 

@@ -51,7 +51,7 @@ def unpin(references: tuple[Reference, ...]) -> None:
     names = [index_name(reference) for reference in references]
     for name in names:
         if pins.get(name) is None:
-            raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists what is")
+            raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists the pinned names")
     for name in names:
         pins.remove(name)
     result({"unpinned": names}, "\n".join(names))

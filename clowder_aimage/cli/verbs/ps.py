@@ -18,7 +18,7 @@ def ps() -> None:
 
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
     """
-    refuse_options("leave it out: it is the worker's memory that is listed")
+    refuse_options("omit it: the memory of the worker is listed")
     now = datetime.now(UTC)
     found = [_row(model) for model in models(worker(), "/api/ps")]
     cells = [("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL")] + [
@@ -53,5 +53,5 @@ def _until(text: Any) -> datetime | None:
 
 def _left(until: datetime | None, now: datetime) -> str:
     if until is None:
-        return "for ever"
+        return "forever"
     return f"in {duration(max(0.0, (until - now).total_seconds()))}"

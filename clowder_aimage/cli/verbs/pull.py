@@ -57,7 +57,7 @@ def _parse_rate(text: str) -> int:
     "components",
     metavar="NAME",
     multiple=True,
-    help="Only this component, and files at the top such as model_index.json. May be repeated.",
+    help="Only this component, and top-level files such as model_index.json. May be repeated.",
 )
 @click.option(
     "--include",
@@ -73,7 +73,7 @@ def _parse_rate(text: str) -> int:
     "limit",
     callback=parsed(_parse_rate),
     metavar="RATE",
-    help="Bytes per second in all, such as 500k or 20M. [default: the configuration's]",
+    help="Total bytes per second, such as 500k or 20M. [default: from the configuration]",
 )
 @transfer_options
 def pull(
@@ -118,12 +118,12 @@ def pull(
     with Progress("pulling", reference) as progress:
         options = replace(options, on_event=progress.on_event)
         pulled = pull_aimage(reference, chosen.layout, reach, options)
-    progress.say("pulled")
+    progress.summarize("pulled")
     _print_result(pulled, _command(reference, platform, variant), progress)
 
 
 def _pull_remotely(reference: Reference) -> None:
-    refuse_options("leave out --remote to pull into a store of this machine")
+    refuse_options("omit --remote to pull into a store on this machine")
     client = worker()
     is_done = False
     with Progress("pulling", reference) as progress:
@@ -133,16 +133,14 @@ def _pull_remotely(reference: Reference) -> None:
                 is_done = line.get("status") == "success"
                 sums.add(line)
         if not is_done:
-            raise NetworkError(f"the worker at {client.endpoint} hung up before all was fetched")
+            raise NetworkError(f"the worker at {client.endpoint} disconnected during the pull")
         progress.remark(f"pulled by the worker at {client.endpoint}")
     for model in models(client, "/api/tags"):
         if model["name"] == str(reference) or model["digest"] == str(reference.digest):
             value = {key: model[key] for key in ("digest", "size")}
             result({"reference": str(reference), **value}, model["digest"])
             return
-    raise NotFoundError(
-        f"the worker at {client.endpoint} has pulled {reference}, but does not list it"
-    )
+    raise NotFoundError(f"the worker at {client.endpoint} pulled {reference}, but does not list it")
 
 
 class _Sums:
@@ -184,7 +182,7 @@ def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
     if missing:
         value |= {"partial": True, "missing": _sum(missing)}
         progress.remark(
-            f"{name} is here in part: {plural(len(missing), 'blob')} "
+            f"{name} is partial: {plural(len(missing), 'blob')} "
             f"({size(_sum(missing)['size'])}) left out; to complete it: {again}"
         )
     result(value, str(pulled.root.digest))
@@ -195,7 +193,7 @@ def _selector(platform: str | None, variant: str | None, whole: bool) -> Manifes
     if not whole:
         return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
     if platform is not None or variant is not None:
-        raise UsageError("--whole leaves nothing for --platform or --variant to choose")
+        raise UsageError("--whole cannot be combined with --platform or --variant")
     return None
 
 
@@ -206,7 +204,7 @@ def _selection(
         return None
     if whole:
         raise UsageError(
-            "--whole is all of an index, and --component and --include a part of one AImage",
+            "--whole cannot be combined with --component or --include",
             hint="choose the AImage with --variant or --platform",
         )
     return LayerSelection(components, patterns)

@@ -29,7 +29,7 @@ from clowder_aimage.oci import Reference
     type=click.Choice(["oci", "custom"]),
     help="Media type of the manifest; custom is Clowder's own.",
 )
-@click.option("--no-fallback", is_flag=True, help="Fail where the registry refuses the manifest.")
+@click.option("--no-fallback", is_flag=True, help="Fail if the registry rejects the manifest.")
 @transfer_options
 def push(
     reference: Reference, dialect: str | None, manifest_type: str | None, no_fallback: bool
@@ -45,7 +45,7 @@ def push(
     chosen = settings()
     if manifest_type is not None:
         if dialect not in (None, "clowder"):
-            raise UsageError("--manifest-type is a form of the clowder dialect")
+            raise UsageError(f"--manifest-type cannot be combined with --dialect {dialect}")
         dialect = "custom" if manifest_type == "custom" else "clowder"
 
     def on_fallback(name: str, error: AImageError) -> None:
@@ -54,8 +54,8 @@ def push(
     def on_remembered(name: str, refused: str) -> None:
         anew = "--manifest-type custom" if refused == "custom" else f"--dialect {refused}"
         progress.note(
-            f"{reference.registry} refused the {refused} dialect recently; starting with the "
-            f"{name} dialect ({anew} tries the other again)"
+            f"{reference.registry} rejected the {refused} dialect recently; starting with the "
+            f"{name} dialect ({anew} retries the {refused} dialect)"
         )
 
     with Progress("pushing", reference) as progress:
@@ -70,5 +70,5 @@ def push(
             ladder=dialect_cache(),
             on_remembered=on_remembered,
         )
-    progress.say("pushed")
+    progress.summarize("pushed")
     result({"reference": str(reference), **plain(descriptor)}, str(descriptor.digest))

@@ -13,7 +13,7 @@ from clowder_aimage.errors import UsageError
 
 @click.group()
 def registry() -> None:
-    """Let other tools use the store as a registry."""
+    """Serve the store as an OCI registry."""
 
 
 @common_options
@@ -23,11 +23,11 @@ def registry() -> None:
     default="127.0.0.1:5000",
     show_default=True,
     metavar="HOST:PORT",
-    help="Address to listen on; port 0 picks a free one.",
+    help="Address to listen on; port 0 selects a free one.",
 )
-@click.option("--readonly", is_flag=True, help="Answer pulls only.")
+@click.option("--readonly", is_flag=True, help="Allow pulls only.")
 @click.option(
-    "--allow-remote", is_flag=True, help="Listen where other machines reach it, without a token."
+    "--allow-remote", is_flag=True, help="Allow connections of other machines without a token."
 )
 @click.option(
     "--token-file",
@@ -37,7 +37,7 @@ def registry() -> None:
 @click.option(
     "--upstream",
     metavar="HOST[/PREFIX]",
-    help="Cache this registry: fetch from it what the store lacks. Answers pulls only.",
+    help="Cache this registry: fetch missing content from it. Allows pulls only.",
 )
 @connection_options
 def serve(
@@ -49,7 +49,7 @@ def serve(
     AImage a/b:t. The URL is printed, on a line of its own, once connections are accepted.
 
     With --upstream, a/b:t of this registry is HOST/PREFIX/a/b:t in the store; --plain-http,
-    --insecure and --ca-file are about the connection to HOST.
+    --insecure and --ca-file apply to the connection to HOST.
     """
     with needs("a registry", "server"):
         from clowder_aimage.distribution import registry_role as server
@@ -57,7 +57,7 @@ def serve(
         from clowder_aimage.http.access import read_token
     chosen = settings()
     if upstream is None and chosen.has_connection:
-        raise UsageError("--plain-http, --insecure and --ca-file are about an --upstream")
+        raise UsageError("--plain-http, --insecure and --ca-file require --upstream")
     server.serve(
         chosen.layout,
         addr,

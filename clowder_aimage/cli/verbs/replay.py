@@ -40,7 +40,7 @@ def replay(picture: Path) -> int:
     again = rendered.pixels
     if again.shape != pixels.shape:
         height, width, *_ = again.shape
-        raise VerificationError(f"{picture} was resized: it should be {width}x{height}")
+        raise VerificationError(f"{picture} was resized: expected {width}x{height}")
     difference = np.abs(again.astype(np.int16) - pixels.astype(np.int16))
     largest, share = int(difference.max()), float((difference > 0).mean())
     value = {
@@ -60,7 +60,7 @@ def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
         name = re.sub("@.*", "", str(facts["reference"]))
         return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))
     except (KeyError, AImageError) as error:
-        raise UsageError(f"{picture} does not say which AImage made it: {error}") from None
+        raise UsageError(f"cannot read the AImage from the facts in {picture}: {error}") from None
 
 
 def _request(picture: Path, facts: dict[str, Any]) -> Any:
@@ -71,4 +71,4 @@ def _request(picture: Path, facts: dict[str, Any]) -> Any:
     try:
         return GenerateRequest(**known)
     except TypeError as error:
-        raise UsageError(f"{picture} does not say how it was made: {error}") from None
+        raise UsageError(f"cannot read the request from the facts in {picture}: {error}") from None

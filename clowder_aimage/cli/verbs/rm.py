@@ -17,7 +17,7 @@ from clowder_aimage.oci import Reference
 def rm(references: tuple[Reference, ...], remote: bool) -> None:
     """Remove the names REF... from the store. The blobs stay until 'aimage gc' removes them.
 
-    With --remote a worker removes the names, and what nothing needs any more.
+    With --remote a worker removes the names, and content that nothing needs any more.
     """
     if remote:
         _remove_remotely(references)
@@ -33,18 +33,18 @@ def _remove(references: Sequence[Reference]) -> None:
     layout = settings().layout
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
-            raise UsageError(f"{reference} is pinned", hint=f"first: aimage unpin {reference}")
+            raise UsageError(f"{reference} is pinned", hint=f"unpin it: aimage unpin {reference}")
     for reference in references:
         layout.untag(reference)
 
 
 def _remove_remotely(references: Sequence[Reference]) -> None:
     """Remove all names from a worker, or none if one of them is missing."""
-    refuse_options("leave out --remote to remove a name from a store of this machine")
+    refuse_options("omit --remote to remove a name from a store on this machine")
     client = worker()
     known = {model["name"] for model in models(client, "/api/tags")}
     for reference in references:
         if str(reference) not in known:
-            raise NotFoundError(f"the worker at {client.endpoint} has no {reference}")
+            raise NotFoundError(f"{reference} not found on the worker at {client.endpoint}")
     for reference in references:
         client.ask("DELETE", "/api/delete", {"model": str(reference)})

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     "--height", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
 )
 @click.option("--steps", type=int, help="Denoising steps. [default: 8]")
-@click.option("--seed", type=int, help="The same seed makes the same picture. [default: drawn]")
-@click.option("--negative", metavar="TEXT", help="What to avoid; needs --guidance.")
+@click.option("--seed", type=int, help="The same seed gives the same picture. [default: random]")
+@click.option("--negative", metavar="TEXT", help="What to avoid; requires --guidance.")
 @click.option("--guidance", type=float, help="Guidance scale. [default: 0]")
 @click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
 @click.option(
@@ -64,13 +64,13 @@ if TYPE_CHECKING:
     type=int,
     default=1,
     show_default=True,
-    help="How many pictures, with rising seeds.",
+    help="Number of pictures, with increasing seeds.",
 )
 @click.option(
     "-o",
     "--output",
     type=click.Path(path_type=Path),
-    help="A file or a directory. [default: NAME-SEED.png, here]",
+    help="A file or a directory. [default: ./NAME-SEED.png]",
 )
 @click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
 @connection_options
@@ -80,33 +80,33 @@ def run(
     show: bool | None,
     dtype: str | None,
     count: int,
-    **wishes: Any,
+    **options: Any,
 ) -> None:
     """Generate a picture of PROMPT with the AImage REF; print the path of the PNG file.
 
     REF is pulled first if the store lacks it. If AIMAGE_HOST names a worker, the worker generates
     the picture from its own store.
     """
-    if wishes["negative"] is not None and not wishes["guidance"]:
-        raise UsageError("--negative needs --guidance above 0: without it nothing is avoided")
+    if options["negative"] is not None and not options["guidance"]:
+        raise UsageError("--negative requires --guidance above 0")
     _check_output(output)
-    is_drawn = wishes["seed"] is None
+    is_drawn = options["seed"] is None
     if is_drawn:
-        wishes["seed"] = secrets.randbits(32)
+        options["seed"] = secrets.randbits(32)
 
     def announce(text: str) -> None:
         if is_drawn:
-            note(f"seed {wishes['seed']}")
+            note(f"seed {options['seed']}")
         remark(text)
 
     if worker_host():
         refuse_options(
-            "leave it out, or unset AIMAGE_HOST to make the picture in this process",
-            but=(*wishes, "count", "output", "show"),
+            "omit it, or unset AIMAGE_HOST to generate the picture in this process",
+            but=(*options, "count", "output", "show"),
         )
-        made = _by_worker(reference, wishes, count, announce)
+        made = _by_worker(reference, options, count, announce)
     else:
-        made = _here(reference, wishes | {"n": count}, dtype, announce)
+        made = _here(reference, options | {"n": count}, dtype, announce)
     written, facts = [], dict[str, Any]()
     with contextlib.closing(made):
         for picture in made:
@@ -122,7 +122,7 @@ def run(
 
 def _here(
     reference: Reference,
-    wishes: Mapping[str, Any],
+    options: Mapping[str, Any],
     dtype: str | None,
     announce: Callable[[str], None],
 ) -> Generator[RemotePicture, None, None]:
@@ -132,10 +132,10 @@ def _here(
     from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.pipeline import GenerateRequest
 
-    request = GenerateRequest.for_model(stored.aimage, **wishes)
+    request = GenerateRequest.for_model(stored.aimage, **options)
     model = load_model(stored, dtype)
     events = model.generate(request)
-    announce(f"computing on {model.backend}")
+    announce(f"rendering on {model.backend}")
     facts = describe_picture(reference, model, request)
     for picture in render(events, request):
         own = facts | {"seed": picture.seed}
@@ -143,10 +143,10 @@ def _here(
 
 
 def _by_worker(
-    reference: Reference, wishes: Mapping[str, Any], count: int, announce: Callable[[str], None]
+    reference: Reference, options: Mapping[str, Any], count: int, announce: Callable[[str], None]
 ) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in the worker in AIMAGE_HOST."""
-    client, seed = worker(), wishes["seed"]
+    client, seed = worker(), options["seed"]
     if not 1 <= count <= 1024:
         raise UsageError(f"n must be a whole number from 1 to 1024, not {count}")
     if not 0 <= seed <= (1 << 64) - count:
@@ -154,9 +154,9 @@ def _by_worker(
     yield from pictures(
         client,
         reference,
-        {**wishes, "png_facts": True},  # so that the picture can be replayed
+        {**options, "png_facts": True},  # so that the picture can be replayed
         count,
-        on_accepted=lambda: announce(f"the worker at {client.endpoint} computes"),
+        on_accepted=lambda: announce(f"rendering on the worker at {client.endpoint}"),
     )
 
 
@@ -210,7 +210,7 @@ def _write(path: Path, data: bytes) -> None:
             ) from None
         raise StoreError(
             f"cannot write the picture {path}: {error.strerror or error}",
-            hint="name another place with -o",
+            hint="choose another path with -o",
         ) from None
 
 
@@ -220,16 +220,16 @@ def _check_output(output: Path | None) -> None:
     if output is not None and not output.is_dir():
         directory = output.parent
         if output.suffix.lower() not in ("", ".png"):
-            raise UsageError(f"pictures are PNG files: {output.name} does not end in .png")
+            raise UsageError(f"only .png output is supported, not {output.name}")
     if not directory.is_dir():
         raise StoreError(
-            f"cannot write a picture: there is no directory {directory}",
-            hint="make the directory, or name another place with -o",
+            f"cannot write a picture: directory not found: {directory}",
+            hint="create the directory, or choose another path with -o",
         )
     if not os.access(directory, os.W_OK | os.X_OK):
         raise StoreError(
-            f"cannot write a picture into {directory}: Permission denied",
-            hint="name another place with -o",
+            f"cannot write a picture to {directory}: Permission denied",
+            hint="choose another path with -o",
         )
 
 

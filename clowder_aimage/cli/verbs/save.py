@@ -27,8 +27,8 @@ def save(references: tuple[Reference, ...], file: str) -> None:
     from clowder_aimage.save import save as save_archive
 
     chosen = settings()
-    hint = "name a file with -o, or pipe it on"
-    target = standard_stream(sys.stdout, "written to", hint) if file == "-" else Path(file)
+    task, hint = "write an archive to", "give a file with -o, or pipe the output"
+    target = standard_stream(sys.stdout, task, hint) if file == "-" else Path(file)
     subject = references[0] if len(references) == 1 else None
     with Progress("saving", subject) as progress:
         saved = save_archive(
@@ -41,7 +41,7 @@ def save(references: tuple[Reference, ...], file: str) -> None:
             f"left out: {plural(len(saved.absent), 'manifest')} of an index that {are} not "
             f"in the store: {digests}"
         )
-    progress.say("saved")
+    progress.summarize("saved")
     names = [{"reference": str(reference), **plain(root)} for reference, root in saved.names]
     value = {"file": file, "size": saved.size, "digest": str(saved.digest), "references": names}
     if file != "-":

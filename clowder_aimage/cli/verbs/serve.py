@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _PER_CENT = click.FloatRange(0, 100)
-_MENDS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # may recover
+_TRANSIENT = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT}  # may recover
 
 node_options = options(
     click.option(
         "--desired",
         type=click.Path(file_okay=False, path_type=Path),
         metavar="DIR",
-        help="The directory of specifications of models to keep.",
+        help="Directory with specifications of the models to keep.",
     ),
     click.option(
         "--prune/--no-prune",
@@ -59,7 +59,7 @@ node_options = options(
     click.option(
         "--min-age",
         metavar="DURATION",
-        help="Time after its last use in which a model is not evicted. [default: 2m]",
+        help="Time since the last use before a model may be evicted. [default: 2m]",
     ),
     click.option(
         "--collect", metavar="DURATION", help="Interval of garbage collection. [default: 10m]"
@@ -81,7 +81,8 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
         click.option(
             "--addr",
             metavar="HOST:PORT",
-            help=f"Where to listen; port 0 picks a free one. [default: {address} without --socket]",
+            help="Address to listen on; port 0 selects a free one. "
+            f"[default: {address} without --socket]",
         ),
         click.option("--socket", type=_FILE, help="Listen on this unix socket."),
         click.option("--token-file", type=_FILE, help="Require a token from this file."),
@@ -116,23 +117,23 @@ def spell(field: str) -> str:
 
 @verb
 @listening_options("worker", "127.0.0.1:11434")
-@click.option("--max-models", type=click.IntRange(1), help="Models in memory. [default: 1]")
+@click.option("--max-models", type=click.IntRange(1), help="Limit of loaded models. [default: 1]")
 @click.option(
     "--text-encoder",
     type=click.Choice(["auto", "keep", "release"]),
     help="Keep the text encoder between prompts, or load it again. [default: auto, by --memory]",
 )
 @click.option(
-    "--memory", metavar="SIZE", help="Memory for models, such as 12GiB. [default: the machine's]"
+    "--memory", metavar="SIZE", help="Memory for models, such as 12GiB. [default: by machine]"
 )
-@click.option("--queue", type=click.IntRange(0), help="Requests that may wait. [default: 8]")
+@click.option("--queue", type=click.IntRange(0), help="Limit of waiting requests. [default: 8]")
 @click.option(
     "--keep-alive",
     metavar="DURATION",
     help="Time until an idle model is unloaded: 5m, 0, or -1 for never. [default: 5m]",
 )
-@click.option("--deadline", metavar="DURATION", help="Limit of a request. [default: none]")
-@click.option("--default-model", metavar="REF", help="The model of requests that name none.")
+@click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
+@click.option("--default-model", metavar="REF", help="Model of requests without one.")
 @click.option(
     "--alias",
     "aliases",
@@ -144,30 +145,30 @@ def spell(field: str) -> str:
     "--wanted",
     multiple=True,
     metavar="REF",
-    help="A model to have in the store before the worker is ready. May be repeated.",
+    help="Pull this model before the worker is ready. May be repeated.",
 )
 @click.option(
     "--pull",
     type=click.Choice(["never", "if-missing", "always"]),
-    help="When a model is fetched that a request names. [default: if-missing]",
+    help="When to pull the model of a request. [default: if-missing]",
 )
 @click.option(
     "--stream-format",
     type=click.Choice(["auto", "openai", "openai+progress", "ollama"]),
-    help="Form of streamed events if the request does not say. [default: auto, by the client]",
+    help="Format of streamed events, unless the request has one. [default: auto, by client]",
 )
 @click.option(
     "--png-facts/--no-png-facts",
     default=None,
-    help="Write prompt, seed and other facts into PNG files. [default: they are written]",
+    help="Write prompt, seed and other facts into PNG files. [default: yes]",
 )
 @click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
 @click.option(
     "--public-url",
     metavar="URL",
-    help="Beginning of links to pictures. [default: the address of the request]",
+    help="Base URL of links to pictures. [default: the address of the request]",
 )
-@click.option("--node", "is_node", is_flag=True, help="Be a node as well: see 'aimage node'.")
+@click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'.")
 @node_options
 @connection_options
 def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
@@ -185,11 +186,11 @@ def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
 
     kept = {name: options.pop(name) for name in NODE_OPTIONS}
     if not is_node and (odd := next((key for key, value in kept.items() if value), None)):
-        raise UsageError(f"{spell(odd)} is for a node", hint="add --node")
+        raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
-    said, _ = gather(Settings, options, config_file(), spell)
+    config, _ = gather(Settings, options, config_file(), spell)
     node = gather(NodeSettings, kept, config_file(), spell)[0] if is_node else None
-    run_server(said, node)
+    run_server(config, node)
 
 
 def check_stores(stores: Sequence[Path]) -> None:
@@ -203,10 +204,10 @@ def check_stores(stores: Sequence[Path]) -> None:
             if not _is_directory(store) and len(stores) == 1:
                 _try_to_make(store)
         except OSError as error:
-            if error.errno not in _MENDS:
+            if error.errno not in _TRANSIENT:
                 raise UsageError(
-                    f"{store} cannot be the store: {error.strerror or error}",
-                    hint="name a directory with --store, or in AIMAGE_STORE",
+                    f"cannot use the store {store}: {error.strerror or error}",
+                    hint="choose a directory with --store or AIMAGE_STORE",
                 ) from None
 
 
@@ -231,7 +232,7 @@ def _try_to_make(store: Path) -> None:
     Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
 
 
-def run_server(said: ServerSettings, node: NodeSettings | None) -> None:
+def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
     """Serve as a worker, a node, or both, until interrupted."""
     from clowder_aimage.api.service import make_service
     from clowder_aimage.api.worker_role import WorkerRole
@@ -244,25 +245,25 @@ def run_server(said: ServerSettings, node: NodeSettings | None) -> None:
 
     chosen = settings()
     check_stores(chosen.stores)
-    log.configure(said.log_format, "warning" if chosen.quiet else said.log_level)
+    log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
     connection = chosen.connection()
-    tokens = read_tokens(said.token_file) if said.token_file else {}
+    tokens = read_tokens(config.token_file) if config.token_file else {}
     opened = listen(
-        said.address,
-        said.socket,
-        is_default=not said.addr,
+        config.address,
+        config.socket,
+        is_default=not config.addr,
         has_tokens=bool(tokens),
-        allow_hosts=said.allow_hosts,
+        allow_hosts=config.allow_hosts,
     )
     with contextlib.closing(opened) as listeners:
-        service = make_service(said, chosen.layout, connection)
-        roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(said, WorkerSettings))]
+        service = make_service(config, chosen.layout, connection)
+        roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(config, WorkerSettings))]
         if node is not None:
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
         server.serve(
             listeners,
             *roles,
             tokens=tokens,
-            grace=said.grace,
+            grace=config.grace,
             on_ready=lambda urls: result({"urls": urls}, "\n".join(urls)),
         )

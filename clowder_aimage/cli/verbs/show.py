@@ -34,7 +34,7 @@ _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "
 def show(reference: Reference, layers: bool) -> None:
     """Show the config, the components and the sizes of the AImage REF in the store.
 
-    Of an index, its manifests are shown.
+    For an index, show its manifests.
     """
     chosen = settings()
     descriptor = chosen.layout.resolve(reference)
@@ -106,7 +106,7 @@ def _index_text(value: dict[str, Any]) -> str:
     head = facts([("name", value["reference"]), ("digest", value["digest"]), ("kind", "index")])
     rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
     for one in value["manifests"]:
-        there = size(one["blobs"]) if "blobs" in one else "not here"
+        there = size(one["blobs"]) if "blobs" in one else "missing"
         variant, platform = (one_line(one.get(key, "")) for key in ("variant", "platform"))
         rows.append((variant, platform, there, one["digest"]))
     return f"{head}\n\n{table(rows)}"
@@ -131,7 +131,7 @@ def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> st
         pairs.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
     pairs += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
     if config.get("pickled"):
-        pairs.append(("pickled", "yes: whoever loads it runs what is in there"))
+        pairs.append(("pickled", "yes: loading it runs its code"))
     pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
@@ -153,15 +153,15 @@ def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
-    """Format an adapter: ``lora, rank 16, 42 layers; say "sks"; weight 0.8; of ORG/MODEL``."""
-    said = [str(facts.get("type", "of unknown kind"))]
-    said += [f"rank {facts['rank']}"] if "rank" in facts else []
+    """Format an adapter: ``lora, rank 16, 42 layers; trigger "sks"; weight 0.8; of ORG/MODEL``."""
+    head = [str(facts.get("type", "unknown type"))]
+    head += [f"rank {facts['rank']}"] if "rank" in facts else []
     if isinstance(facts.get("targets"), list):
-        said.append(plural(len(facts["targets"]), "layer"))
-    parts = [", ".join(said)]
+        head.append(plural(len(facts["targets"]), "layer"))
+    parts = [", ".join(head)]
     words = facts.get("triggerWords")
     if isinstance(words, list) and words:
-        parts.append("say " + ", ".join(f'"{word}"' for word in words[:5]))
+        parts.append("trigger " + ", ".join(f'"{word}"' for word in words[:5]))
     parts += [f"weight {facts['weight']}"] if "weight" in facts else []
     parts += [f"of {facts['base']}"] if "base" in facts else []
     return one_line("; ".join(parts))

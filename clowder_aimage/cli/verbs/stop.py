@@ -16,7 +16,7 @@ def stop(reference: Reference) -> None:
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434. Running requests of REF end
     after the current step. Where REF is not loaded, nothing changes.
     """
-    refuse_options("leave it out: it is the worker's memory that is freed")
+    refuse_options("omit it: the memory of the worker is freed")
     unload = {"model": str(reference), "prompt": "", "stop": True, "stream": False}
     worker().ask("POST", "/api/generate", unload)
     result({"stopped": str(reference)}, str(reference))

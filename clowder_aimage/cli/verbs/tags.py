@@ -19,14 +19,14 @@ def tags(repo: str) -> None:
 
     chosen = settings()
     reference = Reference.parse(repo)
-    if reference.name != repo:
-        raise UsageError(
-            f"{repo} is more than a repository", hint=f"try: aimage tags {reference.name}"
-        )
     if reference.registry is None:
         raise UsageError(
-            f"{repo} has no registry host, and tags are listed by a registry",
-            hint="the names in the store are listed by: aimage ls",
+            f"expected HOST/REPOSITORY, not {repo}", hint="'aimage ls' lists the names in the store"
+        )
+    if reference.name != repo:
+        raise UsageError(
+            f"expected HOST/REPOSITORY without a tag or digest, not {repo}",
+            hint=f"use: aimage tags {reference.name}",
         )
     with Repository(reference, chosen.connection()) as repository:
         found = repository.tag_names()

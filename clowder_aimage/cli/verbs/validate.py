@@ -23,7 +23,7 @@ from clowder_aimage.validate import CheckedDocument
     "--schema",
     default="",
     metavar="NAME",
-    help="The schema of FILE. [default: recognised by its content]",
+    help="The schema of FILE. [default: detected]",
 )
 def validate(what: str, schema: str) -> int:
     """Check FILE, or all documents of the AImage REF in the store, against their schemas.
@@ -50,7 +50,7 @@ def _check(what: str, schema: str) -> list[CheckedDocument]:
     if _is_file(path):
         return [validation.validate_file(path, schema)]
     if schema:
-        raise UsageError("--schema is for a file", hint=f"{what} is not a file")
+        raise UsageError(f"--schema requires a file, and {what} is not a file")
     if path.is_dir() and validation.is_layout(path):
         return validation.validate_layout(path)
     try:
@@ -70,11 +70,11 @@ def _not_found(what: str, path: Path, error: AImageError) -> AImageError:
     if path.is_dir():
         return UsageError(
             f"{what} is a directory, but not an OCI image layout",
-            hint="name a file in it; 'aimage create' packs a model directory",
+            hint="choose a file in it; 'aimage create' packs a model directory",
         )
     if isinstance(error, UsageError) or what.endswith(".json"):
-        return NotFoundError(f"there is no file {what}")
-    return NotFoundError(f"there is no file {what}, and {error.message}", **error.advice)
+        return NotFoundError(f"file not found: {what}")
+    return NotFoundError(f"file not found: {what}, and {error.message}", **error.advice)
 
 
 def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:

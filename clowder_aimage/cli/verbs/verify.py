@@ -30,7 +30,7 @@ def verify(references: tuple[Reference, ...], repair: bool) -> int:
     they are fetched again from the registry in the name that needs them; a damaged blob that
     nothing needs is removed.
     """
-    from clowder_aimage.verify import repair as mend
+    from clowder_aimage.verify import repair as repair_store
     from clowder_aimage.verify import verify as check
 
     chosen = settings()
@@ -38,15 +38,15 @@ def verify(references: tuple[Reference, ...], repair: bool) -> int:
         report = check(chosen.layout, references, on_plan=progress.begin, on_read=progress.advance)
     outcome: dict[FsckProblem, str] = {}
     if repair and report.problems:
-        for problem, error in mend(chosen.layout, report, chosen.connection()):
+        for problem, error in repair_store(chosen.layout, report, chosen.connection()):
             outcome[problem] = "" if error is None else error.message
-    _say(report, outcome)
+    _print(report, outcome)
     bad = [problem for problem in report.problems if problem.kind not in ("foreign", "writable")]
     left = [problem for problem in bad if outcome.get(problem, "no") != ""]
     return VerificationError.exit_code if left else 0
 
 
-def _say(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
+def _print(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
     problems = [
         asdict(problem) | ({"mended": not outcome[problem]} if problem in outcome else {})
         for problem in report.problems
@@ -57,6 +57,6 @@ def _say(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
         needed = f" (needed by {', '.join(problem.names)})" if problem.names else ""
         lines.append(f"{problem.kind}: {problem.message}{needed}")
         if problem in outcome:
-            done = "mended" if problem.names else "removed, for nothing needs it"
+            done = "repaired" if problem.names else "removed, because nothing needs it"
             lines.append(f"  {outcome[problem] or done}")
     result(value, "\n".join(lines))
