@@ -28,7 +28,7 @@ def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
     head = f"id: {mark}\n" if mark is not None else ""
     if event is not None:
         if not event.isprintable():
-            raise ValueError(f"not the name of an event: {event!r}")
+            raise ValueError(f"invalid event name {event!r}")
         head += f"event: {event}\n"
     text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
     lines = re.split(r"\r\n|\r|\n", text)
@@ -100,7 +100,7 @@ class EventStream:
         for whole in frames:
             for start in range(0, len(whole), _PIECE):
                 if is_gone(self._request):
-                    raise ConnectionResetError("the client has left")
+                    raise ConnectionResetError("the client disconnected")
                 await self._in_time(self.response.write(whole[start : start + _PIECE]))
         self._sent = self._clock()
 
@@ -111,12 +111,12 @@ class EventStream:
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()
-            raise ConnectionResetError("the client does not read") from None
+            raise ConnectionResetError("the client stopped reading") from None
 
     async def keep_alive(self) -> None:
         """Send a comment after a long silence. Raises ConnectionResetError."""
         if is_gone(self._request):
-            raise ConnectionResetError("the client has left")
+            raise ConnectionResetError("the client disconnected")
         if self._clock() - self._sent >= KEEP_ALIVE:
             await self.send(comment("keep-alive"))
 

@@ -72,13 +72,13 @@ class Health:
         last = request.headers.get("Last-Event-ID", "")
         after = last.removeprefix(mark) if last.startswith(mark) else "0"
         if not after.isascii() or not after.isdigit() or len(after) > 15:
-            raise ApiError(400, "Last-Event-ID is not the id of an event", param="Last-Event-ID")
+            raise ApiError(400, "invalid Last-Event-ID", param="Last-Event-ID")
         answer = EventStream(request)
         await answer.open()
         if request.method == "HEAD":
             return answer.response
         await answer.send(b"retry: 2000\n\n")
-        items = ticking(self._service.news.listen(int(after)), ALIVE)
+        items = ticking(self._service.events.listen(int(after)), ALIVE)
         async with contextlib.aclosing(items):
             async for item in items:
                 if item is None:

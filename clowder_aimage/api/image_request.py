@@ -77,20 +77,19 @@ class ImageRequest(RequestBody):
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
         if not self.prompt.strip():
-            raise wrong("prompt", "is empty")
+            raise wrong("prompt", "must not be empty")
         if self.background == "transparent":
-            message = "cannot be transparent: pictures are opaque"
-            raise wrong("background", message, "unsupported_value")
+            raise wrong("background", "transparent is not supported", "unsupported_value")
         if self.seed + self.n - 1 > MAX_SEED:
             raise wrong("seed", f"must be at most {MAX_SEED - self.n + 1} for {self.n} pictures")
         for name, other in ("steps", "num_inference_steps"), ("guidance", "guidance_scale"):
             if len({getattr(self, name), getattr(self, other)} - {None}) > 1:
-                raise wrong(name, f"and {other} are the same, but differ here")
+                raise wrong(name, f"and {other} must be equal if both are set")
         whole = _whole_size(self.size)
         for name in ("width", "height"):
             side = getattr(self, name)
             if whole and side not in (None, whole[name]):
-                raise wrong(name, f"is {side}, but {whole[name]} in size")
+                raise wrong(name, f"is {side}, but size is {self.size}")
         if not whole and self.width and self.height:
             check_pixels("width", self.width, self.height)
         return self
@@ -140,7 +139,7 @@ class ImageRequest(RequestBody):
             previews=previews,
         )
         if self.negative_prompt and not parameters.guidance:
-            raise wrong("negative_prompt", "needs guidance above 0: without it nothing is avoided")
+            raise wrong("negative_prompt", "requires guidance above 0")
         if len(self.sides) == 1:
             check_pixels(self.sides[0], parameters.width, parameters.height)
         if steps is None and self.quality in PRESETS:
@@ -157,7 +156,7 @@ def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> Ima
     body = parse_body(raw, ImageRequest, defaults)
     if body.ignored and (strict or body.strict):
         name = body.ignored[0][:60]
-        message = f"{name!a} is unknown; without strict it would be ignored"
+        message = f"unknown parameter {name!a}; it is ignored unless strict is set"
         raise ApiError(400, message, code="unknown_parameter", param=name)
     return body
 
@@ -168,7 +167,7 @@ def _whole_size(text: str) -> dict[str, int | None] | None:
         return None
     found = _SIZE.fullmatch(text)
     if found is None:
-        raise wrong("size", 'must be "auto" or such as "1024x1024"')
+        raise wrong("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
     width, height = int(found[1]), int(found[2])
     if any(side < MULTIPLE or side % MULTIPLE for side in (width, height)):
         raise wrong("size", f"must have sides that are multiples of {MULTIPLE}, not {text}")
@@ -179,5 +178,5 @@ def _whole_size(text: str) -> dict[str, int | None] | None:
 def check_pixels(param: str, width: int, height: int) -> None:
     """Raise ApiError if a picture exceeds the maximum size."""
     if width * height > MAX_PIXELS:
-        given = f"{width * height} as {width}x{height}"
-        raise wrong(param, f"can make {MAX_PIXELS} pixels at most, not {given}")
+        given = f"{width}x{height} has {width * height}"
+        raise wrong(param, f"exceeds the maximum of {MAX_PIXELS} pixels: {given}")

@@ -1,6 +1,6 @@
 """The models of the store by exact name, complete or partial.
 
-All functions but ``forget`` read files and must run in a thread.
+All functions but ``delete`` read files and must run in a thread.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def changed(store: ImageLayout, descriptor: Descriptor) -> datetime:
 
 def unknown(reference: Reference) -> NotFoundError:
     """Return the error for a missing name, without local paths."""
-    hint = "pull it first" if reference.registry else "create it, or name a registry"
-    return NotFoundError(f"model {reference} not found here", hint=hint)
+    hint = "pull it first" if reference.registry else "create it, or add a registry to the name"
+    return NotFoundError(f"model {reference} not found", hint=hint)
 
 
-async def forget(service: Service, reference: Reference) -> None:
+async def delete(service: Service, reference: Reference) -> None:
     """Remove a name, its model from memory if unused, and unreferenced blobs.
 
     Recent blobs are kept for the grace period of the collection. Raises NotFoundError, StoreError;
@@ -108,15 +108,15 @@ async def forget(service: Service, reference: Reference) -> None:
     except NotFoundError as error:
         if await asyncio.to_thread(entry, store, reference) is None:
             raise unknown(reference) from None  # removed concurrently
-        raise UsageError(f"{reference} is in a store that is only read") from error
+        raise UsageError(f"{reference} is in a read-only store") from error
     others = await asyncio.to_thread(lambda: {one.digest for _, one in store.tags()})
     if found.digest not in others:
-        await let_go(service, found.digest)
-    service.has_gone()
+        await unload(service, found.digest)
+    service.on_removed()
     await asyncio.to_thread(_collect, store)
 
 
-async def let_go(service: Service, digest: Digest) -> None:
+async def unload(service: Service, digest: Digest) -> None:
     """Unload a model: at once if it is unused, else after its last request."""
     for model in service.engine.loaded():
         if model.digest == digest:
@@ -129,7 +129,7 @@ def _collect(store: ImageLayout) -> None:
     try:
         Collector(store).run()
     except AImageError as error:
-        _log.warning("collection failed", extra={"reason": error.message})
+        _log.warning("garbage collection failed", extra={"reason": error.message})
 
 
 # -- in ollama's form (ollama, docs/api.md, "Show Model Information")

@@ -86,7 +86,7 @@ class OllamaGeneration:
         self._service, self._request, self._body = service, request, body
         self.reference = service.reference(body.reference)
         if body.images:
-            message = "no model here takes pictures"
+            message = "images are not supported as input"
             raise ApiError(400, message, code="unsupported_value", param="images")
         self._parameters = body.parameters()
         self._is_admin = request.get("scope") == ADMIN
@@ -110,7 +110,8 @@ class OllamaGeneration:
 
     def _check_admin(self, verb: str) -> None:
         if not self._is_admin:
-            raise ApiError(403, f"this token may not {verb} models", code="insufficient_scope")
+            message = f"the scope admin is required to {verb} models"
+            raise ApiError(403, message, code="insufficient_scope")
 
     def _terms(self) -> dict[str, Any]:
         """Return ``keep_alive`` and ``pull`` for the engine; only admins may set them."""
@@ -132,7 +133,7 @@ class OllamaGeneration:
         if not digests:
             raise model_list.unknown(self.reference)
         for digest in digests:
-            await model_list.let_go(self._service, digest)
+            await model_list.unload(self._service, digest)
         return web.json_response(self._line(done=True, done_reason="unload"))
 
     async def _generate(self) -> web.StreamResponse:

@@ -151,7 +151,7 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
 
 async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
-    await model_list.forget(service, _reference(body.reference, "model"))
+    await model_list.delete(service, _reference(body.reference, "model"))
     return web.Response()
 
 
@@ -164,7 +164,7 @@ async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
     body = await read_body(request, _CopyBody)
     source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
     if target.digest is not None:
-        raise UsageError(f"{target} names a digest: a tag is needed", hint="leave the @... away")
+        raise UsageError(f"expected a tag, not a digest: {target}", hint="remove the @DIGEST")
     if not await asyncio.to_thread(_tag, service.store, source, target):
         raise model_list.unknown(source)
     return web.Response()
@@ -192,7 +192,7 @@ def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
 
 def _reference(name: str, field: str) -> Reference:
     if not name:
-        raise UsageError(f"the request has no {field}")
+        raise UsageError(f"missing required field: {field}")
     return Reference.parse(name)
 
 
@@ -210,8 +210,8 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     if reference.registry is None:
-        hint = "copy it to a name that has one, such as registry.example.com/team/model:v1"
-        raise UsageError(f"{reference} names no registry to push to", hint=hint)
+        hint = "copy it to a name with one, such as registry.example.com/team/model:v1"
+        raise UsageError(f"cannot push {reference}: the name has no registry", hint=hint)
     if await asyncio.to_thread(model_list.entry, service.store, reference) is None:
         raise model_list.unknown(reference)
     with service.transfers.push(reference) as transfer:
@@ -225,8 +225,8 @@ def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> 
         return
     known = service.connection.to(reference.registry or "")
     if not known.plain_http and not known.insecure:
-        message = "a request cannot switch off the encryption of a registry"
-        raise UsageError(message, hint="say so in the configuration of the worker")
+        message = "a request cannot disable TLS for a registry"
+        raise UsageError(message, hint="configure it for the worker")
 
 
 async def _answer_lines(

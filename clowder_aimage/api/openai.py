@@ -32,7 +32,7 @@ _PARAMS = {"width": "size", "height": "size", "negative": "negative_prompt"} | {
 }
 _MAX_IGNORED = 20  # names in a header
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("aimage.worker")
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
@@ -132,13 +132,13 @@ class ImageRoutes:
             async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
                 async for event in coming:
                     if answer_stream.is_gone(request):
-                        raise ConnectionResetError("the client has left")
+                        raise ConnectionResetError("the client disconnected")
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
         except AImageError as error:
             raise _with_param(error, body) from None
         if len(pictures) < body.n:
-            raise ModelError(f"the model made {len(pictures)} of {body.n} pictures")
+            raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
         text = await asyncio.to_thread(json.dumps, _answer(body, pictures, keep))
         return web.Response(text=text, content_type="application/json", headers=headers)
@@ -209,11 +209,11 @@ async def _streamed(
 
 def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> str:
     if not isinstance(error, AImageError):
-        _log.error("a stream failed: %s", type(error).__name__)  # its text may contain a prompt
-        error = ApiError(500, "the worker failed; its log says at what", code="internal_error")
+        _log.error("stream failed: %s", type(error).__name__)  # its text may contain a prompt
+        error = ApiError(500, "internal error; see the server's log", code="internal_error")
     found = fault.api_error(_with_param(error, body))
     if found.status >= 500:
-        _log.warning("failed: %s", found.message)
+        _log.warning("request failed: %s", found.message)
     return fault.response(request, found).text or ""
 
 

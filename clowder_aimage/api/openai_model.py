@@ -46,7 +46,7 @@ def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
 
 def unknown_model(name: str) -> ApiError:
     """Return the error for a missing model."""
-    message = f"there is no model {name[:200]!r} here; GET /v1/models lists those that are"
+    message = f"model {name[:200]!r} not found; GET /v1/models lists the available models"
     return ApiError(404, message, code="model_not_found", param="model")
 
 
@@ -74,8 +74,8 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
     aimage, is_default = await read_here(service, reference), False
     if aimage is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
-        is_said = service.alias(body.model) is None if body.model else False
-        if service.settings.default_model is None or (is_exact and is_said):
+        is_literal = service.alias(body.model) is None if body.model else False
+        if service.settings.default_model is None or (is_exact and is_literal):
             raise unknown_model(body.model or str(reference))
         reference, is_default = service.reference(None), True
         aimage = await read_here(service, reference)
@@ -108,7 +108,7 @@ async def read_here(service: Service, reference: Reference) -> AImage | None:
 
 def no_pictures(reference: Reference) -> ApiError:
     """Return the error for an AImage that is not an image model."""
-    return wrong("model", f"{reference} makes no pictures", "model_not_supported")
+    return wrong("model", f"{reference} is not a supported image model", "model_not_supported")
 
 
 class ModelCatalog:

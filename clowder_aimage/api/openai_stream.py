@@ -111,7 +111,7 @@ class OpenAIStream:
         elif isinstance(event, LoadingEvent):
             yield answer_stream.comment("loading")
         elif isinstance(event, StartedEvent):
-            yield answer_stream.comment("begun")
+            yield answer_stream.comment("started")
         elif isinstance(event, Step):
             yield self._progress(event)
         elif isinstance(event, PreviewEvent):

@@ -74,12 +74,12 @@ class PictureLinks:
         given = signature.encode("utf-8", "surrogatepass")
         is_number = _EXPIRES.fullmatch(expires) is not None
         if not is_number or not hmac.compare_digest(self._sign(name, int(expires)).encode(), given):
-            raise NotFoundError("there is no such picture", hint="links are used as they are given")
+            raise NotFoundError("picture not found", hint="use the link unchanged")
         self.purge()
         kept = self._kept.get(name)
         if kept is None or self._clock() >= int(expires):
-            hint = f"links last {self._lifetime // 60} minutes at most; make the picture again"
-            raise ExpiredError("this picture is not kept any more", hint=hint)
+            hint = f"links last {self._lifetime // 60} minutes at most; generate the picture again"
+            raise ExpiredError("the picture has expired", hint=hint)
         return kept
 
     def purge(self) -> None:

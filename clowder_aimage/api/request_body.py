@@ -61,10 +61,10 @@ def parse_body(
     """
     try:
         if not raw.strip():
-            raise FormatError("the request has no body; it must be a JSON object")
-        value = read_json(raw, "the request's body")
+            raise FormatError("the request body is empty; expected a JSON object")
+        value = read_json(raw, "the request body")
         if not isinstance(value, dict):
-            raise FormatError("the request's body must be a JSON object")
+            raise FormatError("the request body must be a JSON object")
     except FormatError as error:
         raise ApiError(400, error.message, code="invalid_json") from None
     given = {name: each for name, each in value.items() if each is not None}
@@ -81,7 +81,7 @@ def _field_error(error: ValidationError) -> ApiError:
     first: Any = error.errors(include_url=False)[0]
     param, kind = str(first["loc"][-1])[:60], first["type"]
     if kind == "missing":
-        message = f"the request has no {param}"
+        message = f"missing required field: {param}"
         return ApiError(400, message, code="missing_required_parameter", param=param)
     message = re.sub(r"^(Input|String) should ", "must ", first["msg"])
     is_literal = kind == "literal_error" and not isinstance(first["input"], str)

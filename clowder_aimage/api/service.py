@@ -92,7 +92,7 @@ def _is_writable(store: ImageLayout) -> bool:
 class Service:
     """A worker: its engine and store, and the aliases of models.
 
-    ``node`` is the state of a server that is also a node; ``has_gone`` is called after a name was
+    ``node`` is the state of a server that is also a node; ``on_removed`` is called after a name was
     removed; ``wanted`` are the models required for readiness.
     """
 
@@ -101,19 +101,19 @@ class Service:
     store: ImageLayout
     connection: ClientOptions
     metrics: Metrics
-    news: EventLog
+    events: EventLog
     settings: Settings
     readiness: Readiness
     wanted: Sequence[str]
     node: NodeState | None = None
-    has_gone: Callable[[], object] = lambda: None
+    on_removed: Callable[[], object] = lambda: None
     started: float = field(default_factory=time.time)
 
     def reference(self, name: str | None) -> Reference:
         """Return the AImage to which a client's ``name`` refers. Raises UsageError."""
         text = (self.alias(name) or name) if name else self.settings.default_model
         if not text:
-            raise UsageError("the request names no model, and the worker has no default")
+            raise UsageError("the request has no model, and the worker has no default model")
         return Reference.parse(text)
 
     def alias(self, name: str) -> str | None:
@@ -130,17 +130,17 @@ def make_service(
     settings: ServerSettings, store: ImageLayout, connection: ClientOptions
 ) -> Service:
     """Create the service of a worker, or of a node without image generation."""
-    metrics, news = Metrics(), EventLog()
-    transfers = TransferQueue(store, connection, metrics, news)
+    metrics, events = Metrics(), EventLog()
+    transfers = TransferQueue(store, connection, metrics, events)
     if not isinstance(settings, Settings):
         settings = Settings()
     return Service(
-        engine=Engine(store, transfers, settings.limits, metrics, news=news),
+        engine=Engine(store, transfers, settings.limits, metrics, events=events),
         transfers=transfers,
         store=store,
         connection=connection,
         metrics=metrics,
-        news=news,
+        events=events,
         settings=settings,
         readiness=Readiness(store),
         wanted=settings.wanted,

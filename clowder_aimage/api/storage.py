@@ -64,7 +64,7 @@ def decode(part: str) -> str:
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
     except (binascii.Error, ValueError):
-        raise _malformed("the address must end in a URL as base64") from None
+        raise _malformed("the path must end in a URL in base64") from None
 
 
 def parse(url: str) -> Reference:
@@ -80,7 +80,7 @@ def parse(url: str) -> Reference:
     if not found or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _MAX_URL:
         raise _malformed("url must be a URL such as oci://registry.example.com/team/model:v1")
     if scheme in _OTHERS:
-        message = f"{scheme}:// is not fetched; push the model to a registry, and name it by oci://"
+        message = f"{scheme}:// is not supported; push the model to a registry, and use oci://"
         raise ApiError(422, message, code="unsupported_scheme", param="url")
     if scheme not in ("oci", "ollama"):
         raise _malformed("url must begin with oci:// or ollama://")
@@ -100,7 +100,7 @@ def _check_user(name: str) -> None:
         if at:
             Digest.parse(rest)
     except FormatError:
-        text = "what follows the @ in url must be a digest; credentials belong into 'credentials'"
+        text = "url must have a digest after the @; send credentials in the field 'credentials'"
         raise _malformed(text) from None
 
 
@@ -188,7 +188,7 @@ async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
     found = await asyncio.to_thread(model_list.entry, service.store, reference)
     if found is not None or not was_pulled:
         try:
-            await model_list.forget(service, reference)
+            await model_list.delete(service, reference)
         except UsageError as error:
             raise ApiError(409, error.message, code="read_only") from None
     return web.Response(status=204)
@@ -205,14 +205,14 @@ async def _stop_pulls(service: Service, reference: Reference) -> bool:
     if pulls:
         _, pending = await asyncio.wait([pull.result for pull in pulls], timeout=STOP_TIMEOUT)
         if pending:
-            message = f"{reference} is being pulled, and the pull does not end; try again later"
+            message = f"{reference} is being pulled, and the pull did not stop; try again later"
             later = {"Retry-After": "10"}
             raise ApiError(409, message, code="pull_under_way", headers=later)
     return bool(pulls)
 
 
 def _unknown(reference: Reference) -> ApiError:
-    return ApiError(404, f"{_url(reference)} is not here", code="content_not_found")
+    return ApiError(404, f"{_url(reference)} not found", code="content_not_found")
 
 
 def _created(item: model_list.ModelEntry, status: int) -> web.Response:

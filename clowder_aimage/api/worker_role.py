@@ -48,13 +48,13 @@ class WorkerRole(Role):
             yield
 
     async def ready(self) -> None:
-        self._service.news.tell("ready")
+        self._service.events.record("ready")
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
-        self._service.news.tell("drain", grace=grace)
+        self._service.events.record("drain", grace=grace)
         _log.info("draining", extra={"grace": grace, "waiting": self._service.engine.waiting})
         await drain(self._service.engine, grace, hurry)
-        self._service.news.close()
+        self._service.events.close()
 
     async def _expire(self) -> None:
         while True:
@@ -63,7 +63,7 @@ class WorkerRole(Role):
                 await self._service.engine.expire()
                 self._service.transfers.look()
             except Exception:
-                _log.exception("cannot unload a model")
+                _log.exception("cannot unload idle models")
 
 
 async def drain(engine: Engine, grace: float, hurry: asyncio.Event) -> None:

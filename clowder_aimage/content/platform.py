@@ -52,8 +52,7 @@ class Platform:
         parts = text.split("/")
         if not 2 <= len(parts) <= 3 or not all(part.strip() for part in parts):
             raise UsageError(
-                f"invalid platform {text!r}",
-                hint="expected OS/ARCH or OS/ARCH/VARIANT, such as linux/arm64",
+                f"invalid platform {text!r}", hint="use OS/ARCH[/VARIANT], such as linux/arm64"
             )
         return cls.of(*parts)
 

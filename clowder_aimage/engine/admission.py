@@ -39,7 +39,7 @@ class BusyError(AImageError):
 
     def __init__(self, waiting: int, retry_after: int) -> None:
         hint = f"try again in {retry_after} seconds"
-        super().__init__(f"{waiting} requests wait already", hint=hint)
+        super().__init__(f"the queue is full: {waiting} requests are waiting", hint=hint)
         self.retry_after = retry_after
 
 
@@ -53,4 +53,4 @@ class StoppedError(AImageError):
 
 def ending() -> StoppedError:
     """Return the error for requests to a worker that is shutting down."""
-    return StoppedError("the worker is about to end", hint="ask another one")
+    return StoppedError("the worker is shutting down", hint="try another worker")

@@ -56,8 +56,8 @@ def again(error: AImageError, attempts: int, chance: float, refresh: float) -> B
     if after != TIME:
         return Backoff(code, after, math.inf if after == SPACE else refresh)
     longest = min(LONGEST, FIRST * 2.0 ** min(attempts, 30))
-    asked = getattr(error, "retry_after", 0.0)
-    return Backoff(code, after, max(asked, longest * chance, 0.1))
+    retry_after = getattr(error, "retry_after", 0.0)
+    return Backoff(code, after, max(retry_after, longest * chance, 0.1))
 
 
 def whole(times: int, chance: float) -> float:

@@ -33,7 +33,7 @@ class Endpoint:
         except ValueError:
             raise _invalid(text) from None
         if parts.username is not None or parts.password is not None:
-            message = "the address of a worker must not have credentials"
+            message = "a worker's address must not contain credentials"
             raise UsageError(message, remedy="worker_token")
         is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
         is_valid = is_bare and port != 0 and re.fullmatch(r"[\w.:%-]+", host, re.ASCII)
@@ -50,8 +50,8 @@ class Endpoint:
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            hint = "write HOST:PORT, such as 127.0.0.1:5000"
-            raise UsageError(f"{text!r} is not an address", hint=hint)
+            hint = "expected HOST:PORT, such as 127.0.0.1:5000"
+            raise UsageError(f"invalid address {text!r}", hint=hint)
         return cls("http", "127.0.0.1" if host == "localhost" else host, int(port))
 
     @property
@@ -73,5 +73,5 @@ class Endpoint:
 
 
 def _invalid(text: str) -> UsageError:
-    hint = "such as 127.0.0.1:11434, http://host:11434 or unix:///run/aimage/worker.sock"
-    return UsageError(f"{text!r} is not an address of a worker", hint=hint)
+    hint = "for example 127.0.0.1:11434, http://host:11434 or unix:///run/aimage/worker.sock"
+    return UsageError(f"invalid worker address {text!r}", hint=hint)

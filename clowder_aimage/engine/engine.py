@@ -42,15 +42,15 @@ class Engine:
         limits: EngineLimits,
         metrics: Metrics,
         *,
-        news: EventLog | None = None,
+        events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         free: Callable[[], int | None] = available,
     ) -> None:
         self.store, self.limits, self.metrics = store, limits, metrics
-        self._news = news or EventLog()
+        self._events = events or EventLog()
         self._transfers = transfers
         self._clock = clock
-        self._scheduler = ModelScheduler(store.roots, limits, metrics, self._news, clock, free)
+        self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
         self._average = 10.0  # seconds of a request
@@ -222,7 +222,7 @@ class Engine:
         label = self.metrics.model(model.reference.repository)
         self.metrics.generations.labels(label, outcome).observe(seconds)
         facts = {"outcome": outcome, "seconds": round(seconds, 3)}
-        self._news.tell("generate", model=str(model.reference), **facts)
+        self._events.record("generate", model=str(model.reference), **facts)
 
     # -- ending
 

@@ -92,7 +92,7 @@ class EventLog:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
-    def tell(self, kind: str, **facts: Any) -> None:
+    def record(self, kind: str, **facts: Any) -> None:
         """Add an event from the event loop."""
         self.attach()
         if kind in LOGGED:
@@ -105,11 +105,11 @@ class EventLog:
         """Attach the running event loop, so that other threads can add events."""
         self._loop = asyncio.get_running_loop()
 
-    def tell_from_thread(self, kind: str, **facts: Any) -> None:
+    def record_from_thread(self, kind: str, **facts: Any) -> None:
         """Add an event from another thread, if an event loop is attached."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(partial(self.tell, kind, **facts))
+                self._loop.call_soon_threadsafe(partial(self.record, kind, **facts))
 
     async def listen(self, after: int = 0) -> AsyncGenerator[LoggedEvent, None]:
         """Yield the retained events after number ``after``, then new ones."""

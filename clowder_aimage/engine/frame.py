@@ -48,5 +48,5 @@ async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
 def _lengths(head: bytes) -> tuple[int, int]:
     length, size = _LENGTHS.unpack(head)
     if length + size > _MAX_FRAME:
-        raise ValueError(f"a frame of {length + size} bytes")
+        raise ValueError(f"{length + size} bytes, more than {_MAX_FRAME}")
     return length, size

@@ -30,41 +30,41 @@ class Metrics:
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        gauge("aimage_build_info", "The release.", ["version"]).labels(__version__).set(1)
+        gauge("aimage_build_info", "The installed version.", ["version"]).labels(__version__).set(1)
 
         name = "aimage_generation"
-        self.queue = gauge(f"{name}_queue_depth", "Requests that wait.")
-        self.refused = counter(f"{name}_refused", "Requests refused: too many waited.")
+        self.queue = gauge(f"{name}_queue_depth", "Queued requests.")
+        self.refused = counter(f"{name}_refused", "Requests rejected: the queue was full.")
         self.cancelled = counter(f"{name}_cancelled", "Requests cancelled by their clients.")
-        text = "From a request's turn to its last picture."
+        text = "Time from the start of a request to its last picture."
         labels = ["model", "outcome"]
         self.generations = histogram(f"{name}_duration_seconds", text, labels, buckets=_LONG)
-        self.steps = histogram(f"{name}_step_seconds", "One step.", buckets=_SHORT)
+        self.steps = histogram(f"{name}_step_seconds", "Time of one step.", buckets=_SHORT)
 
         name = "aimage_model"
         self.models = gauge(f"{name}_loaded", "Whether a model is in memory.", ["model"])
-        text = "From the process's start to the model's readiness."
+        text = "Time to start a model process and load the model."
         self.loads = histogram(f"{name}_load_duration_seconds", text, buckets=_LONG)
-        self.evictions = counter(f"{name}_evictions", "Models that left memory.", ["reason"])
+        self.evictions = counter(f"{name}_evictions", "Models unloaded from memory.", ["reason"])
 
-        self.requests = counter("aimage_http_requests", "Requests answered.", ["route", "code"])
+        self.requests = counter("aimage_http_requests", "HTTP requests.", ["route", "code"])
 
         name = "aimage_pull"
-        self.pulls = counter(f"{name}s", "Pulls.", ["outcome", "registry"])
-        text = "Pulls that failed, by the code in a node's status."
+        self.pulls = counter(f"{name}s", "Pulls, by outcome.", ["outcome", "registry"])
+        text = "Failed pulls, by error code."
         self.pull_failures = counter(f"{name}_failures", text, ["code", "registry"])
-        text = "Tags resolved, of models that are in the store."
+        text = "Tag checks of models in the store, by outcome."
         self.tag_checks = counter("aimage_tag_checks", text, ["outcome", "registry"])
-        text = "From a pull's turn to its end."
+        text = "Time from the start of a pull to its end."
         self.pull_seconds = histogram(f"{name}_duration_seconds", text, buckets=_LONG)
-        text = "Bytes of pulls, by source; cache: in the store before."
+        text = "Bytes of pulls, by source; cache: already in the store."
         self.pull_bytes = counter(f"{name}_bytes", text, ["source"])
         for source in SOURCES:
             self.pull_bytes.labels(source)
-        self.dedup = counter("aimage_blob_dedup_bytes", "Bytes that were in the store before.")
-        self.pull_queue = gauge(f"{name}_queue_depth", "Pulls that wait.", ["class"])
-        self.pull_inflight = gauge(f"{name}_inflight", "Pulls that run.")
-        self.pull_stalls = counter(f"{name}_stalls", "Pulls without a byte for a while.")
+        self.dedup = counter("aimage_blob_dedup_bytes", "Bytes of pulls already in the store.")
+        self.pull_queue = gauge(f"{name}_queue_depth", "Queued pulls.", ["class"])
+        self.pull_inflight = gauge(f"{name}_inflight", "Running pulls.")
+        self.pull_stalls = counter(f"{name}_stalls", "Pulls that stalled.")
         self.mismatches = counter("aimage_digest_mismatch", "Content that failed verification.")
         # The label of a registry or a model; "other" once the limit is reached
         self.host = partial(_label, set(), _HOSTS)

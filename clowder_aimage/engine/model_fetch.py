@@ -31,8 +31,8 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
     try:
         root = store.resolve(reference)
     except NotFoundError:
-        hint = "pull it first" if reference.registry else "create it, or name a registry"
-        raise NotFoundError(f"there is no model {reference} here", hint=hint) from None
+        hint = "pull it first" if reference.registry else "create it, or add a registry to the name"
+        raise NotFoundError(f"model {reference} not found", hint=hint) from None
     try:
         stored = read_aimage(store, reference)
         found = check_stored(store, stored)
@@ -43,7 +43,7 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
             return stored
         missing = describe_missing(stored, found)
     raise NotFoundError(
-        f"the model {reference} is incomplete or damaged: the store lacks {missing}",
+        f"model {reference} is incomplete or damaged: the store lacks {missing}",
         **completion(store, reference, root),
     )
 
@@ -82,7 +82,7 @@ async def _preload(transfers: TransferQueue, reference: Reference) -> None:
             delay = again(error, attempts, random.random(), delay).delay  # noqa: S311 - jitter
             delay = min(delay, MAX_DELAY)
             facts = {"model": str(reference), "reason": error.message, "again": round(delay, 1)}
-            _log.warning("cannot fetch a wanted model", extra=facts)
+            _log.warning("preload failed", extra=facts)
         except Exception:
-            _log.exception("cannot fetch a wanted model", extra={"model": str(reference)})
+            _log.exception("preload failed", extra={"model": str(reference)})
         await asyncio.sleep(delay)

@@ -27,7 +27,7 @@ from clowder_aimage.oci import Descriptor, Reference
 _INTERVAL = 1.0  # seconds between two reports of a load
 _NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("aimage.worker")
 
 
 class _PinnedStore(LayeredStore):
@@ -85,7 +85,7 @@ class ModelProcess:
             self._fail(number, type(error).__name__, error.message, error.hint)
         except Exception as error:  # every error is reported to the worker
             if _lacks_memory(error):
-                self._fail(number, "MemoryError", "there is not enough memory for this")
+                self._fail(number, "MemoryError", "not enough memory")
                 return
             # one line, without the message, which may contain a prompt
             _log.error("the model failed: %s at %s", type(error).__name__, _places(error))
@@ -177,7 +177,7 @@ def _needs_mlx() -> Any:
         if (error.name or "").startswith("clowder_aimage"):
             raise
         raise ModelError(
-            f"this worker stores models and runs none: {error.name} is not installed "
+            f"this worker cannot run models: {error.name} is not installed "
             "(it is in clowder-aimage[mlx])"
         ) from None
     return generate

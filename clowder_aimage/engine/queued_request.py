@@ -18,10 +18,10 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
 MakeRequest = Callable[[AImage], GenerateRequest]
 _HINTS = {
-    "waiting": "it was still waiting for its turn; try again later",
-    "pulling": "the model was still being fetched; pull it first",
-    "loading": "the model was still being loaded; ask again, or load it first",
-    "drawing": "ask for fewer steps or a smaller picture",
+    "waiting": "it was still queued; try again later",
+    "pulling": "the model was still being pulled; pull it first",
+    "loading": "the model was still being loaded; try again, or load it first",
+    "drawing": "use fewer steps or a smaller picture",
 }
 
 
@@ -134,6 +134,6 @@ class QueuedRequest:
         if self.error is not None:
             return self.error
         if self.limit is not None and self.limit.expired():
-            message = f"the request took longer than {self.deadline:g} seconds"
+            message = f"the request exceeded the deadline of {self.deadline:g} seconds"
             return DeadlineError(message, hint=_HINTS[self.stage])
         return error

@@ -71,8 +71,8 @@ class Runner:
             )
         except OSError as error:
             raise ModelError(
-                f"the model's process cannot be started: {error.strerror or error}",
-                hint="the machine may be out of memory or of processes",
+                f"cannot start the model process: {error.strerror or error}",
+                hint="the limit of memory or of processes may be reached",
             ) from None
         runner = cls(process, limits.cancel_timeout)
         try:
@@ -165,7 +165,7 @@ class Runner:
             found = receiving.result()
         except ValueError as error:
             await self.end(0.0)
-            raise ModelError(f"the model's process sent what is not a frame: {error}") from None
+            raise ModelError(f"the model process sent an invalid frame: {error}") from None
         if found is None:
             await asyncio.wait({self.ended})
             raise self._died()
@@ -200,8 +200,8 @@ class Runner:
                     message, _ = await self.receive()
             except TimeoutError:
                 raise ModelError(
-                    f"the model did not load: no progress for {timeout:g} seconds",
-                    hint="see the worker's log, and whether the disk and the device work",
+                    f"loading the model made no progress for {timeout:g} seconds",
+                    hint="check the worker's log, the disk and the device",
                 ) from None
             except ModelError as error:
                 # not sent by this worker: the system is out of memory
@@ -225,11 +225,11 @@ class Runner:
                 await self.end(0.0)
 
     def _died(self) -> ModelError:
-        how, signal = "ended", -(self._process.returncode or 0)
+        how, signal = "exited", -(self._process.returncode or 0)
         if signal > 0:  # the advice is in the message, as a 5xx response has no hint
-            how = f"was killed by signal {signal}: it may have lacked memory; "
-            how += "ask for a smaller picture"
-        return ModelError(f"the model's process {how}", hint="the next request starts it again")
+            how = f"was killed by signal {signal}, possibly for lack of memory; "
+            how += "try a smaller picture"
+        return ModelError(f"the model process {how}", hint="the next request restarts it")
 
 
 def _event(message: frame.Message, data: bytes) -> Event:
@@ -256,4 +256,4 @@ async def _log_lines(process: asyncio.subprocess.Process) -> None:
         if not line:
             return
         if text := line.decode("utf-8", "replace").strip():
-            _log.warning("a model's process (%d): %s", process.pid, text)
+            _log.warning("model process %d: %s", process.pid, text)

@@ -38,7 +38,7 @@ class ModelScheduler:
     _roots: Sequence[Path]
     _limits: EngineLimits
     _metrics: Metrics
-    _news: EventLog
+    _events: EventLog
     _clock: Callable[[], float]
     _free: Callable[[], int | None]
     _models: dict[Digest, ModelSlot] = field(default_factory=dict)
@@ -184,8 +184,8 @@ class ModelScheduler:
             pass
         elif (error := load.exception()) is not None:
             if not isinstance(error, AImageError):
-                _log.error("a model could not be loaded", exc_info=error)
-                error = ModelError(f"the model could not be loaded: {type(error).__name__}")
+                _log.error("cannot load a model", exc_info=error)
+                error = ModelError(f"cannot load the model: {type(error).__name__}")
             for request in self._of(model):
                 request.interrupt(error)
         else:
@@ -197,7 +197,7 @@ class ModelScheduler:
         model.runner, model.used = runner, self._clock()
         runner.ended.add_done_callback(lambda _: self._died(model, runner))
         self._metrics.loads.observe(seconds)
-        self._news.tell("load", model=str(model.reference), seconds=round(seconds, 3))
+        self._events.record("load", model=str(model.reference), seconds=round(seconds, 3))
         if model.is_stopped:
             model.unloading = self.unload(model, "stopped")
 
@@ -206,7 +206,7 @@ class ModelScheduler:
             return  # it was unloaded
         model.runner = model.current = None
         self._metrics.evictions.labels("died").inc()
-        self._news.tell("evict", model=str(model.reference), reason="died")
+        self._events.record("evict", model=str(model.reference), reason="died")
         self._drop(model)
         self.arrange()
 
@@ -221,7 +221,7 @@ class ModelScheduler:
         if runner is None:
             return load
         self._metrics.evictions.labels(reason).inc()
-        self._news.tell("evict", model=str(model.reference), reason=reason)
+        self._events.record("evict", model=str(model.reference), reason=reason)
         task = asyncio.create_task(runner.stop())
         self._unloads.add(task)
         task.add_done_callback(self._unloads.discard)
@@ -244,7 +244,7 @@ class ModelScheduler:
     async def end(self) -> None:
         """Unload all models and wait until they have ended."""
         for model in self.models:
-            self.unload(model, "end")
+            self.unload(model, "shutdown")
         while tasks := [*self._loads, *self._unloads]:
             await _wait(tasks)
 

@@ -48,7 +48,7 @@ def duration(value: object) -> float:
     elif text and not _PARTS.sub("", text):
         seconds = sum(float(count) * _UNITS[unit] for count, unit in _PARTS.findall(text))
     else:
-        raise ValueError(f"{str(value)!r} is not a duration such as 90, 30s, 5m or 1h30m")
+        raise ValueError(f"invalid duration {str(value)!r} (examples: 90, 30s, 5m, 1h30m)")
     return FOR_EVER if (sign < 0 and seconds) or seconds >= MAX_DURATION else seconds
 
 
@@ -66,7 +66,7 @@ def _pairs(value: object) -> object:
     for part in filter(None, map(str.strip, value.split(","))):
         name, equals, reference = part.partition("=")
         if not equals or not name or not reference:
-            raise ValueError(f"{part!r} is not NAME=REF")
+            raise ValueError(f"invalid alias {part!r}, expected NAME=REF")
         found[name.strip()] = reference.strip()
     return found
 
@@ -83,7 +83,7 @@ def _base_url(value: object) -> str | None:
         return None
     text = str(value).strip().rstrip("/")
     if _URL.fullmatch(text) is None:
-        raise ValueError("it must be a URL such as https://pictures.example.com, and no more")
+        raise ValueError("expected a base URL such as https://pictures.example.com")
     return text
 
 

@@ -112,7 +112,7 @@ class SharedTransfer:
             raise self._stopped()
 
     def _stopped(self) -> StoppedError:
-        return StoppedError(f"the {self.kind} of {self.reference} was given up")
+        return StoppedError(f"the {self.kind} of {self.reference} was cancelled")
 
     def count(self, source: str, count: int) -> None:
         """Count bytes by source: "registry", "mirror" or "neighbour"."""

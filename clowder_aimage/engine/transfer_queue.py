@@ -68,14 +68,14 @@ class TransferQueue:
         store: ImageLayout,
         connection: ClientOptions,
         metrics: Metrics,
-        news: EventLog,
+        events: EventLog,
         *,
         settle: float = 0.1,
     ) -> None:
         self.is_over = False
         self.near: Near | None = None
         self._store, self._connection = store, connection
-        self._metrics, self._news = metrics, news
+        self._metrics, self._events = metrics, events
         self._known: dict[_Key, SharedTransfer] = {}
         self._numbers = itertools.count()
         self._settle = settle
@@ -119,8 +119,8 @@ class TransferQueue:
         BusyError, and UsageError if the reference has no registry.
         """
         if reference.registry is None:
-            hint = f"name one, such as registry.example.com/team/{reference}"
-            raise UsageError(f"{reference} has no registry to pull from", hint=hint)
+            hint = f"use a name with one, such as registry.example.com/team/{reference}"
+            raise UsageError(f"cannot pull {reference}: the name has no registry", hint=hint)
         connection = self._connection
         if credentials is not None:
             connection = replace(connection, auths={reference.name: dict([credentials.entry])})
@@ -188,10 +188,10 @@ class TransferQueue:
                 found.stop()
 
     def _check_places(self, reference: Reference) -> None:
-        asked = [one for one in self._known.values() if one.urgency == INTERACTIVE]
-        of_one = sum(one.reference.registry == reference.registry for one in asked)
-        if of_one >= MAX_TRANSFERS or len(asked) >= _MAX_ALL:
-            raise BusyError(len(asked), 5)
+        interactive = [one for one in self._known.values() if one.urgency == INTERACTIVE]
+        of_one = sum(one.reference.registry == reference.registry for one in interactive)
+        if of_one >= MAX_TRANSFERS or len(interactive) >= _MAX_ALL:
+            raise BusyError(len(interactive), 5)
 
     def _turn(self) -> None:
         known = [one for one in self._known.values() if not one.result.done()]
@@ -215,7 +215,7 @@ class TransferQueue:
             facts |= {"seconds": round(time.monotonic() - transfer.begun, 3), "bytes": fetched}
         if isinstance(error, AImageError) and outcome == "failed":
             facts["reason"] = error.message
-        self._news.tell(transfer.kind, **facts)
+        self._events.record(transfer.kind, **facts)
         self._turn()
 
     def _count(self, pull: SharedTransfer, outcome: str, error: BaseException | None) -> None:

@@ -56,7 +56,7 @@ class WorkerClient:
     def __init__(self, host: str = DEFAULT_HOST, token: str | None = None) -> None:
         self.endpoint = Endpoint.parse(host)
         if token is not None and not re.fullmatch(r"[!-~]+", token):
-            raise UsageError("a worker's token is ASCII characters without spaces")
+            raise UsageError("invalid token: expected printable ASCII characters without spaces")
         self._token = token
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -64,7 +64,7 @@ class WorkerClient:
         with self._request(method, path, body, _REPLY) as response, self._network():
             text = response.read(_MAX_REPLY + 1)
         if len(text) > _MAX_REPLY:
-            raise FormatError(f"the worker at {self.endpoint} answers without end")
+            raise FormatError(f"the response from {self.endpoint} exceeds {_MAX_REPLY} bytes")
         return self._parse(text) if text.strip() else None
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -129,7 +129,7 @@ class WorkerClient:
             first, *others = piece.split(b"\n")
             begun += first
             if len(begun) > _MAX_LINE:
-                raise FormatError(f"the worker at {self.endpoint} sends a line without end")
+                raise FormatError(f"a line from {self.endpoint} exceeds {_MAX_LINE} bytes")
             for other in others:
                 yield bytes(begun).removesuffix(b"\r")
                 begun = bytearray(other)
@@ -148,17 +148,17 @@ class WorkerClient:
         try:
             yield
         except TimeoutError:
-            raise NetworkError(f"the worker at {self.endpoint} does not answer") from None
+            raise NetworkError(f"the request to the worker at {self.endpoint} timed out") from None
         except (OSError, http.client.HTTPException):
-            message = f"the connection to the worker at {self.endpoint} broke off"
-            hint = "see whether it is still running, and what it logged"
+            message = f"the connection to the worker at {self.endpoint} was lost"
+            hint = "check that the worker is running, and check its log"
             raise NetworkError(message, hint=hint) from None
 
     def _parse(self, text: bytes) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            message = f"the reply from {self.endpoint} is not one of a worker"
+            message = f"invalid response from {self.endpoint}: not JSON"
             raise FormatError(message, remedy="worker_address") from None
 
     def _value(self, text: bytes) -> dict[str, Any]:
@@ -166,7 +166,8 @@ class WorkerClient:
         value = self._parse(text)
         if not isinstance(value, dict):
             kind = type(value).__name__
-            raise FormatError(f"the worker at {self.endpoint} sent {kind}, not an object")
+            message = f"invalid response from {self.endpoint}: expected an object, not {kind}"
+            raise FormatError(message)
         if value.get("error"):
             raise _error(value, value.get("status"))
         return value
@@ -216,8 +217,8 @@ def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
         connection.close()
         reason = getattr(error, "strerror", None) or str(error)
         raise NetworkError(
-            f"no worker answers at {endpoint}: {reason}",
-            hint="check that it is running, and its address",
+            f"cannot connect to the worker at {endpoint}: {reason}",
+            hint="check the address, and that the worker is running",
             remedy="no_worker",
         ) from None
     return connection

@@ -19,8 +19,8 @@ from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MIN_TOKEN = 16  # characters
 _ALLOWED = {
-    INFER: "this token may make pictures and list models, and no more",
-    NODE: "this token is one of a node, which may read what another one has, and no more",
+    INFER: "the scope infer only allows generating pictures and listing models",
+    NODE: "the scope node only allows reading content of another node",
 }
 # Registry clients send credentials only after this challenge (RFC 7617)
 _REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
@@ -32,9 +32,9 @@ def read_token(path: Path) -> str:
     token = next(iter(_lines(path)), "").strip()
     if not _is_token(token):
         raise UsageError(
-            f"the first line of {path} is not a token",
-            hint=f"write {MIN_TOKEN} or more letters and digits there that cannot be guessed, "
-            "for example: openssl rand -hex 32",
+            f"invalid token in the first line of {path}",
+            hint=f"expected {MIN_TOKEN} or more random letters and digits, "
+            "for example from: openssl rand -hex 32",
         )
     return token
 
@@ -53,16 +53,14 @@ def read_tokens(path: Path) -> dict[str, str]:
         scope, token = (words[0], words[1]) if len(words) == 2 else (ADMIN, words[0])
         if len(words) > 2 or scope not in (ADMIN, INFER, NODE) or not _is_token(token):
             raise UsageError(
-                f"line {number} of {path} is not a token",
-                hint="a line is 'admin TOKEN', 'infer TOKEN' or 'node TOKEN'; a token has "
-                f"{MIN_TOKEN} or more letters and digits, for example: openssl rand -hex 32",
+                f"invalid token in line {number} of {path}",
+                hint="expected 'admin TOKEN', 'infer TOKEN' or 'node TOKEN', with a token of "
+                f"{MIN_TOKEN} or more letters and digits, for example from: openssl rand -hex 32",
             )
         if found.setdefault(token, scope) != scope:
             raise UsageError(f"the token in line {number} of {path} has two scopes")
     if not found:
-        raise UsageError(
-            f"there is no token in {path}", hint="write a line 'admin TOKEN' or 'infer TOKEN'"
-        )
+        raise UsageError(f"no token in {path}", hint="add a line 'admin TOKEN' or 'infer TOKEN'")
     return found
 
 
@@ -89,13 +87,14 @@ def check_host(allowed: frozenset[str] | None) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         if allowed is not None and host_name(host) not in allowed:
-            message, details = "this host is not served here", ({"host": host[:300]},)
+            message = f"host {host[:300]!r} is not one of this server's allowed hosts"
+            details = ({"host": host[:300]},)
             raise ApiError(403, message, code="host_not_allowed", details=details)
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
         is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
         if is_foreign or (origin is not None and _origin_host(origin) != host):
-            raise ApiError(403, "cross-site request", code="origin_not_allowed")
+            raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
         return await handler(request)
 
     return middleware
@@ -116,7 +115,9 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
         elif required != OPEN:
             is_registry = interface_of(request) == OCI
             headers = {"WWW-Authenticate": _REGISTRY_CHALLENGE if is_registry else _CHALLENGE}
-            message = "authentication required" if is_registry else "this worker wants a token"
+            has_token = bearer_token(request.headers.get("Authorization", "")) != ""
+            message = "unknown token" if has_token else "this worker requires a token"
+            message = "authentication required" if is_registry else message
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if required != OPEN and scope not in (required, ADMIN):
             raise ApiError(403, _ALLOWED[scope or INFER], code="insufficient_scope")

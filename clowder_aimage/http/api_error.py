@@ -88,7 +88,7 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     is_shown = error.hint and (status < 500 or status == 502)
     message = f"{error.message}; {error.hint}" if is_shown else error.message
     if isinstance(error, StoreError):
-        message = "the store cannot be used"
+        message = "cannot access the store"
     headers = {}
     if status == 503:
         headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_AFTER))
@@ -136,7 +136,7 @@ def _distribution_error(error: AImageError) -> ApiError:
     if isinstance(error, NoSpaceError):
         return ApiError(507, "no space left", code="UNKNOWN")
     is_damaged = isinstance(error, errors.ContentError)
-    message = "what is stored here is damaged" if is_damaged else "unknown error"
+    message = "the stored content is damaged" if is_damaged else "unknown error"
     return ApiError(500, message, code="UNKNOWN")
 
 

@@ -120,7 +120,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         if request.get("answered"):
             if request.transport is not None:
                 request.transport.abort()
-            raise ConnectionResetError("the answer broke off") from None
+            raise ConnectionResetError("the response was aborted") from None
         answer = errors.response(request, found)
         if found.status in (408, 413):
             answer.force_close()  # do not wait for the rest of the body
@@ -136,17 +136,17 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
             _log_failure(request, error, found.status)
         return found
     if isinstance(error, web.HTTPException):
-        return _framework_error(error, interface)
+        return _framework_error(request, error)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
-        return ApiError(400, "the request's body is not JSON", code="invalid_json")
+        return ApiError(400, "the request body is not JSON", code="invalid_json")
     if isinstance(error, ClientError):  # from aiohttp, for a body that is not valid HTTP
-        return ApiError(400, "the request's body broke off", code="invalid_body")
+        return ApiError(400, "the request body is incomplete", code="invalid_body")
     if interface == OCI:
         _log.error("%s %s", request.method, request.path, exc_info=error)
         return ApiError(500, "unknown error", code="UNKNOWN")
     facts = {"id": request["id"], "kind": type(error).__name__, "at": _places(error)}
-    _log.error("a route failed", extra=facts)
-    return ApiError(500, "the worker failed; its log says at what", code="internal_error")
+    _log.error("internal error", extra=facts)
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 def _log_failure(request: web.Request, error: AImageError, status: int) -> None:
@@ -154,7 +154,7 @@ def _log_failure(request: web.Request, error: AImageError, status: int) -> None:
         _log.error("%s %s: %s", request.method, request.path, error)
     else:
         facts = {"id": request["id"], "status": status, "reason": error.message}
-        _log.warning("failed", extra=facts)
+        _log.warning("request failed", extra=facts)
 
 
 def _places(error: Exception) -> list[str]:
@@ -163,15 +163,15 @@ def _places(error: Exception) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
-def _framework_error(error: web.HTTPException, interface: str) -> ApiError:
+def _framework_error(request: web.Request, error: web.HTTPException) -> ApiError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        message = f"the methods of this address are {allowed}"
+        message = f"method not allowed; allowed: {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return _too_large()
     if error.status == 404:
-        message = "no such endpoint" if interface == OCI else "there is nothing at this address"
+        message = f"no such endpoint: {request.method} {request.rel_url.raw_path[:200]}"
         return ApiError(404, message, code="unknown_url")
     return ApiError(error.status, error.reason, code="invalid_request")
 
@@ -210,7 +210,7 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
             async with asyncio.timeout(BODY_TIMEOUT):
                 size = len(await request.read())
         except TimeoutError:
-            raise ApiError(408, "the request's body did not come", code="timeout") from None
+            raise ApiError(408, "timed out reading the request body", code="timeout") from None
         if size > limit:
             raise _too_large()
         return await handler(request)
@@ -219,7 +219,7 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
 
 
 def _too_large() -> ApiError:
-    return ApiError(413, "the request's body is too large", code="too_large")
+    return ApiError(413, "the request body is too large", code="too_large")
 
 
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -31,7 +31,7 @@ async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None
 def _log_failure(task: asyncio.Task[object]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         work = getattr(task.get_coro(), "__qualname__", task.get_name())
-        _log.error("background work failed", extra={"work": work}, exc_info=error)
+        _log.error("background task failed", extra={"work": work}, exc_info=error)
 
 
 async def aside(call: Callable[[], _T]) -> _T:

@@ -26,14 +26,14 @@ async def pieces(request: web.Request) -> AsyncIterator[bytes]:
             async with asyncio.timeout(READ_TIMEOUT):
                 piece = await request.content.readany()
         except TimeoutError:
-            raise _too_slow(f"nothing has arrived for {READ_TIMEOUT:.0f} seconds") from None
+            raise _too_slow(f"no data received for {READ_TIMEOUT:.0f} seconds") from None
         if not piece:
             return
         waited += clock() - began  # time spent on the client, not on the local disk
         count += len(piece)
         if waited > READ_TIMEOUT:
             if count < MIN_SPEED * READ_TIMEOUT:
-                raise _too_slow(f"less than {MIN_SPEED} bytes per second arrive")
+                raise _too_slow(f"received less than {MIN_SPEED} bytes per second")
             waited, count = 0.0, 0
         yield piece
 
@@ -58,14 +58,14 @@ async def send_file(
     """
     transport = request.transport
     if transport is None:
-        raise ConnectionResetError("the client has left")
+        raise ConnectionResetError("the client disconnected")
     loop = asyncio.get_running_loop()
     try:
         while count:
             async with asyncio.timeout(timeout):
                 sent = await loop.sendfile(transport, file, offset, min(count, piece))
             if not sent:
-                raise ConnectionResetError("the blob was cut short while it was sent")
+                raise ConnectionResetError("the blob was truncated while it was sent")
             offset, count = offset + sent, count - sent
     except (OSError, RuntimeError) as error:  # RuntimeError: the transport is closing
         transport.abort()

@@ -89,8 +89,8 @@ def check_access(endpoint: Endpoint, *, has_tokens: bool) -> None:
     """Raise UsageError if other machines can reach the endpoint and there are no tokens."""
     if not endpoint.is_loopback and not has_tokens:
         raise UsageError(
-            f"{endpoint.authority} can be reached from other machines, and callers are not "
-            "authenticated: any of them makes pictures, and pulls and deletes models",
+            f"refusing to listen on {endpoint.authority} without tokens: any client on the network "
+            "could generate pictures, and pull and delete models",
             hint="listen on 127.0.0.1, or require tokens",
             remedy="listen_without_tokens",
         )
@@ -106,7 +106,7 @@ def listen_tcp(endpoint: Endpoint) -> socket.socket:
     except OSError as error:
         raise AccessError(
             f"cannot listen on {endpoint.authority}: {error.strerror or error}",
-            hint="another server may be running; choose another address",
+            hint="the address may be in use; choose another one",
             remedy="listen_elsewhere",
         ) from None
 
@@ -122,8 +122,8 @@ def listen_unix(path: Path) -> socket.socket:
         mode = path.parent.stat().st_mode
         if mode & stat.S_IWOTH:
             raise UsageError(
-                f"anybody may write to {path.parent}",
-                hint="name a socket in a directory of its own: it is created with mode 0750",
+                f"{path.parent} is world-writable",
+                hint="use a separate directory for the socket: it is created with mode 0750",
             )
         _remove_stale(path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -148,7 +148,7 @@ def _remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise UsageError(f"{path} exists, and is not a socket")
+        raise UsageError(f"{path} exists and is not a socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         probe.settimeout(1.0)
         try:
@@ -157,5 +157,5 @@ def _remove_stale(path: Path) -> None:
             if error.errno not in (errno.ECONNREFUSED, errno.ENOENT):
                 raise
         else:
-            raise AccessError(f"another process listens on {path}")
+            raise AccessError(f"another process is listening on {path}")
     path.unlink(missing_ok=True)

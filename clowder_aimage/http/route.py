@@ -38,7 +38,7 @@ class Route:
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
-            raise ValueError(f"{self.scope!r} is not a scope")
+            raise ValueError(f"invalid scope {self.scope!r}")
 
 
 def with_head(routes: Iterable[Route]) -> list[Route]:

@@ -219,4 +219,4 @@ async def _reload(signals: Signals, roles: tuple[Role, ...]) -> None:
         await signals.reload.wait()
         signals.reload.clear()
         if not any(role.reload() for role in roles):
-            _log.info("nothing is read again: settings count from the start on")
+            _log.info("reload ignored: settings are read only at startup")

@@ -47,13 +47,13 @@ def passed_sockets(environment: Mapping[str, str] = os.environ) -> list[socket.s
         try:
             found.append(socket.socket(fileno=number))
             if not found[-1].getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                raise OSError("it does not listen")
+                raise OSError("it is not listening")
         except OSError as error:
             for each in found:
                 each.close()
             raise UsageError(
                 f"LISTEN_FDS is {count}, but descriptor {number} is not a listening socket: "
                 f"{error.strerror or error}",
-                hint="see the socket unit, or unset LISTEN_FDS and LISTEN_PID",
+                hint="check the socket unit, or unset LISTEN_FDS and LISTEN_PID",
             ) from None
     return found

@@ -45,7 +45,7 @@ class Daemon(Role):
     ) -> None:
         self.node = Node(service, settings)
         self._service = service
-        service.has_gone, service.node = self.node.look_again, self.node
+        service.on_removed, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
         self._sharing = PeerSharing(  # always needed: other nodes may list this one as a peer
             service.store,
@@ -94,7 +94,7 @@ class Daemon(Role):
         if (await request.read()).strip():
             name = (await read_body(request, _RetryBody)).ref
         if not self.node.retry(name or None) and name:
-            raise ApiError(404, f"{name} is not wanted here", code="not_wanted", param="ref")
+            raise ApiError(404, f"{name} is not a desired model", code="not_wanted", param="ref")
         return web.Response(status=202)
 
     async def _against(self) -> list[dict[str, str]]:
@@ -104,7 +104,7 @@ class Daemon(Role):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Reconcile while the server runs."""
-        self._service.news.attach()
+        self._service.events.attach()
         self._sharing.peers.start()
         await self.node.begin()
         try:
@@ -115,13 +115,13 @@ class Daemon(Role):
 
     def reload(self) -> bool:
         """Reload the desired state."""
-        _log.info("reading the desired state again")
+        _log.info("reloading the desired state")
         self.node.wake(reload=True)
         return True
 
     def _announce(self, url: str, state: str, reason: str | None) -> None:
         facts = {"reason": reason} if reason else {}
-        self._service.news.tell_from_thread("neighbour", url=url, state=state, **facts)
+        self._service.events.record_from_thread("neighbour", url=url, state=state, **facts)
 
     async def _measure(self) -> None:
         """Measure until cancelled; log a repeated error only once."""
@@ -140,6 +140,6 @@ class Daemon(Role):
                 metrics.ready.set(0)  # the state is unknown
                 kind = (type(error), getattr(error, "errno", None))
                 if kind not in known:
-                    _log.exception("cannot measure the node")
+                    _log.exception("cannot update the metrics")
                 known.add(kind)
             await asyncio.sleep(EVERY)

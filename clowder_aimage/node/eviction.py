@@ -144,8 +144,8 @@ class Evictor:
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
             facts = {"bytes": excess}
-            _log.warning("the disk is too full, and nothing may be evicted", extra=facts)
-            self._service.news.tell_from_thread("full", bytes=excess)
+            _log.warning("the disk is above the watermark, and nothing can be evicted", extra=facts)
+            self._service.events.record_from_thread("full", bytes=excess)
         self._is_full = excess > 0
 
     def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> None:
@@ -171,10 +171,10 @@ class Evictor:
         self._metrics.collections.labels(reason).inc()
         self._metrics.reclaimed.inc(done.size + done.partial_size)
         for one in done.forgotten:
-            self._service.news.tell_from_thread("evict", model=one.name, reason=one.reason)
+            self._service.events.record_from_thread("evict", model=one.name, reason=one.reason)
         if done.blobs or done.partials:
             facts = {"blobs": done.blobs, "bytes": done.size + done.partial_size}
-            self._service.news.tell_from_thread("gc", reason=reason, **facts)
+            self._service.events.record_from_thread("gc", reason=reason, **facts)
 
     def _measure(self) -> None:
         found, (kept, partial) = self.marks.measure(self._store.root), stored(self._store.root)
@@ -198,14 +198,14 @@ class Evictor:
             reference = Reference.parse(name)
             try:
                 await asyncio.to_thread(unpin, self._store, name, records.owner)
-                await model_list.forget(self._service, reference)
+                await model_list.delete(self._service, reference)
             except NotFoundError:
                 pass  # removed by another process
             except AImageError as error:
                 _log.warning("cannot remove a name", extra={"model": name, "reason": error.message})
                 continue
             await asyncio.to_thread(records.forget, known)
-            self._service.news.tell("evict", model=name, reason="not wanted")
+            self._service.events.record("evict", model=name, reason="not desired")
         return list(gone)
 
     def _unwanted(self, wanted: Set[str], records: SpecStore) -> dict[str, str]:

@@ -53,9 +53,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         reference, digest = self.reference, self.digest or self.reference.digest
         if reference.registry is None:
-            raise FormatError(f"{reference} names no registry to fetch it from")
+            raise FormatError(f"cannot pull {reference}: the name has no registry")
         if reference.digest not in (None, digest):
-            raise FormatError(f"{reference} has another digest in it than {digest}")
+            raise FormatError(f"the digest in {reference} is not {digest}")
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "reference", replace(reference, digest=digest))
         object.__setattr__(self, "policy", self.policy or default_policy(self.reference))
@@ -132,7 +132,7 @@ def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
         other, elsewhere = specs.setdefault(name, (spec, place))
         if other != spec:
             raise FormatError(
-                f"{name} is specified in {elsewhere()} and, differently, in {place()}: "
+                f"conflicting entries for {name} in {elsewhere()} and in {place()}: "
                 + _difference(other, spec),
                 hint="remove one of them, or make them equal",
             )
@@ -173,7 +173,7 @@ def _refresh(value: object) -> float:
     if seconds == 0 or seconds > _MAX_REFRESH:
         return FOR_EVER
     if seconds < _MIN_REFRESH:
-        raise FormatError(f"refresh: {value!r} is less than a second; 0 is never")
+        raise FormatError(f"refresh: {value!r} is less than 1 second; 0 disables it")
     return seconds
 
 

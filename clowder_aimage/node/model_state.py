@@ -211,7 +211,7 @@ class ModelStatus:
             "pullPolicy": POLICY_NAMES[spec.policy],
             "refresh": spec.refresh if spec.is_moving else None,
             "state": WAITING if is_queued else state.phase,
-            "reason": "other pulls come first" if is_queued else state.reason,
+            "reason": "queued behind other pulls" if is_queued else state.reason,
             "code": failure.code if failure else None,
             "next": _after(wait) if failure and math.isfinite(wait) else None,
             "completed": transfer.completed if transfer else 0,

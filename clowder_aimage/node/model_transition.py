@@ -47,7 +47,7 @@ from clowder_aimage.oci import Digest, Reference
 LOOK = 10.0  # seconds between two reads of the store
 MAX_EVICT = 60.0  # minimum seconds between two evictions for one model, at most
 STEP = 1024 * 1024  # additional bytes required to retry a pull that found no space at all
-CRASHED = "the node failed; its log has the error"
+CRASHED = "internal error; see the node's log"
 CRASH = 30.0  # seconds after an internal error of the node
 STOP = 1.0  # seconds after a transfer was stopped
 
@@ -129,7 +129,7 @@ def _on_missing(state: ModelState, now: float) -> Step:
     if state.spec.policy == NEVER:
         failure = Backoff(NEVER_FETCHED, CHANGE, LOOK)
         state = replace(state, failure=failure, check_at=math.inf, due=now + LOOK)
-        return _enter(state, FAILED, "it is not here, and may not be fetched")
+        return _enter(state, FAILED, "not in the store, and the pull policy is Never")
     if state.phase == PRESENT:
         state = _lost(state)
     if state.is_short:
@@ -213,7 +213,7 @@ def pulled(
     state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
     state = replace(state, root=None, drift=None, suspect=None, sources=sources)
     if not found.is_complete:
-        error = StoreError(f"{state.spec.name} was pulled, and another process removed it")
+        error = StoreError(f"{state.spec.name} was pulled, and removed by another process")
         return failed(state, now, Failure(error), chance)
     return _present(replace(state, check_at=now + state.spec.refresh), now)
 
@@ -251,8 +251,8 @@ def failed(state: ModelState, now: float, event: Failure, chance: float) -> Step
         if before != error.message and failure.after != TIME:
             actions = (*actions, Announce("failed", {"reason": error.message}))
         return replace(state, phase=PRESENT, reason=error.message), actions
-    state, news = _enter(state, WAITING if failure.after == TIME else FAILED, error.message)
-    return state, (*actions, *news)
+    state, entered = _enter(state, WAITING if failure.after == TIME else FAILED, error.message)
+    return state, (*actions, *entered)
 
 
 def _shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
@@ -293,6 +293,6 @@ def _rest(state: ModelState, now: float) -> ModelState:
 
 def _enter(state: ModelState, phase: str, reason: str | None) -> Step:
     """Return the state in ``phase``, with an announcement if it newly became present or failed."""
-    is_news = phase != state.phase and phase in (PRESENT, FAILED)
-    actions = (Announce(phase, {"reason": reason} if reason else {}),) if is_news else ()
+    is_new = phase != state.phase and phase in (PRESENT, FAILED)
+    actions = (Announce(phase, {"reason": reason} if reason else {}),) if is_new else ()
     return replace(state, phase=phase, reason=reason), actions

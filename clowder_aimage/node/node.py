@@ -90,7 +90,7 @@ class Node:
         """Return the problems that do not affect readiness."""
         if self._error is not None:
             return ["desired state invalid"]
-        return ["nothing is wanted"] if self._settings.desired and not self._models else []
+        return ["no desired models"] if self._settings.desired and not self._models else []
 
     def models(self) -> list[dict[str, Any]]:
         """Return the status of each model by descending priority."""
@@ -151,7 +151,7 @@ class Node:
                 try:
                     await self.turn()
                 except Exception:
-                    _log.exception("a turn of the node failed")
+                    _log.exception("reconciliation failed")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK):
                         await self._woken.wait()
@@ -196,8 +196,8 @@ class Node:
                 last = await asyncio.to_thread(self._records.last, directory)
                 self.files, self._is_known = SpecFiles(last or ()), last is not None
             self.metrics.config.set(0)
-            _log.error("the desired state stays as it was", extra={"reason": error.message})
-            self._service.news.tell("desired", valid=False, reason=error.message)
+            _log.error("desired state rejected; last one kept", extra={"reason": error.message})
+            self._service.events.record("desired", valid=False, reason=error.message)
             return
         self._error, self._loaded, self._is_known = None, datetime.now(UTC), True
         with contextlib.suppress(AImageError):  # a read-only store
@@ -205,8 +205,8 @@ class Node:
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
         models = len(self.files.specs)
-        _log.info("desired state", extra={"models": models, "files": len(self.files.files)})
-        self._service.news.tell("desired", valid=True, models=models)
+        _log.info("desired state loaded", extra={"models": models, "files": len(self.files.files)})
+        self._service.events.record("desired", valid=True, models=models)
 
     async def _follow(self, specs: dict[str, ModelSpec]) -> None:
         """Add and remove models; models with a changed spec are due at once."""
@@ -263,7 +263,7 @@ class Node:
                 self._collected = now
                 await asyncio.to_thread(self.evictor.collect, "interval", period)
         except AImageError as error:
-            _log.warning("nothing was collected", extra={"reason": error.message})
+            _log.warning("garbage collection failed", extra={"reason": error.message})
 
     @property
     def _may_prune(self) -> bool:

@@ -14,29 +14,29 @@ class NodeMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         gauge = partial(Gauge, namespace="aimage", registry=registry)
         counter = partial(Counter, namespace="aimage", registry=registry)
-        self.ready = gauge("ready", "Whether requests should be sent here.")
-        self.wanted = gauge("desired_images", "Models that are to be here.")
-        self.missing = gauge("desired_missing", "Wanted models that are not here in full.")
-        self.drifted = gauge("desired_drifted", "Wanted models whose tag means something newer.")
-        self.failed = gauge("desired_failed", "Wanted models that cannot be had.", ["code"])
+        self.ready = gauge("ready", "Whether the node is ready.")
+        self.wanted = gauge("desired_images", "Desired models.")
+        self.missing = gauge("desired_missing", "Desired models that are missing or incomplete.")
+        self.drifted = gauge("desired_drifted", "Desired models whose tag has moved.")
+        self.failed = gauge("desired_failed", "Desired models that cannot be pulled.", ["code"])
         self.config = gauge(
-            "config_last_reload_successful", "Whether the desired state could be read last time."
+            "config_last_reload_successful", "Whether the last load of the desired state succeeded."
         )
         self.config_at = gauge(
-            "config_last_reload_success_timestamp_seconds", "When it could be read last."
+            "config_last_reload_success_timestamp_seconds", "Time of the last successful load."
         )
         self.bytes = gauge("store_bytes", "Bytes in the store.", ["kind"])
-        self.free = gauge("store_free_bytes", "Bytes free where the store is.")
-        self.size = gauge("store_size_bytes", "Bytes of the file system that the store is on.")
+        self.free = gauge("store_free_bytes", "Free bytes of the store's file system.")
+        self.size = gauge("store_size_bytes", "Bytes of the store's file system.")
         self.excess = gauge(
-            "store_excess_bytes", "Bytes that should go, as the disk is too full, and may not."
+            "store_excess_bytes", "Bytes above the watermark that cannot be evicted."
         )
         self.images = gauge("store_images", "Names in the store.")
-        self.collections = counter("gc_runs", "Collections.", ["reason"])
-        self.reclaimed = counter("gc_reclaimed_bytes", "Bytes that collections have freed.")
-        self.neighbours = gauge("neighbours", "Other nodes.", ["state"])
+        self.collections = counter("gc_runs", "Garbage collections.", ["reason"])
+        self.reclaimed = counter("gc_reclaimed_bytes", "Bytes freed by garbage collections.")
+        self.neighbours = gauge("neighbours", "Neighbours, by state.", ["state"])
         self.exchanged = counter(
-            "neighbour_bytes", "Bytes that went to neighbours, or came from them.", ["direction"]
+            "neighbour_bytes", "Bytes sent to and received from neighbours.", ["direction"]
         )
         self._failed_codes: set[str] = set()
         for state in ("live", "silent"):

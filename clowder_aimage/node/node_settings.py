@@ -24,9 +24,9 @@ def _check(is_valid: Callable[[float], bool], message: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_HIGH = _check(lambda part: 0 < part <= 100, "more than 0 per cent of the disk, and at most 100")
-_LOW = _check(lambda part: 0 <= part <= 100, "between 0 and 100 per cent of the disk")
-_PERIOD = _check(lambda seconds: seconds >= 1.0, "at least 1 second")
+_HIGH = _check(lambda part: 0 < part <= 100, "must be above 0 and at most 100 percent of the disk")
+_LOW = _check(lambda part: 0 <= part <= 100, "must be between 0 and 100 percent of the disk")
+_PERIOD = _check(lambda seconds: seconds >= 1.0, "must be at least 1 second")
 
 
 class NodeSettings(ServerSettings):
@@ -55,7 +55,7 @@ class NodeSettings(ServerSettings):
         if self.low > self.high:
             raise ValueError("low must not be above high")
         if self.desired is not None and os.path.isfile(self.desired):  # noqa: PTH113 - never raises
-            raise ValueError(f"desired must be a directory, and {self.desired} is a file")
+            raise ValueError(f"desired must be a directory, but {self.desired} is a file")
         return self
 
     @property

@@ -63,8 +63,8 @@ def parse_peer(text: str) -> Endpoint:
     found = _ADDRESS.fullmatch(text.strip())
     if found is None or not 0 < int(found[4]) < 65536:
         raise UsageError(
-            f"{text!r} is not the address of a neighbour",
-            hint="write HOST:PORT, https://HOST:PORT, or dns:NAME:PORT for all addresses of a name",
+            f"invalid neighbour address {text!r}",
+            hint="use HOST:PORT, https://HOST:PORT, or dns:NAME:PORT for all addresses of a name",
         )
     return Endpoint(found[1] or found[2] or "http", found[3], int(found[4]))
 
@@ -94,7 +94,7 @@ class Peer:
     url: str
     id: str | None = None
     is_alive: bool = False
-    reason: str | None = "not asked yet"
+    reason: str | None = "not contacted yet"
     due: float = 0.0  # time of the next ping
     failures: int = 0  # since the last range received
     retry_at: float = 0.0  # the node is skipped until then
@@ -170,7 +170,7 @@ class Peers:
                 _to_json(one.url, one.id, *one.state(now)) for one in known if one.id != self._node
             ]
             lost = [each for each, found in self._looked_up.items() if not found]
-        reason = "the name cannot be looked up"
+        reason = "cannot resolve the name"
         return states + [_to_json(f"dns:{each.authority}", None, SILENT, reason) for each in lost]
 
     def succeeded(self, one: Peer) -> None:
@@ -240,9 +240,9 @@ class Peers:
             elif one.id != node:
                 one.id, one.failures, one.retry_at = node, 0, 0.0
             state, why = one.state(self._clock())
-            is_news = state != one.reported and one.id != self._node
+            has_changed = state != one.reported and one.id != self._node
             one.reported = state
-        if is_news:
+        if has_changed:
             self._on_state(one.url, state, why)
 
 

@@ -121,7 +121,7 @@ class RangeCache:
     def _landed(self, flight: RangeFlight, seconds: float) -> RangeFile | bool:
         if not flight.landed.wait(seconds):
             if time.monotonic() - flight.moved > _MAX_STALL:
-                raise NetworkError(f"{flight.part.digest} does not come")
+                raise NetworkError(f"no data received for {flight.part.digest}")
             return True
         if flight.error is not None:
             raise flight.error
@@ -163,7 +163,7 @@ class RangeCache:
             self._keep(part, self._fetched(reference, flight, first))
         except (AImageError, OSError) as failure:
             error = failure if isinstance(failure, AImageError) else StoreError(str(failure))
-            _log.warning("cannot fetch for a neighbour", extra={"reason": error.message})
+            _log.warning("cannot fetch a range for a neighbour", extra={"reason": error.message})
         finally:
             self.land(flight, error)
             self._places.release()
@@ -173,7 +173,7 @@ class RangeCache:
     ) -> BinaryIO:
         part = flight.part
         if self._layout.free() < self._limits.spared + part.length:
-            raise StoreError("the disk has no room for ranges of neighbours")
+            raise StoreError("not enough disk space for ranges of neighbours")
         directory = make_directory(self._layout.root, PRIVATE, "range")
         file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - it is kept
         try:
@@ -200,7 +200,7 @@ class RangeCache:
             view = buffer[: min(length - at, rate.burst if rate else length)]
             count = reader.readinto(view)
             if not count:
-                raise NetworkError(f"{flight.part.digest} broke off")
+                raise NetworkError(f"the response for {flight.part.digest} is incomplete")
             if self._is_closed:
                 raise NetworkError("this node is shutting down")
             os.pwrite(file.fileno(), view[:count], at)

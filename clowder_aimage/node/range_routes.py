@@ -204,7 +204,7 @@ class RangeRoutes:
         except (NotFoundError, FormatError):  # no such blob, or no such range in it
             raise _unknown(wanted) from None
         except AImageError as error:
-            message = "the registry does not send it"
+            message = "cannot fetch the blob from the registry"
             raise DistributionError("UNKNOWN", message=message, status=502) from error
 
     async def _aside(self, call: Callable[[], _T]) -> _T:

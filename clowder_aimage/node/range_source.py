@@ -148,7 +148,7 @@ class RangeOwners:
             is_coming = found.is_coming or found.status == 307
             if waited > (limits.coming if is_coming else limits.busy):
                 if is_coming:
-                    self.peers.failed(owner, "always busy", cost=LATE)
+                    self.peers.failed(owner, "busy for too long", cost=LATE)
                 return False
             if misses > _MAX_MISSES and waited > limits.pause:
                 return False
@@ -163,12 +163,12 @@ class RangeOwners:
         Only configured nodes are contacted, at their configured addresses.
         """
         usable = self.peers.usable()
-        asked, named = {self._node, owner.id}, random.sample(nodes, len(nodes))
-        while named and len(asked) < MAX_HOPS + 2:
+        tried, named = {self._node, owner.id}, random.sample(nodes, len(nodes))
+        while named and len(tried) < MAX_HOPS + 2:
             node = named.pop()
-            if node in asked or node not in usable:
+            if node in tried or node not in usable:
                 continue
-            asked.add(node)
+            tried.add(node)
             found = self._open(usable[node], span, is_stored=True)
             if isinstance(found, PeerReader):
                 return found

@@ -130,7 +130,7 @@ class Reconciler:
                 case Evict():
                     await asyncio.to_thread(self._relieve, action.room)
                 case Announce():
-                    self._service.news.tell(action.kind, model=model.spec.name, **action.facts)
+                    self._service.events.record(action.kind, model=model.spec.name, **action.facts)
         except CrowdedError:
             return after.store_changed
         except StoppedError as error:
@@ -221,5 +221,5 @@ class Reconciler:
         chance = self._chance()
         delay = again(error, model.state.attempts + 1, chance, model.spec.refresh).delay
         facts = {"model": model.spec.name, "reason": error.message, "again": delay}
-        _log.warning("cannot pull", extra=facts)
+        _log.warning("pull failed", extra=facts)
         return partial(after.failed, event=Failure(error, free, needed, began, root), chance=chance)

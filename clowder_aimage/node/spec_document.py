@@ -71,16 +71,16 @@ def _check(text: str) -> None:
     depth = documents = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
-            raise _refused("aliases (*name) are not accepted: write the value out", event)
+            raise _refused("aliases (*name) are not supported: repeat the value", event)
         if (tag := getattr(event, "tag", None)) is not None:
-            raise _refused(f"the tag {tag[:60]!a} is not accepted: remove it", event)
+            raise _refused(f"the tag {tag[:60]!a} is not supported: remove it", event)
         documents += isinstance(event, yaml.DocumentStartEvent)
         if documents > 1:
-            raise _refused("a second document begins: put all in one", event)
+            raise _refused("multiple documents are not supported: merge them", event)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise _refused(f"nested more than {MAX_DEPTH} deep", event)
+            raise _refused(f"nested more than {MAX_DEPTH} levels deep", event)
 
 
 def _value(node: Any, path: Path, lines: Lines) -> Any:
@@ -93,9 +93,9 @@ def _value(node: Any, path: Path, lines: Lines) -> Any:
     for key_node, value in node.value:
         key = _value(key_node, (), lines) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
-            raise _refused("a key must be a string: quote what looks like another type", key_node)
+            raise _refused("a key must be a string: put it in quotes", key_node)
         if key in found:
-            raise _refused(f"the key {key[:60]!a} occurs twice", key_node)
+            raise _refused(f"duplicate key {key[:60]!a}", key_node)
         lines[(*path, key)] = key_node.start_mark.line + 1
         found[key] = _value(value, (*path, key), lines)
     return found
@@ -120,7 +120,7 @@ def _syntax_error(error: Any, text: str) -> tuple[int, str]:
     if (forbidden := _FORBIDDEN.search(text)) is None:
         return 0, "not YAML"
     line = text.count("\n", 0, forbidden.start()) + 1
-    return line, f"a character that YAML forbids: {forbidden[0]!a}"
+    return line, f"invalid character in YAML: {forbidden[0]!a}"
 
 
 def _refused(message: str, part: Any) -> Exception:

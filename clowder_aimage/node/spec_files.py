@@ -54,8 +54,8 @@ def read_directory(directory: Path) -> SpecFiles:
             raise found
         return found
     raise FormatError(
-        f"the files in {printable(directory)} change while they are read",
-        hint="replace files whole: write beside them, and rename",
+        f"the files in {printable(directory)} changed while they were read",
+        hint="replace files atomically: write a temporary file and rename it",
     )
 
 
@@ -78,7 +78,7 @@ def _names(directory: Path) -> list[str]:
         return sorted(entry.name for entry in directory.iterdir() if _counts(entry.name))
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(
-            f"there is no directory {printable(directory)}",
+            f"directory {printable(directory)} not found",
             hint="create the directory of the desired state; an empty one specifies no models",
         ) from None
     except OSError as error:
@@ -101,12 +101,12 @@ def _content(path: Path) -> bytes:
         is_regular, raw = False, b""
     except OSError as error:
         is_dangling = error.errno in _DANGLING and path.is_symlink()
-        reason = "its link has no target" if is_dangling else error.strerror or error
+        reason = "the link has no target" if is_dangling else error.strerror or error
         raise FormatError(f"cannot read {printable(path)}: {reason}") from None
     if not is_regular:
-        raise FormatError(f"{printable(path)} is not a regular file", hint="give it another suffix")
+        raise FormatError(f"{printable(path)} is not a regular file", hint="remove or rename it")
     if len(raw) > MAX_SIZE:
-        raise FormatError(f"{printable(path)} is larger than {MAX_SIZE} bytes", hint="divide it")
+        raise FormatError(f"{printable(path)} is larger than {MAX_SIZE} bytes", hint="split it")
     return raw
 
 
@@ -116,7 +116,7 @@ def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         at = position(file, raw.count(b"\n", 0, error.start) + 1)
-        raise FormatError(f"{at}: not UTF-8", hint="save it in UTF-8") from None
+        raise FormatError(f"{at}: not UTF-8", hint="save it as UTF-8") from None
     if path.suffix == ".json":
         value = read_json(text.encode(), file) if text.strip() else None
         lines = functools.cache(lambda: json_lines(text))  # only needed for errors

@@ -162,7 +162,7 @@ def test_a_pull_before_the_image_is_displayed(at):
         (Says([step(1, 2)]), 1, "disconnected"),
         (Says([done(b"GIF89a")]), 5, "expected a PNG"),
         (Says([event("done", {"data": [{"b64_json": 7}]})]), 5, "expected a PNG"),
-        (Says([b"data: {\n\n"]), 5, "is not one of a worker"),
+        (Says([b"data: {\n\n"]), 5, "invalid response from"),
         (Says([done(png())], headers={"X-Aimage-Model": "other:latest"}), 3, "other:latest"),
     ],
 )
@@ -251,7 +251,10 @@ def test_an_unreachable_worker_fails(aimage):
     ):
         said = here(*arguments, code=1)
         first, second = said.err.splitlines()
-        assert first == "aimage: no worker answers at http://127.0.0.1:1: Connection refused"
+        assert (
+            first
+            == "aimage: cannot connect to the worker at http://127.0.0.1:1: Connection refused"
+        )
         assert "aimage serve" in second
     assert not here.store.exists()
 

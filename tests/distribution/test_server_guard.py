@@ -97,7 +97,7 @@ def test_skopeo_authenticates(guarded: Server, skopeo: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("content", ["\n", "fifteen-letters", "ä" * 20, "with\x07bell" * 3])
 def test_token_file_refuses(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content)
-    with pytest.raises(UsageError, match="is not a token") as caught:
+    with pytest.raises(UsageError, match="invalid token") as caught:
         read_token(tmp_path / "token")
     assert "16" in str(caught.value.hint)
 

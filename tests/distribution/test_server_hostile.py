@@ -165,7 +165,7 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
     [
         (NoSpaceError("/secret/path is full"), 507, "no space left"),
         (StoreError("cannot use /secret/path"), 500, "unknown error"),
-        (VerificationError("sha256:... in /secret/path"), 500, "what is stored here is damaged"),
+        (VerificationError("sha256:... in /secret/path"), 500, "the stored content is damaged"),
         (NotFoundError("gone from /secret/path"), 500, "unknown error"),
     ],
 )

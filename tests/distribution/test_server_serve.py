@@ -33,7 +33,7 @@ def test_other_addresses_require_a_flag(tmp_path: Path, address: str) -> None:
 
 @pytest.mark.parametrize("address", ["5000", ":5000", "a:65536"])
 def test_serve_refuses_an_address(tmp_path: Path, address: str) -> None:
-    with pytest.raises(UsageError, match="not an address"):
+    with pytest.raises(UsageError, match="invalid address"):
         serve(ImageLayout(tmp_path), address, on_ready=never)
 
 

@@ -131,7 +131,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         # -- the store was read: the model, or a part of it, is missing
         (state(), GONE, {"phase": PULLING, "is_here": False}, (Work.PULL,)),
         (state(policy=NEVER), GONE, {"phase": FAILED, "due": NOW + LOOK, "next_try": math.inf},
-         (Announce(FAILED, {"reason": "it is not here, and may not be fetched"}),)),
+         (Announce(FAILED, {"reason": "not in the store, and the pull policy is Never"}),)),
         (present(policy=IF_MISSING), GONE, {"phase": PULLING, "is_here": False}, (Work.PULL,)),
         (present(failure=SILENT, not_before=NOW + 60), GONE,
          {"phase": WAITING, "failure": SILENT, "next_try": NOW + 60}, ()),

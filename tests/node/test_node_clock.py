@@ -37,7 +37,7 @@ class Bench:
     def start(self, marks=None, **settings):
         """Create a new node on the same store, as after a restart."""
         service = make_service(NodeSettings(), self.store, ClientOptions(docker_config=self.home))
-        self.news = service.news
+        self.events = service.events
         self.node = Node(
             service,
             NodeSettings(**settings),
@@ -254,7 +254,7 @@ def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, publisher):
     before = node.status()["desired"]["loaded"]
     assert node.worker is not None
     node.worker.process.send_signal(signal.SIGHUP)
-    said = "reading the desired state again"
+    said = "reloading the desired state"
     until(lambda: any(said in line for line in node.worker.lines), "the signal to be heard")
     again_loaded = until(
         lambda: len([e for e in events(node.url, {"desired"}) if e["valid"]]) > len(loads),
@@ -279,7 +279,7 @@ def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, publisher
     node.want(*wants)
     waiting = 'aimage_pull_queue_depth{class="desired"}'
     until(lambda: node.metric(waiting) == 3, "three to wait")
-    assert node.reaches(refs[-1], "waiting")["reason"] == "other pulls come first"
+    assert node.reaches(refs[-1], "waiting")["reason"] == "queued behind other pulls"
     assert not publisher.manifests("v6") and not publisher.manifests("v5")
 
     def post(ref):

@@ -50,7 +50,7 @@ def names(store):
 async def told(bench, kind):
     """Return the facts of all events of a kind so far."""
     await asyncio.sleep(0.01)
-    return [item.facts for item in bench.news._items if item.kind == kind]
+    return [item.facts for item in bench.events._items if item.kind == kind]
 
 
 def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, publisher):
@@ -113,7 +113,9 @@ def test_a_new_version_without_space_keeps_the_old_one(disk, publisher):
         publisher.publish("a", "b", size=2 * MIB)
         await bench.turn(61.0)
         now = bench.model()
-        assert now["state"] == "present" and now["drift"] and "the download requires" in now["reason"]
+        assert (
+            now["state"] == "present" and now["drift"] and "the download requires" in now["reason"]
+        )
         blobs, asked = publisher.blobs(), len(publisher.proxy.seen)
         for _ in range(20):
             await bench.turn(61.0)

@@ -129,11 +129,11 @@ def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, pub
     def are_silent():
         found = {each["url"]: each for each in node.status()["neighbours"]}
         reasons = {each["reason"] for each in found.values()}
-        return len(found) == len(names) and "not asked yet" not in reasons and found
+        return len(found) == len(names) and "not contacted yet" not in reasons and found
 
     found = until(are_silent, f"all names to be looked up: {node.status()['neighbours']}")
     assert {each["state"] for each in found.values()} == {"silent"}
-    assert found["dns:no-such.invalid:80"]["reason"] == "the name cannot be looked up"
+    assert found["dns:no-such.invalid:80"]["reason"] == "cannot resolve the name"
     shown = node.aimage("node", "status", "--addr", node.worker.host).out
     assert "4 silent" in shown
     for url in ("http://no-such.invalid:80", "dns:no-such.invalid:80"):

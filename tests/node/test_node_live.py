@@ -141,7 +141,7 @@ def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(node, m
     assert not said["valid"] and "models.json" in said["error"]
 
     node.want()
-    until(lambda: node.readiness()[1]["warnings"] == ["nothing is wanted"], "the other warning")
+    until(lambda: node.readiness()[1]["warnings"] == ["no desired models"], "the other warning")
     assert node.metric("aimage_config_last_reload_successful") == 1
     assert node.metric("aimage_desired_images") == 0
 

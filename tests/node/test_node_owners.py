@@ -45,7 +45,7 @@ async def turns(*benches, count=4):
 
 async def evicted(bench):
     await asyncio.sleep(0.01)
-    return [item.facts["model"] for item in bench.news._items if item.kind == "evict"]
+    return [item.facts["model"] for item in bench.events._items if item.kind == "evict"]
 
 
 def test_a_name_removed_from_the_list_is_pruned(tmp_path, publisher):

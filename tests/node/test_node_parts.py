@@ -123,7 +123,7 @@ def test_a_node_above_its_mark_removes_abandoned_downloads(tmp_path):
         full = DiskReading(total, int(0.8 * total) + excess, int(0.2 * total) - excess)
         marks = Watermarks(0.8, 0.8, age=0.0, measure=lambda _: full)
         bench = Bench(tmp_path, marks=marks)
-        bench.news.attach()
+        bench.events.attach()
         unwanted = put(bench.store, "old", 5 * MIB, 0)
         abandoned(bench.store, 660.0)
         await bench.turn()

@@ -210,9 +210,9 @@ def test_check_stores_accepts_a_store_with_a_temporary_error(tmp_path, monkeypat
     [
         ({"collect": "500ms"}, "--collect: at least 1 second"),
         ({"collect": "0"}, "--collect: at least 1 second"),
-        ({"min_age": "soon"}, "--min-age: 'soon' is not a duration such as 90, 30s, 5m or 1h30m"),
-        ({"high": 0.0}, "--high: more than 0 per cent of the disk, and at most 100"),
-        ({"low": 101.0}, "--low: between 0 and 100 per cent of the disk"),
+        ({"min_age": "soon"}, "--min-age: invalid duration 'soon' (examples: 90, 30s, 5m, 1h30m)"),
+        ({"high": 0.0}, "--high: must be above 0 and at most 100 percent of the disk"),
+        ({"low": 101.0}, "--low: must be between 0 and 100 percent of the disk"),
     ],
 )
 def test_settings_out_of_range_are_refused_with_the_range(said, sentence):
@@ -230,7 +230,7 @@ def test_unreadable_files_are_refused_with_the_reason(tmp_path, monkeypatch):
     hidden, desired = tmp_path / "hidden", tmp_path / "desired"
     desired.mkdir()
     (desired / "models.json").symlink_to(hidden / "models.json")
-    with pytest.raises(FormatError, match="its link has no target"):
+    with pytest.raises(FormatError, match="the link has no target"):
         read_directory(desired)
     for name in ("stat", "open"):
         break_calls(monkeypatch, name, hidden, errno.EACCES)

@@ -175,7 +175,7 @@ def test_specs_are_equal_without_their_origin():
 def test_model_spec_refuses_a_reference_without_a_registry():
     with pytest.raises(FormatError, match="no registry"):
         ModelSpec(Reference.parse("a:v1"))
-    with pytest.raises(FormatError, match="another digest"):
+    with pytest.raises(FormatError, match=r"the digest in .* is not"):
         ModelSpec(Reference.parse(f"h.io/a@{DIGEST}"), Digest.parse(OTHER))
 
 
@@ -186,7 +186,7 @@ def test_model_spec_refuses_a_reference_without_a_registry():
         *(({"ref": 5}, "entry 1, ref: "), ({"ref": "team/a:v1"}, "its registry")),
         ({"ref": "h.io/A"}, "use lower case"),
         ({"ref": "h.io/a", "digest": "sha256:ab"}, "entry 1, digest: "),
-        ({"ref": f"h.io/a@{OTHER}", "digest": DIGEST}, "another digest"),
+        ({"ref": f"h.io/a@{OTHER}", "digest": DIGEST}, "the digest in"),
         ({"ref": "h.io/a", "pullPolicy": "Sometimes"}, "'Never', 'IfNotPresent', 'Always'"),
         ({"ref": "h.io/a", "pin\x1b[2J": True}, "entry 1, "),
         ({"ref": "h.io/a", "priority": 2**31}, "entry 1, priority: "),
@@ -246,8 +246,7 @@ def test_different_entries_of_one_model_are_refused_with_both_places(tmp_path, s
     (tmp_path / "a.yaml").write_text("- ref: h.io/b\n\n- ref: h.io/a:v1\n")
     (tmp_path / "b.yaml").write_text(f"- ref: h.io/a:v1\n  {said}\n")
     assert refused(tmp_path) == (
-        "h.io/a:v1 is specified in a.yaml, line 3 and, differently, in b.yaml, line 1: "
-        + difference
+        "conflicting entries for h.io/a:v1 in a.yaml, line 3 and in b.yaml, line 1: " + difference
     )
 
 
@@ -290,7 +289,7 @@ def test_an_empty_directory_has_no_specs(tmp_path):
 def test_a_missing_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for name in ("none", "file"):
-        with pytest.raises(NotFoundError, match="there is no directory"):
+        with pytest.raises(NotFoundError, match=r"directory .* not found"):
             read_directory(tmp_path / name)
 
 
@@ -304,7 +303,7 @@ def test_a_missing_directory_is_refused(tmp_path):
         ),
         ("- ref: h.io/a\n\n-\n  pin: true\n", "line 4: entry 2: 'ref' is a required property"),
         ("- ref: h.io/a\n- ref: h.io/B\n", "line 2: entry 2: invalid reference 'h.io/B'"),
-        ("- ref: h.io/a\n  ref: h.io/b\n", "line 2: the key 'ref' occurs twice"),
+        ("- ref: h.io/a\n  ref: h.io/b\n", "line 2: duplicate key 'ref'"),
         ("- ref: h.io/a\n---\n- ref: h.io/b\n", "line 2: a second document"),
         ("- &a ref: h.io/a\n- *a\n", "line 2: "),
         ("- &a [ref]\n- *a\n", "line 2: aliases"),
@@ -315,8 +314,8 @@ def test_a_missing_directory_is_refused(tmp_path):
         ("- ref: 2026-01-31\n", "ref: '2026-01-31' is not valid"),
         ("- ref: h.io/a\n  priority: " + "9" * 5000 + "\n", "line 2: entry 1, priority: "),
         ("- ref: h.io/a\n  refresh: .nan\n", "line 2: entry 1, refresh: "),
-        ("- ref: h.io/a\n\x00", "line 2: a character that YAML forbids"),
-        ("\x00" * 4096, "line 1: a character that YAML forbids"),
+        ("- ref: h.io/a\n\x00", "line 2: invalid character in YAML"),
+        ("\x00" * 4096, "line 1: invalid character in YAML"),
         ("- ref: h.io/a\n\tpin: true\n", "a.yaml, line 2: "),
         ("[" * 100_000, "line 1: nested more than 20 deep"),
         ("%YAML 3.0\n---\n- a\n", "line 1: "),
@@ -379,7 +378,7 @@ def test_a_directory_named_like_a_file_is_refused(tmp_path):
 
 def test_a_dangling_link_is_refused(tmp_path):
     (tmp_path / "a.yaml").symlink_to("gone/a.yaml")
-    assert refused(tmp_path).endswith("a.yaml: its link has no target")
+    assert refused(tmp_path).endswith("a.yaml: the link has no target")
     (tmp_path / "a.yaml").unlink()
     (tmp_path / "a.yaml").symlink_to("a.yaml")
     assert "cannot read" in refused(tmp_path)
@@ -526,7 +525,7 @@ def test_a_removed_config_map_key_is_refused_until_its_link_is_removed(tmp_path)
     watcher.changed()
     config_map(tmp_path, "..2026_02", a="- ref: h.io/a:v1\n")
     assert watcher.changed()
-    assert "b.yaml: its link has no target" in refused(tmp_path)
+    assert "b.yaml: the link has no target" in refused(tmp_path)
     (tmp_path / "b.yaml").unlink()
     assert watcher.changed()
     assert names(tmp_path) == ["h.io/a:v1"]
@@ -569,7 +568,7 @@ def test_files_that_change_constantly_are_refused(tmp_path, monkeypatch):
 
     (tmp_path / "a.yaml").write_text("")
     monkeypatch.setattr(spec_files, "_content", content)
-    assert "change while they are read" in refused(tmp_path)
+    assert "changed while they were read" in refused(tmp_path)
     assert next(count) < 20
 
 

@@ -111,7 +111,7 @@ def test_each_error_maps_to_a_status_and_an_error_object(failing, capsys, error,
 def test_errors_of_ollama_routes_have_ollamas_format(failing):
     found, headers, body = failing(BusyError(9, 30), "/api/x")
     assert (found, headers["Retry-After"]) == (503, "30")
-    assert body == {"error": "9 requests wait already", "code": "overloaded"}
+    assert body == {"error": "the queue is full: 9 requests are waiting", "code": "overloaded"}
 
 
 def test_a_stalled_body_times_out_with_408(failing, monkeypatch):
@@ -155,7 +155,7 @@ def test_a_handler_that_fails_midway_truncates_the_response(tmp_path):
 
 def test_error_messages_contain_no_local_paths():
     said = api_error(StoreError("cannot write /srv/secret/blobs"))
-    assert (said.status, said.message) == (500, "the store cannot be used")
+    assert (said.status, said.message) == (500, "cannot access the store")
 
 
 def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path):

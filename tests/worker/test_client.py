@@ -54,7 +54,7 @@ def test_an_endpoint_is_parsed_from_an_address(text, where):
     ],
 )
 def test_an_invalid_address_is_refused(text):
-    with pytest.raises(errors.UsageError, match="not an address"):
+    with pytest.raises(errors.UsageError, match="invalid worker address"):
         Endpoint.parse(text)
 
 
@@ -97,7 +97,7 @@ def test_a_refused_connection_is_a_network_error(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     for host in (f"127.0.0.1:{port}", f"unix://{tmp_path}/none.sock", f"unix:///{'x' * 200}"):
-        with pytest.raises(errors.NetworkError, match="no worker answers at") as caught:
+        with pytest.raises(errors.NetworkError, match="cannot connect to the worker at") as caught:
             WorkerClient(host).ask("GET", "/")
         assert caught.value.remedy == "no_worker"
 
@@ -180,7 +180,7 @@ def test_an_error_response_of_another_server_is_reported(answer):
 def test_a_response_that_is_not_json_is_refused():
     with (
         ScriptedWorker(lambda _: Says([b"<html>"])).running() as worker,
-        pytest.raises(errors.FormatError, match="is not one of a worker"),
+        pytest.raises(errors.FormatError, match="invalid response from"),
     ):
         WorkerClient(worker.host).ask("GET", "/")
 
@@ -191,7 +191,7 @@ def test_an_endless_response_is_refused():
             yield bytes(1 << 20)
 
     with ScriptedWorker(lambda _: Says(for_ever())).running() as worker:
-        with pytest.raises(errors.FormatError, match="without end"):
+        with pytest.raises(errors.FormatError, match="exceeds"):
             WorkerClient(worker.host).ask("GET", "/")
         assert worker.left.wait(30)
 
@@ -206,7 +206,7 @@ def test_a_response_that_is_not_http_is_a_network_error():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=speak)
         thread.start()
-        with pytest.raises(errors.NetworkError, match="broke off"):
+        with pytest.raises(errors.NetworkError, match="was lost"):
             WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}").ask("GET", "/")
         thread.join()
 
@@ -215,7 +215,7 @@ def test_a_silent_worker_times_out(monkeypatch):
     monkeypatch.setattr("clowder_aimage.engine.worker_client._SILENCE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}")
-        with pytest.raises(errors.NetworkError, match="does not answer"):
+        with pytest.raises(errors.NetworkError, match="timed out"):
             list(client.events("/", {}))
 
 
@@ -321,7 +321,7 @@ def test_a_large_event_arrives_whole():
 def test_a_stream_that_breaks_off_is_an_error(said, length):
     with (
         ScriptedWorker(lambda _: Says([said], headers=length, is_cut=True)).running() as worker,
-        pytest.raises(errors.NetworkError, match="broke off"),
+        pytest.raises(errors.NetworkError, match="was lost"),
     ):
         list(WorkerClient(worker.host).lines("/", {}))
 
@@ -333,7 +333,7 @@ def test_an_endless_line_is_refused(monkeypatch):
     with ScriptedWorker(lambda _: answer).running() as worker:
         lines = WorkerClient(worker.host).lines("/", {})
         assert [len(next(lines)["a"]), len(next(lines)["a"])] == [900, 900]
-        with pytest.raises(errors.FormatError, match="line without end"):
+        with pytest.raises(errors.FormatError, match=r"a line from .* exceeds"):
             next(lines)
 
 

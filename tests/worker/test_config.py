@@ -62,7 +62,7 @@ def test_durations_are_parsed(text, seconds):
     "text", ["", "-", "m", "5x", "5 m", "1e3", "inf", "nan", math.nan, True, None, "5m3", "--5"]
 )
 def test_durations_that_are_not_valid_are_refused(text):
-    with pytest.raises(ValueError, match="is not a duration"):
+    with pytest.raises(ValueError, match="invalid duration"):
         duration(text)
 
 
@@ -154,18 +154,26 @@ def test_the_public_url_is_read_from_options_and_file(file, said, url):
 @pytest.mark.parametrize(
     ("options", "environment", "sentence"),
     [
-        ({"keep_alive": "soon"}, {}, "--keep-alive: 'soon' is not a duration"),
-        ({"aliases": "x"}, {}, "--alias: 'x' is not NAME=REF"),
+        ({"keep_alive": "soon"}, {}, "--keep-alive: invalid duration 'soon'"),
+        ({"aliases": "x"}, {}, "--alias: invalid alias 'x', expected NAME=REF"),
         ({"aliases": "x=Tiny"}, {}, "invalid reference 'Tiny'"),
         ({"default_model": "Tiny"}, {}, "--default-model: invalid reference 'Tiny'"),
         ({"dtype": "float16"}, {}, "--dtype: Input should be 'float32'"),
         ({"memory": "much"}, {}, "--memory: invalid size 'much': expected a value such as"),
         ({"memory": "-1"}, {}, "--memory: invalid size '-1'"),
-        ({"public_url": "pictures.example"}, {}, "--public-url: it must be a URL such as https://"),
-        ({"public_url": "ftp://a.example"}, {}, "--public-url: it must be"),
-        ({"public_url": "https://me:x@a.example"}, {}, "--public-url: it must be"),
-        ({"public_url": "https://a.example/?x"}, {}, "--public-url: it must be"),
-        ({}, {"AIMAGE_SERVE_PUBLIC_URL": "x"}, "publicUrl (AIMAGE_SERVE_PUBLIC_URL): it must be"),
+        (
+            {"public_url": "pictures.example"},
+            {},
+            "--public-url: expected a base URL such as https://",
+        ),
+        ({"public_url": "ftp://a.example"}, {}, "--public-url: expected a base URL"),
+        ({"public_url": "https://me:x@a.example"}, {}, "--public-url: expected a base URL"),
+        ({"public_url": "https://a.example/?x"}, {}, "--public-url: expected a base URL"),
+        (
+            {},
+            {"AIMAGE_SERVE_PUBLIC_URL": "x"},
+            "publicUrl (AIMAGE_SERVE_PUBLIC_URL): expected a base URL",
+        ),
         ({"text_encoder": "leave"}, {}, "--text-encoder: Input should be 'auto'"),
         ({}, {"AIMAGE_SERVE_PULL": "sometimes"}, "pull (AIMAGE_SERVE_PULL): Input should be"),
         ({}, {"AIMAGE_SERVE_STREAM_FORMAT": "sse"}, "streamFormat (AIMAGE_SERVE_STREAM_FORMAT): "),
@@ -301,6 +309,6 @@ def test_invalid_aliases_are_refused_from_option_and_environment(aimage):
     here = aimage()
     here.environment["AIMAGE_SERVE_ALIASES"] = "a"
     said = here("serve", "--addr", "127.0.0.1:0", code=2).err
-    assert "aliases (AIMAGE_SERVE_ALIASES): 'a' is not NAME=REF" in said
-    assert "'b' is not NAME=REF" in here("serve", "--alias", "b", code=2).err
-    assert "is not a duration" in here("serve", "--keep-alive", "soon", code=2).err
+    assert "aliases (AIMAGE_SERVE_ALIASES): invalid alias 'a', expected NAME=REF" in said
+    assert "invalid alias 'b', expected NAME=REF" in here("serve", "--alias", "b", code=2).err
+    assert "invalid duration" in here("serve", "--keep-alive", "soon", code=2).err

@@ -179,7 +179,7 @@ def test_deleting_a_stalled_pull_is_409(ask, proxy):
         posted = threads.submit(Asker(ask.worker).post, url)
         proxy.wait_until(lambda: proxy.held >= DEFAULT_JOBS)  # every connection is stalled
         status, answer = ask.delete(url)
-        assert status == 409 and "does not end" in answer["error"]["message"]
+        assert status == 409 and "did not stop" in answer["error"]["message"]
         assert int(ask.headers["Retry-After"]) > 0
         proxy.release()
         assert posted.result()[0] == 503

@@ -155,7 +155,7 @@ def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data():
                     await child.receive()
         child.send({"do": "go on"})
         found = [await child.receive(), await child.receive()]
-        with pytest.raises(ModelError, match="process ended"):
+        with pytest.raises(ModelError, match="process exited"):
             await child.receive()
         await child.end(0)
         return found
@@ -178,5 +178,5 @@ def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data():
 def test_out_of_memory_errors_are_recognized(error, lacks):
     assert _lacks_memory(error) is lacks
     if lacks:
-        said = {"kind": "MemoryError", "message": "there is not enough", "hint": None}
+        said = {"kind": "MemoryError", "message": "not enough memory", "hint": None}
         assert isinstance(_error(said), NoMemoryError)

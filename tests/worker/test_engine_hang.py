@@ -122,7 +122,7 @@ def test_the_deadline_applies_to_a_hung_process(store):
         patient(engine, 0.5)
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(DeadlineError, match="took longer than") as caught:
+        with pytest.raises(DeadlineError, match="exceeded the deadline") as caught:
             await client.result()
         patient(engine, FOR_EVER)
         again = await served(engine, job())
@@ -154,7 +154,7 @@ def test_the_deadline_counts_from_the_request(store):
 
     loads, waits = played(store, play)
     assert "being loaded" in loads
-    assert "waiting for its turn" in waits
+    assert "queued" in waits
 
 
 def test_a_cancelled_long_step_finishes_before_the_next_request(store):
@@ -348,7 +348,7 @@ def test_closing_without_grace_stops_requests_cleanly(store):
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
         await engine.close(0)
-        with pytest.raises(StoppedError, match="about to end"):
+        with pytest.raises(StoppedError, match="shutting down"):
             await client.result()
         return is_gone(pid)
 
@@ -362,7 +362,7 @@ def test_a_closing_engine_loads_no_model(store):
         os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
         (other,) = await queued(engine, "other")
         closing = asyncio.create_task(engine.close(60))
-        with pytest.raises(StoppedError, match="about to end"):
+        with pytest.raises(StoppedError, match="shutting down"):
             await other.result()
         os.kill(pid, signal.SIGCONT)
         await closing

@@ -155,7 +155,9 @@ def test_sizes_beyond_memory_are_refused_by_all_interfaces(worker, width, height
     if (machine.memory() or 0) > 60 << 30:
         pytest.skip("this machine may have the memory")
     said = ollama_refusal(worker.url, width=width, height=height)
-    assert re.match("width (can make 8294400 pixels at most|[0-9]+ and height .* too large)", said)
+    assert re.match(
+        "width (exceeds the maximum of 8294400 pixels|[0-9]+ and height .* too large)", said
+    )
     sides = {"width": width, "height": height}
     assert refusal(worker.url, **sides)["param"] in ("width", "size")
     assert refusal(worker.url, size=f"{width}x{height}")["param"] == "size"

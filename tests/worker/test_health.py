@@ -220,11 +220,11 @@ async def heard(answer, count):
 
 def test_events_are_streamed_and_replayed_after_last_event_id(service):
     async def talk(client, _):
-        service.news.tell("load", model="a")
+        service.events.record("load", model="a")
         answer = await client.get("/v1/events")
         assert answer.headers["Content-Type"].startswith("text/event-stream")
         (first,) = await heard(answer, 1)
-        service.news.tell("evict", model="a", reason="idle")
+        service.events.record("evict", model="a", reason="idle")
         (second,) = await heard(answer, 1)
         again = await client.get("/v1/events", headers={"Last-Event-ID": first[0]})
         assert await heard(again, 1) == [second]
@@ -251,7 +251,7 @@ def test_an_invalid_last_event_id_is_refused(service):
 def test_an_event_stream_ends_with_the_worker(service):
     async def talk(client, app):
         answer = await client.get("/v1/events")
-        service.news.close()
+        service.events.close()
         return await answer.content.read()
 
     assert spoken(service, talk) == b"retry: 2000\n\n"

@@ -304,7 +304,7 @@ def test_a_deleted_model_is_unloaded(client, worker):
         ({"options": {"seed": "x"}}, "seed"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"stream": "yes"}, "stream"),
-        ({"images": ["aGk="]}, "pictures"),
+        ({"images": ["aGk="]}, "images"),
         ({"model": ""}, "model"),
         ({"model": "No Model"}, "reference"),
         ({"width": 33}, "width"),

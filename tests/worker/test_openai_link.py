@@ -81,7 +81,7 @@ def test_a_modified_link_is_not_found() -> None:
 
 
 def test_a_link_of_another_worker_is_not_found() -> None:
-    with pytest.raises(NotFoundError, match="no such picture"):
+    with pytest.raises(NotFoundError, match="picture not found"):
         find(PictureLinks(), PictureLinks().keep(b"one", "png"))
 
 

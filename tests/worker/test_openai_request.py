@@ -117,7 +117,7 @@ def test_steps_override_a_quality_preset() -> None:
 
 
 def test_a_negative_prompt_requires_guidance() -> None:
-    with pytest.raises(ApiError, match="needs guidance above 0") as caught:
+    with pytest.raises(ApiError, match="requires guidance above 0") as caught:
         read(negative_prompt="a cat").for_model(aimage())
     assert caught.value.param == "negative_prompt"
     assert read(negative_prompt="a cat").for_model(aimage(guidance=3)).negative == "a cat"
@@ -198,13 +198,13 @@ def test_width_and_height_must_agree_with_size() -> None:
     assert read(width=64, height=48).dimensions == "64x48"
     assert read(size="64x48", width=64).size == "64x48"
     error = refused(size="64x48", height=64)
-    assert (error.param, error.message) == ("height", "height is 64, but 48 in size")
+    assert (error.param, error.message) == ("height", "height is 64, but size is 64x48")
 
 
 def test_width_and_height_have_the_same_pixel_limit_as_size() -> None:
     assert refused(width=3856, height=2160).param == "width"
     tall = read(height=518400)
-    with pytest.raises(ApiError, match="8294400 pixels at most, not 530841600") as caught:
+    with pytest.raises(ApiError, match=r"8294400 pixels: .* has 530841600") as caught:
         tall.for_model(aimage())
     assert caught.value.param == "height"
     assert tall.for_model(aimage(width=16)).height == 518400

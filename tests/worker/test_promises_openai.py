@@ -124,7 +124,7 @@ def test_every_literal_of_the_sdk_is_accepted_or_refused_by_field() -> None:
                 assert word not in TAKEN.get(name, ())
             else:
                 assert wish.ignored == (() if name in TAKEN else (name,)), word
-    with pytest.raises(ApiError, match="background cannot be transparent") as caught:
+    with pytest.raises(ApiError, match="background transparent is not supported") as caught:
         read_request(b'{"prompt": "a dog", "background": "transparent"}')
     assert caught.value.code == "unsupported_value"
 

@@ -65,8 +65,8 @@ class Played:
     """Transfers into an empty store."""
 
     def __init__(self, root: Any) -> None:
-        self.store, self.metrics, self.news = ImageLayout(root), Metrics(), EventLog()
-        self.all = TransferQueue(self.store, ClientOptions(), self.metrics, self.news, settle=0.0)
+        self.store, self.metrics, self.events = ImageLayout(root), Metrics(), EventLog()
+        self.all = TransferQueue(self.store, ClientOptions(), self.metrics, self.events, settle=0.0)
 
     def counted(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
@@ -89,7 +89,7 @@ def test_a_pull_without_waiting_clients_is_cancelled(tmp_path, proxy):
             await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
             assert it.all.of(reference) is pull
         proxy.release()
-        with pytest.raises(StoppedError, match="given up"):
+        with pytest.raises(StoppedError, match="was cancelled"):
             await pull.end()
         assert it.all.of(reference) is None
         with pytest.raises(NotFoundError):
@@ -117,8 +117,8 @@ def test_a_kept_pull_continues_without_waiting_clients(tmp_path, proxy):
         assert it.counted("aimage_pulls_total", outcome="done", registry=proxy.host) == 1
         assert it.counted("aimage_pull_bytes_total", source="registry") == pull.total
         assert it.counted("aimage_pull_inflight") == 0
-        async with aclosing(it.news.listen()) as news:
-            item = await anext(news)
+        async with aclosing(it.events.listen()) as events:
+            item = await anext(events)
         assert (item.kind, item.facts["outcome"]) == ("pull", "done")
         assert item.facts["reference"] == str(reference)
 
@@ -280,7 +280,7 @@ def test_a_queued_pull_without_waiting_clients_is_removed(tmp_path, proxy):
             with it.all.pull(Reference.parse(f"{proxy.host}/{PATH}"), urgency=DESIRED) as waits:
                 await asyncio.sleep(0.01)
                 assert not waits.is_begun
-            with pytest.raises(StoppedError, match="given up"):
+            with pytest.raises(StoppedError, match="was cancelled"):
                 await waits.end()
             await asyncio.sleep(0)
             assert it.counted("aimage_pull_queue_depth", **{"class": "desired"}) == 0
