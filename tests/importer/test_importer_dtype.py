@@ -199,5 +199,5 @@ def test_missing_packages_are_reported_first(tmp_path, monkeypatch):
     model = make_valued(tmp_path / "model")
     with pytest.raises(UsageError, match="changing weights requires numpy") as caught:
         model.make(dtype="auto")
-    assert "clowder-aimage[mlx]" in str(caught.value.hint)
+    assert (caught.value.remedy, caught.value.facts) == ("install_extra", {"extra": "mlx"})
     assert model.make()
