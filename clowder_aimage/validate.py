@@ -198,9 +198,9 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
     except UnicodeDecodeError as error:
         text = raw[: error.start].decode()
         line, column = line_column(text, len(text))
-        return None, [Violation((), "not JSON: not UTF-8", line, column)]
+        return None, [Violation((), "not valid JSON: not UTF-8", line, column)]
     except json.JSONDecodeError as error:
-        return None, [Violation((), f"not JSON: {error.msg}", error.lineno, error.colno)]
+        return None, [Violation((), f"not valid JSON: {error.msg}", error.lineno, error.colno)]
     except (ValueError, RecursionError):
         return None, [Violation((), reason)]
     twice = []

@@ -72,14 +72,14 @@ def test_a_valid_document_does_not_import_yaml(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "place", "message"),
     [
-        (b"", "1:1", "not JSON: Expecting value"),
-        (b'{\n  "a": 1\n  "b": 2\n}', "3:3", "not JSON: Expecting ',' delimiter"),
-        (b"{} {}", "1:4", "not JSON: Extra data"),
-        (b"\xef\xbb\xbf{}", "1:1", "not JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
-        (b'{"a":\n "\xff"}', "2:3", "not JSON: not UTF-8"),
-        (b'{"a": NaN}', "0:0", "not JSON: NaN is not a JSON number"),
-        (b'{"a": 1e999}', "0:0", "not JSON: the number 1e999 is too large"),
-        (b"[" * 3000 + b"]" * 3000, "0:0", "nested more than 100 deep"),
+        (b"", "1:1", "not valid JSON: Expecting value"),
+        (b'{\n  "a": 1\n  "b": 2\n}', "3:3", "not valid JSON: Expecting ',' delimiter"),
+        (b"{} {}", "1:4", "not valid JSON: Extra data"),
+        (b"\xef\xbb\xbf{}", "1:1", "not valid JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
+        (b'{"a":\n "\xff"}', "2:3", "not valid JSON: not UTF-8"),
+        (b'{"a": NaN}', "0:0", "not valid JSON: NaN is not a JSON number"),
+        (b'{"a": 1e999}', "0:0", "not valid JSON: the number 1e999 is too large"),
+        (b"[" * 3000 + b"]" * 3000, "0:0", "nested more than 100 levels deep"),
     ],
 )
 def test_invalid_json_is_refused(text, place, message):

@@ -111,7 +111,7 @@ def test_kept_names_are_not_removed(stored):
 
 @pytest.mark.parametrize("wrong", [("--max-size", "lots"), ("--max-age", "7")])
 def test_invalid_limits_are_refused(stored, wrong):
-    assert "is not a" in stored("gc", *wrong, code=2).err
+    assert "expected a value such as" in stored("gc", *wrong, code=2).err
     assert names(stored) == ["a:v1", "b:v1"]
 
 

@@ -51,7 +51,7 @@ def test_a_local_name_is_never_pulled(aimage):
     [
         ("Upper/Case", "use lower case: upper/case"),
         ("localhost:5000/Team/Model:V1", "localhost:5000/team/model:V1"),
-        ("a/../b", "invalid repository"),
+        ("a/../b", "invalid reference 'a/../b'"),
         ("x:", "invalid tag"),
         ("x@sha256:abc", "invalid sha256 digest"),
     ],
@@ -325,7 +325,7 @@ def test_login_without_a_terminal_needs_options(aimage):
     done = aimage()("login", "localhost:1", code=2)
     assert "use --username" in done.err
     done = aimage()("login", "localhost:1", "-u", "x", code=2)
-    assert "give --password-stdin" in done.err
+    assert "use --password-stdin" in done.err
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_stdin_is_validated(here):
 def test_a_file_that_is_not_json_fails(here):
     path = document(here, "it.json", '{\n  "a": 1\n  "b": 2\n}')
     done = here("validate", path, code=5)
-    assert (done.line, done.err) == (f"{path}:3:3: not JSON: Expecting ',' delimiter", "")
+    assert (done.line, done.err) == (f"{path}:3:3: not valid JSON: Expecting ',' delimiter", "")
 
 
 def test_a_duplicate_key_is_located(here):
@@ -296,7 +296,7 @@ def test_a_damaged_manifest_in_the_store_fails(here):
     path.write_bytes(path.read_bytes().replace(b'"size": 2', b'"size":-2'))
     done = here("validate", "bad", "--json", code=5)
     assert pointers(done) == ["/layers/0/size", ""]
-    assert "digest mismatch" in done.value["violations"][1]["message"]
+    assert "has the digest" in done.value["violations"][1]["message"]
 
 
 def test_an_index_is_validated_with_its_manifests(here):
@@ -395,7 +395,7 @@ def test_a_layout_without_its_files_fails(here):
     (place / "index.json").write_text("{")
     lines = here("validate", place, code=5).out.splitlines()
     assert lines[0] == f"{place}/oci-layout: missing file, which an image layout requires"
-    assert lines[1].startswith(f"{place}/index.json:1:2: not JSON")
+    assert lines[1].startswith(f"{place}/index.json:1:2: not valid JSON")
 
 
 def test_a_layout_with_a_named_pipe_does_not_block(here):

@@ -372,7 +372,7 @@ BY_DIGEST = f"@{MANIFEST.descriptor.digest}"
         (shorter, VerificationError, "sent sha256", ":v1"),
         (longer, VerificationError, "sent sha256", BY_DIGEST),
         (says_less, VerificationError, "sent sha256", ":v1"),
-        (endless, VerificationError, "more than", BY_DIGEST),
+        (endless, VerificationError, "exceeds", BY_DIGEST),
         (packed, VerificationError, "gzip", ":v1"),
         (says_more, NetworkError, "ended early", BY_DIGEST),
         (other_kind, FormatError, "image.manifest", ":v1"),

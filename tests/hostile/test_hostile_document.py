@@ -388,7 +388,7 @@ def test_a_key_that_occurs_twice():
 def test_nesting_up_to_100_levels_is_read(depth):
     for kind in ("list", "object"):
         assert json.loads(deep(depth, kind)) == read_json(deep(depth, kind), "it")
-        with pytest.raises(FormatError, match="more than 100 deep"):
+        with pytest.raises(FormatError, match="more than 100 levels deep"):
             read_json(deep(101, kind), "it")
 
 

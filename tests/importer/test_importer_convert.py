@@ -408,10 +408,10 @@ OTHER = encode_header([("layers.0.attention.to_k.weight", "BF16", (64, 64))])
 @pytest.mark.parametrize(
     ("header", "data", "dtype", "shape", "said"),
     [
-        (OTHER, BITS, None, None, "holds layers.0.attention.to_k.weight instead"),
+        (OTHER, BITS, None, None, "contains layers.0.attention.to_k.weight instead"),
         (HEADER, BITS, "F32", (64, 64), "its layer has F32"),
         (HEADER, BITS, "BF16", (64, 32), "its layer has BF16"),
-        (HEADER, BITS[:-1], None, None, "file holds"),
+        (HEADER, BITS[:-1], None, None, "the file has 8191"),
         (
             encode_header(
                 [

@@ -105,9 +105,9 @@ def test_mlx_weights_equal_those_quantized_here(tmp_path):
         ({"quantization": {"bits": 4}}, "has no bits and group_size"),
         ({"quantization": {"group_size": 64, "bits": True}}, "True bits"),
         ({"quantization": {"group_size": 64, "bits": 4, "mode": ["affine"]}}, "affine"),
-        ({"quantization": {"group_size": 48, "bits": 4}}, "groups of"),
-        ({"quantization": {"group_size": "64x", "bits": 4}}, "groups of"),
-        ({"quantization": {"group_size": 32, "bits": 4}}, "does not match int4 in groups of 32"),
+        ({"quantization": {"group_size": 48, "bits": 4}}, "group size"),
+        ({"quantization": {"group_size": "64x", "bits": 4}}, "group size"),
+        ({"quantization": {"group_size": 32, "bits": 4}}, "does not match int4 in group size 32"),
         ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "does not match mxfp4"),
     ],
     ids=str,
@@ -137,7 +137,7 @@ def test_an_entry_of_a_module_takes_precedence(tmp_path, kind, rest, own, size):
     [
         ({}, "has no bits and group_size"),
         ({"bits": 5}, "5 bits"),
-        ({"bits": 4, "group_size": None}, "groups of"),
+        ({"bits": 4, "group_size": None}, "group size"),
     ],
     ids=str,
 )

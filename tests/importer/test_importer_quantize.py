@@ -316,7 +316,7 @@ def test_models_share_unquantized_tensors(model):
         ({"quantize": "mxfp4"}, "cannot quantize to 'mxfp4'"),
         ({"quantize": "int8,"}, "cannot quantize to ''"),
         ({"quantize": "int8,transformer=int8"}, "duplicate quantization"),
-        ({"quantize": "int8", "group_size": 16}, "groups of"),
+        ({"quantize": "int8", "group_size": 16}, "group size"),
         ({"quantize": "nvfp4", "group_size": 16}, "a group size requires int4 or int8"),
         ({"group_size": 64}, "a group size requires"),
     ],

@@ -196,7 +196,10 @@ def header(text: str, data: int) -> bytes:
     [
         (b"", "truncated"),
         (b"<!DOCTYPE html><html>not found</html>", "invalid header length"),
-        (header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 7), "fill 8"),
+        (
+            header('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 7),
+            "have 8 bytes, the file has 7",
+        ),
     ],
     ids=["nothing", "HTML", "a byte too few"],
 )

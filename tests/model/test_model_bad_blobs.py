@@ -42,9 +42,9 @@ def store(tmp_path: Path) -> FolderStore:
 GOOD = {NAME + part: bits(value) for part, value in quantize(MATRICES[NAME], "int8").items()}
 INT8 = {"quant_type": "int8", "group_size": "64"}
 BAD: dict[str, tuple[bytes, str]] = {
-    "truncated": (blob(GOOD, INT8)[:-1], "not|fill"),
+    "truncated": (blob(GOOD, INT8)[:-1], "have 544 bytes, the file has 543"),
     "unknown type": (blob(GOOD, INT8 | {"quant_type": "int3"}), "unknown quantization 'int3'"),
-    "another group size": (blob(GOOD, INT8 | {"group_size": "32"}), r"has .* \[8, 2\]"),
+    "another group size": (blob(GOOD, INT8 | {"group_size": "32"}), r"requires .* \[8, 2\]"),
     "no biases": (
         blob({k: v for k, v in GOOD.items() if ".bias" not in k}, INT8),
         "requires biases",
@@ -54,7 +54,7 @@ BAD: dict[str, tuple[bytes, str]] = {
         blob(GOOD | {"model.other": bits(mx.ones((2,)))}, INT8),
         r"also contains model\.other",
     ),
-    "not quantized": (blob({NAME: bits(mx.zeros((8, 64)))}), "promises int8"),
+    "not quantized": (blob({NAME: bits(mx.zeros((8, 64)))}), "its layer has int8"),
     "another shape": (
         blob({NAME + k: bits(v) for k, v in quantize(values(8, 128), "int8").items()}, INT8),
         r"contains int8 \[8, 128\], its layer has int8 \[8, 64\]",
@@ -319,7 +319,7 @@ def test_groups_that_are_not_what_they_claim(store: FolderStore) -> None:
             opened(maker).keys()
     maker = Maker(store)
     maker.add("mlp.fc", blob({"mlp.fcx.w": one}))
-    with pytest.raises(FormatError, match=r"holds mlp\.fcx\.w instead"):
+    with pytest.raises(FormatError, match=r"contains mlp\.fcx\.w instead"):
         opened(maker).keys()
     maker = Maker(store)
     maker.add("experts", blob({"experts.0.w": one, "experts.1.w": one}), "F32", (2, 2))

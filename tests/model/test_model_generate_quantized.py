@@ -135,5 +135,5 @@ def test_configurations_of_other_makers(tmp_path: Path, config: dict[str, object
 def test_a_quantization_that_cannot_be_read(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     configs = {"transformer": {"quantization_config": {"quant_method": "gptq", "bits": 4}}}
-    with pytest.raises(ModelError, match=r"quantization_config .* not supported"):
+    with pytest.raises(ModelError, match=r"quantization_config .* unsupported quantization"):
         load_pipeline(store, pack(store, {}, configs), dtype="float32")

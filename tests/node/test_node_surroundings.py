@@ -208,8 +208,8 @@ def test_check_stores_accepts_a_store_with_a_temporary_error(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ({"collect": "500ms"}, "--collect: at least 1 second"),
-        ({"collect": "0"}, "--collect: at least 1 second"),
+        ({"collect": "500ms"}, "--collect: must be at least 1 second"),
+        ({"collect": "0"}, "--collect: must be at least 1 second"),
         ({"min_age": "soon"}, "--min-age: invalid duration 'soon' (examples: 90, 30s, 5m, 1h30m)"),
         ({"high": 0.0}, "--high: must be above 0 and at most 100 percent of the disk"),
         ({"low": 101.0}, "--low: must be between 0 and 100 percent of the disk"),

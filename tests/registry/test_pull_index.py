@@ -459,7 +459,7 @@ def test_show_lists_a_stored_index(aimage, repository, shelf, tmp_path):
     rows = [line.split() for line in shown[3:] if line]
     assert rows[0] == ["VARIANT", "PLATFORM", "SIZE", "DIGEST"]
     assert rows[1] == ["x", "y", "linux/arm64", "102", "B", child["digest"]]
-    assert rows[2:] == [["-", "-", "not", "here", alone["digest"]]]
+    assert rows[2:] == [["-", "-", "missing", alone["digest"]]]
     assert run("show", f"{repository}:v1", "--json").value == {
         "reference": f"{repository}:v1",
         **index,

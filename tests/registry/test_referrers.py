@@ -290,7 +290,7 @@ def test_two_files_of_one_name_are_refused(tmp_path):
     reference = Reference.parse("127.0.0.1:9/x")
     connection = ClientOptions(docker_config=tmp_path)
     files = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
-    with pytest.raises(UsageError, match="called x"):
+    with pytest.raises(UsageError, match="have the name x"):
         attach(reference, files, connection, artifact_type=SBOM)
 
 
