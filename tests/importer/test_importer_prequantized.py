@@ -107,7 +107,7 @@ def test_mlx_weights_equal_those_quantized_here(tmp_path):
         ({"quantization": {"group_size": 64, "bits": 4, "mode": ["affine"]}}, "affine"),
         ({"quantization": {"group_size": 48, "bits": 4}}, "group size"),
         ({"quantization": {"group_size": "64x", "bits": 4}}, "group size"),
-        ({"quantization": {"group_size": 32, "bits": 4}}, "does not match int4 in group size 32"),
+        ({"quantization": {"group_size": 32, "bits": 4}}, "does not match int4 in groups of 32"),
         ({"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}, "does not match mxfp4"),
     ],
     ids=str,
