@@ -2,57 +2,94 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import common_options
-from clowder_aimage.cli.console.output import printable
+from clowder_aimage.cli.console.output import event, printable, wants_json
 from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.errors import AImageError
+from clowder_aimage.errors import AImageError, UsageError
 
-# verb: (module, first line of its help); modules are imported on use
-VERBS = {
-    "create": ("create", "Pack a model as an AImage."),
-    "convert": ("convert", "Convert the weights of an AImage."),
-    "export": ("export", "Write an AImage as a model directory."),
-    "validate": ("validate", "Validate a document against its schema."),
-    "push": ("push", "Push an AImage to its registry."),
-    "pull": ("pull", "Pull an AImage from its registry."),
-    "copy": ("copy", "Copy an AImage from one registry to another."),
-    "tags": ("tags", "List the tags of a repository in a registry."),
-    "attach": ("attach", "Attach files to an artifact in a registry."),
-    "referrers": ("referrers", "List the artifacts attached to an artifact."),
-    "run": ("run", "Generate a picture from a prompt."),
-    "replay": ("replay", "Generate a picture again, and compare."),
-    "ls": ("ls", "List the AImages in the store."),
-    "show": ("show", "Show the content of an AImage."),
-    "diff": ("diff", "Show the differences between two AImages."),
-    "du": ("du", "Show the disk usage of each name."),
-    "df": ("df", "Show the disk space of the store."),
-    "tag": ("tag", "Give an AImage another name."),
-    "rm": ("rm", "Remove a name from the store."),
-    "save": ("save", "Write AImages to a tar file."),
-    "load": ("load", "Read AImages from a tar file."),
-    "pin": ("pin", "Protect a name from gc and rm."),
-    "unpin": ("pin", "Remove the protection of a name."),
-    "gc": ("gc", "Remove content that no name needs."),
-    "verify": ("verify", "Verify every byte of the store."),
-    "login": ("login", "Store credentials for a registry."),
-    "logout": ("login", "Remove the credentials of a registry."),
-    "registry": ("registry", "Serve the store as an OCI registry."),
-    "serve": ("serve", "Serve models to clients."),
-    "node": ("node", "Keep specified models on this machine."),
-    "ps": ("ps", "List the models that a worker has loaded."),
-    "stop": ("stop", "Unload a model from a worker."),
-    "config": ("config", "Show the configuration."),
+# group: verb: (module, first line of its help); modules are imported on use
+GROUPS = {
+    "Models": {
+        "create": ("create", "Pack a model as an AImage."),
+        "convert": ("convert", "Convert the weights of an AImage."),
+        "export": ("export", "Write an AImage as a model directory."),
+        "run": ("run", "Generate a picture from a prompt."),
+        "replay": ("replay", "Generate a picture again, and compare."),
+        "show": ("show", "Show the content of an AImage."),
+        "diff": ("diff", "Show the differences between two AImages."),
+    },
+    "Registries": {
+        "login": ("login", "Store credentials for a registry."),
+        "logout": ("login", "Remove the credentials of a registry."),
+        "push": ("push", "Push an AImage to its registry."),
+        "pull": ("pull", "Pull an AImage from its registry."),
+        "copy": ("copy", "Copy an AImage from one registry to another."),
+        "tags": ("tags", "List the tags of a repository in a registry."),
+        "attach": ("attach", "Attach files to an artifact in a registry."),
+        "referrers": ("referrers", "List the artifacts attached to an artifact."),
+    },
+    "Store": {
+        "ls": ("ls", "List the AImages in the store."),
+        "tag": ("tag", "Give an AImage another name."),
+        "rm": ("rm", "Remove a name from the store."),
+        "pin": ("pin", "Protect a name from gc and rm."),
+        "unpin": ("pin", "Remove the protection of a name."),
+        "du": ("du", "Show the disk usage of each name."),
+        "df": ("df", "Show the disk space of the store."),
+        "gc": ("gc", "Remove content that no name needs."),
+        "verify": ("verify", "Verify every byte of the store."),
+        "save": ("save", "Write AImages to a tar file."),
+        "load": ("load", "Read AImages from a tar file."),
+        "validate": ("validate", "Validate a document against its schema."),
+    },
+    "Services": {
+        "serve": ("serve", "Serve models to clients."),
+        "ps": ("ps", "List the models that a worker has loaded."),
+        "stop": ("stop", "Unload a model from a worker."),
+        "node": ("node", "Keep specified models on this machine."),
+        "registry": ("registry", "Serve the store as an OCI registry."),
+        "config": ("config", "Show the configuration."),
+    },
+    "Help": {
+        "help": ("help", "Show the help of a verb."),
+        "version": ("help", "Print the version."),
+        "completion": ("completion", "Print a completion script for a shell."),
+    },
+}
+VERBS = {name: found for verbs in GROUPS.values() for name, found in verbs.items()}
+# Names of docker, oras, crane and ollama: they work and are not listed
+ALIASES = {
+    "cp": "copy",
+    "discover": "referrers",
+    "images": "ls",
+    "info": "show",
+    "inspect": "show",
+    "list": "ls",
+    "remove": "rm",
+    "rmi": "rm",
+    "unload": "stop",
+}
+# Names without an equal: what to use
+_ELSEWHERE = {
+    "build": "'aimage create' packs a model directory",
+    "digest": "'aimage pull --dry-run REF' prints the digest of a name",
+    "generate": "'aimage run' generates a picture",
+    "import": "'aimage create' packs a model directory, 'aimage load' reads a tar file",
+    "resolve": "'aimage pull --dry-run REF' prints the digest of a name",
+    "search": "'aimage tags' lists the tags of a repository, 'aimage ls' the names in the store",
+    "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
 
 EXIT_CODES = """\b
@@ -62,7 +99,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
 
 
 class _Verbs(click.Group):
-    """A group that imports only the verb that is run."""
+    """A group that imports only the verb that is run, and reports its errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(VERBS)
@@ -74,9 +111,36 @@ class _Verbs(click.Group):
         command: click.Command = getattr(module, cmd_name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the verb and its arguments. Raises UsageError: there is no such verb."""
+        name = ALIASES.get(args[0], args[0])
+        if name not in VERBS and not ctx.resilient_parsing and not name.startswith("-"):
+            raise UsageError(f"unknown verb '{name}'", hint=_suggestion(name))
+        return super().resolve_command(ctx, [name, *args[1:]])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb; report its errors while the common options are known."""
+        try:
+            return super().invoke(ctx)
+        except (click.ClickException, AImageError) as error:
+            ctx.exit(_report(error))
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Verbs"):
-            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+        for group, verbs in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl([(name, text) for name, (_, text) in verbs.items()])
+
+
+def _suggestion(name: str) -> str:
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    close = difflib.get_close_matches(name, [*VERBS, *ALIASES])
+    if not close:
+        return "'aimage --help' lists the verbs"
+    best = max(close, key=lambda each: len(os.path.commonprefix([each, name])))
+    return f"did you mean 'aimage {ALIASES.get(best, best)}'?"
 
 
 @common_options
@@ -103,13 +167,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="aimage", standalone_mode=False)
     except click.exceptions.Exit as error:
         code = error.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except AImageError as error:
-        text = advice(error)
-        _print_error(f"{error.message}\n  {text}" if text else error.message)
-        code = error.exit_code
+    except (click.ClickException, AImageError) as error:  # in the options before the verb
+        code = _report(error)
     except (KeyboardInterrupt, click.Abort):
         _print_error("interrupted; complete blobs are kept")
         code = 130
@@ -128,6 +187,27 @@ def main() -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _report(error: click.ClickException | AImageError) -> int:
+    """Print an error with its advice, with ``--json`` as an event; return its exit code."""
+    if isinstance(error, AImageError):
+        kind, message, hint = type(error).__name__, error.message, advice(error)
+    else:
+        message = error.format_message()
+        if message.startswith("Usage:"):  # a group without a verb shows its help
+            click.echo(message, err=True)
+            return error.exit_code
+        context = error.ctx if isinstance(error, click.UsageError) else None
+        kind, hint = "UsageError", f"see: {context.command_path} --help" if context else None
+        message = message[:1].lower() + message[1:].rstrip(".")
+    code = error.exit_code
+    if wants_json():
+        facts = {"code": kind, "exit": code, "message": message}
+        click.echo(event("error", **facts, **({"hint": hint} if hint else {})), err=True)
+    else:
+        _print_error(f"{message}\n  {hint}" if hint else message)
+    return code
 
 
 def _print_error(message: str) -> None:

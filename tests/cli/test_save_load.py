@@ -125,9 +125,9 @@ def test_save_to_a_terminal_is_refused(here, arguments):
 
 
 def test_usage_errors_of_save_and_load(here):
-    assert "Usage:" in here("save", "tiny", code=2).err
-    assert "Usage:" in here("save", "-o", "x.tar", code=2).err
-    assert "Usage:" in here("load", code=2).err
+    assert "see: aimage" in here("save", "tiny", code=2).err
+    assert "see: aimage" in here("save", "-o", "x.tar", code=2).err
+    assert "see: aimage" in here("load", code=2).err
     assert "is a directory" in here("save", "tiny", "-o", ".", code=2).err
     assert "a tag is needed" in here("load", "x", "--as", f"x@{here.digest}", code=2).err
     assert "nothing:latest" in here("save", "nothing", "-o", "x.tar", code=3).err

@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from clowder_aimage import __version__
+from clowder_aimage.cli.console.complete import complete_name
 from clowder_aimage.cli.console.output import META, note
 from clowder_aimage.errors import UsageError
 
@@ -70,9 +71,33 @@ common_options = options(
 )
 
 
+# Options of oras, crane and hf, with those that they stand for
+SYNONYMS = {
+    "--artifact-type": "--type",
+    "--concurrency": "--jobs",
+    "--max-workers": "--jobs",
+    "--output-dir": "--output",
+}
+
+
+class Verb(click.Command):
+    """A command that accepts the options of other tools under their names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for param in self.params for name in param.opts}
+        words = list(args)
+        for at, word in enumerate(words):
+            if word == "--":
+                break
+            name, equals, value = word.partition("=")
+            if name not in known and SYNONYMS.get(name) in known:
+                words[at] = f"{SYNONYMS[name]}{equals}{value}"
+        return super().parse_args(ctx, words)
+
+
 def verb(function: Callable[..., Any]) -> click.Command:
     """Return a command with the common options."""
-    return common_options(click.command()(function))
+    return common_options(click.command(cls=Verb)(function))
 
 
 connection_options = options(
@@ -103,7 +128,9 @@ def tag_reference(text: str) -> Reference:
     return reference
 
 
-reference_argument = click.argument("reference", metavar="REF", type=parse_reference)
+reference_argument = click.argument(
+    "reference", metavar="REF", type=parse_reference, shell_complete=complete_name
+)
 
 jobs_option = _shared(
     "--jobs",
@@ -118,7 +145,12 @@ def references_argument(*, required: bool) -> Callable[[_F], _F]:
     """Return an argument for any number of names."""
     metavar = "REF..." if required else "[REF...]"
     return click.argument(
-        "references", metavar=metavar, nargs=-1, required=required, type=parse_reference
+        "references",
+        metavar=metavar,
+        nargs=-1,
+        required=required,
+        type=parse_reference,
+        shell_complete=complete_name,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from clowder_aimage.cli.console.complete import complete_name
 from clowder_aimage.cli.console.option import settings, transfer_options, verb
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
@@ -11,7 +12,7 @@ from clowder_aimage.oci import Reference
 
 
 @verb
-@click.argument("src", type=Reference.parse)
+@click.argument("src", type=Reference.parse, shell_complete=complete_name)
 @click.argument("dst", type=Reference.parse)
 @transfer_options
 def copy(src: Reference, dst: Reference) -> None:

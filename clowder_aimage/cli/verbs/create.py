@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.complete import complete_path
 from clowder_aimage.cli.console.option import (
     given_options,
     jobs_option,
@@ -55,7 +56,7 @@ recipe_options = options(
 
 @verb
 @click.argument("reference", metavar="NAME", type=tag_reference)
-@click.argument("path", metavar="[PATH]", default=".")
+@click.argument("path", metavar="[PATH]", default=".", shell_complete=complete_path)
 @click.option(
     "--from-ollama",
     "ollama",

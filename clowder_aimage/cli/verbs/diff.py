@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.cli.console.complete import complete_name
 from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.oci import Reference
@@ -22,8 +23,8 @@ _KINDS = ("shared", "changed", "added", "removed")
 
 
 @verb
-@click.argument("a", type=Reference.parse)
-@click.argument("b", type=Reference.parse)
+@click.argument("a", type=Reference.parse, shell_complete=complete_name)
+@click.argument("b", type=Reference.parse, shell_complete=complete_name)
 @click.option("--all", "whole", is_flag=True, help="List all differences.")
 @click.option("--remote", is_flag=True, help="Read both from their registries.")
 @click.option("--exit-code", "has_code", is_flag=True, help="Exit with 1 if they differ.")

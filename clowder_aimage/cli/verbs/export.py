@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.complete import complete_path
 from clowder_aimage.cli.console.option import reference_argument, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
@@ -18,7 +19,7 @@ from clowder_aimage.oci import Reference
 
 @verb
 @reference_argument
-@click.argument("place", metavar="DIR")
+@click.argument("place", metavar="DIR", shell_complete=complete_path)
 @click.option(
     "--links",
     is_flag=True,

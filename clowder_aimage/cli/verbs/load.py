@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.complete import complete_path
 from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, plural, result, standard_stream
 from clowder_aimage.cli.console.progress import Progress
@@ -14,7 +15,7 @@ from clowder_aimage.oci import Reference
 
 
 @verb
-@click.argument("file")
+@click.argument("file", shell_complete=complete_path)
 @click.option(
     "--as", "name", type=tag_reference, metavar="NAME", help="Name for the only AImage in FILE."
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from clowder_aimage.cli.console.complete import complete_name
 from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.oci import Reference, mediatype
 
 
 @verb
-@click.argument("src", type=Reference.parse)
+@click.argument("src", type=Reference.parse, shell_complete=complete_name)
 @click.argument("dst", type=tag_reference)
 def tag(src: Reference, dst: Reference) -> None:
     """Give the AImage SRC the name DST as well. No blob is copied."""

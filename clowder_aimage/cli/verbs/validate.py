@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from clowder_aimage import validate as validation
+from clowder_aimage.cli.console.complete import complete_path
 from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
@@ -18,7 +19,7 @@ from clowder_aimage.validate import CheckedDocument
 
 
 @verb
-@click.argument("what", metavar="FILE|REF")
+@click.argument("what", metavar="FILE|REF", shell_complete=complete_path)
 @click.option(
     "--schema",
     default="",

@@ -1,0 +1,24 @@
+"""The verbs ``help`` and ``version``."""
+
+from __future__ import annotations
+
+import click
+
+from clowder_aimage import __version__
+from clowder_aimage.cli.console.option import verb
+from clowder_aimage.cli.console.output import result
+
+
+@verb
+@click.argument("words", metavar="[VERB]", nargs=-1)
+@click.pass_context
+def help(context: click.Context, words: tuple[str, ...]) -> None:  # noqa: A001 - the name of the verb
+    """Show the help of VERB; without it, list the verbs."""
+    root, options = context.find_root().command, {"prog_name": "aimage", "standalone_mode": False}
+    context.exit(root.main([*words, "--help"], **options) or 0)
+
+
+@verb
+def version() -> None:
+    """Print the version."""
+    result({"version": __version__}, __version__)

@@ -1,0 +1,145 @@
+"""The verbs of the command line: names of other tools, suggestions, help and completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from clowder_aimage import __version__
+from clowder_aimage.cli.main import ALIASES, GROUPS, VERBS
+from tests.process import PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("puls", "did you mean 'aimage pull'?"),
+        ("pusj", "did you mean 'aimage push'?"),
+        ("lsit", "did you mean 'aimage ls'?"),
+        ("imagse", "did you mean 'aimage ls'?"),
+        ("build", "'aimage create' packs a model directory"),
+        ("whoami", "'aimage login HOST' checks the stored credentials of a registry"),
+        ("frobnicate", "'aimage --help' lists the verbs"),
+    ],
+)
+def test_an_unknown_verb_is_refused_with_a_suggestion(aimage, word, hint):
+    done = aimage()(word, "x", code=2)
+    assert done.err == f"aimage: unknown verb '{word}'\n  {hint}\n"
+    assert done.out == ""
+
+
+@pytest.mark.parametrize(("alias", "verb"), ALIASES.items())
+def test_an_alias_runs_its_verb(aimage, alias, verb):
+    shown, expected = aimage()(alias, "--help"), aimage()(verb, "--help")
+    assert shown.out == expected.out.replace(f"aimage {alias}", f"aimage {verb}")
+
+
+def test_an_alias_reads_the_store(stocked):
+    here = stocked()
+    for alias in ("list", "images"):
+        assert here(alias).out == here("ls").out
+    assert here("inspect", "x").out == here("show", "x").out
+
+
+def test_help_lists_every_verb_in_a_group_and_no_alias(aimage):
+    shown = aimage()("--help").out
+    for group, verbs in GROUPS.items():
+        part = shown.partition(f"{group}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in part.splitlines()] == list(verbs)
+    assert not any(f"\n  {alias} " in shown for alias in ALIASES)
+
+
+def test_the_verb_help_shows_the_help_of_a_verb(aimage):
+    here = aimage()
+    assert here("help").out == here("--help").out
+    assert here("help", "push").out == here("push", "--help").out
+    assert here("help", "registry", "serve").out == here("registry", "serve", "--help").out
+    assert "did you mean 'aimage push'?" in here("help", "pusj", code=2).err
+
+
+def test_the_verb_version_prints_the_version(aimage):
+    assert aimage()("version").line == __version__
+    assert aimage()("version", "--json").value == {"version": __version__}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "command"),
+    [
+        (("pull",), "missing argument 'REF'", "pull"),
+        (("pull", "x", "--nothing"), "no such option '--nothing'", "pull"),
+        (("pull", "x", "--jobs", "0"), "invalid value for '--jobs'", "pull"),
+        (("ls", "x", "y"), "got unexpected extra argument", "ls"),
+    ],
+)
+def test_an_error_of_the_options_has_the_form_of_all_errors(aimage, arguments, message, command):
+    first, second = aimage()(*arguments, code=2).err.splitlines()
+    assert first.startswith(f"aimage: {message}")
+    assert second == f"  see: aimage {command} --help"
+
+
+def test_an_error_with_json_is_an_event(aimage):
+    here = aimage()
+    (line,) = here("show", "nothing", "--json", code=3).err.splitlines()
+    found = json.loads(line)
+    assert (found["event"], found["code"], found["exit"]) == ("error", "NotFoundError", 3)
+    assert "nothing:latest" in found["message"]
+    assert "aimage pull" in found["hint"]
+    (line,) = here("pull", "--json", code=2).err.splitlines()
+    assert json.loads(line)["code"] == "UsageError"
+
+
+@pytest.mark.parametrize("option", ["--concurrency", "--max-workers"])
+def test_options_of_other_tools_are_accepted(aimage, option):
+    here = aimage()
+    message = "cannot reach localhost:1"
+    assert message in here("pull", "localhost:1/x", option, "2", code=1).err
+    assert message in here("pull", "localhost:1/x", f"{option}=2", code=1).err
+    assert "no such option" in here("ls", option, "2", code=2).err
+
+
+def _completed(here, *words: str) -> list[str]:
+    """Return what bash completes for the last word of a command line."""
+    variables = {
+        "_AIMAGE_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(("aimage", *words)),
+        "COMP_CWORD": str(len(words)),
+    }
+    done = subprocess.run(
+        PROGRAM, env={**os.environ, **here.env(), **variables}, capture_output=True, text=True
+    )
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
+
+
+def test_completion_has_verbs_options_and_names(stocked):
+    here = stocked()
+    assert _completed(here, "pu") == ["push", "pull"]
+    assert "--jobs" in _completed(here, "pull", "--j")
+    for verb in ("show", "rm", "du", "tag", "diff", "run"):
+        assert "x:latest" in _completed(here, verb, "x")
+    assert _completed(here, "show", "nothing") == []
+
+
+def test_completion_has_the_tags_of_a_registry(stocked, registry):
+    here = stocked()
+    name = f"{registry.host}/completed/x"
+    for tag in ("v1", "v2", "w1"):
+        here("tag", "x", f"{name}:{tag}")
+        here("push", "-q", f"{name}:{tag}")
+        here("rm", f"{name}:{tag}")
+    assert _completed(here, "pull", f"{name}:v") == [f"{name}:v1", f"{name}:v2"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_names_the_program(aimage, shell):
+    script = aimage()("completion", shell).out
+    assert f"_AIMAGE_COMPLETE={shell}_complete" in script
+    assert "invalid value" in aimage()("completion", "csh", code=2).err
+
+
+def test_every_verb_has_a_module_and_a_first_line(aimage):
+    for name in VERBS:
+        assert f"Usage: aimage {name}" in aimage()(name, "--help").out
