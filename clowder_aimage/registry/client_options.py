@@ -38,11 +38,11 @@ class ClientOptions:
     credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
     that may receive the credentials of other registries. ``ca_bundle`` replaces the default
     certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
-    ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers
-    transferred at once; 0 for each registry's own setting.
+    ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers transferred
+    at once; 0 for each registry's own setting. If ``plain_http`` is None, ``uses_http`` decides.
     """
 
-    plain_http: bool = False
+    plain_http: bool | None = None
     insecure: bool = False
     ca_file: Path | None = None
     docker_config: Path = field(default_factory=lambda: Path.home() / ".docker")
@@ -75,12 +75,20 @@ class ClientOptions:
 
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line overrides the configuration."""
-        if self.plain_http or self.insecure or self.ca_file is not None:
+        if self.plain_http is not None or self.insecure or self.ca_file is not None:
             return self
         known = self.host(host)
         return replace(
             self, plain_http=known.plain_http, insecure=known.insecure, ca_file=known.ca_file
         )
+
+    def uses_http(self, host: str) -> bool:
+        """Return whether a host is reached by HTTP: by default a loopback one without a CA."""
+        known = self.to(host)
+        if known.plain_http is not None:
+            return known.plain_http
+        is_loopback = Reference(host, "x").is_loopback
+        return is_loopback and not known.insecure and known.ca_file is None
 
     def jobs(self, *hosts: str | None) -> int:
         """Return how many layers may be transferred at once to or from ``hosts``."""
@@ -93,7 +101,7 @@ class ClientOptions:
 
     def to_mirror(self, host: str) -> ClientOptions:
         """Return the options for a mirror, to which the command line's do not apply."""
-        return replace(self, plain_http=False, insecure=False, ca_file=None).to(host)
+        return replace(self, plain_http=None, insecure=False, ca_file=None).to(host)
 
 
 class _Requests(requests.Session):
@@ -104,9 +112,9 @@ class _Requests(requests.Session):
     def merge_environment_settings(
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
     ) -> Any:
-        if Reference(urlsplit(str(url)).netloc, "x").is_loopback:
-            return {"proxies": {}, "stream": stream, "verify": self.verify, "cert": cert}
         settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
+        if Reference(urlsplit(str(url)).netloc, "x").is_loopback:
+            settings["proxies"] = {}
         if self.verify is not True:
             settings["verify"] = self.verify
         elif settings["verify"] is True and self.ca_bundle is not None:

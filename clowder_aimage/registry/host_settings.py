@@ -22,14 +22,15 @@ _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
 class HostSettings:
     """The configuration of one host (schemas/config.schema.json).
 
-    ``mirrors`` are hosts, or hosts with a path that is prepended to the repository. ``jobs`` is the
-    number of simultaneous connections, ``limit`` the bytes per second of a pull, ``chunk_size`` the
-    bytes of a blob in one request; each is 0 if not configured.
+    ``mirrors`` are hosts, or hosts with a path that is prepended to the repository. ``plain_http``
+    is None if not configured. ``jobs`` is the number of simultaneous connections, ``limit`` the
+    bytes per second of a pull, ``chunk_size`` the bytes of a blob in one request; each is 0 if not
+    configured.
     """
 
     mirrors: tuple[str, ...] = ()
     trust_tags: bool = False
-    plain_http: bool = False
+    plain_http: bool | None = None
     insecure: bool = False
     ca_file: Path | None = None
     jobs: int = 0
@@ -52,7 +53,7 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
     return HostSettings(
         mirrors=tuple(entry.get("mirrors", ())),
         trust_tags=entry.get("trustTags", False),
-        plain_http=entry.get("plainHttp", False),
+        plain_http=entry.get("plainHttp"),
         insecure=entry.get("insecure", False),
         ca_file=directory / named if named else None,
         jobs=entry.get("jobs", 0),

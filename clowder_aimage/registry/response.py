@@ -30,6 +30,8 @@ _MAX_ERROR_BODY = 64 * 1024
 _MAX_RETRY_AFTER = 3600.0  # seconds, in the error for a caller that tries again later
 _PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registry
 _NO_PROJECT = "create the project in the registry first, or check its name"
+_EXPECTS_HTTPS = re.compile(r"HTTP request (?:was sent )?to (?:an )?HTTPS", re.IGNORECASE)
+_MAX_LINE = 200  # characters
 _HINTS = (  # by patterns of messages: Harbor's, by its documentation
     (r"project \S+ not found", _NO_PROJECT),
     (_PROXY_PROJECT, "push to another project; this one is a cache of another registry"),
@@ -112,7 +114,10 @@ class RegistryResponse:
 
 @dataclass(frozen=True, slots=True)
 class ResponseFailure:
-    """The status of an error response, and the first error in its body."""
+    """The status of an error response, and the first error in its body.
+
+    ``line`` is the first line of a body in another format, without the tags of HTML.
+    """
 
     host: str
     status: int
@@ -120,6 +125,7 @@ class ResponseFailure:
     message: str
     detail: str
     retry_after: float = 0.0
+    line: str = ""
 
     @classmethod
     def of(cls, response: RegistryResponse) -> ResponseFailure:
@@ -127,8 +133,10 @@ class ResponseFailure:
         host, status = response.host, response.status_code
         # in seconds; a date is for the session, which has a clock
         after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
+        body = b""
         try:
-            errors = json.loads(response.read(_MAX_ERROR_BODY))["errors"]
+            body = response.read(_MAX_ERROR_BODY)
+            errors = json.loads(body)["errors"]
             # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
             detail = error.get("detail") or ""
@@ -136,12 +144,17 @@ class ResponseFailure:
             code, message = str(error.get("code", "")), str(error.get("message", ""))
             return cls(host, status, code[:60], message[:300], text[:500], after)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
-            return cls(host, status, "", "", "", after)
+            return cls(host, status, "", "", "", after, _first_line(body))
 
     @property
     def text(self) -> str:
         """Status, code and message in one line."""
         return f"{self.status} {self.code} {self.message}".strip()
+
+    @property
+    def suffix(self) -> str:
+        """The end of a message: the first line of the body."""
+        return f": {self.line}" if self.line else ""
 
     @property
     def is_too_large(self) -> bool:
@@ -164,19 +177,25 @@ class ResponseFailure:
         return (self.status, self.code) in refusals or self.status in (406, 415)
 
 
+def _first_line(body: bytes) -> str:
+    """Return the first line of text in a body, without the tags of HTML."""
+    text = re.sub(r"<[^<>]*>", "", body.decode(errors="replace")).strip()
+    return "".join(filter(str.isprintable, text.partition("\n")[0]))[:_MAX_LINE].strip()
+
+
 def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
     """Return the error for a refused manifest: for its kind, its size, or another reason."""
     found = ResponseFailure.of(response)
     fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
     if found.refuses_kind:
         return ManifestRefusedError(
-            f"{found.host} rejected this type of manifest ({found.text})",
+            f"{found.host} rejected this type of manifest ({found.text}){found.suffix}",
             remedy="push_dialect",
             **fields,
         )
     if found.is_too_large:
         return RegistryError(
-            f"{found.host} rejected {what} as too large ({found.text} {found.detail})",
+            f"{found.host} rejected {what} as too large ({found.text} {found.detail}){found.suffix}",
             hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
@@ -192,7 +211,7 @@ def _error(found: ResponseFailure, what: str) -> AImageError:
     known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
     if found.status == 401:
         return UnauthorizedError(
-            f"{found.host} requires valid credentials for {what} ({found.text})",
+            f"{found.host} requires valid credentials for {what} ({found.text}){found.suffix}",
             hint=known,
             remedy="" if known else "login",
             registry=found.host,
@@ -200,22 +219,24 @@ def _error(found: ResponseFailure, what: str) -> AImageError:
         )
     if found.status == 403 and known in (None, _NO_PROJECT):  # otherwise the account has access
         return UnauthorizedError(
-            f"{found.host} denied access to {what} ({found.text})",
+            f"{found.host} denied access to {what} ({found.text}){found.suffix}",
             hint=known or "the account may lack permission, or the repository may not exist",
             reason=found.text,
         )
     if found.status == 404:
         return NotFoundError(
-            f"{what} not found at {found.host} ({found.text})",
+            f"{what} not found at {found.host} ({found.text}){found.suffix}",
             hint=known or "check the spelling of the name and the tag",
         )
+    expects_https = found.status == 400 and _EXPECTS_HTTPS.search(found.line) is not None
     if known is None and found.retry_after > LONGEST_PAUSE:
         known = f"try again in {found.retry_after:.0f} seconds"
     code = found.code or http.client.responses.get(found.status, "")
     reason = f": {found.message}" if found.message else ""
     return RegistryError(
-        f"{found.host} answered {found.status} {code} for {what}{reason}",
-        hint=known,
+        f"{found.host} answered {found.status} {code} for {what}{reason}{found.suffix}",
+        hint="the registry expects HTTPS" if expects_https else known,
+        remedy="https" if expects_https else "",
         status=found.status,
         code=found.code,
         detail=found.detail,

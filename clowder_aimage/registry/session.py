@@ -50,8 +50,7 @@ class Session(AbstractContextManager["Session"]):
         self._registry = reference.registry or ""
         self.mirrors = Mirrors() if is_mirror else _mirrors(reference, connection)
         connection = connection.to(self._registry)
-        plain = connection.plain_http or reference.is_loopback
-        scheme = "http" if plain else "https"
+        scheme = "http" if connection.uses_http(self._registry) else "https"
         host = _DOCKER_HUB if self._registry == "docker.io" else self._registry
         self.base = f"{scheme}://{host}"
         self._http = open_session(connection, host)

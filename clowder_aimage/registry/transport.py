@@ -39,6 +39,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
 SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing received ones
 _NO_RETRY = urllib3.Retry(False)
+_TLS_ALERT = "\x15\x03"  # content type and version of an alert (RFC 8446, 5.1)
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
@@ -214,6 +215,12 @@ class Transport:
     def _network_error(self, error: Exception) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
         reason = _reason(error)
+        if isinstance(error, ProtocolError) and reason.startswith(_TLS_ALERT):
+            return NetworkError(
+                f"{self._registry} answered an HTTP request with a TLS alert",
+                hint="the registry expects HTTPS",
+                remedy="https",
+            )
         if isinstance(error, SSLError) and not _is_broken(error):
             return _tls_error(self._registry, reason)
         if isinstance(error, NewConnectionError | ProxyError):  # the former: a ConnectTimeoutError
@@ -258,7 +265,7 @@ def _tls_error(registry: str, reason: str) -> NetworkError:
         )
     return NetworkError(
         f"TLS handshake with {registry} failed: {reason}",
-        hint="the registry may not use TLS",
+        hint="the registry may expect HTTP",
         remedy="plain_http",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 
 import pytest
@@ -12,7 +13,7 @@ from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.memory_store import MemoryStore
-from tests.scripted import ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 HOST = "0.0.0.0"  # noqa: S104
@@ -102,3 +103,93 @@ def test_loopback_bypasses_the_proxy(tmp_path, monkeypatch):
         port = registry.host.rpartition(":")[2]
         with pytest.raises(NetworkError):  # other addresses use the proxy
             pull(f"{HOST}:{port}", tmp_path, plain_http=True)
+
+
+@pytest.fixture
+def local(authority):
+    """Return a loopback registry behind TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    registry = ScriptedRegistry(serving(MANIFEST, BLOBS))
+    registry.wrap(context)
+    with registry.running():
+        yield registry.host
+
+
+def configured(here, host, **entry):
+    """Write the configuration of one host."""
+    file = here.home / "config.json"
+    file.write_text(json.dumps({"registries": {host: entry}}))
+    here.environment["AIMAGE_CONFIG"] = str(file)
+
+
+def shown(here, name):
+    """Return a setting of ``config show`` and its source."""
+    (found,) = (e for e in here("config", "show", "--json").value["settings"] if e["name"] == name)
+    return found["value"], found["origin"]
+
+
+def test_options_and_configuration_enable_tls_for_a_loopback_host(aimage, local, ca_file):
+    here, name = aimage(), f"{local}/x"
+    for entry in ({"caFile": str(ca_file)}, {"insecure": True}):
+        configured(here, local, **entry)
+        here("pull", name)
+        assert shown(here, f"registries.{local}.plainHttp") == (False, "default")
+    configured(here, local, plainHttp=False)
+    assert "cannot trust the certificate" in here("pull", name, code=1).err
+    assert shown(here, f"registries.{local}.plainHttp")[0] is False
+    here.environment["SSL_CERT_FILE"] = str(ca_file)
+    here("pull", name)
+    here.environment.clear()
+    here("pull", name, "--insecure")
+    here("pull", name, "--ca-file", ca_file)
+
+
+def test_http_remains_the_default_for_loopback_hosts(aimage, ca_file):
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        here, name = aimage(), f"{registry.host}/x"
+        here.environment["SSL_CERT_FILE"] = str(ca_file)
+        configured(here, registry.host, jobs=2)
+        here("pull", name)
+        assert shown(here, f"registries.{registry.host}.plainHttp") == (True, "default")
+        failed = here("pull", name, "--ca-file", ca_file, code=1).err
+        assert "cannot speak TLS" in failed
+        assert "may expect HTTP: use --plain-http" in failed
+        configured(here, registry.host, plainHttp=True, caFile=str(ca_file))
+        here("pull", name)
+
+
+def test_http_to_a_loopback_tls_registry_says_that_https_is_expected(aimage, local):
+    failed = aimage()("pull", f"{local}/x", code=1).err
+    assert "answered an HTTP request with a TLS alert" in failed
+    assert "the registry expects HTTPS: omit --plain-http" in failed
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "line", "hint"),
+    [
+        (
+            400,
+            "Client sent an HTTP request to an HTTPS server.\n",
+            "400 to manifest HOST/x:latest: Client sent an HTTP request to an HTTPS server.",
+            "the registry expects HTTPS",
+        ),
+        (
+            400,
+            "<html>\r\n<head><title>400 The plain HTTP request was sent to HTTPS port</title>\r\n",
+            "400 to manifest HOST/x:latest: 400 The plain HTTP request was sent to HTTPS port",
+            "the registry expects HTTPS",
+        ),
+        (403, "denied\x1b[2J by a proxy\nmore", "(403): denied[2J by a proxy\n", ""),
+        (418, "x" * 300, "418 to manifest HOST/x:latest: " + "x" * 200 + "\n", ""),
+        (418, '{"errors": []}', '418 to manifest HOST/x:latest: {"errors": []}\n', ""),
+        (418, "", "418 to manifest HOST/x:latest\n", ""),
+    ],
+)
+def test_the_first_line_of_another_body_is_shown(aimage, status, body, line, hint):
+    with ScriptedRegistry(lambda _: Answer(status, {}, body.encode())).running() as registry:
+        code = 4 if status == 403 else 1
+        failed = aimage()("pull", f"{registry.host}/x", code=code).err
+    assert line.replace("HOST", registry.host) in failed
+    assert hint in failed
+    assert "more" not in failed

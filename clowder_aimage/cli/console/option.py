@@ -217,7 +217,7 @@ class VerbSettings:
             note("warning: TLS certificate not verified; the connection can be intercepted")
         realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
         return ClientOptions(
-            plain_http=self.plain_http,
+            plain_http=self.plain_http or None,
             insecure=self.insecure,
             ca_file=self.ca_file,
             **_places(),

@@ -37,6 +37,8 @@ REMEDIES = {
     "the same disk",
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
+    "https": "the registry expects HTTPS: omit --plain-http; for a loopback host, use --ca-file FILE "
+    'or --insecure, or "plainHttp": false in the configuration',
     "install_extra": "pip install 'clowder-aimage[{extra}]'",
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",
@@ -56,7 +58,7 @@ REMEDIES = {
     "registry",
     "nothing_to_convert": "give --quantize, --dtype or both",
     "other_store": "to change that store: aimage --store {root} {verb} {reference}",
-    "plain_http": "use --plain-http for a registry without TLS",
+    "plain_http": "the registry may expect HTTP: use --plain-http",
     "pull_index": "to pull all of it: aimage pull {reference} --whole",
     "pull_whole": "to pull all of them: aimage pull --whole {reference}",
     "push_dialect": "omit --no-fallback, or push with --dialect container",

@@ -86,11 +86,17 @@ def _servers(file: Path) -> Iterator[Value]:
 
 
 def _registries(file: Path) -> Iterator[Value]:
-    """Yield the configuration of each registry as written."""
+    """Yield the configuration of each registry as written, and its default protocol."""
+    from clowder_aimage.registry import ClientOptions
+    from clowder_aimage.registry.host_settings import read_settings
+
+    options = ClientOptions(registries=read_settings(file))
     registries = read_configuration(file, lambda document: document.get("registries", {}))
     for host, entry in registries.items():
         for name, value in entry.items():
             yield Value(f"registries.{host}.{name}", value, str(file))
+        if "plainHttp" not in entry:
+            yield Value(f"registries.{host}.plainHttp", options.uses_http(host), "default")
 
 
 def masked(name: str, value: str) -> str:
