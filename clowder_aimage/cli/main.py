@@ -36,9 +36,14 @@ GROUPS = {
         "push": ("push", "Push an AImage to its registry."),
         "pull": ("pull", "Pull an AImage from its registry."),
         "copy": ("copy", "Copy an AImage from one registry to another."),
+        "resolve": ("resolve", "Print the digest of a name in a registry."),
         "tags": ("tags", "List the tags of a repository in a registry."),
         "attach": ("attach", "Attach files to an artifact in a registry."),
         "referrers": ("referrers", "List the artifacts attached to an artifact."),
+        "repo": ("repo", "List the repositories of a registry."),
+        "manifest": ("manifest", "Fetch or push a manifest."),
+        "blob": ("blob", "Fetch a blob."),
+        "delete": ("delete", "Delete a tag or a manifest from a registry."),
     },
     "Store": {
         "ls": ("ls", "List the AImages in the store."),
@@ -71,7 +76,9 @@ GROUPS = {
 VERBS = {name: found for verbs in GROUPS.values() for name, found in verbs.items()}
 # Names of docker, oras, crane and ollama: they work and are not listed
 ALIASES = {
+    "catalog": "repo ls",
     "cp": "copy",
+    "digest": "resolve",
     "discover": "referrers",
     "images": "ls",
     "info": "show",
@@ -84,10 +91,8 @@ ALIASES = {
 # Names without an equal: what to use
 _ELSEWHERE = {
     "build": "'aimage create' packs a model directory",
-    "digest": "'aimage pull --dry-run REF' prints the digest of a name",
     "generate": "'aimage run' generates a picture",
     "import": "'aimage create' packs a model directory, 'aimage load' reads a tar file",
-    "resolve": "'aimage pull --dry-run REF' prints the digest of a name",
     "search": "'aimage tags' lists the tags of a repository, 'aimage ls' the names in the store",
     "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
@@ -115,10 +120,11 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the verb and its arguments. Raises UsageError: there is no such verb."""
-        name = ALIASES.get(args[0], args[0])
+        alias = ALIASES.get(args[0])
+        name, *more = alias.split() if alias else args[:1]
         if name not in VERBS and not ctx.resilient_parsing and not name.startswith("-"):
             raise UsageError(f"unknown verb '{name}'", hint=_suggestion(name))
-        return super().resolve_command(ctx, [name, *args[1:]])
+        return super().resolve_command(ctx, [name, *more, *args[1:]])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb; report its errors while the common options are known."""

@@ -3,6 +3,7 @@
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.credential import login, logout
 from clowder_aimage.registry.host_settings import DialectCache
+from clowder_aimage.registry.listing import is_generated, repositories
 from clowder_aimage.registry.mount import MountHolders, MountOrigins
 from clowder_aimage.registry.repository import Repository
 
@@ -12,6 +13,8 @@ __all__ = [
     "MountHolders",
     "MountOrigins",
     "Repository",
+    "is_generated",
     "login",
     "logout",
+    "repositories",
 ]

@@ -1,4 +1,4 @@
-"""Lists in a registry: tags in pages, and the referrers of a subject.
+"""Lists in a registry: repositories and tags in pages, and the referrers of a subject.
 
 Sources: distribution-spec, "Listing Tags" (end-8), "Listing Referrers" (end-12), and "Referrers Tag
 Schema": an index that clients keep under a tag where the registry does not have the referrers API.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,14 +18,16 @@ import requests.utils
 
 from clowder_aimage.content.graph import referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
-from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, read_json
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import encode, parse_document
+from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.transport import origin
 
 _NO_API = frozenset({405, 501})  # besides 404
+_GENERATED = re.compile(r"sha(?:256|512)-[0-9a-f]{64,128}(?:\.[a-z]+)?")
 _ATTEMPTS = 4  # to add an entry to an index with concurrent writers
 MAX_PAGES = 1000
 MAX_LIST_SIZE = 64 * 1024 * 1024
@@ -35,28 +38,55 @@ def tags(session: Session, name: str) -> list[str]:
 
     Raises AccessError, or FormatError if the response is not a list of tags.
     """
+    return _names(session, session.url("tags/list"), f"repository {name}", "tags")
+
+
+def is_generated(tag: str) -> bool:
+    """Return whether a tag is that of a list of referrers, or of a signature of cosign."""
+    return _GENERATED.fullmatch(tag) is not None
+
+
+def repositories(host: str, connection: ClientOptions) -> list[str]:
+    """Return the repositories of a registry, in its order (distribution, "Listing Repositories").
+
+    Raises AccessError, or FormatError if the response is not a list of repositories.
+    """
+    with Session(Reference(host, "catalog"), connection) as session:
+        try:
+            return _names(session, session.catalog, "the catalog", "repositories")
+        except (NotFoundError, RegistryError) as error:
+            if isinstance(error, RegistryError) and error.status not in _NO_API:
+                raise
+            raise RegistryError(
+                f"{host} does not list its repositories ({error})",
+                hint="the catalog is optional, and many registries have none",
+            ) from None
+
+
+def _names(session: Session, url: str, what: str, key: str) -> list[str]:
+    """Return the names under ``key`` of all pages, each once."""
     found: dict[str, None] = {}
-    for raw, _ in pages(session, "tags/list", f"repository {name}", "application/json"):
-        found |= dict.fromkeys(_tags(raw, name))
+    for raw, _ in pages(session, url, what, "application/json"):
+        found |= dict.fromkeys(_page(raw, what, key))
     return list(found)
 
 
-def _tags(raw: bytes, name: str) -> list[str]:
-    """Return the tags in one page; some registries write ``null`` for an empty list."""
+def _page(raw: bytes, what: str, key: str) -> list[str]:
+    """Return the names in one page; some registries write ``null`` for an empty list."""
     with contextlib.suppress(FormatError, KeyError, TypeError):
-        found = read_json(raw, "the response")["tags"] or []
+        found = read_json(raw, "the response")[key] or []
         is_list = isinstance(found, list)
-        if is_list and all(isinstance(tag, str) and tag.isprintable() for tag in found):
+        if is_list and all(isinstance(name, str) and name.isprintable() for name in found):
             return list(found)
-    raise FormatError(f"invalid response for the tags of {name}: expected a list of tags")
+    raise FormatError(f"invalid response for {what}: expected a list of {key}")
 
 
-def pages(session: Session, path: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
-    """Yield body and media type of each page of a list below ``/v2/<repository>/``.
+def pages(session: Session, first: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
+    """Yield body and media type of each page of a list that begins at the URL ``first``.
 
     Raises RegistryError: the links lead to another origin, form a cycle, or do not end.
     """
-    url: str | None = session.url(path)
+    url: str | None = first
     seen: set[str] = set()
     size = 0
     while url is not None:
@@ -110,8 +140,9 @@ def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descr
     query = f"?{urlencode({'artifactType': artifact_type})}" if artifact_type else ""
     found: list[Descriptor] | None = None
     what = f"referrers of {subject}"
+    url = session.url(f"referrers/{subject}{query}")
     try:
-        for raw, kind in pages(session, f"referrers/{subject}{query}", what, mediatype.OCI_INDEX):
+        for raw, kind in pages(session, url, what, mediatype.OCI_INDEX):
             found = (found or []) + _entries(raw, kind)
     except NotFoundError:
         if found is not None:
@@ -153,6 +184,18 @@ def record(
         f"the new entry is missing from {what} after {_ATTEMPTS} attempts",
         hint="other clients may be updating it at the same time; try again",
     )
+
+
+def forget(session: Session, subject: Digest, digest: Digest) -> None:
+    """Remove a deleted manifest from the index under the subject's tag, if there is one."""
+    tag = tag_of(subject)
+    what = f"the list of referrers {tag}"
+    raw = _tagged(session, tag, what)
+    if raw is not None and any(entry.digest == digest for entry in _entries(raw)):
+        index = json.loads(raw)
+        index["manifests"] = [e for e in index["manifests"] if e["digest"] != str(digest)]
+        new = encode(index)
+        session.put_manifest(tag, parse_document(new).media_type, new, what)
 
 
 def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:

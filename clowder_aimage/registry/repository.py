@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
-from clowder_aimage.errors import RegistryError, UsageError, VerificationError
+from clowder_aimage.errors import FormatError, RegistryError, UsageError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.manifest import parse_document
@@ -20,7 +21,7 @@ from clowder_aimage.registry import listing
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response import RegistryResponse, failure
+from clowder_aimage.registry.response import RegistryResponse, deletion_failure, failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import upload
@@ -74,6 +75,40 @@ class Repository(Target, AbstractContextManager["Repository"]):
             return None if found.digest == known else found
 
         return retrying(resolve)
+
+    def describe(self, reference: Reference) -> Descriptor:
+        """Return the descriptor of a manifest by HEAD, else by GET (end-3). Raises AImageError."""
+        url = self._session.url(f"manifests/{reference.target}")
+        response = retrying(partial(self._session.request, "HEAD", url, headers={"Accept": ACCEPT}))
+        response.finish()
+        headers = response.headers
+        with contextlib.suppress(FormatError, ValueError):
+            digest = Digest.parse(headers.get("Docker-Content-Digest", ""))
+            size, media_type = int(headers.get("Content-Length", "")), headers.get("Content-Type")
+            is_known = media_type in mediatype.DOCUMENTS and reference.digest in (None, digest)
+            if response.status_code == 200 and media_type and is_known:
+                return Descriptor(media_type, digest, size)
+        return self.resolve(reference)
+
+    def delete(self, reference: Reference) -> Descriptor:
+        """Delete a tag, or a manifest by digest with all its tags (end-9); return its descriptor.
+
+        Raises NotFoundError, UnauthorizedError, NetworkError; RegistryError: the registry does not
+        support that.
+        """
+        content = self.resolve(reference)
+        document = parse_document(self._manifest(content), content.media_type)
+        url = self._session.url(f"manifests/{reference.target}")
+        send = partial(self._session.request, "DELETE", url, actions="pull,delete")
+        response = retrying(send)
+        if response.status_code not in (200, 202, 204):
+            raise deletion_failure(response, reference, str(content.digest))
+        response.finish()
+        if reference.digest is not None:
+            self._manifests.pop(content.digest, None)
+            if document.subject is not None:
+                listing.forget(self._session, document.subject.digest, content.digest)
+        return content
 
     def _request_manifest(
         self, reference: Reference, known: Digest | None = None

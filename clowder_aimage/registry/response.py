@@ -23,6 +23,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     VerificationError,
 )
+from clowder_aimage.oci import Reference
 from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
 
 _MAX_IGNORED_SIZE = 64 * 1024  # bytes of a body that is read only to keep its connection
@@ -200,6 +201,26 @@ def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
             **fields,
         )
     return _error(found, what)
+
+
+def deletion_failure(
+    response: RegistryResponse, reference: Reference, digest: str
+) -> AImageError:
+    """Return the error for a refused deletion; many registries delete no tags, or nothing."""
+    found = ResponseFailure.of(response)
+    is_tag = reference.digest is None
+    is_unsupported = found.status in (405, 501) or found.code == "UNSUPPORTED"
+    if not is_unsupported and not (is_tag and found.status in (400, 404)):
+        return _error(found, f"the deletion of {reference}")
+    fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
+    if is_tag:
+        fields |= {"remedy": "delete_manifest", "name": reference.name, "digest": digest}
+    return RegistryError(
+        f"{found.host} does not support the deletion of {'tags' if is_tag else 'manifests'} "
+        f"({found.text}){found.suffix}",
+        hint="deletion may have to be enabled in the registry's configuration",
+        **fields,
+    )
 
 
 def failure(response: RegistryResponse, what: str) -> AImageError:

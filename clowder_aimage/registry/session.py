@@ -73,6 +73,11 @@ class Session(AbstractContextManager["Session"]):
         """Return the URL of a path below ``/v2/<repository>/``."""
         return f"{self.base}/v2/{self._reference.repository}/{path}"
 
+    @property
+    def catalog(self) -> str:
+        """The URL of the list of all repositories."""
+        return f"{self.base}/v2/_catalog"
+
     def join(self, location: str, base: str) -> str:
         """Return the URL of a Location header, which may be relative (RFC 9110, 10.2.2).
 
@@ -150,7 +155,7 @@ class Session(AbstractContextManager["Session"]):
             return found
         if actions is None:
             actions = "pull" if method in ("GET", "HEAD") else "pull,push"
-        if url == f"{self.base}/v2/":
+        if url in (f"{self.base}/v2/", self.catalog):
             actions = ""  # a request to the registry, not to one of its repositories
         is_ours = origin(url) == origin(self.base)
         sent = {"Accept-Encoding": "identity", **(headers or {})}

@@ -33,7 +33,7 @@ def test_an_unknown_verb_is_refused_with_a_suggestion(aimage, word, hint):
 
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())
 def test_an_alias_runs_its_verb(aimage, alias, verb):
-    shown, expected = aimage()(alias, "--help"), aimage()(verb, "--help")
+    shown, expected = aimage()(alias, "--help"), aimage()(*verb.split(), "--help")
     assert shown.out == expected.out.replace(f"aimage {alias}", f"aimage {verb}")
 
 

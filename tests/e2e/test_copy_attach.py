@@ -190,7 +190,8 @@ def test_attach_and_referrers_without_the_api(aimage, registry, repository, push
     check_attached(aimage(), f"{repository}:v1", pushed)
     here = aimage()
     tag = f"sha256-{pushed.removeprefix('sha256:')}"
-    assert here("tags", repository, "--json").value == {
+    assert here("tags", repository).line == "v1"
+    assert here("tags", repository, "--all", "--json").value == {
         "repository": repository,
         "tags": ["v1", tag],
     }

@@ -43,7 +43,7 @@ def _tags(repository: str) -> list[str]:
     """Return the tags of a repository with its name; empty if they do not arrive in time."""
     from clowder_aimage.cli.console.option import settings
     from clowder_aimage.oci import Reference
-    from clowder_aimage.registry import Repository
+    from clowder_aimage.registry import Repository, is_generated
 
     reference = Reference.parse(repository)
     if reference.registry is None:
@@ -52,7 +52,8 @@ def _tags(repository: str) -> list[str]:
 
     def fetch() -> None:
         with contextlib.suppress(AImageError), Repository(reference, connection) as remote:
-            found.extend(f"{reference.name}:{tag}" for tag in remote.tag_names())
+            tags = [tag for tag in remote.tag_names() if not is_generated(tag)]
+            found.extend(f"{reference.name}:{tag}" for tag in tags)
 
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()

@@ -138,6 +138,10 @@ jobs_option = _shared(
     help="Number of concurrent layers. [default: 8, or from the configuration]",
 )
 
+output_option = click.option(
+    "-o", "--output", "file", default="-", metavar="FILE", help="The file to write. [default: -]"
+)
+
 transfer_options = options(jobs_option, connection_options)
 
 

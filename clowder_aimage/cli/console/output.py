@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
@@ -126,3 +128,26 @@ def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
     if standard.isatty():
         raise UsageError(f"refusing to {action} a terminal", hint=hint)
     return io.FileIO(standard.fileno(), "rb" if standard is sys.stdin else "wb", closefd=False)
+
+
+@contextlib.contextmanager
+def output_file(name: str) -> Iterator[BinaryIO]:
+    """Open a file that is written in full or not at all; ``-`` is stdout. Raises AImageError."""
+    from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file
+
+    path = Path(name).resolve()
+    try:
+        if name == "-":
+            raw = standard_stream(sys.stdout, "write bytes to", "set a file with -o, or use a pipe")
+            yield cast(BinaryIO, raw)
+        elif path.exists() and not path.is_file():  # a device or a pipe
+            with path.open("wb", buffering=0) as file:
+                yield file
+        else:
+            with atomic_file(path) as file:
+                yield file
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        kind = NoSpaceError if error.errno in DISK_FULL else StoreError
+        raise kind(f"cannot write {name}: {error.strerror or error}") from None

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import reference_argument, settings, verb
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    reference_argument,
+    settings,
+    verb,
+)
 from clowder_aimage.cli.console.output import facts, number, plain, plural, result, size, table
 from clowder_aimage.content.platform import Candidate, candidates_in, one_line
+from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
-from clowder_aimage.errors import NotFoundError
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout.completeness import Completeness, check_stored, describe_missing
-from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage, read_manifest
+from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
 _FEW = 20  # layers that are listed by default for a model without components
@@ -31,19 +36,39 @@ _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "
 @verb
 @reference_argument
 @click.option("--layers", is_flag=True, help="List every layer.")
-def show(reference: Reference, layers: bool) -> None:
+@click.option("--remote", is_flag=True, help="Read it from the registry in its name.")
+@connection_options
+def show(reference: Reference, layers: bool, remote: bool) -> None:
     """Show the config, the components and the sizes of the AImage REF in the store.
 
-    For an index, show its manifests.
+    For an index, show its manifests. With --remote only the manifest and the config are fetched.
     """
     chosen = settings()
-    descriptor = chosen.layout.resolve(reference)
+    if remote:
+        from clowder_aimage.registry import Repository
+
+        with Repository(reference, chosen.connection()) as repository:
+            _show(repository, reference, layers, lambda stored: Completeness(stored.descriptor))
+        return
+    if chosen.has_connection:
+        raise UsageError("--plain-http, --insecure and --ca-file require --remote")
+    layout = chosen.layout
+    _show(layout, reference, layers, lambda stored: check_stored(layout, stored))
+
+
+def _show(
+    source: Source,
+    reference: Reference,
+    layers: bool,
+    check: Callable[[StoredAImage], Completeness],
+) -> None:
+    descriptor = source.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
-        value = _index(chosen.layout, reference, descriptor)
+        value = _index(source, reference, descriptor)
         result(value, _index_text(value))
         return
-    stored = read_aimage(chosen.layout, reference)
-    found = check_stored(chosen.layout, stored)
+    stored = interpret(source, descriptor, read_manifest(source, descriptor))
+    found = check(stored)
     text = _text(reference, stored, found)
     if layers:
         text += "\n\n" + _layers(stored.aimage)
@@ -78,17 +103,17 @@ def _layer(layer: Layer) -> dict[str, Any]:
     return value
 
 
-def _index(layout: ImageLayout, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
-    index = parse_document(read_all(layout.open(descriptor), descriptor), descriptor.media_type)
-    found = candidates_in(layout, index) if isinstance(index, Index) else []
+def _index(source: Source, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
+    index = parse_document(read_all(source.open(descriptor), descriptor), descriptor.media_type)
+    found = candidates_in(source, index) if isinstance(index, Index) else []
     return {
         "reference": str(reference),
         **plain(descriptor),
-        "manifests": [_candidate(layout, one) for one in found],
+        "manifests": [_candidate(source, one) for one in found],
     }
 
 
-def _candidate(layout: ImageLayout, candidate: Candidate) -> dict[str, Any]:
+def _candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
     """Return a manifest; ``blobs``, their size, is left out if it is not in the store."""
     value = plain(candidate.descriptor)
     if candidate.variant:
@@ -96,7 +121,7 @@ def _candidate(layout: ImageLayout, candidate: Candidate) -> dict[str, Any]:
     if candidate.platform is not None:
         value["platform"] = str(candidate.platform)
     try:
-        manifest = read_manifest(layout, candidate.descriptor)
+        manifest = read_manifest(source, candidate.descriptor)
     except NotFoundError:
         return value
     return value | {"blobs": sum(blob.size for blob in manifest.children)}

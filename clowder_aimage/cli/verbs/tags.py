@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from clowder_aimage.cli.console.option import connection_options, settings, verb
-from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.cli.console.output import note, plain, result, table
+from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.errors import UsageError
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 
 
 @verb
 @click.argument("repo")
+@click.option("--long", "-l", "is_long", is_flag=True, help="Show digests and types.")
+@click.option("--all", "-a", "whole", is_flag=True, help="List generated tags (sha256-...) too.")
 @connection_options
-def tags(repo: str) -> None:
-    """List all tags of the repository REPO, one a line, in the registry's order."""
-    from clowder_aimage.registry import Repository
+def tags(repo: str, is_long: bool, whole: bool) -> None:
+    """List the tags of the repository REPO, one a line, in the registry's order.
+
+    The tags of lists of referrers and of signatures (sha256-...) are left out.
+    """
+    from clowder_aimage.registry import Repository, is_generated
 
     chosen = settings()
     reference = Reference.parse(repo)
@@ -28,10 +36,23 @@ def tags(repo: str) -> None:
             f"expected HOST/REPOSITORY without a tag or digest, not {repo}",
             hint=f"use: aimage tags {reference.name}",
         )
-    with Repository(reference, chosen.connection()) as repository:
-        found = repository.tag_names()
-    if found or chosen.as_json:
-        value = {"repository": reference.name, "tags": found}
-        result(value, "\n".join(found))
-    elif not chosen.quiet:
-        note(f"{reference.name} has no tags")
+    connection, found = chosen.connection(), dict[str, Descriptor]()
+    with Repository(reference, connection) as repository:
+        names = [tag for tag in repository.tag_names() if whole or not is_generated(tag)]
+
+        def describe(tag: str) -> None:
+            found[tag] = repository.describe(Reference.parse(f"{repo}:{tag}"))
+
+        if is_long:
+            jobs = connection.jobs(reference.registry)
+            in_parallel([partial(describe, tag) for tag in names], jobs, lambda: None)
+    value = {"repository": reference.name, "tags": names}
+    if is_long:
+        value["manifests"] = [{"tag": tag, **plain(found[tag])} for tag in names]
+    if not names and not chosen.as_json:
+        if not chosen.quiet:
+            note(f"{reference.name} has no tags")
+        return
+    rows = [("TAG", "DIGEST", "TYPE")]
+    rows += [(tag, str(found[tag].digest), found[tag].media_type) for tag in names if is_long]
+    result(value, table(rows) if is_long else "\n".join(names))

@@ -1,0 +1,57 @@
+"""The verb ``delete``."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from clowder_aimage.cli.console.complete import complete_name
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    parse_reference,
+    settings,
+    verb,
+)
+from clowder_aimage.cli.console.output import note, plain, remark, result
+from clowder_aimage.errors import UsageError
+
+
+@verb
+@click.argument("name", metavar="REF", shell_complete=complete_name)
+@click.option("-f", "--force", is_flag=True, help="Do not ask.")
+@connection_options
+def delete(name: str, force: bool) -> int:
+    """Delete REF from its registry: a tag, or with a digest a manifest and all its tags.
+
+    The registry frees the space when it collects garbage. The store is not changed: 'aimage rm'
+    removes a name from it. On a terminal the verb asks; elsewhere it needs --force.
+    """
+    from clowder_aimage.registry import Repository
+
+    chosen, reference = settings(), parse_reference(name)
+    if reference.registry is None:
+        raise UsageError(
+            f"{name} has no registry host", hint=f"to remove it from the store: aimage rm {name}"
+        )
+    if name == reference.name:
+        raise UsageError(f"{name} has neither tag nor digest", hint="name what is to be deleted")
+    with Repository(reference, chosen.connection()) as repository:
+        content = repository.describe(reference)
+        if reference.digest is None:
+            kind, what = "tag", f"the tag {reference} ({content.digest})"
+        else:
+            reference = reference.with_digest(content.digest)
+            kind, what = "manifest", f"the manifest {reference} and all its tags"
+        if not force and not sys.stdin.isatty():
+            raise UsageError(
+                f"cannot ask whether to delete {what}: there is no terminal",
+                hint="--force deletes without asking",
+            )
+        if not force and not click.confirm(f"Delete {what}?", err=True):
+            note("nothing was deleted")
+            return 1
+        content = repository.delete(reference)
+    remark(f"deleted {what}")
+    result({"deleted": str(reference), "kind": kind, **plain(content)}, str(reference))
+    return 0

@@ -1,0 +1,98 @@
+"""The verbs ``manifest fetch`` and ``manifest push``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection_options,
+    output_option,
+    reference_argument,
+    settings,
+)
+from clowder_aimage.cli.console.output import output_file, plain, printable, result
+from clowder_aimage.content.atomic_file import write_all
+from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Manifest, Reference, parse_document, read_json
+
+
+@click.group()
+def manifest() -> None:
+    """Fetch a manifest from a registry, or push one."""
+
+
+@common_options
+@manifest.command(short_help="Print a manifest, or the config that it names.")
+@reference_argument
+@output_option
+@click.option("--pretty", is_flag=True, help="Indent the JSON.")
+@click.option("--config", "wants_config", is_flag=True, help="Fetch the config of the manifest.")
+@connection_options
+def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> None:
+    """Print the manifest of REF in its registry, verified and byte for byte.
+
+    With -o it is written to FILE, and the path is printed.
+    """
+    from clowder_aimage.registry import Repository
+
+    with Repository(reference, settings().connection()) as repository:
+        content = repository.resolve(reference)
+        raw = read_all(repository.open(content), content)
+        if wants_config:
+            content = Manifest.parse(raw, content.media_type).config
+            raw = read_all(repository.open(content), content, MAX_CONFIG_SIZE)
+    if pretty:
+        raw = json.dumps(read_json(raw, "the document"), indent=2, ensure_ascii=False).encode()
+        raw += b"\n"
+    if file == "-" and sys.stdout.isatty():
+        click.echo(printable(raw.decode(errors="replace")))
+        return
+    with output_file(file) as target:
+        write_all(target.fileno(), raw)
+    if file != "-":
+        result({"reference": str(reference), "file": file, **plain(content)}, file)
+
+
+@common_options
+@manifest.command(short_help="Push a manifest from a file.")
+@reference_argument
+@click.argument("file", metavar="FILE")
+@connection_options
+def push(reference: Reference, file: str) -> None:
+    """Push the manifest in FILE (- is stdin) unchanged as REF; print its digest.
+
+    The registry must have everything that the manifest lists. A REF with a digest is refused if
+    the file has another one.
+    """
+    from clowder_aimage.registry import Repository
+
+    raw = _read(file)
+    try:
+        document = parse_document(raw)
+    except FormatError as error:
+        raise FormatError(f"{file} is not a manifest: {error.message}", **error.advice) from None
+    if reference.digest not in (None, document.digest):
+        raise UsageError(f"{file} has the digest {document.digest}, but the name is {reference}")
+    with Repository(reference, settings().connection()) as repository:
+        repository.push(document.descriptor, bytes_body(raw), reference)
+    result({"reference": str(reference), **plain(document.descriptor)}, str(document.digest))
+
+
+def _read(file: str) -> bytes:
+    """Return the content of a file or of stdin. Raises ModelError."""
+    try:
+        with click.open_file(file, "rb") if file == "-" else Path(file).open("rb") as source:
+            raw: bytes = source.read(MAX_MANIFEST_SIZE + 1)
+    except OSError as error:
+        raise ModelError(f"cannot read {file}: {error.strerror}") from None
+    if len(raw) > MAX_MANIFEST_SIZE:
+        raise ModelError(f"{file} has more than the {MAX_MANIFEST_SIZE} bytes of a manifest")
+    return raw

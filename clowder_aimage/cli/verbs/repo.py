@@ -1,0 +1,47 @@
+"""The verb ``repo ls``."""
+
+from __future__ import annotations
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    common_options,
+    connection_options,
+    parse_reference,
+    settings,
+)
+from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.errors import UsageError
+
+
+@click.group()
+def repo() -> None:
+    """List the repositories of a registry."""
+
+
+@common_options
+@repo.command(short_help="List the repositories of a registry.")
+@click.argument("place", metavar="HOST[/PREFIX]")
+@connection_options
+def ls(place: str) -> None:
+    """List the repositories of the registry HOST, one a line, in the registry's order.
+
+    With PREFIX, list PREFIX itself and the repositories below it. Not every registry has such a
+    list, and it may have only what your account can read.
+    """
+    from clowder_aimage.registry import repositories
+
+    host, _, prefix = place.partition("/")
+    reference = parse_reference(f"{host}/{prefix or 'x'}")
+    if reference.registry is None or ":" in prefix or "@" in prefix:
+        raise UsageError(f"expected HOST[/PREFIX], not {place}")
+    chosen = settings()
+    found = [
+        f"{host}/{name}"
+        for name in repositories(host, chosen.connection())
+        if not prefix or name == prefix or name.startswith(f"{prefix}/")
+    ]
+    if found or chosen.as_json:
+        result({"registry": host, "repositories": found}, "\n".join(found))
+    elif not chosen.quiet:
+        note(f"{place} has no repositories")

@@ -1,0 +1,27 @@
+"""The verb ``resolve``."""
+
+from __future__ import annotations
+
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    reference_argument,
+    settings,
+    verb,
+)
+from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.oci import Reference
+
+
+@verb
+@reference_argument
+@connection_options
+def resolve(reference: Reference) -> None:
+    """Print the digest of the manifest that REF names in its registry.
+
+    The manifest is not fetched if the registry sends its digest without it.
+    """
+    from clowder_aimage.registry import Repository
+
+    with Repository(reference, settings().connection()) as repository:
+        found = repository.describe(reference)
+    result({"reference": str(reference), **plain(found)}, str(found.digest))
