@@ -1,4 +1,4 @@
-"""attach: files for a manifest in a registry (OCI image-spec, "Guidelines for Artifact Usage").
+"""attach: files for a manifest in a registry, pushed and fetched (OCI image-spec, "Guidelines for Artifact Usage").
 
 A signature or a bill of materials becomes a separate artifact, whose ``subject`` is the manifest
 that it describes. That manifest does not change.
@@ -6,6 +6,7 @@ that it describes. That manifest does not change.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections import Counter
@@ -13,9 +14,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clowder_aimage.content import OnEvent, Overlay, Source, copy
-from clowder_aimage.content.copy_option import ignore
+from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file, write_all
+from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import Reader, file_body
-from clowder_aimage.errors import ModelError, NotFoundError, UsageError
+from clowder_aimage.content.verified_reader import VerifyingReader, read_all
+from clowder_aimage.errors import (
+    FormatError,
+    ModelError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
 
@@ -59,6 +70,74 @@ def attach(
         name, jobs = reference.with_digest(manifest.digest), connection.jobs(reference.registry)
         copy(source, name, repository, concurrency=jobs, on_event=on_event)
     return manifest.descriptor, subject
+
+
+def fetch_files(
+    reference: Reference,
+    directory: Path,
+    connection: ClientOptions,
+    *,
+    on_event: OnEvent = ignore,
+) -> list[Path]:
+    """Write the files of the artifact ``reference``, under their titles, to ``directory``.
+
+    Layers without a title are left out. No file is replaced; after an error those that were
+    written are removed.
+
+    Raises:
+        UsageError: the artifact has no files, or one of them exists already.
+        FormatError: a title is not the name of a file, or occurs twice.
+        NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be fetched.
+        VerificationError: the bytes differ from their digest.
+        StoreError, NoSpaceError: a file cannot be written.
+    """
+    with Repository(reference, connection) as repository:
+        content = repository.resolve(reference)
+        raw = read_all(repository.open(content), content)
+        layers = Manifest.parse(raw, content.media_type).layers
+        files = [(directory / _title(one), one) for one in layers if mediatype.TITLE in one.annotations]
+        paths = [path for path, _ in files]
+        if not paths:
+            raise UsageError(f"{reference} has no files with names", remedy="list_attached")
+        if len(set(paths)) < len(paths):
+            raise FormatError(f"two files of {reference} have the same name")
+        for path in paths:
+            if path.exists() or path.is_symlink():
+                raise UsageError(f"{path} exists", hint="choose another directory, or move it away")
+        on_event(CopyEvent("plan", content, sum(one.size for _, one in files), len(files)))
+        with contextlib.ExitStack() as stack:
+            for path, layer in files:
+                _write(repository, layer, path, on_event)
+                stack.callback(path.unlink, missing_ok=True)
+            stack.pop_all()
+    return paths
+
+
+def _title(layer: Descriptor) -> str:
+    """Return the title of a layer, a file name without directories. Raises FormatError."""
+    title = layer.annotations[mediatype.TITLE]
+    if title != Path(title).name or not title.isprintable():
+        raise FormatError(f"the title {title[:100]!r} is not the name of a file")
+    return title
+
+
+def _write(source: Source, layer: Descriptor, path: Path, on_event: OnEvent) -> None:
+    """Write a layer to a new file, verified. Raises AImageError."""
+    on_event(CopyEvent("start", layer, layer.size))
+    buffer = new_buffer()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            atomic_file(path) as file,
+            VerifyingReader(source.open(layer), layer) as reader,
+        ):
+            while count := reader.readinto(buffer):
+                write_all(file.fileno(), buffer[:count])
+                on_event(CopyEvent("progress", layer, count))
+    except OSError as error:
+        kind = NoSpaceError if error.errno in DISK_FULL else StoreError
+        raise kind(f"cannot write {path}: {error.strerror or error}") from None
+    on_event(CopyEvent("done", layer, layer.size))
 
 
 def build(

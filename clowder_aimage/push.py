@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 from clowder_aimage.content import (
     ContentStore,
@@ -15,7 +17,7 @@ from clowder_aimage.content import (
     copy,
     plan_copy,
 )
-from clowder_aimage.content.copy_option import ignore
+from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.dialect import LADDER, READABLE, Dialect
@@ -44,6 +46,7 @@ from clowder_aimage.registry import (
     MountHolders,
     MountOrigins,
     Repository,
+    is_generated,
 )
 
 OnFallback = Callable[[str, AImageError], None]
@@ -117,11 +120,17 @@ def push(
 
 
 def transfer(
-    source: Reference, target: Reference, connection: ClientOptions, *, on_event: OnEvent = ignore
+    source: Reference,
+    target: Reference,
+    connection: ClientOptions,
+    *,
+    recursive: bool = False,
+    on_event: OnEvent = ignore,
 ) -> Descriptor:
     """Copy the artifact ``source`` unchanged to ``target``, without storing it on disk.
 
-    Each blob is streamed, or mounted within one registry if that is allowed.
+    Each blob is streamed, or mounted within one registry if that is allowed. With ``recursive``
+    the artifacts that are attached to it are copied first, and those that are attached to them.
 
     Raises:
         UsageError: a name without a registry host, or a digest that is not the source's.
@@ -129,6 +138,80 @@ def transfer(
         UnauthorizedError, NetworkError, RegistryError: it cannot be read or pushed.
         VerificationError, FormatError: the bytes differ from their descriptors.
     """
+    with _repositories(source, target, connection, on_event) as (there, here):
+        if target.digest is not None:
+            digest = source.digest or there.resolve(source).digest
+            if target.digest != digest:
+                raise UsageError(
+                    f"the source has the digest {digest}, but the target is {target}",
+                    hint="omit the digest of the target",
+                )
+        jobs = connection.jobs(source.registry, target.registry)
+        return _transfer(there, here, [(source, target)], recursive, jobs, on_event)[0]
+
+
+def transfer_tags(
+    source: Reference,
+    target: Reference,
+    connection: ClientOptions,
+    *,
+    recursive: bool = False,
+    on_event: OnEvent = ignore,
+) -> dict[str, Descriptor]:
+    """Copy all tags of the repository of ``source`` to that of ``target``; return them by name.
+
+    The tags of lists of referrers are not copied. Raises as ``transfer`` does.
+    """
+    with _repositories(source, target, connection, on_event) as (there, here):
+        tags = [tag for tag in there.tag_names() if not is_generated(tag)]
+        pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
+        jobs = connection.jobs(source.registry, target.registry)
+        found = _transfer(there, here, pairs, recursive, jobs, on_event)
+        return dict(zip(tags, found, strict=True))
+
+
+def _transfer(
+    there: Repository,
+    here: Repository,
+    pairs: Sequence[tuple[Reference, Reference]],
+    recursive: bool,
+    jobs: int,
+    on_event: OnEvent,
+) -> list[Descriptor]:
+    """Copy each source to its target, with one plan for the events; return the roots."""
+    plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
+    for source, target in pairs:
+        plan = plan_copy(there, there.resolve(source))
+        for subject, _ in plan.documents if recursive else ():
+            for _, _, entry in there.all_referrers(subject.digest):
+                with contextlib.suppress(NotFoundError):  # deleted, but still in the list
+                    root = there.resolve(source.with_digest(entry.digest))
+                    plans[root.digest] = plan_copy(there, root), target.with_digest(root.digest)
+        plans[target] = plan, target
+    size = sum(plan.size for plan, _ in plans.values())
+    count = sum(len(plan.blobs) for plan, _ in plans.values())
+    if plans:
+        on_event(CopyEvent("plan", plans[pairs[-1][1]][0].root, size, count))
+
+    def on_other(event: CopyEvent) -> None:
+        if event.kind != "plan":
+            on_event(event)
+
+    try:
+        for plan, name in plans.values():
+            copy(there, name, here, concurrency=jobs, on_event=on_other, plan=plan)
+    except ManifestRefusedError as error:
+        error.remedy = ""
+        error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
+        raise
+    return [plans[target][0].root for _, target in pairs]
+
+
+@contextlib.contextmanager
+def _repositories(
+    source: Reference, target: Reference, connection: ClientOptions, on_event: OnEvent
+) -> Iterator[tuple[Repository, Repository]]:
+    """Open the repositories of a copy. Raises UsageError: a name has no host."""
     for name in (source, target):
         if name.registry is None:
             raise UsageError(
@@ -140,20 +223,7 @@ def transfer(
     is_near = source.registry == target.registry and source.repository != target.repository
     origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
     with Repository(source, connection) as there, Repository(target, connection, origins) as here:
-        if target.digest is not None:
-            digest = source.digest or there.resolve(source).digest
-            if target.digest != digest:
-                raise UsageError(
-                    f"the source has the digest {digest}, but the target is {target}",
-                    hint="omit the digest of the target",
-                )
-        try:
-            jobs = connection.jobs(source.registry, target.registry)
-            return copy(there, source, here, target, concurrency=jobs, on_event=on_event)
-        except ManifestRefusedError as error:
-            error.remedy = ""
-            error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
-            raise
+        yield there, here
 
 
 def _read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -27,6 +27,7 @@ from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import upload
 
 STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
+MAX_REFERRERS = 1000
 _MAX_REQUESTS = 3  # requests to a mirror for one part of a blob
 
 
@@ -211,6 +212,24 @@ class Repository(Target, AbstractContextManager["Repository"]):
     def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
         """Return the manifests with ``subject``, of one type if given (end-12)."""
         return listing.referrers(self._session, subject, artifact_type)
+
+    def all_referrers(self, subject: Digest) -> Iterator[tuple[int, Digest, Descriptor]]:
+        """Yield level, subject and descriptor of the referrers of ``subject``, and of theirs.
+
+        Each is yielded once, before its own. Raises RegistryError: there are too many.
+        """
+        seen: set[Digest] = {subject}
+        pending = [(0, subject, entry) for entry in reversed(self.referrers(subject))]
+        while pending:
+            level, of, entry = pending.pop()
+            if entry.digest in seen:
+                continue
+            seen.add(entry.digest)
+            if len(seen) > MAX_REFERRERS:
+                raise RegistryError(f"{subject} has over {MAX_REFERRERS} referrers")
+            yield level, of, entry
+            below = reversed(self.referrers(entry.digest))
+            pending += [(level + 1, entry.digest, each) for each in below]
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         self._put_manifest(content, self._manifest(content), reference)

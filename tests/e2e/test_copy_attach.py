@@ -208,7 +208,8 @@ def check_attached(here, reference, subject):
     """Attach two artifacts to ``reference``, and list them."""
     name = reference.rpartition(":")[0]
     assert here("referrers", reference, "--json").value == []
-    assert here("referrers", reference).line.split() == ["DIGEST", "TYPE", "SIZE"]
+    nothing = here("referrers", reference)
+    assert (nothing.out, nothing.err) == ("", f"nothing is attached to {reference}\n")
     (here.home / "sbom.json").write_text('{"spdxVersion": "SPDX-2.3"}')
     (here.home / "report.txt").write_text("all is well\n")
     (here.home / "empty").write_text("")
@@ -232,7 +233,8 @@ def check_attached(here, reference, subject):
         "artifactType": REPORT,
         "annotations": {"org.example.by": "hand=made"},
     }
-    assert here("referrers", f"{name}@{subject}", "--type", SBOM).out.split()[3:5] == [sbom, SBOM]
+    assert here("referrers", f"{name}@{subject}", "--type", SBOM).out.split()[4:6] == [sbom, SBOM]
+    assert "org.example.by=hand=made" in here("referrers", reference).out
     document = json.loads(raw_manifest(f"{name}@{sbom}"))
     assert document["subject"]["digest"] == subject
     assert document["layers"][0]["annotations"] == {"org.opencontainers.image.title": "sbom.json"}
@@ -266,3 +268,135 @@ def test_invalid_arguments_of_copy_and_attach(aimage, repository):
     assert "media type" in here("attach", repository, "x", "--type", "sbom", code=2).err
     done = here("attach", repository, "x", "--type", SBOM, "--annotation", "k", code=2)
     assert "KEY=VALUE" in done.err
+
+
+@pytest.fixture
+def signed(aimage, repository, pushed):
+    """Return a command line, and the digests of an artifact of ``v1`` and of its signature."""
+    here = aimage()
+    (here.home / "sbom.json").write_text("the contents")
+    (here.home / "signature").write_text("signed")
+    sbom = here("attach", "-q", f"{repository}:v1", "sbom.json", "--type", SBOM).line
+    report = here("attach", "-q", f"{repository}@{sbom}", "signature", "--type", REPORT).line
+    return here, pushed, sbom, report
+
+
+def test_referrers_of_referrers(signed, repository):
+    here, digest, sbom, report = signed
+    lines = here("referrers", f"{repository}:v1", "--recursive").out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == [sbom, report]
+    assert lines[1].startswith("  sha256:")
+    found = here("referrers", f"{repository}:v1", "-r", "--json").value
+    assert [(row["digest"], row["subject"]) for row in found] == [(sbom, digest), (report, sbom)]
+    (row,) = here("referrers", f"{repository}:v1", "-r", "--type", REPORT, "--json").value
+    assert row["digest"] == report
+
+
+def test_a_recursive_copy_has_what_is_attached(signed, repository, served):
+    here, digest, sbom, report = signed
+    for target in (f"{repository}-copy", f"{served}/copied"):  # without and with the API
+        assert here("copy", "-q", f"{repository}:v1", f"{target}:v1").line == digest
+        assert here("referrers", f"{target}:v1", "--json").value == []
+        done = here("copy", "--recursive", f"{repository}:v1", f"{target}:v1")
+        assert done.line == digest
+        assert f"{BLOBS} already there" in done.err
+        found = here("referrers", f"{target}:v1", "-r", "--json").value
+        assert [row["digest"] for row in found] == [sbom, report]
+        again = here("copy", "-r", f"{repository}:v1", f"{target}:v1")
+        assert "copied 0 blobs" in again.err
+
+
+def test_a_recursive_copy_has_what_is_attached_to_the_parts_of_an_index(
+    signed, repository, served, tmp_path
+):
+    here, digest, sbom, report = signed
+    source = Reference.parse(f"{repository}:all")
+    with Repository(source, ClientOptions(docker_config=tmp_path)) as place:
+        child = place.resolve(Reference.parse(f"{repository}:v1"))
+        index = {
+            "schemaVersion": 2,
+            "mediaType": mediatype.OCI_INDEX,
+            "manifests": [child.to_json()],
+        }
+        raw = encode(index)
+        place.push(Descriptor.of(mediatype.OCI_INDEX, raw), bytes_body(raw), source)
+    here("copy", "-q", "-r", f"{repository}:all", f"{served}/index:v1")
+    found = here("referrers", f"{served}/index@{digest}", "-r", "--json").value
+    assert [row["digest"] for row in found] == [sbom, report]
+
+
+def test_a_copy_of_all_tags(signed, repository, served):
+    here, digest, sbom, _ = signed
+    here("copy", "-q", f"{repository}:v1", f"{repository}:v2")
+    done = here("copy", "--all-tags", repository, f"{served}/all")
+    assert done.out.splitlines() == [f"{served}/all:{tag} {digest}" for tag in ("v1", "v2")]
+    assert here("tags", f"{served}/all").out.split() == ["v1", "v2"]
+    assert here("referrers", f"{served}/all:v1", "--json").value == []
+    value = here("copy", "-a", "-r", "--json", "-q", repository, f"{served}/all").value
+    assert [(one["tag"], one["digest"]) for one in value["tags"]] == [
+        ("v1", digest),
+        ("v2", digest),
+    ]
+    assert here("referrers", f"{served}/all:v1", "--json").value[0]["digest"] == sbom
+    for source, target in ((f"{repository}:v1", served), (repository, f"{served}/all:v1")):
+        assert "without a tag" in here("copy", "-a", source, target, code=2).err
+    here("copy", "-a", f"{repository}-nothing", f"{served}/all", code=3)
+
+
+def test_attached_files_are_fetched(signed, repository):
+    here, _, sbom, _ = signed
+    done = here("attach", f"{repository}@{sbom}", "--get", "-o", "deep/files")
+    assert done.line == "deep/files/sbom.json"
+    assert "fetched 1 blob" in done.err
+    assert (here.home / "deep/files/sbom.json").read_text() == "the contents"
+    (here.home / "sbom.json").write_text("mine")
+    failed = here("attach", f"{repository}@{sbom}", "--get", code=2)
+    assert "sbom.json exists" in failed.err
+    assert (here.home / "sbom.json").read_text() == "mine"
+    value = here("attach", f"{repository}@{sbom}", "--get", "-o", "b", "--json", "-q").value
+    assert value == {"reference": f"{repository}@{sbom}", "files": ["b/sbom.json"]}
+    assert "no files with names" in here("attach", f"{repository}:v1", "--get", code=2).err
+    here("attach", f"{repository}:v9", "--get", code=3)
+    for wrong in (("sbom.json", "--get"), ("--get", "--type", SBOM)):
+        assert "cannot be combined" in here("attach", f"{repository}@{sbom}", *wrong, code=2).err
+    needs = here("attach", f"{repository}:v1", "sbom.json", "--type", SBOM, "-o", "x", code=2)
+    assert "--output requires --get" in needs.err
+
+
+@pytest.mark.parametrize(
+    ("titles", "second", "message"),
+    [
+        (("../out", "b"), b"two", "is not the name of a file"),
+        (("/out", "b"), b"two", "is not the name of a file"),
+        (("..", "b"), b"two", "is not the name of a file"),
+        (("a", "a"), b"two", "the same name"),
+        (("a", "b"), b"owt", "hashes to"),
+    ],
+)
+def test_hostile_attached_files_are_refused_and_leave_nothing(aimage, titles, second, message):
+    raw, parts = artifact(b"{}", b"one", b"two")
+    document = json.loads(raw)
+    for layer, title in zip(document["layers"], titles, strict=True):
+        layer["annotations"] = {"org.opencontainers.image.title": title}
+    parts = {digest: second if data == b"two" else data for digest, data in parts.items()}
+    here = aimage()
+    with ScriptedRegistry(serving(json.dumps(document).encode(), parts)).running() as host:
+        failed = here("attach", f"{host.host}/x:v1", "--get", "-o", "files", code=5)
+    assert message in failed.err
+    assert not [path for path in here.home.rglob("*") if path.is_file()]
+
+
+def test_several_names_are_pushed_and_pulled(aimage, llm, repository):
+    here, there = aimage("first"), aimage("there")
+    names = [f"{repository}:{tag}" for tag in ("v1", "v2")]
+    for name in names:
+        here("create", "-q", name, llm)
+    digest, again = here("push", *names).out.split()
+    assert digest == again
+    assert there("pull", *names).out.split() == [digest, digest]
+    rows = [json.loads(line) for line in there("pull", "--json", "-q", *names).out.splitlines()]
+    assert [row["reference"] for row in rows] == names
+    failed = there("pull", names[0], f"{repository}:v9", names[1], code=3)
+    assert failed.out.split() == [digest]
+    here("push", names[0], f"{repository}:v9", code=3)
+    here("push", code=2)

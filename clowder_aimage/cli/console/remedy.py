@@ -38,11 +38,12 @@ REMEDIES = {
     "the same disk",
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
-    "https": "the registry expects HTTPS: omit --plain-http; for a loopback host, use --ca-file FILE "
-    'or --insecure, or "plainHttp": false in the configuration',
+    "https": "the registry expects HTTPS: omit --plain-http; for a loopback host, use --ca-file "
+    'FILE or --insecure, or "plainHttp": false in the configuration',
     "install_extra": "pip install 'clowder-aimage[{extra}]'",
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",
+    "list_attached": "'aimage referrers' lists the artifacts that are attached to a name",
     "listen_elsewhere": "another worker or ollama may be running; use --addr for another address",
     "listen_without_tokens": "listen on 127.0.0.1, or require tokens with --token-file",
     "load_as": "set a name: aimage load FILE --as NAME",

@@ -20,16 +20,8 @@ from clowder_aimage.oci import Reference
 
 @verb
 @reference_argument
-@click.argument(
-    "file", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
-@click.option(
-    "--type",
-    "artifact_type",
-    metavar="MEDIA/TYPE",
-    required=True,
-    help="The type of the artifact.",
-)
+@click.argument("file", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--type", "artifact_type", metavar="MEDIA/TYPE", help="The type of the artifact.")
 @click.option(
     "--annotation",
     "annotations",
@@ -37,16 +29,41 @@ from clowder_aimage.oci import Reference
     multiple=True,
     help="Annotate the artifact. May be repeated.",
 )
+@click.option("--get", "is_get", is_flag=True, help="Fetch the files of the artifact REF instead.")
+@click.option(
+    "-o",
+    "--output",
+    "directory",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="With --get: the directory of the files. [default: .]",
+)
 @transfer_options
 def attach(
-    reference: Reference, file: tuple[Path, ...], artifact_type: str, annotations: tuple[str, ...]
+    reference: Reference,
+    file: tuple[Path, ...],
+    artifact_type: str | None,
+    annotations: tuple[str, ...],
+    is_get: bool,
+    directory: Path | None,
 ) -> None:
     """Push FILEs as an artifact with the subject REF in its registry; print its digest.
 
-    The artifact goes to the repository of REF. 'aimage referrers' lists it.
+    The artifact goes to the repository of REF. 'aimage referrers' lists it. With --get, REF is such
+    an artifact, by its digest: its files are written to DIR, verified, and their paths printed. No
+    file is replaced.
     """
     from clowder_aimage.attach import attach as attach_files
 
+    if is_get:
+        if file or artifact_type or annotations:
+            raise UsageError("--get cannot be combined with FILE, --type or --annotation")
+        _get(reference, directory or Path())
+        return
+    if not file or not artifact_type:
+        raise UsageError("missing FILE" if not file else "missing option --type")
+    if directory is not None:
+        raise UsageError("--output requires --get")
     connection = settings().connection()
     with Progress("attaching", reference) as progress:
         descriptor, subject = attach_files(
@@ -60,6 +77,17 @@ def attach(
     progress.summarize("attached")
     value = {"reference": str(reference.with_digest(descriptor.digest)), **plain(descriptor)}
     result(value | {"subject": str(subject.digest)}, str(descriptor.digest))
+
+
+def _get(reference: Reference, directory: Path) -> None:
+    from clowder_aimage.attach import fetch_files
+
+    with Progress("fetching", reference) as progress:
+        connection = settings().connection()
+        paths = fetch_files(reference, directory, connection, on_event=progress.on_event)
+    progress.summarize("fetched")
+    files = [str(path) for path in paths]
+    result({"reference": str(reference), "files": files}, "\n".join(files))
 
 
 def _pair(text: str) -> tuple[str, str]:

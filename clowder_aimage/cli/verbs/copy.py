@@ -5,27 +5,62 @@ from __future__ import annotations
 import click
 
 from clowder_aimage.cli.console.complete import complete_name
-from clowder_aimage.cli.console.option import settings, transfer_options, verb
+from clowder_aimage.cli.console.option import parse_reference, settings, transfer_options, verb
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
 @verb
-@click.argument("src", type=Reference.parse, shell_complete=complete_name)
-@click.argument("dst", type=Reference.parse)
+@click.argument("src", shell_complete=complete_name)
+@click.argument("dst")
+@click.option("-r", "--recursive", is_flag=True, help="Copy what is attached to SRC too.")
+@click.option("-a", "--all-tags", is_flag=True, help="Copy all tags; SRC and DST are repositories.")
 @transfer_options
-def copy(src: Reference, dst: Reference) -> None:
+def copy(src: str, dst: str, recursive: bool, all_tags: bool) -> None:
     """Copy SRC from its registry to the registry in DST; print its digest.
 
     The manifest keeps its bytes. Blobs are not stored on disk on the way. Blobs that DST already
     has are not sent; within one registry blobs are mounted.
+
+    With --recursive, signatures and other artifacts whose subject is SRC are copied before it, and
+    what is attached to them.
     """
     from clowder_aimage.push import transfer
 
-    with Progress("copying", src) as progress:
+    source, target = parse_reference(src), parse_reference(dst)
+    if all_tags:
+        _copy_tags((src, source), (dst, target), recursive)
+        return
+    with Progress("copying", source) as progress:
         connection = settings().connection()
-        descriptor = transfer(src, dst, connection, on_event=progress.on_event)
+        descriptor = transfer(
+            source, target, connection, recursive=recursive, on_event=progress.on_event
+        )
     progress.summarize("copied")
-    value = {"source": str(src), "reference": str(dst), **plain(descriptor)}
+    value = {"source": str(source), "reference": str(target), **plain(descriptor)}
     result(value, str(descriptor.digest))
+
+
+def _copy_tags(source: tuple[str, Reference], target: tuple[str, Reference], recursive: bool) -> None:
+    from clowder_aimage.push import transfer_tags
+
+    for text, reference in (source, target):
+        if text != reference.name:
+            raise UsageError(f"--all-tags expects repositories without a tag or digest, not {text}")
+    with Progress("copying", source[1]) as progress:
+        found = transfer_tags(
+            source[1],
+            target[1],
+            settings().connection(),
+            recursive=recursive,
+            on_event=progress.on_event,
+        )
+    progress.summarize("copied")
+    value = {
+        "source": source[0],
+        "repository": target[0],
+        "tags": [{"tag": tag, **plain(one)} for tag, one in found.items()],
+    }
+    result(value, "\n".join(f"{target[0]}:{tag} {one.digest}" for tag, one in found.items()))

@@ -12,7 +12,7 @@ import click
 
 from clowder_aimage.cli.console.option import (
     parsed,
-    reference_argument,
+    references_argument,
     settings,
     transfer_options,
     verb,
@@ -34,7 +34,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.pull import PullResult
+    from clowder_aimage.pull import PullOptions, PullResult
 
 
 def _parse_rate(text: str) -> int:
@@ -44,7 +44,7 @@ def _parse_rate(text: str) -> int:
 
 
 @verb
-@reference_argument
+@references_argument(required=True)
 @click.option(
     "--platform", metavar="OS/ARCH", help="From an index, choose the manifest for this platform."
 )
@@ -77,7 +77,7 @@ def _parse_rate(text: str) -> int:
 )
 @transfer_options
 def pull(
-    reference: Reference,
+    references: tuple[Reference, ...],
     platform: str | None,
     variant: str | None,
     whole: bool,
@@ -87,7 +87,7 @@ def pull(
     remote: bool,
     limit: int | None,
 ) -> None:
-    """Pull the AImage REF from the registry in its name; print its digest.
+    """Pull the AImages REF... from the registries in their names; print a digest for each.
 
     Every byte is verified before a blob gets its name in the store. Blobs that the store already
     has are not fetched. From an index, one AImage is pulled: the one that the options choose, else
@@ -96,30 +96,37 @@ def pull(
     With --component or --include only a part is pulled: the config, and the layers that any of
     them chooses. REF is marked as partial until a pull without them has fetched the rest.
 
-    With --remote a worker pulls REF into its own store.
+    With --remote a worker pulls REF into its own store. The first error ends the command.
     """
     if remote:
-        _pull_remotely(reference)
+        for reference in references:
+            _pull_remotely(reference)
         return
     from clowder_aimage.pull import PullOptions
-    from clowder_aimage.pull import pull as pull_aimage
 
-    chosen = settings()
     options = PullOptions(
         selector=_selector(platform, variant, whole),
         layers=_selection(components, patterns, whole),
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
+    for reference in references:
+        _pull(reference, options, _command(reference, platform, variant))
+
+
+def _pull(reference: Reference, options: PullOptions, again: str) -> None:
+    from clowder_aimage.pull import pull as pull_aimage
+
+    chosen = settings()
     reach = chosen.connection()
-    if dry_run:
+    if options.is_dry_run:
         _print_plan(pull_aimage(reference, chosen.layout, reach, options), chosen.layout)
         return
     with Progress("pulling", reference) as progress:
         options = replace(options, on_event=progress.on_event)
         pulled = pull_aimage(reference, chosen.layout, reach, options)
     progress.summarize("pulled")
-    _print_result(pulled, _command(reference, platform, variant), progress)
+    _print_result(pulled, again, progress)
 
 
 def _pull_remotely(reference: Reference) -> None:

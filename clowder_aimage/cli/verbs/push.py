@@ -6,7 +6,7 @@ import click
 
 from clowder_aimage.cli.console.option import (
     dialect_cache,
-    reference_argument,
+    references_argument,
     settings,
     transfer_options,
     verb,
@@ -18,7 +18,7 @@ from clowder_aimage.oci import Reference
 
 
 @verb
-@reference_argument
+@references_argument(required=True)
 @click.option(
     "--dialect",
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
@@ -32,21 +32,29 @@ from clowder_aimage.oci import Reference
 @click.option("--no-fallback", is_flag=True, help="Fail if the registry rejects the manifest.")
 @transfer_options
 def push(
-    reference: Reference, dialect: str | None, manifest_type: str | None, no_fallback: bool
+    references: tuple[Reference, ...],
+    dialect: str | None,
+    manifest_type: str | None,
+    no_fallback: bool,
 ) -> None:
-    """Push the AImage REF to the registry in its name; print the digest of the pushed manifest.
+    """Push the AImages REF... to the registries in their names; print a digest for each.
 
     Blobs that the registry already has are not sent. If the registry refuses the kind of manifest,
     it is rewritten in the next dialect (clowder, ollama, container), which changes no blob. A push
-    by digest is never rewritten.
+    by digest is never rewritten. The first error ends the command.
     """
-    from clowder_aimage.push import push as push_aimage
-
-    chosen = settings()
     if manifest_type is not None:
         if dialect not in (None, "clowder"):
             raise UsageError(f"--manifest-type cannot be combined with --dialect {dialect}")
         dialect = "custom" if manifest_type == "custom" else "clowder"
+    for reference in references:
+        _push(reference, dialect, no_fallback)
+
+
+def _push(reference: Reference, dialect: str | None, no_fallback: bool) -> None:
+    from clowder_aimage.push import push as push_aimage
+
+    chosen = settings()
 
     def on_fallback(name: str, error: AImageError) -> None:
         progress.note(f"{error.message}; trying the {name} dialect")

@@ -1,4 +1,4 @@
-"""``aimage referrers``."""
+"""The verb ``referrers``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import result, size, table
+from clowder_aimage.cli.console.output import remark, result, size, table
+from clowder_aimage.content.platform import one_line
 from clowder_aimage.oci import Reference
 
 
@@ -19,16 +20,41 @@ from clowder_aimage.oci import Reference
 @click.option(
     "--type", "artifact_type", metavar="MEDIA/TYPE", default="", help="Only artifacts of this type."
 )
+@click.option("-r", "--recursive", is_flag=True, help="List what is attached to them too.")
 @connection_options
-def referrers(reference: Reference, artifact_type: str) -> None:
+def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None:
     """List the artifacts whose subject is REF in its registry. There may be none."""
     from clowder_aimage.registry import Repository
 
     with Repository(reference, settings().connection()) as repository:
         subject = reference.digest or repository.resolve(reference).digest
-        found = repository.referrers(subject, artifact_type)
-    rows = [{"reference": str(reference.with_digest(one.digest)), **one.to_json()} for one in found]
-    cells = [("DIGEST", "TYPE", "SIZE")] + [
-        (row["digest"], row.get("artifactType") or "?", size(row["size"])) for row in rows
+        if recursive:
+            found = [
+                each
+                for each in repository.all_referrers(subject)
+                if artifact_type in ("", each[2].extra.get("artifactType"))
+            ]
+        else:
+            direct = repository.referrers(subject, artifact_type)
+            found = [(0, subject, entry) for entry in direct]
+    rows = [
+        {
+            "reference": str(reference.with_digest(one.digest)),
+            **one.to_json(),
+            **({"subject": str(of)} if recursive else {}),
+        }
+        for _, of, one in found
     ]
-    result(rows, table(cells))
+    cells = [("DIGEST", "TYPE", "SIZE", "ANNOTATIONS")] + [
+        (
+            "  " * level + str(one.digest),
+            str(one.extra.get("artifactType") or "?"),
+            size(one.size),
+            one_line(", ".join(f"{key}={text}" for key, text in one.annotations.items())),
+        )
+        for level, _, one in found
+    ]
+    if found or settings().as_json:
+        result(rows, table(cells))
+    else:
+        remark(f"nothing is attached to {reference}")
