@@ -1,4 +1,6 @@
-"""attach: files for a manifest in a registry, pushed and fetched (OCI image-spec, "Guidelines for Artifact Usage").
+"""attach: push files for a manifest in a registry, and fetch them.
+
+OCI image-spec, "Guidelines for Artifact Usage".
 
 A signature or a bill of materials becomes a separate artifact, whose ``subject`` is the manifest
 that it describes. That manifest does not change.
@@ -95,7 +97,8 @@ def fetch_files(
         content = repository.resolve(reference)
         raw = read_all(repository.open(content), content)
         layers = Manifest.parse(raw, content.media_type).layers
-        files = [(directory / _title(one), one) for one in layers if mediatype.TITLE in one.annotations]
+        titled = [one for one in layers if mediatype.TITLE in one.annotations]
+        files = [(directory / _title(one), one) for one in titled]
         paths = [path for path, _ in files]
         if not paths:
             raise UsageError(f"{reference} has no files with names", remedy="list_attached")

@@ -145,7 +145,7 @@ def _suggestion(name: str) -> str:
     close = difflib.get_close_matches(name, [*VERBS, *ALIASES])
     if not close:
         return "'aimage --help' lists the verbs"
-    best = max(close, key=lambda each: len(os.path.commonprefix([each, name])))
+    best = max(close, key=lambda each: sum(a == b for a, b in zip(each, name, strict=False)))
     return f"did you mean 'aimage {ALIASES.get(best, best)}'?"
 
 

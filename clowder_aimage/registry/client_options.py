@@ -38,8 +38,9 @@ class ClientOptions:
     credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
     that may receive the credentials of other registries. ``ca_bundle`` replaces the default
     certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
-    ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers transferred
-    at once; 0 for each registry's own setting. If ``plain_http`` is None, ``uses_http`` decides.
+    ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers
+    transferred at once; 0 for each registry's own setting. If ``plain_http`` is None, ``uses_http``
+    decides.
     """
 
     plain_http: bool | None = None

@@ -196,16 +196,14 @@ def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
         )
     if found.is_too_large:
         return RegistryError(
-            f"{found.host} rejected {what} as too large ({found.text} {found.detail}){found.suffix}",
+            f"{found.host} refused {what} as too large ({found.text} {found.detail}){found.suffix}",
             hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
     return _error(found, what)
 
 
-def deletion_failure(
-    response: RegistryResponse, reference: Reference, digest: str
-) -> AImageError:
+def deletion_failure(response: RegistryResponse, reference: Reference, digest: str) -> AImageError:
     """Return the error for a refused deletion; many registries delete no tags, or nothing."""
     found = ResponseFailure.of(response)
     is_tag = reference.digest is None

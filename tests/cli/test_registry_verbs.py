@@ -1,4 +1,4 @@
-"""Verbs that look at a registry and change it: resolve, manifest, blob, repo, delete, tags, show."""
+"""Verbs that read and change a registry: resolve, manifest, blob, repo, delete, tags, show."""
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_name
 from clowder_aimage.cli.console.option import (
     common_options,
+    complete_name,
     connection_options,
     output_option,
     parse_reference,

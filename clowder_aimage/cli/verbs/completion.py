@@ -16,7 +16,7 @@ _BASH = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:/}\n"
 @click.argument("shell", metavar="|".join(SHELLS), type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print a script that completes verbs, options, names and tags in a shell.
+    r"""Print a script that completes verbs, options, names and tags in a shell.
 
     \b
     Examples:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_name
-from clowder_aimage.cli.console.option import parse_reference, settings, transfer_options, verb
+from clowder_aimage.cli.console.option import (
+    complete_name,
+    parse_reference,
+    settings,
+    transfer_options,
+    verb,
+)
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
@@ -43,7 +48,9 @@ def copy(src: str, dst: str, recursive: bool, all_tags: bool) -> None:
     result(value, str(descriptor.digest))
 
 
-def _copy_tags(source: tuple[str, Reference], target: tuple[str, Reference], recursive: bool) -> None:
+def _copy_tags(
+    source: tuple[str, Reference], target: tuple[str, Reference], recursive: bool
+) -> None:
     from clowder_aimage.push import transfer_tags
 
     for text, reference in (source, target):

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_path
 from clowder_aimage.cli.console.option import (
+    complete_path,
     given_options,
     jobs_option,
     options,

@@ -6,8 +6,8 @@ import sys
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_name
 from clowder_aimage.cli.console.option import (
+    complete_name,
     connection_options,
     parse_reference,
     settings,

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_name
-from clowder_aimage.cli.console.option import connection_options, settings, verb
+from clowder_aimage.cli.console.option import complete_name, connection_options, settings, verb
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.oci import Reference
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_path
-from clowder_aimage.cli.console.option import reference_argument, settings, verb
+from clowder_aimage.cli.console.option import complete_path, reference_argument, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError

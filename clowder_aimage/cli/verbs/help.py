@@ -14,8 +14,8 @@ from clowder_aimage.cli.console.output import result
 @click.pass_context
 def help(context: click.Context, words: tuple[str, ...]) -> None:  # noqa: A001 - the name of the verb
     """Show the help of VERB; without it, list the verbs."""
-    root, options = context.find_root().command, {"prog_name": "aimage", "standalone_mode": False}
-    context.exit(root.main([*words, "--help"], **options) or 0)
+    root = context.find_root().command
+    context.exit(root.main([*words, "--help"], prog_name="aimage", standalone_mode=False) or 0)
 
 
 @verb

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_path
-from clowder_aimage.cli.console.option import settings, tag_reference, verb
+from clowder_aimage.cli.console.option import complete_path, settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, plural, result, standard_stream
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.oci import Reference

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from clowder_aimage.cli.console.complete import complete_name
-from clowder_aimage.cli.console.option import settings, tag_reference, verb
+from clowder_aimage.cli.console.option import complete_name, settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.oci import Reference, mediatype
 

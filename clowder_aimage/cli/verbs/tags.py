@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import click
 
@@ -46,7 +47,7 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
         if is_long:
             jobs = connection.jobs(reference.registry)
             in_parallel([partial(describe, tag) for tag in names], jobs, lambda: None)
-    value = {"repository": reference.name, "tags": names}
+    value: dict[str, Any] = {"repository": reference.name, "tags": names}
     if is_long:
         value["manifests"] = [{"tag": tag, **plain(found[tag])} for tag in names]
     if not names and not chosen.as_json:

@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from clowder_aimage import validate as validation
-from clowder_aimage.cli.console.complete import complete_path
-from clowder_aimage.cli.console.option import settings, verb
+from clowder_aimage.cli.console.option import complete_path, settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference
