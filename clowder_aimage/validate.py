@@ -373,7 +373,7 @@ def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
 def _differences(raw: bytes, descriptor: Descriptor) -> Iterator[tuple[str, str]]:
     """Yield the fields in which a descriptor differs from that of ``raw``."""
     if len(raw) != descriptor.size:
-        yield "size", f"the content has {len(raw)} bytes, expected {descriptor.size}"
+        yield "size", f"size mismatch: expected {descriptor.size} bytes, got {len(raw)}"
     found = Digest.of(raw, descriptor.digest.algorithm)
     if found != descriptor.digest:
-        yield "digest", f"the content has the digest {found}, expected {descriptor.digest}"
+        yield "digest", f"digest mismatch: expected {descriptor.digest}, got {found}"
