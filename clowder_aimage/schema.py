@@ -7,10 +7,11 @@ Python's also matches before a last line feed. And 7.0 is not an integer, as in 
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -78,7 +79,7 @@ def validate(name: str, document: object) -> None:
     error = best_match(_validator(name).iter_errors(document))
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top"
-        raise FormatError(f"invalid {name} document: {error.message[:300]} (at {where})")
+        raise FormatError(f"invalid {name} document: {_message(error)} (at {where})")
 
 
 def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
@@ -156,9 +157,18 @@ def _message(error: ValidationError) -> str:
     text, schema = error.message, error.schema
     if error.validator == "pattern" and isinstance(schema, dict) and "description" in schema:
         text = f"{error.instance!r} is not valid: {schema['description']}"
+    if error.validator == "additionalProperties" and error.validator_value is False:
+        known = schema.get("properties", {})
+        text = ", ".join(unknown(str(key), known) for key in error.instance if key not in known)
     if len(text) <= _MAX_MESSAGE:
         return text
     return f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
+
+
+def unknown(key: str, known: Iterable[str]) -> str:
+    """Return the message for a key that is not ``known``, with the nearest that is."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
 def locate(text: str, found: list[Violation]) -> list[Violation]:

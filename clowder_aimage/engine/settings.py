@@ -6,6 +6,7 @@ camel case: ``maxModels`` in the file is AIMAGE_SERVE_MAX_MODELS in the environm
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
@@ -168,6 +169,7 @@ def gather(
     The origin is the file, an environment variable, or "command line" for ``options``; ``spell``
     returns the name of an option. Raises UsageError with the origin.
     """
+    _check_variables(kind)
     section = read_section(file, kind) if file else {}
     found = {name: (value, str(file)) for name, value in section.items()}
     for name in kind.model_fields:
@@ -181,6 +183,23 @@ def gather(
         return kind(**{name: value for name, (value, _) in found.items()}), origins
     except ValidationError as error:
         raise UsageError(_sentence(error, origins, spell)) from None
+
+
+def _check_variables(kind: type[ServerSettings]) -> None:
+    """Raise UsageError for an environment variable with the prefix that is no setting.
+
+    Those that Kubernetes sets for a Service named like the prefix are ignored (Kubernetes,
+    "Accessing the Service").
+    """
+    known = {f"{kind.PREFIX}{name.upper()}" for name in kind.model_fields}
+    for name in os.environ:
+        is_link = re.search(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$", name)
+        if name.startswith(kind.PREFIX) and name not in known and not is_link:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise UsageError(
+                f"unknown environment variable {name}",
+                hint=f"did you mean {close[0]}?" if close else None,
+            )
 
 
 def read_section(file: Path, kind: type[ServerSettings] = Settings) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_request_defaults_are_read_from_all_sources(file, monkeypatch):
 
 
 def test_relative_paths_are_resolved_against_the_file(file):
-    written(file, socket="run/s", tokenFile="/etc/tokens", nothingWeKnow=1)
+    written(file, socket="run/s", tokenFile="/etc/tokens")
     assert read_section(file) == {
         "socket": str(file.parent / "run" / "s"),
         "token_file": "/etc/tokens",
@@ -312,3 +312,47 @@ def test_invalid_aliases_are_refused_from_option_and_environment(aimage):
     assert "aliases (AIMAGE_SERVE_ALIASES): invalid alias 'a', expected NAME=REF" in said
     assert "invalid alias 'b', expected NAME=REF" in here("serve", "--alias", "b", code=2).err
     assert "invalid duration" in here("serve", "--keep-alive", "soon", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"defaultModle": "x"}, "unknown key 'defaultModle'"),
+        ({"worker": {"defaultModle": "x"}}, "did you mean 'defaultModel'?"),
+        ({"node": {"neighbors": []}}, "did you mean 'neighbours'?"),
+        ({"registries": {"a.example": {"mirror": ["b.example"]}}}, "did you mean 'mirrors'?"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(tmp_path, document, message):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(UsageError) as caught:
+        gather(Settings, {}, file)
+    assert message in caught.value.message
+    assert str(file) in caught.value.message
+
+
+def test_the_url_of_the_schema_is_accepted(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"$schema": "https://x.example/config.schema.json"}))
+    assert gather(Settings, {}, file)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("AIMAGE_SERVE_KEEPALIVE", "did you mean AIMAGE_SERVE_KEEP_ALIVE?"),
+        ("AIMAGE_SERVE_XYZXYZXYZXYZXYZXYZXYZXYZXYZ", None),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_nearest(monkeypatch, variable, hint):
+    monkeypatch.setenv(variable, "5m")
+    with pytest.raises(UsageError, match=f"unknown environment variable {variable}") as caught:
+        gather(Settings, {}, None)
+    assert caught.value.hint == hint
+
+
+def test_variables_of_a_kubernetes_service_are_ignored(monkeypatch):
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_8050_TCP_ADDR", "SERVICE_PORT_HTTP"):
+        monkeypatch.setenv(f"AIMAGE_SERVE_{name}", "10.0.0.1")
+    assert gather(Settings, {}, None)[1] == {}
