@@ -47,12 +47,7 @@ def take_inventory(directory: Path) -> Inventory:
         FormatError: The quantization is unknown, or does not match the config.
     """
     index = _model_index(directory)
-    pipeline = str(index.get("_class_name", ""))
-    if pipeline not in _PIPELINES:
-        raise ModelError(
-            f"{directory / MODEL_INDEX}: unsupported pipeline {pipeline[:80]!r}",
-            hint=f"supported: {', '.join(_PIPELINES)}",
-        )
+    pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
     # a missing component is [null, null]
     if unknown := sorted(key for key in index if key not in COMPONENTS and _is_part(index[key])):
         raise ModelError(
@@ -66,6 +61,21 @@ def take_inventory(directory: Path) -> Inventory:
         files=(_file(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
     )
+
+
+def check_pipeline(index: Mapping[str, Any], name: str) -> str:
+    """Return the class of the pipeline in a model index called ``name``.
+
+    Raises:
+        ModelError: It is unsupported.
+    """
+    pipeline = str(index.get("_class_name", ""))
+    if pipeline not in _PIPELINES:
+        raise ModelError(
+            f"{name}: unsupported pipeline {pipeline[:80]!r}",
+            hint=f"supported: {', '.join(_PIPELINES)}",
+        )
+    return pipeline
 
 
 def _is_part(value: object) -> bool:

@@ -23,7 +23,7 @@ from clowder_aimage.oci import mediatype
 
 FORMAT = "gguf"
 ENDING = ".gguf"
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
+PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
 _SHOWN = 5  # names in a message
 
 # enum llama_ftype, general.file_type: the type of most tensors, without ALL_ and MOSTLY_
@@ -84,7 +84,7 @@ def _take_directory(root: Path) -> Inventory:
         raise ModelError(f"no GGUF file found in {root}")
     firsts: dict[str, Path] = {}  # one file of each model
     for path in paths:
-        match = _PART.fullmatch(path.name)
+        match = PART.fullmatch(path.name)
         firsts.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
     models = [_read(path) for path in firsts.values()]
     projectors = [model for model in models if model.is_projector]
@@ -153,7 +153,7 @@ def _is_up(tensor: GgufTensor) -> bool:
 
 
 def _read(path: Path) -> _Model:
-    match = _PART.fullmatch(path.name)
+    match = PART.fullmatch(path.name)
     paths = _parts(path, match) if match else [path]
     files, headers = [], []
     for part in paths:

@@ -28,7 +28,7 @@ from clowder_aimage.tensor import Header
 from clowder_aimage.tensor.weight import SourceTensor
 
 CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 _DOWN = re.compile(r"(.+?)[._]lora(?:_A|_down|\.down|_embedding_A)(?:\.default)?(?:\.weight)?")
 _UP = re.compile(r"(.+?)[._]lora(?:_B|_up|\.up|_embedding_B)(?:\.default)?(?:\.weight)?")
 _ALPHA = ".alpha"
@@ -62,7 +62,7 @@ def take(path: Path) -> Inventory:
     if len(weights) != 1:
         raise ModelError(
             f"{path} must contain one safetensors file with an adapter, not {len(weights)}",
-            hint=f"pass the file itself, or keep only {_WEIGHTS}",
+            hint=f"pass the file itself, or keep only {WEIGHTS}",
         )
     others = tuple(file for file in files if file.name == CONFIG)
     config = _config(model_tree.home(path), path / CONFIG) if others else {}

@@ -20,6 +20,7 @@ MODEL_AGAIN = "download the complete model again"
 OTHER = f"{AGAIN}, or omit the format to have it detected"
 CARD, ADAPTERS = "README.md", "adapters"
 MAX_FILES = 8000  # of a model: a manifest has no room for more layers
+_SHARED_BLOBS = ".huggingface-shared-blobs"  # marks blobs/ of a cache (huggingface_hub 2)
 _START = 64  # bytes that identify a file's type
 _MAX_JSON = 256 * 1024 * 1024  # bytes
 _MAX_CARD = 1024 * 1024  # bytes of a card that are read
@@ -171,8 +172,9 @@ def check_not_pointer(path: Path, start: bytes) -> None:
 def check_inside(root: Path, path: Path) -> None:
     """Reject a path that a symbolic link leads out of the model directory.
 
-    A Hugging Face snapshot consists of links into the ``blobs/`` of its cache; these are accepted
-    (huggingface_hub, "Understand caching").
+    A Hugging Face snapshot consists of links into the ``blobs/`` of its repository, which may be
+    links into the ``blobs/`` of the cache; these are accepted (huggingface_hub, "Understand
+    caching").
 
     Raises:
         ModelError: It leads elsewhere, or does not exist.
@@ -184,11 +186,19 @@ def check_inside(root: Path, path: Path) -> None:
         raise ModelError(f"{path} is a broken link", hint=MODEL_AGAIN) from None
     if target.is_relative_to(top):
         return
-    if top.parent.name == "snapshots" and target.parent == top.parent.parent / "blobs":
+    if top.parent.name == "snapshots" and _is_cached(top.parent.parent, target):
         return
     raise ModelError(
         f"{path} is a link to {target}, outside the model directory",
         hint="copy the file into the model directory",
+    )
+
+
+def _is_cached(repository: Path, target: Path) -> bool:
+    """Return whether a file is a blob of a cached repository, its own or shared with others."""
+    shared = repository.parent / "blobs"
+    return target.parent == repository / "blobs" or (
+        target.parent.parent == shared and (shared / _SHARED_BLOBS).is_file()
     )
 
 

@@ -20,7 +20,7 @@ from clowder_aimage.oci import mediatype
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
-_FILES = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
+TEXTS = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
 _TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 _NOT = (*_TRAINING, "trainer_state.json", "all_results.json", "train_results.json")
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length")
@@ -109,5 +109,5 @@ def _files(directory: Path, paths: list[Path]) -> list[model_tree.SourceFile]:
     return [
         model_tree.source_file(directory, path, path.name)
         for path in paths
-        if path.suffix in _FILES and not path.name.endswith(_INDEX)
+        if path.suffix in TEXTS and not path.name.endswith(_INDEX)
     ]

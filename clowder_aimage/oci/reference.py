@@ -19,6 +19,7 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _REGISTRY = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?")
 _LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]", re.IGNORECASE)
+_HUB = re.compile(r"hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/")
 _MAX_PORT = 65535
 DEFAULT_TAG = "latest"
 _MAX_REPOSITORY = 255
@@ -107,6 +108,13 @@ def _is_host(registry: str) -> bool:
 
 
 def _check(text: str, registry: str | None, repository: str) -> None:
+    hub = _HUB.match(text)
+    if hub and ("://" in hub[0] or repository != repository.lower()):
+        raise UsageError(
+            f"{text!r} is a model of the Hugging Face hub, and not a reference",
+            remedy="create_from_hub",
+            model=text[hub.end() :],
+        )
     if registry is not None and not _is_host(registry):
         raise UsageError(f"invalid reference {text!r}: invalid host {registry!r}")
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:

@@ -30,6 +30,7 @@ REMEDIES = {
     "copy_to_store": "to pull it into the store: aimage pull {source} "
     "&& aimage tag {source} {target}",
     "delete_manifest": "to delete the manifest with all its tags: aimage delete {name}@{digest}",
+    "create_from_hub": "to pack it: aimage create NAME hf://{model}",
     "diff_remote": "omit --remote, or use a name with a registry host",
     "docker_archive": "convert an archive of 'docker save': "
     "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",

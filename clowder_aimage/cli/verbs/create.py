@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import (
     complete_path,
     given_options,
@@ -25,6 +26,7 @@ from clowder_aimage.create import create as create_aimage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
 from clowder_aimage.importer.decision import WeightReport
+from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.oci import Reference, mediatype
@@ -149,8 +151,9 @@ def create(
 
     PATH is a directory of diffusers or Transformers, of which each tensor becomes a blob, so that
     models share equal tensors; or a GGUF, ONNX or TorchScript file, a SavedModel directory or a
-    LoRA adapter, which are packed as whole files; or a model in a Hugging Face cache. The digest
-    depends on the model alone, not on the machine or the time.
+    LoRA adapter, which are packed as whole files; or ORG/REPO or hf://ORG/REPO[@REVISION][/FILE], a
+    model of the Hugging Face hub, from its cache or the network. The digest depends on the model
+    alone, not on the machine or the time.
     """
     chosen = settings()
     recipe = Recipe.parse(**changes)
@@ -170,21 +173,38 @@ def create(
         tuple(map(parse_adapter, adapters)),
         tuple(map(ExtraFile.parse, layers)),
     )
+    found, origin = _found(path, form)
     with Progress("packing", reference) as progress:
         made = create_aimage(
             chosen.layout,
             reference,
-            Path(path),
+            found,
             form=form,
             base=base,
             dialect="custom" if manifest_type == "custom" else dialect,
             algorithm=algorithm,
-            provenance=Provenance(license_, source, _created(created)),
+            provenance=Provenance(license_, source or origin, _created(created)),
             recipe=recipe,
             jobs=chosen.jobs,
             **callbacks(progress),
         )
     print_packed(reference, made, recipe)
+
+
+def _found(path: str, form: ModelForm) -> tuple[Path, str | None]:
+    """Return a path, and its source if it is a model of the Hugging Face hub, which is fetched."""
+    name = HubName.parse(path)
+    if name is None:
+        return Path(path), None
+    with Progress("fetching") as progress:
+
+        def begin(plan: HubModel) -> None:
+            progress.remark(f"fetching {name}: {plural(plan.files, 'file')}, {size(plan.size)}")
+            progress.begin(plan.size)
+
+        model = find_model(name, form, __version__, begin, progress.advance)
+    remark(f"{name} is {model.source}, in {model.snapshot}")
+    return model.path, model.source
 
 
 def _from_ollama(reference: Reference, directory: Path, name: str) -> None:

@@ -1,0 +1,402 @@
+"""Models of the Hugging Face hub: found in its cache, else fetched into it by huggingface_hub.
+
+Layout of the cache: huggingface_hub, "Understand caching"; the list of a commit's files in
+``trees/`` is there since version 2. Without that list, the hub is asked whether a snapshot is
+complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from glob import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from clowder_aimage.errors import (
+    AccessError,
+    AImageError,
+    NetworkError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UnauthorizedError,
+    UsageError,
+)
+from clowder_aimage.formats import model_tree
+from clowder_aimage.importer import hub_files
+from clowder_aimage.importer.model_source import ModelForm, take
+
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
+_REVISION = r"(?:refs/(?:pr|convert)/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
+_PREFIX = re.compile(r"hf://|(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
+_SHORT = re.compile(rf"(?P<repository>{_NAME}/{_NAME})(?:@(?P<revision>{_REVISION}))?")
+_LONG = re.compile(
+    rf"(?P<repository>{_NAME}/{_NAME})"
+    rf"(?:@(?P<revision>{_REVISION})|/(?:tree|blob|resolve)/(?P<shown>{_REVISION}))?"
+    r"(?:/(?P<file>[^?#]+?))?/?(?:\?[^#]*)?"
+)
+_HUB = "https://huggingface.co"
+_NOT_MODELS = ("datasets/", "spaces/", "collections/", "docs/")
+_COMMIT = re.compile(r"[0-9a-f]{6,64}")
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "ssl")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN, _MISSING = (401, 403), 404
+_THE_HUB = "the Hugging Face hub"
+_ROOM = "free some space, or name a directory on another disk in HF_HUB_CACHE"
+_DENIED = "set HF_TOKEN to a token of an account that may read it"
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository of the hub, a revision, and one file of it; without ``file`` all are meant."""
+
+    repository: str
+    revision: str = "main"
+    file: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """Parse ``hf://ORG/REPO[@REVISION][/FILE]``, a URL of the hub, or ``ORG/REPO``.
+
+        Return None for a path: one that exists, or is in a directory that exists, or any text in
+        another form.
+
+        Raises:
+            UsageError: It begins as an address of the hub, and does not name a model.
+        """
+        prefix = _PREFIX.match(text)
+        form, rest = (_LONG, unquote(text[prefix.end() :])) if prefix else (_SHORT, text)
+        found = form.fullmatch(rest)
+        if found is None and prefix is None:
+            return None
+        path = Path(text)
+        with model_tree.reading(path):
+            if path.exists() or (prefix is None and path.parent.is_dir()):
+                return None
+        name = cls._of(found.groupdict()) if found else None
+        if name is None and prefix is not None:
+            raise UsageError(
+                f"{text[:200]!r} does not name a model of the Hugging Face hub",
+                hint="use hf://ORG/REPO, hf://ORG/REPO@REVISION or hf://ORG/REPO/FILE",
+            )
+        return name
+
+    @classmethod
+    def _of(cls, parts: dict[str, str | None]) -> HubName | None:
+        repository, file = parts["repository"] or "", parts.get("file") or ""
+        if "--" in repository or ".." in repository or repository.startswith(_NOT_MODELS):
+            return None
+        if file and {"", ".", ".."} & set(file.split("/")):
+            return None
+        return cls(repository, parts["revision"] or parts.get("shown") or "main", file)
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision != "main" else ""
+        return f"{self.repository}{revision}{self.file and '/' + self.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A snapshot in the cache: the model's path, the commit, and how much is to be fetched."""
+
+    name: HubName
+    commit: str
+    snapshot: Path
+    files: int = 0
+    size: int = 0
+
+    @property
+    def path(self) -> Path:
+        """Return the path of the file that is named, else of the snapshot."""
+        return self.snapshot / self.name.file
+
+    @property
+    def source(self) -> str:
+        """Return the model's address on the hub, also if a mirror was asked."""
+        kind = "blob" if self.name.file else "tree"
+        parts = (_HUB, self.name.repository, kind, self.commit, self.name.file)
+        return "/".join(filter(None, parts))
+
+
+def find_model(
+    name: HubName,
+    form: ModelForm,
+    version: str,
+    on_plan: Callable[[HubModel], None] = lambda _: None,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> HubModel:
+    """Return a model of the hub that is in the cache, in full; fetch what is missing.
+
+    Args:
+        name: The model.
+        form: How it is to be packed.
+        version: The version of the program, for the hub.
+        on_plan: Called before files are fetched, with their number and size.
+        on_done: Called with the bytes that arrived.
+
+    Raises:
+        NotFoundError: The model is not on the hub, or not in the cache without a network.
+        UnauthorizedError: The hub requires a token, or its terms to be accepted.
+        NetworkError: The hub does not answer, or answers with an error.
+        NoSpaceError: The disk of the cache has no room.
+        UsageError: The package huggingface_hub is missing, or the repository holds several models.
+        ModelError, FormatError: The repository holds no model that can be packed.
+    """
+    cached = _cached(name)
+    lacks = "" if cached is None else _lacks(cached, form)
+    if cached is not None and not lacks and (_listing(cached) is not None or not _can_fetch()):
+        return cached
+    why = f": {lacks}" if lacks else ""
+    if _is_offline():
+        raise NotFoundError(
+            f"{name} is not in the Hugging Face cache {cache_directory()} in full{why}",
+            hint="HF_HUB_OFFLINE is set: unset it to fetch the model",
+        )
+    if not _can_fetch():
+        raise UsageError(
+            f"{name} is no path here and is not in the Hugging Face cache{why}; fetching a model "
+            "needs the extra [hf]",
+            remedy="install_extra",
+            extra="hf",
+        )
+    try:
+        return _Fetch(name, form, version).run(on_plan, on_done)
+    except AccessError:
+        if cached is None or lacks:
+            raise
+        return cached  # the weights are all there, and the hub cannot be asked about the rest
+
+
+def cache_directory() -> Path:
+    """Return the directory of the cache (huggingface_hub, "Environment variables")."""
+    environ = os.environ
+    base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environ.get("HF_HOME") or f"{base}/huggingface"
+    place = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(place)).expanduser()
+
+
+def _is_offline() -> bool:
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _can_fetch() -> bool:
+    if _is_offline():
+        return False
+    try:
+        import huggingface_hub  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _home(name: HubName) -> Path:
+    return cache_directory() / f"models--{name.repository.replace('/', '--')}"
+
+
+def _cached(name: HubName) -> HubModel | None:
+    """Return the snapshot of a branch, tag or commit, if the cache has one."""
+    home, commit = _home(name), name.revision
+    reference = home / "refs" / name.revision
+    if reference.is_file():
+        commit = reference.read_text("utf-8", "replace").strip()
+    snapshot = home / "snapshots" / commit
+    is_there = _COMMIT.fullmatch(commit) is not None and snapshot.is_dir()
+    return HubModel(name, commit, snapshot) if is_there else None
+
+
+def _listing(model: HubModel) -> dict[str, Any] | None:
+    """Return the list of the commit's files that huggingface_hub keeps, if there is one."""
+    path = _home(model.name) / "trees" / f"{model.commit}.json"
+    try:
+        files = json.loads(path.read_bytes())["files"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return files if isinstance(files, dict) else None
+
+
+def _lacks(model: HubModel, form: ModelForm) -> str:
+    """Return the part of the model that its snapshot lacks, or an empty string."""
+    listing = _listing(model)
+    try:
+        if listing is not None:
+            chosen = _chosen(model.name, form, set(listing), _reader(model.snapshot))
+            missing = sorted(one for one in chosen if not (model.snapshot / one).is_file())
+            return f"{missing[0]} is missing" if missing else ""
+        take(model.path, form)
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read"
+    except UsageError:  # more of the model would not help
+        raise
+    except AImageError as error:
+        return error.message
+    return ""
+
+
+def _reader(snapshot: Path) -> hub_files.Read:
+    return lambda name: (snapshot / name).read_bytes()
+
+
+def _chosen(name: HubName, form: ModelForm, files: set[str], read: hub_files.Read) -> set[str]:
+    if not name.file:
+        return hub_files.choose(name.repository, files, read, form.format)
+    if name.file not in files:
+        raise NotFoundError(f"{name.repository} has no file {name.file}")
+    return hub_files.parts_of(name.file, files)
+
+
+class _Fetch:
+    """A fetch by huggingface_hub, with its variables for mirrors and tokens."""
+
+    def __init__(self, name: HubName, form: ModelForm, version: str) -> None:
+        import huggingface_hub
+
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        self._hub: Any = huggingface_hub
+        self._name, self._form = name, form
+        self._options: dict[str, Any] = {
+            "endpoint": os.environ.get("HF_ENDPOINT", "").rstrip("/") or None,
+            "library_name": "aimage",
+            "library_version": version,
+        }
+
+    def run(self, on_plan: Callable[[HubModel], None], on_done: Callable[[int], None]) -> HubModel:
+        name, cache = self._name, cache_directory()
+        with _reported(name):
+            info = self._hub.HfApi(**self._options).model_info(
+                name.repository, revision=name.revision, files_metadata=True
+            )
+            sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+            snapshot = _home(name) / "snapshots" / info.sha
+            chosen = _chosen(name, self._form, set(sizes), lambda file: self._read(file, info.sha))
+            missing = [one for one in chosen if not (snapshot / one).is_file()]
+            size = sum(sizes[one] for one in missing)
+            plan = HubModel(name, info.sha, snapshot, len(missing), size)
+            _check_room(plan, cache)
+            if missing:
+                on_plan(plan)
+            found = self._hub.snapshot_download(
+                name.repository,
+                revision=name.revision,
+                cache_dir=cache,
+                allow_patterns=[escape(one) for one in sorted(chosen)],
+                tqdm_class=_counter(on_done, size),
+                **self._options,
+            )
+        return replace(plan, commit=Path(found).name, snapshot=Path(found))
+
+    def _read(self, file: str, commit: str) -> bytes:
+        path = self._hub.hf_hub_download(
+            self._name.repository,
+            file,
+            revision=commit,
+            cache_dir=cache_directory(),
+            tqdm_class=_counter(lambda _: None, 0),
+            **self._options,
+        )
+        return Path(path).read_bytes()
+
+
+def _counter(on_done: Callable[[int], None], size: int) -> type[Any]:
+    """Return a class in place of tqdm that shows nothing and counts bytes, up to ``size``."""
+    from tqdm import tqdm
+
+    class Counter(tqdm):  # type: ignore[misc]
+        counted = 0
+        monitor_interval = 0  # no thread that watches the bars
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._is_bytes = options.get("unit") == "B"
+            self._done = options.get("initial") or 0
+            options.pop("name", None)
+            super().__init__(*arguments, **options | {"disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if self._is_bytes:  # several bars may count the same bytes: the most is taken
+                with self.get_lock():
+                    self._done += n or 0
+                    more = int(min(self._done, size)) - Counter.counted
+                    Counter.counted += max(0, more)
+                if more > 0:
+                    on_done(more)
+
+    return Counter
+
+
+def _check_room(plan: HubModel, cache: Path) -> None:
+    place = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if plan.size > free:
+        raise NoSpaceError(
+            f"{plan.name} needs {plan.size / 1e9:.2f} GB in {cache}, {free / 1e9:.2f} GB are free",
+            missing_size=plan.size - free,
+            hint=_ROOM,
+        )
+
+
+@contextmanager
+def _reported(name: HubName) -> Iterator[None]:
+    """Turn errors of huggingface_hub, of the network and of the disk into those of the project."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own about tokens, links and space
+            yield
+    except AImageError:
+        raise
+    except Exception as error:
+        known = _translated(name, error)
+        if known is None:
+            raise
+        raise known from error
+
+
+def _translated(name: HubName, error: BaseException) -> AImageError | None:
+    from huggingface_hub import errors
+
+    model = name.repository
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        cause = error.__cause__
+        known = _translated(name, cause) if cause is not None else None
+        return known or NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer")
+    if isinstance(error, errors.GatedRepoError):
+        return UnauthorizedError(
+            f"{model} requires a token, and its terms to be accepted",
+            hint=f"accept them at {_HUB}/{model}, and {_DENIED}",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return NotFoundError(
+            f"there is no {model}, neither here nor on {_THE_HUB}, or it is private",
+            hint=f"check the name; if it is private, {_DENIED}",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return NotFoundError(f"{model} has no revision {name.revision} on {_THE_HUB}")
+    if isinstance(error, errors.HfHubHTTPError):
+        return _answered(model, error.response.status_code)
+    if type(error).__module__.partition(".")[0] in _TRANSPORTS:
+        return NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer ({error})")
+    return _of_the_disk(model, error) if isinstance(error, OSError) else None
+
+
+def _answered(model: str, status: int) -> AImageError:
+    if status == _MISSING:
+        return NotFoundError(f"{_THE_HUB} has not all files of {model}")
+    if status in _FORBIDDEN:
+        return UnauthorizedError(f"{_THE_HUB} denied access to {model} ({status})", hint=_DENIED)
+    return NetworkError(f"{_THE_HUB} answered {status} to a request for {model}")
+
+
+def _of_the_disk(model: str, error: OSError) -> AImageError:
+    if error.errno in _FULL:
+        return NoSpaceError(f"no space left for {model} in {cache_directory()}", hint=_ROOM)
+    return StoreError(f"cannot fetch {model}: {error.strerror or error}")

@@ -1,0 +1,206 @@
+"""Files of a repository on the hub: those that are packed are chosen by their names."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clowder_aimage.errors import AImageError, FormatError, ModelError, UsageError
+from clowder_aimage.importer.hub_files import choose, parts_of
+from clowder_aimage.importer.hub_model import HubName
+
+SHARDS = {
+    "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+}
+TWO = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+PIPELINE = {
+    "_class_name": "ZImagePipeline",
+    "_diffusers_version": "0.36.0",
+    "vae": ["diffusers", "AutoencoderKL"],
+    "text_encoder": ["transformers", "Qwen3Model"],
+    "safety_checker": [None, None],
+}
+PART_ONE, PART_TWO = "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"
+
+
+def chosen(files, kind=None, **content):
+    def read(name):
+        assert name in files
+        return json.dumps(content[name.rpartition("/")[2].partition(".")[0]]).encode()
+
+    return choose("org/m", files, read, kind)
+
+
+def test_of_transformers_the_shards_of_the_index_are_chosen():
+    wanted = {"config.json", "tokenizer.json", "model.safetensors.index.json", "README.md", *TWO}
+    more = {
+        "consolidated.safetensors",
+        "pytorch_model-00001-of-00001.bin",
+        "pytorch_model.bin.index.json",
+        "flax_model.msgpack",
+        "onnx/model.onnx",
+        "original/consolidated.00.pth",
+        ".gitattributes",
+        "LICENSE",
+    }
+    assert chosen(wanted | more, model=SHARDS) == wanted
+
+
+def test_of_several_weight_files_the_one_without_a_variant_is_chosen():
+    more = {"model.fp16.safetensors", "consolidated.safetensors"}
+    wanted = {"config.json", "model.safetensors"}
+    assert chosen(wanted | more) == wanted
+
+
+def test_of_a_pipeline_the_components_are_chosen():
+    wanted = {
+        "model_index.json",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors.index.json",
+        *(f"text_encoder/{name}" for name in TWO),
+    }
+    more = {
+        "flux.safetensors",
+        "safety_checker/model.safetensors",
+        "text_encoder/model.fp16-00001-of-00001.safetensors",
+        "text_encoder/model.fp16.safetensors.index.json",
+        "vae/diffusion_pytorch_model.fp16.safetensors",
+        "vae/diffusion_pytorch_model.bin",
+        "vae/notes.md",
+    }
+    assert chosen(wanted | more, model_index=PIPELINE, model=SHARDS) == wanted
+
+
+@pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({"a.gguf", "x.txt"}, {"a.gguf"}),
+        ({PART_ONE, PART_TWO}, {PART_ONE, PART_TWO}),
+        ({"a.gguf", "mmproj-a-f16.gguf"}, {"a.gguf", "mmproj-a-f16.gguf"}),
+        ({"a.gguf", "mmproj-f16.gguf", "mmproj-f32.gguf"}, {"a.gguf"}),
+        ({"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}, None),
+        ({"adapter_config.json", "adapter_model.safetensors", "other.safetensors"}, None),
+        ({"style.safetensors", "picture.png"}, {"style.safetensors"}),
+        ({"model.onnx", "model.onnx_data", "config.json", "pytorch_model.bin"}, None),
+        ({"saved_model.pb", "variables/variables.index"}, None),
+    ],
+)
+def test_other_formats(files, wanted):
+    unwanted = {"adapter_model.bin", "other.safetensors", "pytorch_model.bin"}
+    assert chosen(files) == (wanted or files - unwanted)
+
+
+def test_a_pipeline_needs_its_index():
+    with pytest.raises(ModelError, match=r"org/m has no model_index\.json"):
+        chosen({"config.json"}, "diffusers")
+
+
+def test_a_format_that_is_given_is_chosen():
+    files = {"config.json", "model.safetensors", "a.gguf", "net.pt"}
+    assert chosen(files, "gguf") == {"a.gguf"}
+    assert chosen(files, "torchscript") == {"net.pt"}
+    assert chosen(files, "lora") == {"model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "said"),
+    [
+        ({"a.gguf", "b.gguf"}, UsageError, "2 models: a.gguf, b.gguf"),
+        ({"a.safetensors", "b.safetensors"}, UsageError, "2 models"),
+        ({"pytorch_model.bin"}, ModelError, "pickled"),
+        ({"README.md"}, ModelError, "no model"),
+        (set(), ModelError, "no model"),
+        ({"config.json", "model.safetensors", "2_Dense/model.safetensors"}, ModelError, "left out"),
+    ],
+)
+def test_refused(files, error, said):
+    with pytest.raises(error, match=said):
+        chosen(files)
+
+
+def test_an_unsupported_pipeline_is_refused_before_it_is_fetched():
+    index = {"_class_name": "OtherPipeline", "vae": ["diffusers", "AutoencoderKL"]}
+    with pytest.raises(ModelError, match=r"org/m/model_index\.json: unsupported pipeline"):
+        chosen({"model_index.json", "vae/diffusion_pytorch_model.safetensors"}, model_index=index)
+
+
+@pytest.mark.parametrize("raw", [b"{", b"[]", b"[" * 100_000, b"\xff"])
+def test_a_damaged_index_is_refused(raw):
+    files = {"config.json", "model.safetensors.index.json", *TWO}
+    with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json is not"):
+        choose("org/m", files, lambda _: raw, None)
+
+
+@pytest.mark.parametrize("shards", [{"a": ["x"]}, {"a": 1}, [], None, {"a": "../../etc/passwd"}])
+def test_an_index_chooses_no_other_file(shards):
+    files = {"config.json", "model.safetensors.index.json", *TWO}
+    found = chosen(files, model={"weight_map": shards})
+    assert found == {"config.json", "model.safetensors.index.json"}
+
+
+def test_all_parts_of_a_split_file():
+    assert parts_of(PART_ONE, {PART_ONE, PART_TWO, "n-00001-of-00002.gguf"}) == {PART_ONE, PART_TWO}
+    assert parts_of("a.gguf", {"a.gguf", "b.gguf"}) == {"a.gguf"}
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("org/m", HubName("org/m")),
+        ("org/m@v1.0", HubName("org/m", "v1.0")),
+        ("org/m@refs/pr/3", HubName("org/m", "refs/pr/3")),
+        ("hf://org/m/a/b.gguf", HubName("org/m", "main", "a/b.gguf")),
+        ("hf://org/m@abc/b.gguf", HubName("org/m", "abc", "b.gguf")),
+        ("https://hf.co/org/m/tree/refs%2Fpr%2F3", HubName("org/m", "refs/pr/3")),
+        (
+            "https://huggingface.co/org/m/resolve/v1/x.gguf?download=true",
+            HubName("org/m", "v1", "x.gguf"),
+        ),
+        ("/org/m", None),
+        ("./org/m", None),
+        ("../m", None),
+        ("org/m/n", None),
+        ("m", None),
+        ("org/", None),
+        ("or g/m", None),
+        ("org/m@", None),
+        ("org%2Fm", None),
+        ("a--b/c", None),
+        ("datasets/m", None),
+        ("https://hf.co/org/m/blob/main/a%20b.gguf", HubName("org/m", "main", "a b.gguf")),
+        ("", None),
+    ],
+)
+def test_names(text, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert HubName.parse(text) == name
+    assert name is None or HubName.parse(f"hf://{name}") == name
+
+
+def test_a_name_that_is_too_long_for_a_path():
+    with pytest.raises(ModelError, match="cannot read"):
+        HubName.parse("hf://org/m/" + "x" * 300)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://m",
+        "hf://a/b--c",
+        "hf://a/b/../../c",
+        "hf://a/b//etc/x",
+        "hf://a/b/./x",
+        "hf://datasets/a/b",
+        "hf.co/",
+        "hf://a b/c",
+    ],
+)
+def test_addresses_that_are_no_names(text):
+    with pytest.raises(AImageError, match="does not name a model"):
+        HubName.parse(text)
