@@ -158,8 +158,9 @@ def _message(error: ValidationError) -> str:
     if error.validator == "pattern" and isinstance(schema, dict) and "description" in schema:
         text = f"{error.instance!r} is not valid: {schema['description']}"
     if error.validator == "additionalProperties" and error.validator_value is False:
-        known = schema.get("properties", {})
-        text = ", ".join(unknown(str(key), known) for key in error.instance if key not in known)
+        known = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        keys: Any = error.instance
+        text = ", ".join(unknown(str(key), known) for key in keys if key not in known)
     if len(text) <= _MAX_MESSAGE:
         return text
     return f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (see 0016), and the coverage of lines and
+# The lines, raised only with a record in docs/adr/ (0016, 0017), and the coverage of lines and
 # branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (2_730, 97),
+    ".": (2_890, 97),
     "api": (2_300, 95),
-    "cli": (4_430, 93),
+    "cli": (5_160, 93),
     "content": (2_430, 97),
     "dialect": (1_420, 98),
     "distribution": (1_990, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (2_750, 88),
+    "engine": (2_770, 88),
     "exporter": (1_300, 97),
-    "formats": (2_780, 97),
+    "formats": (2_800, 97),
     "http": (1_300, 87),
-    "importer": (2_060, 98),
+    "importer": (2_640, 98),
     "layout": (2_740, 96),
     "model": (3_600, 96),
     "node": (3_600, 94),
-    "oci": (650, 99),
-    "registry": (2_890, 97),
+    "oci": (660, 99),
+    "registry": (3_030, 97),
     "tensor": (1_070, 98),
 }

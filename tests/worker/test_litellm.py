@@ -187,7 +187,12 @@ def test_parameters_refused_by_litellm_are_not_sent(litellm, named, fields):
     [
         ({"model": "openai/absent"}, 404, "NotFoundError", "'code': 'model_not_found'"),
         ({"size": "7x7"}, 400, "BadRequestError", "multiples of 16"),
-        ({"background": "transparent"}, 400, "BadRequestError", "background transparent is not supported"),
+        (
+            {"background": "transparent"},
+            400,
+            "BadRequestError",
+            "background transparent is not supported",
+        ),
         ({"prompt": ""}, 400, "BadRequestError", "prompt"),
     ],
     ids=["absent", "size", "transparent", "empty"],
