@@ -184,6 +184,7 @@ class Aimage:
             "XDG_RUNTIME_DIR": str(self.home / "run"),
             "DOCKER_CONFIG": str(self.home / "docker"),
             "AIMAGE_STORE": str(self.store),
+            "AIMAGE_HOST": "",  # not the default worker of this machine
             "PYTHONPATH": str(Path(__file__).parent.parent),
             **self.environment,
         }

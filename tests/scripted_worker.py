@@ -54,12 +54,14 @@ def event(kind: str, value: object) -> bytes:
 
 
 class ScriptedWorker:
-    """Runs ``script`` for every request and records the requests.
+    """Runs ``script`` for every request and records the requests, except for the version.
 
     ``left`` is set when a client disconnected before the last chunk.
     """
 
-    def __init__(self, script: Callable[[Asked], Says], path: Path | None = None) -> None:
+    def __init__(
+        self, script: Callable[[Asked], Says], path: Path | None = None, server: str = "aimage"
+    ) -> None:
         self.asked: list[Asked] = []
         self.left = threading.Event()
         this = self
@@ -68,7 +70,13 @@ class ScriptedWorker:
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = path is None
 
+            def version_string(self) -> str:
+                return server
+
             def do_GET(self) -> None:
+                if self.path == "/api/version":
+                    self._send(says({"version": "1"}))
+                    return
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 asked = Asked(self.command, self.path, dict(self.headers.items()), body)
                 this.asked.append(asked)

@@ -63,8 +63,9 @@ async def _hello(_: web.Request) -> web.StreamResponse:
 
 
 async def _version(_: web.Request) -> web.StreamResponse:
-    number = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
-    return web.json_response({"version": number[0] if number else "0"})
+    found = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
+    number = found[0] if found else "0"
+    return web.json_response({"version": number}, headers={"X-Aimage-Version": number})
 
 
 # -- reading

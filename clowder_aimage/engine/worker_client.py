@@ -67,6 +67,21 @@ class WorkerClient:
             raise FormatError(f"the response from {self.endpoint} exceeds {_MAX_REPLY} bytes")
         return self._parse(text) if text.strip() else None
 
+    def is_worker(self, timeout: float = _CONNECT) -> bool:
+        """Return whether the server is a worker, by its headers. The token is not sent.
+
+        A proxy may replace the header ``Server``; the answer has another of its own.
+        """
+        with closing(_connect(self.endpoint, timeout)) as connection:
+            with self._network():
+                connection.sock.settimeout(timeout)
+                connection.request("GET", "/api/version", headers={"User-Agent": "aimage"})
+                response = connection.getresponse()
+            with closing(response):
+                server = response.getheader("Server", "")
+                named = re.match(r"aimage\b", server) is not None
+                return named or response.getheader("X-Aimage-Version") is not None
+
     def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the JSON lines of a reply as they arrive (ollama's API).
 
@@ -199,13 +214,13 @@ def _error(value: Mapping[str, Any], status: object, retry_after: str | None = N
     return kind(message, hint=hint and str(hint), remedy="worker_token" if needs_token else "")
 
 
-def _connect(endpoint: Endpoint) -> http.client.HTTPConnection:
+def _connect(endpoint: Endpoint, timeout: float = _CONNECT) -> http.client.HTTPConnection:
     kind = http.client.HTTPSConnection if endpoint.scheme == "https" else http.client.HTTPConnection
-    connection = kind(endpoint.host or "localhost", endpoint.port or None, timeout=_CONNECT)
+    connection = kind(endpoint.host or "localhost", endpoint.port or None, timeout=timeout)
     try:
         if endpoint.scheme == "unix":
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.sock.settimeout(_CONNECT)
+            connection.sock.settimeout(timeout)
             connection.sock.connect(endpoint.path)
             return connection
         connection.connect()

@@ -269,7 +269,9 @@ def test_usage_errors_exit_with_2(aimage):
         (("--steps", 0), "steps must be"),
         (("--dtype", "float16"), "float16"),
         (("--negative", "blur"), "--negative requires --guidance"),
-        (("-o", "x.jpg"), "only .png output"),
+        (("-o", "x.gif"), "unknown picture format: x.gif"),
+        (("--size", "12"), "expected WIDTHxHEIGHT"),
+        (("--size", "64x64", "--width", 64), "--size cannot be combined"),
     ],
 )
 def test_invalid_image_options_are_refused(arguments, said, stocked):

@@ -199,7 +199,7 @@ def test_an_alias_of_the_worker_is_accepted(at, name, alias, code):
         ("--store", "elsewhere"),
         ("-n", 2000),
         ("--seed", (1 << 64) - 1, "-n", 2),
-        ("-o", "x.jpg"),
+        ("-o", "x.gif"),
     ],
 )
 def test_invalid_options_of_run_send_no_request(at, options):

@@ -35,6 +35,7 @@ aimage() {{
       AIMAGE_HOST=${{AIMAGE_HOST:-127.0.0.1{worker}}} command aimage "$@" ;;
     " node status "*)
       AIMAGE_HOST=${{AIMAGE_HOST:-127.0.0.1{node}}} command aimage "$@" ;;
+    " run "*) AIMAGE_HOST=${{AIMAGE_HOST-}} command aimage "$@" ;;
     *) command aimage "$@" ;;
   esac
 }}

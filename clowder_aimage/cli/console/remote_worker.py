@@ -14,16 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import given_options
+from clowder_aimage.cli.console.option import given_options, settings
 from clowder_aimage.cli.console.output import META
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
+from clowder_aimage.errors import (
+    AccessError,
+    AImageError,
+    FormatError,
+    NetworkError,
+    NotFoundError,
+    UsageError,
+)
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_MAGIC = {"png": _PNG, "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
+_PROBE = 0.3  # seconds for a worker that nobody asked for
 _FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 remote_option = click.option(
@@ -31,12 +40,48 @@ remote_option = click.option(
 )
 
 
-def worker(host: str | None = None) -> WorkerClient:
-    """Return a client of ``host``, else of AIMAGE_HOST, else of the default worker."""
+def worker() -> WorkerClient:
+    """Return a client of the worker in AIMAGE_HOST, else of the default worker.
+
+    Raises:
+        NetworkError: no worker answers.
+        AccessError: the server is another program.
+    """
+    client = worker_client(worker_host())
+    if not client.is_worker():
+        message = f"the server at {client.endpoint} is not an aimage worker"
+        raise AccessError(message, remedy="worker_address")
+    return client
+
+
+def default_worker(reference: Reference) -> WorkerClient | None:
+    """Return a client of the default worker if it has the AImage that this store has.
+
+    A worker with another AImage of that name, without it, or with an error is not used; nor is any
+    if AIMAGE_HOST is set to an empty text.
+    """
+    if "AIMAGE_HOST" in os.environ:
+        return None
+    with contextlib.suppress(AImageError):
+        client = worker_client(None)
+        if not client.is_worker(_PROBE):
+            return None
+        wanted = reference.digest
+        with contextlib.suppress(NotFoundError):
+            wanted = wanted or settings().layout.resolve(reference).digest
+        for model in models(client, "/api/tags"):
+            is_same = wanted is None or model["digest"] == str(wanted)
+            if is_same and (reference.digest or model["name"] == str(reference)):
+                return client
+    return None
+
+
+def worker_client(host: str | None) -> WorkerClient:
+    """Return a client of ``host``, else of the default worker, whatever server is there."""
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
-    return WorkerClient(host or worker_host() or DEFAULT_HOST, _variable("AIMAGE_TOKEN"))
+    return WorkerClient(host or DEFAULT_HOST, _variable("AIMAGE_TOKEN"))
 
 
 def worker_host() -> str | None:
@@ -54,16 +99,21 @@ def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
     Raises:
         UsageError: one is on the command line; ``hint`` is the error's.
     """
+    if given := local_options(*but):
+        raise UsageError(f"{given[0]} does not apply to a worker", hint=hint)
+
+
+def local_options(*but: str) -> list[str]:
+    """Return the options on the command line that apply to this process, except ``but``."""
     given = given_options("remote", "as_json", "quiet", *but)
     if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
-    if given:
-        raise UsageError(f"{given[0]} does not apply to a worker", hint=hint)
+    return given
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemotePicture:
-    """A picture from the worker: a PNG file and its embedded facts."""
+    """A picture from the worker: a file and, in a PNG, its embedded facts."""
 
     data: bytes
     seed: int
@@ -105,10 +155,10 @@ def pictures(
 
     Raises:
         AImageError: as ``WorkerClient``. NotFoundError: the worker has another model only.
-        FormatError: the answer is not a PNG file.
+        FormatError: the answer is not a picture in ``output_format``.
     """
     with contextlib.ExitStack() as bars:
-        run = _Run(client, reference, count, bars)
+        run = _Run(client, reference, count, options["output_format"], bars)
         for index in range(count):
             seed = options["seed"] + index
             body = _request(reference, {**options, "seed": seed})
@@ -121,10 +171,15 @@ class _Run:
     """Requests for pictures of one model; a pull is shown until the first step."""
 
     def __init__(
-        self, client: WorkerClient, reference: Reference, count: int, bars: contextlib.ExitStack
+        self,
+        client: WorkerClient,
+        reference: Reference,
+        count: int,
+        kind: str,
+        bars: contextlib.ExitStack,
     ) -> None:
         self._endpoint, self._reference = client.endpoint, reference
-        self._count, self._bars, self._task = count, bars, ""
+        self._count, self._bars, self._task, self._kind = count, bars, "", kind
 
     def finish(
         self,
@@ -143,7 +198,7 @@ class _Run:
             elif kind == "progress":
                 self._show_steps(value, index)
             elif kind == "done":
-                return _decoded(value)
+                return _decoded(value, self._kind)
         raise NetworkError(
             f"the worker at {self._endpoint} disconnected before the picture was complete"
         )
@@ -176,19 +231,19 @@ def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]
     given = {_FIELDS.get(key, key): value for key, value in options.items() if value is not None}
     if "width" in given and "height" in given:
         given["size"] = f"{given.pop('width')}x{given.pop('height')}"
-    fixed = {"n": 1, "response_format": "b64_json", "output_format": "png"}
+    fixed = {"n": 1, "response_format": "b64_json"}
     # strict: the worker refuses unknown fields
     stream = {"stream": True, "stream_format": "ollama", "strict": True}
     return {"model": str(reference), **given, **fixed, **stream}
 
 
-def _decoded(value: Mapping[str, Any]) -> bytes:
+def _decoded(value: Mapping[str, Any], kind: str) -> bytes:
     try:
         data = base64.b64decode(value["data"][0]["b64_json"], validate=True)
     except (LookupError, TypeError, binascii.Error):
         data = b""
-    if not data.startswith(_PNG):
-        raise FormatError("invalid response from the worker: expected a PNG picture")
+    if not data.startswith(_MAGIC[kind]):
+        raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
     return data
 
 
@@ -198,7 +253,7 @@ def facts_of(png: bytes) -> dict[str, Any]:
     The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
     "Chunk layout" and 11.3.3.4 "iTXt").
     """
-    at = len(_PNG)
+    at = len(_PNG) if png.startswith(_PNG) else len(png)
     while at + 8 <= len(png):
         length, kind = struct.unpack_from(">I4s", png, at)
         body = png[at + 8 : at + 8 + length]

@@ -19,7 +19,7 @@ from clowder_aimage.cli.console.option import (
     settings,
 )
 from clowder_aimage.cli.console.output import note, plural, printable, result, size, table
-from clowder_aimage.cli.console.remote_worker import refuse_options, worker, worker_host
+from clowder_aimage.cli.console.remote_worker import refuse_options, worker_client, worker_host
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
 
@@ -95,7 +95,7 @@ def ask(place: Endpoint) -> dict[str, Any]:
         AImageError: as ``WorkerClient``.
     """
     try:
-        answer = worker(str(place)).ask("GET", "/v1/node")
+        answer = worker_client(str(place)).ask("GET", "/v1/node")
     except NetworkError as error:
         raise NetworkError(
             error.message, hint="start 'aimage node' there, or choose another node with --addr"

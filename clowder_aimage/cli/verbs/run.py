@@ -3,47 +3,90 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
+import re
 import secrets
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.option import (
+    complete_name,
     connection_options,
     needs,
-    reference_argument,
+    parse_reference,
+    parsed,
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import note, remark, result
+from clowder_aimage.cli.console.output import note, plural, remark, result, wants_json
+from clowder_aimage.cli.console.picture_file import PictureOutput
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.prompt_loop import read_prompts
 from clowder_aimage.cli.console.remote_worker import (
     RemotePicture,
+    default_worker,
+    local_options,
     pictures,
     refuse_options,
     worker,
     worker_host,
 )
-from clowder_aimage.content.atomic_file import DISK_FULL, write_file
-from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.layout.stored_aimage import StoredAImage
     from clowder_aimage.model.pipeline import GenerateRequest, Image, PipelineEvent
+
+_PARAMETERS = ("width", "height", "steps", "seed", "negative", "guidance", "shift")
+_SETTABLE = (*_PARAMETERS, "size", "count", "output", "show")  # between prompts
+_MAX_PROMPT = 1 << 20  # bytes of stdin
+# Options, prompt, seed, number, format, and a function that is called before the first picture
+_Render = Callable[
+    [Mapping[str, Any], int, str, Callable[[str], None]], Generator[RemotePicture, None, None]
+]
+
+
+def _model(text: str) -> Reference:
+    """Parse the name of a model. Raises UsageError, for a directory with advice."""
+    try:
+        return parse_reference(text)
+    except UsageError:
+        if not Path(text).is_dir():
+            raise
+        raise UsageError(
+            f"{text} is a directory, not the name of an AImage", hint=_pack(text)
+        ) from None
+
+
+def _pack(directory: str) -> str:
+    return f"to run a directory, pack it first: aimage create NAME {directory}"
+
+
+def _sides(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text, re.ASCII)
+    if found is None:
+        raise ValueError(f"expected WIDTHxHEIGHT, such as 1024x768, not {text!r}")
+    return int(found[1]), int(found[2])
+
 
 # The value of an option is None if it was not given; the AImage has the default.
 
 
 @verb
-@reference_argument
-@click.argument("prompt")
+@click.argument("reference", metavar="REF", type=_model, shell_complete=complete_name)
+@click.argument("words", metavar="[PROMPT...]", nargs=-1)
+@click.option(
+    "--size", metavar="WxH", callback=parsed(_sides), help="Width and height, such as 1024x768."
+)
 @click.option(
     "--width", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
 )
@@ -69,84 +112,180 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path),
-    help="A file or a directory. [default: ./NAME-SEED.png]",
+    type=click.Path(),
+    help="A file (.png, .jpg, .webp), a directory (DIR/ is made), or - for stdout."
+    " [default: ./NAME-SEED.png]",
 )
 @click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
+@click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
 @connection_options
 def run(
-    reference: Reference,
-    output: Path | None,
-    show: bool | None,
-    dtype: str | None,
-    count: int,
-    **options: Any,
+    reference: Reference, words: tuple[str, ...], dtype: str | None, local: bool, **values: Any
 ) -> None:
-    """Generate a picture of PROMPT with the AImage REF; print the path of the PNG file.
+    """Generate a picture of PROMPT with the AImage REF; print the path of the file.
+
+    PROMPT is one or more words; '-' reads it from stdin, and so does no PROMPT if stdin is not a
+    terminal. On a terminal, prompts are then read line by line, and the model stays loaded.
 
     REF is pulled first if the store lacks it. If AIMAGE_HOST names a worker, the worker generates
-    the picture from its own store.
+    the picture from its own store. So does the worker at 127.0.0.1:11434 if it has the same AImage.
     """
-    if options["negative"] is not None and not options["guidance"]:
+    begun = time.monotonic()
+    prompt = _read_prompt(words)
+    _check(values)
+    order = _Order(reference, values, _renderer(reference, dtype, local))
+    if prompt is not None:
+        order.make(prompt, begun)
+        return
+    command = click.get_current_context().command
+    options = {
+        max(option.opts, key=len).lstrip("-"): option
+        for option in command.params
+        if isinstance(option, click.Option) and option.name in _SETTABLE
+    }
+    read_prompts(order.make, values, options)
+
+
+def _read_prompt(words: tuple[str, ...]) -> str | None:
+    """Return the prompt in the arguments or on stdin; None for a terminal. Raises UsageError."""
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not words and has_terminal:
+        if not sys.stdout.isatty():
+            raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
+        return None
+    prompt = " ".join(words)
+    if words in ((), ("-",)):
+        prompt = _standard_input()
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", hint="aimage run REF PROMPT")
+    return prompt
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        return ""
+    data = sys.stdin.buffer.read(_MAX_PROMPT + 1)
+    if len(data) > _MAX_PROMPT:
+        raise UsageError(f"the prompt on stdin exceeds {_MAX_PROMPT} bytes")
+    try:
+        return data.decode().strip()
+    except UnicodeDecodeError:
+        raise UsageError("the prompt on stdin is not valid UTF-8 text") from None
+
+
+def _check(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of pictures. Raises UsageError, StoreError."""
+    output = PictureOutput(values["output"])
+    if values["negative"] is not None and not values["guidance"]:
         raise UsageError("--negative requires --guidance above 0")
-    _check_output(output)
-    is_drawn = options["seed"] is None
-    if is_drawn:
-        options["seed"] = secrets.randbits(32)
+    if output.is_stdout and (wants_json() or values["show"]):
+        option = "--json" if wants_json() else "--open"
+        raise UsageError(f"{option} cannot be combined with -o -")
+    output.check(values["count"])
+    parameters = {name: values[name] for name in _PARAMETERS}
+    if values["size"] is not None:
+        if parameters["width"] is not None or parameters["height"] is not None:
+            raise UsageError("--size cannot be combined with --width or --height")
+        parameters["width"], parameters["height"] = values["size"]
+    return parameters
 
-    def announce(text: str) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The options of pictures, which may change between prompts."""
+
+    reference: Reference
+    values: dict[str, Any]
+    render: _Render
+
+    def make(self, prompt: str, begun: float | None = None) -> None:
+        """Generate, write and print the pictures of a prompt."""
+        begun = time.monotonic() if begun is None else begun
+        options, count = _check(self.values) | {"prompt": prompt}, self.values["count"]
+        output = PictureOutput(self.values["output"])
+        is_drawn = options["seed"] is None
         if is_drawn:
-            note(f"seed {options['seed']}")
-        remark(text)
+            options["seed"] = secrets.randbits(32)
 
-    if worker_host():
-        refuse_options(
-            "omit it, or unset AIMAGE_HOST to generate the picture in this process",
-            but=(*options, "count", "output", "show"),
-        )
-        made = _by_worker(reference, options, count, announce)
-    else:
-        made = _here(reference, options | {"n": count}, dtype, announce)
-    written, facts = [], dict[str, Any]()
-    with contextlib.closing(made):
-        for picture in made:
-            path = _path(output, reference, picture.seed, picture.index, count)
-            _write(path, picture.data)
-            facts = facts or {**picture.facts}
-            written.append({"path": str(path), "seed": picture.seed})
-            if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
-                click.launch(str(path))
-    value = facts | {"pictures": written}
-    result(value, "\n".join(str(item["path"]) for item in written))
+        def announce(text: str) -> None:
+            if is_drawn:
+                note(f"seed {options['seed']}")
+            remark(text)
+
+        written, facts = [], dict[str, Any]()
+        with contextlib.closing(self.render(options, count, output.kind, announce)) as made:
+            for picture in made:
+                path = output.write(
+                    picture.data, self.reference, picture.seed, picture.index, count
+                )
+                facts = facts or {**picture.facts}
+                if path is not None:
+                    written.append({"path": str(path), "seed": picture.seed})
+                    self._show(path)
+        if not output.is_stdout:
+            result(facts | {"pictures": written}, "\n".join(str(each["path"]) for each in written))
+        remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+
+    def _show(self, path: Path) -> None:
+        show = self.values["show"]
+        if show if show is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
+            click.launch(str(path))
 
 
-def _here(
-    reference: Reference,
-    options: Mapping[str, Any],
-    dtype: str | None,
-    announce: Callable[[str], None],
-) -> Generator[RemotePicture, None, None]:
-    """Generate the pictures in this process."""
-    stored = fetch_model(reference)
+def _renderer(reference: Reference, dtype: str | None, local: bool) -> _Render:
+    """Return the function that generates pictures: in a worker, or with a model loaded here."""
+    but = (*_SETTABLE, "local")
+    if not local and worker_host():
+        refuse_options("omit it, or use --local to generate the picture in this process", but=but)
+        client = worker()
+        return partial(_by_worker, client, reference, f"worker at {client.endpoint}")
+    if not local and not local_options(*but) and (found := default_worker(reference)):
+        place = f"worker at {found.endpoint}; --local generates in this process"
+        return partial(_by_worker, found, reference, place)
+    return _here(reference, dtype)
+
+
+def _here(reference: Reference, dtype: str | None) -> _Render:
+    """Return a function that generates pictures in this process; load the model."""
+    try:
+        stored = fetch_model(reference)
+    except NotFoundError as error:
+        if reference.registry is None and Path(reference.repository).is_dir():
+            error.hint, error.remedy = _pack(f"./{reference.repository}"), ""
+        raise
     from clowder_aimage.generate import describe_picture
     from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.pipeline import GenerateRequest
 
-    request = GenerateRequest.for_model(stored.aimage, **options)
     model = load_model(stored, dtype)
-    events = model.generate(request)
-    announce(f"rendering on {model.backend}")
-    facts = describe_picture(reference, model, request)
-    for picture in render(events, request):
-        own = facts | {"seed": picture.seed}
-        yield RemotePicture(encode_picture(picture.pixels, own), picture.seed, picture.picture, own)
+
+    def generate(
+        options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
+    ) -> Generator[RemotePicture, None, None]:
+        request = GenerateRequest.for_model(stored.aimage, **options, n=count)
+        events = model.generate(request)
+        announce(f"rendering on {model.backend}")
+        facts = describe_picture(reference, model, request)
+        with contextlib.closing(events):
+            for picture in render(events, request):
+                own = facts | {"seed": picture.seed}
+                data = encode_picture(picture.pixels, own, kind)
+                yield RemotePicture(data, picture.seed, picture.picture, own)
+
+    return generate
 
 
 def _by_worker(
-    reference: Reference, options: Mapping[str, Any], count: int, announce: Callable[[str], None]
+    client: WorkerClient,
+    reference: Reference,
+    place: str,
+    options: Mapping[str, Any],
+    count: int,
+    kind: str,
+    announce: Callable[[str], None],
 ) -> Generator[RemotePicture, None, None]:
-    """Generate the pictures in the worker in AIMAGE_HOST."""
-    client, seed = worker(), options["seed"]
+    """Generate the pictures in a worker."""
+    seed = options["seed"]
     if not 1 <= count <= 1024:
         raise UsageError(f"n must be a whole number from 1 to 1024, not {count}")
     if not 0 <= seed <= (1 << 64) - count:
@@ -154,9 +293,9 @@ def _by_worker(
     yield from pictures(
         client,
         reference,
-        {**options, "png_facts": True},  # so that the picture can be replayed
+        {**options, "png_facts": True, "output_format": kind},  # so that it can be replayed
         count,
-        on_accepted=lambda: announce(f"rendering on the worker at {client.endpoint}"),
+        on_accepted=lambda: announce(f"rendering on the {place}"),
     )
 
 
@@ -197,48 +336,3 @@ def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterato
                 yield event
             else:
                 progress.advance(1)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a picture atomically. Raises NoSpaceError, StoreError."""
-    try:
-        write_file(path, data, durable=False)
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise NoSpaceError(
-                f"no space left for the picture {path}", hint="free some space, or use -o"
-            ) from None
-        raise StoreError(
-            f"cannot write the picture {path}: {error.strerror or error}",
-            hint="choose another path with -o",
-        ) from None
-
-
-def _check_output(output: Path | None) -> None:
-    """Reject an output path that is not writable before the picture is generated."""
-    directory = output or Path()
-    if output is not None and not output.is_dir():
-        directory = output.parent
-        if output.suffix.lower() not in ("", ".png"):
-            raise UsageError(f"only .png output is supported, not {output.name}")
-    if not directory.is_dir():
-        raise StoreError(
-            f"cannot write a picture: directory not found: {directory}",
-            hint="create the directory, or choose another path with -o",
-        )
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise StoreError(
-            f"cannot write a picture to {directory}: Permission denied",
-            hint="choose another path with -o",
-        )
-
-
-def _path(output: Path | None, reference: Reference, seed: int, index: int, count: int) -> Path:
-    """Return a picture's path. A name chosen here never overwrites another picture."""
-    if output is None or output.is_dir():
-        stem = f"{reference.repository.rpartition('/')[2]}-{seed}"
-        names = (f"{stem}-{number}.png" for number in itertools.count(2))
-        paths = ((output or Path()) / name for name in itertools.chain((f"{stem}.png",), names))
-        return next(path for path in paths if not path.exists())
-    output = output if output.suffix else output.with_suffix(".png")
-    return output if count == 1 else output.with_stem(f"{output.stem}-{index + 1}")

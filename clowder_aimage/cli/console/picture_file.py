@@ -1,0 +1,114 @@
+"""Picture files: their places, names and formats."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from clowder_aimage.cli.console.output import output_file
+from clowder_aimage.content.atomic_file import DISK_FULL, write_file
+from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
+from clowder_aimage.oci import Reference
+
+_KINDS = {"": "png", ".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+
+
+@dataclass(frozen=True, slots=True)
+class PictureOutput:
+    """The place of pictures: a file, a directory, ``-`` for stdout; None is this directory."""
+
+    name: str | None = None
+
+    @property
+    def is_stdout(self) -> bool:
+        """Return whether the bytes are written to stdout."""
+        return self.name == "-"
+
+    @property
+    def kind(self) -> str:
+        """Return the format of the pictures, one of ``pipeline.FORMATS``."""
+        is_file = not (self.is_stdout or self._is_directory)
+        return _KINDS[self._path.suffix.lower()] if is_file else "png"
+
+    @property
+    def _path(self) -> Path:
+        return Path(self.name or "")
+
+    @property
+    def _is_directory(self) -> bool:
+        return not self.name or self.name.endswith(os.sep) or self._path.is_dir()
+
+    def check(self, count: int) -> None:
+        """Reject a place that cannot be written, before pictures are generated."""
+        if self.is_stdout:
+            if count > 1:
+                raise UsageError(f"stdout takes one picture, not {count}", hint="use -o DIR/")
+            if sys.stdout.isatty():
+                hint = "set a file with -o, or use a pipe"
+                raise UsageError("refusing to write a picture to a terminal", hint=hint)
+            return
+        directory = self._path
+        if not self._is_directory:
+            directory = self._path.parent
+            if self._path.suffix.lower() not in _KINDS:
+                known = "expected a name in .png, .jpg, .jpeg or .webp"
+                raise UsageError(f"unknown picture format: {self._path.name}", hint=known)
+        elif self.name and self.name.endswith(os.sep):  # it is made later
+            while not directory.exists() and directory != directory.parent:
+                directory = directory.parent
+        if not directory.is_dir():
+            raise StoreError(
+                f"cannot write a picture: directory not found: {directory}",
+                hint="create the directory, or choose another path with -o",
+            )
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise StoreError(
+                f"cannot write a picture to {directory}: Permission denied",
+                hint="choose another path with -o",
+            )
+
+    def write(
+        self, data: bytes, reference: Reference, seed: int, index: int, count: int
+    ) -> Path | None:
+        """Write a picture atomically; return its path, None for stdout.
+
+        Raises:
+            NoSpaceError: The disk is full.
+            StoreError: The file cannot be written.
+        """
+        if self.is_stdout:
+            with output_file("-") as file:
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
+            return None
+        path = self._path
+        try:
+            if self.name and self.name.endswith(os.sep):
+                path.mkdir(parents=True, exist_ok=True)
+            path = self._choose(reference, seed, index, count)
+            write_file(path, data, durable=False)
+        except OSError as error:
+            if error.errno in DISK_FULL:
+                raise NoSpaceError(
+                    f"no space left for the picture {path}", hint="free some space, or use -o"
+                ) from None
+            raise StoreError(
+                f"cannot write the picture {path}: {error.strerror or error}",
+                hint="choose another path with -o",
+            ) from None
+        return path
+
+    def _choose(self, reference: Reference, seed: int, index: int, count: int) -> Path:
+        """Return a picture's path. A name chosen here never overwrites another picture."""
+        path = self._path
+        if self._is_directory:
+            stem = f"{reference.repository.rpartition('/')[2]}-{seed}"
+            names = (f"{stem}-{number}.png" for number in itertools.count(2))
+            paths = (path / name for name in itertools.chain((f"{stem}.png",), names))
+            return next(found for found in paths if not found.exists())
+        path = path if path.suffix else path.with_suffix(".png")
+        return path if count == 1 else path.with_stem(f"{path.stem}-{index + 1}")

@@ -1,0 +1,96 @@
+"""Prompts that are read line by line from a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.output import facts, note, printable
+from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.errors import AImageError, UsageError
+
+_HELP = """\
+Type a prompt to generate a picture.
+/set NAME VALUE  set an option: {names}
+/set NAME        restore the default of an option
+/show            show the options
+/help            show this text
+/bye             end (or Ctrl-D)"""
+
+
+def read_prompts(
+    make: Callable[[str], None], values: MutableMapping[str, Any], options: dict[str, click.Option]
+) -> None:
+    """Call ``make`` with each prompt until the end of the input; set ``values`` by commands.
+
+    Errors of ``make`` are printed; an interrupt cancels it.
+
+    Args:
+        make: Generates pictures of a prompt.
+        values: The values of the options, by the names of their parameters.
+        options: The options that can be set, by the names that users type.
+    """
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (a side effect: history and editing in input())
+    note("type a prompt, or /help")
+    while True:
+        try:
+            line = input(">>> ").strip()
+            if line in ("/bye", "/exit", "/quit"):
+                return
+            if line.startswith("/"):
+                _command(line, values, options)
+            elif line:
+                make(line)
+        except EOFError:
+            note("")
+            return
+        except KeyboardInterrupt:
+            note("\ncancelled; /bye or Ctrl-D ends")
+        except UnicodeDecodeError:
+            note("aimage: the line is not valid text")
+        except AImageError as error:
+            hint = advice(error)
+            note(printable(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}"))
+
+
+def _command(
+    line: str, values: MutableMapping[str, Any], options: dict[str, click.Option]
+) -> None:
+    word, *rest = line.split(maxsplit=2)
+    if word == "/set" and rest:
+        _set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None, values, options)
+    elif word == "/show" and not rest:
+        note(printable(facts([(name, _shown(values, each)) for name, each in options.items()])))
+    elif word in ("/help", "/?", "/set"):
+        note(_HELP.format(names=", ".join(options)))
+    else:
+        raise UsageError(f"unknown command {word}", hint="/help lists the commands")
+
+
+def _set(
+    name: str,
+    text: str | None,
+    values: MutableMapping[str, Any],
+    options: dict[str, click.Option],
+) -> None:
+    """Set an option as on the command line. Raises UsageError."""
+    option = options.get(name)
+    if option is None:
+        raise UsageError(f"unknown option {name}", hint=f"expected one of: {', '.join(options)}")
+    context = click.get_current_context()
+    given = option.get_default(context) if text is None else text
+    try:
+        values[str(option.name)] = option.process_value(context, given)
+    except click.BadParameter as error:
+        raise UsageError(f"invalid value for {name}: {error.message}") from None
+
+
+def _shown(values: MutableMapping[str, Any], option: click.Option) -> str:
+    value = values[str(option.name)]
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return "default" if value is None else str(value)

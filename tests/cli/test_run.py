@@ -1,0 +1,293 @@
+"""The prompt, the output, the worker and the prompt loop of ``run``."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+
+import pytest
+from PIL import Image
+
+from clowder_aimage.engine import endpoint
+from tests.cli.test_remote_verbs import DIGEST, TINY, at, done, drawing, png
+from tests.process import PROGRAM, Aimage, run, spawn
+from tests.scripted_worker import Asked, Says, ScriptedWorker, says
+
+__all__ = ["at"]
+SMALL = ("--steps", 1, "--seed", 1)
+
+
+class Unset(Aimage):
+    """A command line without AIMAGE_HOST."""
+
+    def env(self) -> dict[str, str]:
+        return {name: value for name, value in super().env().items() if name != "AIMAGE_HOST"}
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin"),
+    [
+        (("two", "red", "circles"), ""),
+        (("two red circles",), "unused"),
+        ((), "two red circles\n"),
+        (("-",), "two red circles\n"),
+    ],
+)
+def test_the_prompt_is_joined_or_read(at, words, stdin):
+    with ScriptedWorker(drawing).running() as worker:
+        at(worker)("run", "x", *words, stdin=stdin)
+    assert worker.asked[0].value["prompt"] == "two red circles"
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "text"),
+    [
+        (("",), "", "the prompt is empty"),
+        ((" ", ""), "", "the prompt is empty"),
+        ((), "\n", "the prompt is empty"),
+        (("-",), "a" * (1 << 20) + "a", "exceeds"),
+    ],
+)
+def test_a_prompt_that_is_empty_or_too_long_is_refused(at, words, stdin, text):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        assert text in here("run", "x", *words, stdin=stdin, code=2).err
+    assert not worker.asked
+    assert not list(here.home.glob("*.png"))
+
+
+def test_a_prompt_that_is_no_text_is_refused(aimage):
+    here = aimage()
+    ended = run([*PROGRAM, "run", "x", "-"], input=b"\xff", env=here.env(), cwd=here.home)
+    assert ended.returncode == 2
+    assert b"not valid UTF-8" in ended.stderr
+
+
+def test_size_is_width_and_height(at):
+    with ScriptedWorker(drawing).running() as worker:
+        at(worker)("run", "x", "a fox", "--size", "32x48")
+    assert worker.asked[0].value["size"] == "32x48"
+
+
+def test_the_time_is_printed(at):
+    with ScriptedWorker(drawing).running() as worker:
+        last = at(worker)("run", "x", "a", "fox", "-n", 2).err.splitlines()[-1]
+        assert re.fullmatch(r"2 pictures in \d+\.\d s", last)
+        assert " in " not in at(worker)("run", "x", "a fox", "-q").err
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("jpg", "JPEG"), ("JPEG", "JPEG"), ("webp", "WEBP")])
+def test_the_suffix_is_the_format(stocked, suffix, kind):
+    here = stocked()
+    assert here("run", "x", "a fox", *SMALL, "-o", f"y.{suffix}").line == f"y.{suffix}"
+    with Image.open(here.home / f"y.{suffix}") as picture:
+        assert picture.format == kind
+
+
+def test_a_worker_is_asked_for_the_format(at):
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(buffer, "JPEG")
+
+    def script(asked: Asked) -> Says:
+        is_jpeg = asked.value["output_format"] == "jpeg"
+        return Says([done(buffer.getvalue() if is_jpeg else png())])
+
+    with ScriptedWorker(script).running() as worker:
+        here = at(worker)
+        here("run", "x", "a fox", "-o", "y.jpg")
+        assert (here.home / "y.jpg").read_bytes() == buffer.getvalue()
+        assert "expected a WEBP" in here("run", "x", "a fox", "-o", "y.webp", code=5).err
+
+
+def test_a_directory_is_made(at):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        assert here("run", "x", "a fox", "--seed", 1, "-o", "a/b/").line == "a/b/x-1.png"
+        assert (here.home / "a/b/x-1.png").is_file()
+        (here.home / "file").write_text("kept")
+        here("run", "x", "a fox", "-o", "file/", code=1)
+        assert (here.home / "file").read_text() == "kept"
+
+
+def test_the_bytes_are_written_to_stdout(at):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        command = [*PROGRAM, "run", "x", "a fox", "--seed", "5", "-o", "-"]
+        ended = run(command, env=here.env(), cwd=here.home)
+        assert ended.stdout == png(seed=5, prompt="Füchse")
+        for more in (("-n", 2), ("--json",), ("--open",)):
+            assert here("run", "x", "a fox", "-o", "-", *more, code=2).out == ""
+        master, slave = pty.openpty()
+        ended = run(command, stdout=slave, env=here.env(), cwd=here.home)
+        os.close(slave)
+        os.close(master)
+    assert ended.returncode == 2
+    assert b"refusing to write a picture to a terminal" in ended.stderr
+    assert len(worker.asked) == 1
+    assert not list(here.home.glob("*.png"))
+
+
+@pytest.mark.parametrize("name", ["./model", "model"])
+def test_a_directory_is_to_be_packed(aimage, name):
+    here = aimage()
+    (here.home / "model").mkdir()
+    said = here("run", name, "a fox", code=2 if name.startswith(".") else 3)
+    assert "aimage create NAME ./model" in said.err
+
+
+# -- the worker
+
+
+@pytest.fixture
+def default(aimage, monkeypatch):
+    """Return ``default(worker)``: a command line whose default worker this is."""
+
+    def make(worker: ScriptedWorker) -> Aimage:
+        monkeypatch.setattr(endpoint, "DEFAULT_HOST", worker.host)
+        here = aimage()
+        return Unset(here.home, here.store)
+
+    return make
+
+
+def listing(asked: Asked) -> Says:
+    return says({"models": [TINY]}) if asked.method == "GET" else drawing(asked)
+
+
+def test_the_default_worker_generates_what_it_has(default):
+    with ScriptedWorker(listing).running() as worker:
+        here = default(worker)
+        said = here("run", "tiny", "a fox", "--seed", 1)
+        assert f"rendering on the worker at http://{worker.host}; --local" in said.err
+        here("run", f"tiny@sha256:{DIGEST}", "a fox", "--seed", 1)
+        posts = sum(asked.method == "POST" for asked in worker.asked)
+        for arguments in (
+            ("tiny", "a fox", "--local"),
+            ("tiny", "a fox", "--dtype", "f32"),
+            ("other", "a fox"),
+        ):
+            here("run", *arguments, code=3)
+        named = Aimage(here.home, here.store, {"AIMAGE_HOST": worker.host})
+        named("run", "tiny", "a fox", "--local", code=3)
+    assert posts == sum(asked.method == "POST" for asked in worker.asked) == 2
+
+
+@pytest.mark.parametrize("server", ["nginx", "aimagery", ""])
+def test_another_server_at_the_default_address_is_not_used(default, server):
+    with ScriptedWorker(listing, server=server).running() as worker:
+        default(worker)("run", "tiny", "a fox", code=3)
+    assert not worker.asked
+
+
+def test_an_aimage_of_the_same_name_in_the_store_is_preferred(default, stocked):
+    def script(asked: Asked) -> Says:
+        return says({"models": [TINY | {"name": "x:latest"}]})
+
+    with ScriptedWorker(script).running() as worker:
+        own = stocked()
+        here = default(worker)
+        assert here.store == own.store
+        here("run", "x", "a fox", *SMALL)
+    assert [asked.method for asked in worker.asked] == ["GET"]
+
+
+def test_remote_verbs_refuse_other_servers(at):
+    with ScriptedWorker(listing, server="ollama").running() as worker:
+        for arguments in (
+            ("ps",),
+            ("stop", "tiny"),
+            ("ls", "--remote"),
+            ("rm", "--remote", "tiny"),
+            ("pull", "--remote", "localhost:1/x"),
+            ("run", "tiny", "a fox"),
+        ):
+            said = at(worker)(*arguments, code=1)
+            assert f"the server at http://{worker.host} is not an aimage worker" in said.err
+            assert said.out == ""
+    assert not worker.asked
+
+
+# -- the prompt loop
+
+
+def typed(here: Aimage, *lines: str) -> tuple[int, str, str]:
+    """Return the exit code, the terminal's text and stderr of ``run tiny`` with lines typed."""
+    master, slave = pty.openpty()
+    child = spawn(
+        [*PROGRAM, "run", "tiny"],
+        stdin=slave,
+        stdout=slave,
+        stderr=subprocess.PIPE,
+        env=here.env() | {"TERM": "dumb"},
+        cwd=here.home,
+    )
+    os.close(slave)
+    shown, sent = "", 0
+    with contextlib.suppress(OSError):  # the end of file of a pseudo-terminal
+        while data := os.read(master, 1 << 16):
+            shown += data.decode()
+            if shown.count(">>> ") > sent and sent < len(lines):
+                os.write(master, lines[sent].encode())
+                sent += 1
+    _, err = child.communicate(timeout=60)
+    os.close(master)
+    return child.returncode, shown, err.decode()
+
+
+def test_prompts_are_read_on_a_terminal(at):
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        code, shown, err = typed(
+            here,
+            "a fox\n",
+            "/set seed 7\n",
+            "/set width 512\n",
+            "/set width many\n",
+            "/set depth 3\n",
+            "/set negative a red box\n",
+            "refused\n",
+            "/set guidance 2\n",
+            "/show\n",
+            "a dog\n",
+            "/set size 32x48\n",
+            "/set width\n",
+            "/set n 2\n",
+            "two cats\n",
+            "/nonsense\n",
+            "/help\n",
+            "/bye\n",
+        )
+    assert code == 0
+    prompts = [asked.value["prompt"] for asked in worker.asked]
+    assert prompts == ["a fox", "a dog", "two cats", "two cats"]
+    second, third = worker.asked[1].value, worker.asked[2].value
+    assert (second["seed"], second["width"], second["negative_prompt"]) == (7, 512, "a red box")
+    assert third["size"] == "32x48"
+    assert {"tiny-7.png", "tiny-7-2.png", "tiny-8.png"} <= {p.name for p in here.home.iterdir()}
+    assert "tiny-7-2.png" in shown
+    for text in (
+        "invalid value for width",
+        "unknown option depth",
+        "--negative requires --guidance",
+        "unknown command /nonsense",
+        "/set NAME VALUE",
+    ):
+        assert text in err
+    assert re.search(r"^width +512$", err, re.MULTILINE)
+
+
+def test_an_error_and_the_end_of_the_input_keep_the_loop_in_order(at):
+    def script(asked: Asked) -> Says:
+        return says({"error": {"message": "odd"}}, 400) if "odd" in asked.value["prompt"] else (
+            drawing(asked)
+        )
+
+    with ScriptedWorker(script).running() as worker:
+        code, _, err = typed(at(worker), "odd\n", "a fox\n", "\x04")
+    assert code == 0
+    assert "aimage: odd" in err
+    assert "1 picture in" in err
