@@ -21,6 +21,7 @@ from clowder_aimage.model.pipeline import MAX_SEED, MAX_STEPS, GenerateRequest, 
 
 MULTIPLE = 16  # pixels
 MAX_PIXELS = 3840 * 2160
+LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
 MAX_PICTURES = 10
 MAX_TEXT = 32_000  # characters of a prompt
 MAX_GUIDANCE = 1000
@@ -154,6 +155,9 @@ def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> Ima
     Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
     """
     body = parse_body(raw, ImageRequest, defaults)
+    is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
+    if is_url and "response_format" not in body.model_fields_set:
+        body = body.model_copy(update={"response_format": "url"})
     if body.ignored and (strict or body.strict):
         name = body.ignored[0][:60]
         message = f"unknown parameter {name!a}; it is ignored unless strict is set"

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatchcase
 from typing import Any
 
 from clowder_aimage.api.image_request import ImageRequest
@@ -19,10 +20,12 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.schema import validate
 
 FAMILY = "z-image"
 _PARTS = {"text_encoder", "transformer", "vae"}
+_MAX_NAMED = 10  # models in a message
 _MAX_KNOWN = 4096  # cached manifests
 
 
@@ -66,8 +69,8 @@ class SelectedModel:
 async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) -> SelectedModel:
     """Return the model that generates the pictures.
 
-    The worker's default replaces an unknown plain name, as clients have hard-coded names. A name
-    with a registry or a digest is never replaced. Raises ApiError.
+    The worker's default replaces only unknown names that clients have built in, see ``default_for``
+    of the settings. A name with a registry or a digest is never replaced. Raises ApiError.
     """
     pull = body.pull if may_pull else NEVER
     reference = _parse(service, body.model)
@@ -75,15 +78,32 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
     if aimage is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
         is_literal = service.alias(body.model) is None if body.model else False
-        if service.settings.default_model is None or (is_exact and is_literal):
-            raise unknown_model(body.model or str(reference))
+        is_built_in = body.model is None or _is_built_in(service, body.model)
+        has_default = service.settings.default_model is not None
+        if not (has_default and is_built_in) or (is_exact and is_literal):
+            raise await asyncio.to_thread(_missing, service, body.model or str(reference))
         reference, is_default = service.reference(None), True
         aimage = await read_here(service, reference)
         if aimage is None and not (reference.registry and pull != NEVER):
-            raise unknown_model(body.model or str(reference))
+            raise await asyncio.to_thread(_missing, service, body.model or str(reference))
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
     return SelectedModel(reference, aimage, pull, is_default)
+
+
+def _is_built_in(service: Service, name: str) -> bool:
+    plain = name.removesuffix(f":{DEFAULT_TAG}")
+    return any(fnmatchcase(plain, pattern) for pattern in service.settings.default_for)
+
+
+def _missing(service: Service, name: str) -> ApiError:
+    """Return the error for a missing model, with the names of those that the store has."""
+    names = [model["id"] for model in ModelCatalog(service).all()]
+    if not names:
+        return unknown_model(name)
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    message = f"model {name[:200]!r} not found; available: {', '.join(names[:_MAX_NAMED])}{more}"
+    return ApiError(404, message, code="model_not_found", param="model")
 
 
 def _parse(service: Service, name: str | None) -> Reference:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 
@@ -30,6 +31,8 @@ from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Reference
 
 Emit = Callable[[Event], None]
+
+_log = logging.getLogger("aimage.worker")
 
 
 class Engine:
@@ -191,6 +194,7 @@ class Engine:
         self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
     ) -> None:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
+        _log.info("generating", extra={"model": str(model.reference)})
         outcome, begun = "cancelled", self._clock()
         last = begun
 

@@ -17,7 +17,7 @@ from clowder_aimage.model.pipeline import Step
 
 MAX_EVENTS = 1000
 # Written to the log as well, since no request's log line reports them
-LOGGED = frozenset({"pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
+LOGGED = frozenset({"load", "pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
 _log = logging.getLogger("aimage.worker")
 
 

@@ -31,6 +31,7 @@ _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:%-]+)*"
 )
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 
 
@@ -88,6 +89,18 @@ def _base_url(value: object) -> str | None:
     return text
 
 
+def _origins(value: object) -> object:
+    """Validate origins of web pages: scheme, host and optional port (RFC 6454, 6.2)."""
+    found = _list(value)
+    if not isinstance(found, tuple | list):
+        return found
+    found = tuple(str(one).lower().removesuffix("/") for one in found)
+    for one in found:
+        if _ORIGIN.fullmatch(one) is None:
+            raise ValueError(f"invalid origin {one!r}; expected one such as https://app.example")
+    return found
+
+
 def _reference(value: object) -> str:
     try:
         Reference.parse(str(value))
@@ -137,6 +150,7 @@ class Settings(ServerSettings):
     PREFIX = "AIMAGE_SERVE_"
     ADDRESS = DEFAULT_HOST
 
+    allow_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
     public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
     max_models: int = Field(default=1, ge=1)
     text_encoder: Literal["auto", "keep", "release"] = "auto"
@@ -145,6 +159,7 @@ class Settings(ServerSettings):
     keep_alive: Seconds = 300.0
     deadline: Limit = FOR_EVER
     default_model: Name | None = None
+    default_for: Words = ("dall-e-2", "dall-e-3", "gpt-image-*", "chatgpt-image-*")
     aliases: Annotated[dict[str, Name], BeforeValidator(_pairs)] = {}
     wanted: Annotated[tuple[Name, ...], BeforeValidator(_list)] = ()
     pull: Literal["never", "if-missing", "always"] = "if-missing"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import hmac
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,8 @@ _ALLOWED = {
 # Registry clients send credentials only after this challenge (RFC 7617)
 _REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
 _CHALLENGE = f'Bearer realm="{PRODUCT}"'
+_METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE"
+_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers
 
 
 def read_token(path: Path) -> str:
@@ -75,33 +78,57 @@ def _is_token(text: str) -> bool:
     return len(text) >= MIN_TOKEN and text.isascii() and text.isprintable()
 
 
-def check_host(allowed: frozenset[str] | None) -> Middleware:
+def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) -> Middleware:
     """Refuse requests that a malicious web page may have caused.
 
     DNS rebinding (CVE-2024-28224): the ``Host`` must be in ``allowed``; None allows any host.
-    Cross-site requests: an ``Origin``, which only browsers send, must be the same host; a request
-    that changes state must not be cross-site (Fetch Metadata, ``Sec-Fetch-Site``).
+    Cross-site requests: an ``Origin``, which only browsers send, must be the same host, a loopback
+    host, or in ``origins``; None allows the same host only. A request that changes state must not
+    be cross-site without an allowed origin (Fetch Metadata, ``Sec-Fetch-Site``).
+
+    ``request["origin"]`` is the allowed origin of another site. Its preflight requests are answered
+    here (Fetch, 3.3).
     """
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
         if allowed is not None and host_name(host) not in allowed:
-            message = f"host {host[:300]!r} is not one of this server's allowed hosts"
+            message = f"host {host[:300]!r} is not allowed; add it to the allowed hosts"
             details = ({"host": host[:300]},)
             raise ApiError(403, message, code="host_not_allowed", details=details)
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
         is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
-        if is_foreign or (origin is not None and _origin_host(origin) != host):
-            raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
+        if origin is None or _origin_host(origin) == host:
+            if is_foreign:
+                raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
+            return await handler(request)
+        if origins is None or not (origin in origins or _is_loopback(origin)):
+            message = f"origin {origin[:300]!r} is not allowed; add it to the allowed origins"
+            raise ApiError(403, message, code="origin_not_allowed")
+        request["origin"] = origin
+        wanted = request.headers.get("Access-Control-Request-Method")
+        if wanted and request.method == "OPTIONS":
+            return _preflight(request)
         return await handler(request)
 
     return middleware
 
 
+def _preflight(request: web.Request) -> web.Response:
+    """Return the response to a preflight request: the methods and headers of later requests."""
+    headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": "600"}
+    names = request.headers.get("Access-Control-Request-Headers", "")
+    if _NAMES.fullmatch(names):
+        headers["Access-Control-Allow-Headers"] = names
+    return web.Response(status=204, headers=headers)
+
+
 def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, str]) -> Middleware:
-    """Refuse requests without a token of the route's scope; without ``tokens`` all are admins.
+    """Refuse requests without a token of the route's scope.
+
+    Without ``tokens`` all are admins, but requests of other origins have the scope infer.
 
     An unknown path requires a token too, so that a response does not reveal which paths exist.
     """
@@ -109,7 +136,8 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         required = scopes.get(request.match_info.route, INFER)
-        scope = _scope(request, tokens) if tokens else ADMIN
+        anyone = INFER if "origin" in request else ADMIN
+        scope = _scope(request, tokens) if tokens else anyone
         if scope is not None:
             request["scope"] = scope
         elif required != OPEN:
@@ -120,6 +148,9 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
             message = "authentication required" if is_registry else message
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
         if required != OPEN and scope not in (required, ADMIN):
+            if not tokens:
+                message = "requests of another origin require a token for this"
+                raise ApiError(403, message, code="origin_not_allowed")
             raise ApiError(403, _ALLOWED[scope or INFER], code="insufficient_scope")
         return await handler(request)
 
@@ -159,6 +190,11 @@ def host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def _is_loopback(origin: str) -> bool:
+    scheme, _, host = origin.partition("://")
+    return scheme in ("http", "https") and host_name(host) in LOOPBACK_HOSTS
 
 
 def _origin_host(origin: str) -> str | None:

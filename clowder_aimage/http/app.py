@@ -14,7 +14,7 @@ import secrets
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
@@ -27,9 +27,18 @@ from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import INTERFACE, OCI, OPENAI, ApiError, interface_of
 from clowder_aimage.http.route import BODY, Role, with_head
 
+_EXPOSED = (
+    "X-Request-Id, X-Aimage-Model, X-Aimage-Alias, X-Aimage-Seed, X-Aimage-Ignored, Retry-After"
+)
 MAX_BODY = 16 * BODY
 BODY_TIMEOUT = 30.0  # seconds for a request's body to arrive
 CLIENT_CLOSED_REQUEST = 499  # nginx
+# Routes of OpenAI's and ollama's APIs that no role has
+_UNSUPPORTED = re.compile(
+    r"/v1/(images/(edits|variations)|chat/completions|completions|responses|embeddings|audio"
+    r"|moderations|videos|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
+    r"|realtime)(/.*)?|/api/(chat|embed|embeddings|create|blobs)(/.*)?"
+)
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger("aimage.worker")
@@ -40,6 +49,7 @@ def build_app(
     hosts: frozenset[str] | None = LOOPBACK_HOSTS,
     tokens: Mapping[str, str] | None = None,
     interface: str = OPENAI,
+    origins: Collection[str] | None = None,
 ) -> web.Application:
     """Return the application that serves the routes of ``roles``.
 
@@ -48,6 +58,7 @@ def build_app(
         hosts: The names that a request's Host header may carry; None: any.
         tokens: The tokens with their scopes. Without tokens, all clients are admins.
         interface: The form of errors outside of the interfaces.
+        origins: Allowed origins besides loopback ones; None: only that of the server.
     """
     # Plain names for a request's entries: typed keys require aiohttp 3.14.
     warnings.simplefilter("ignore", web.NotAppKeyWarning)
@@ -57,7 +68,7 @@ def build_app(
         middlewares=[
             _account(roles),
             answer_errors,
-            check_host(hosts),
+            check_host(hosts, origins),
             check_scope(tokens or {}, scopes),
             _refuse_at_the_end(roles),
             _read_body(bodies),
@@ -90,12 +101,14 @@ def _account(roles: Sequence[Role]) -> Middleware:
             for role in roles:
                 role.count(route, status)
             facts = {
-                "method": request.method if resource is not None else "-",
+                "method": request.method[:20],
                 "route": route,
                 "status": status,
                 "seconds": round(time.perf_counter() - begun, 4),
                 "id": request["id"],
             }
+            if resource is None:
+                facts["path"] = _path(request)
             if "model" in request:
                 facts["model"] = str(request["model"])
             # nodes request ranges from each other by the hundred
@@ -171,9 +184,17 @@ def _framework_error(request: web.Request, error: web.HTTPException) -> ApiError
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return _too_large()
     if error.status == 404:
-        message = f"no such endpoint: {request.method} {request.rel_url.raw_path[:200]}"
+        is_known = interface_of(request) != OCI and _UNSUPPORTED.fullmatch(request.path)
+        name = f"{request.method} {request.rel_url.raw_path[:200]}"
+        message = f"{name} is not supported by this worker" if is_known else ""
+        message = message or f"no such endpoint: {name}"
         return ApiError(404, message, code="unknown_url")
     return ApiError(error.status, error.reason, code="invalid_request")
+
+
+def _path(request: web.Request) -> str:
+    """Return the path for the log: cut and escaped, without the query."""
+    return request.rel_url.raw_path[:200].encode("unicode_escape").decode("ascii")
 
 
 def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
@@ -231,5 +252,9 @@ async def _common_headers(request: web.Request, response: web.StreamResponse) ->
         response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
     else:
         response.headers.setdefault("Cache-Control", "no-store")
+    if "origin" in request:  # never "*"; no credentials mode
+        response.headers["Access-Control-Allow-Origin"] = request["origin"]
+        response.headers["Access-Control-Expose-Headers"] = _EXPOSED
+        response.headers["Vary"] = "Origin"
     if "id" in request:
         response.headers["X-Request-Id"] = request["id"]

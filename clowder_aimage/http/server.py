@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -112,6 +112,7 @@ def serve(
     tokens: Mapping[str, str] | None = None,
     grace: float = 0.0,
     interface: str = OPENAI,
+    origins: Collection[str] | None = None,
     on_ready: Callable[[list[str]], object],
     **options: Any,
 ) -> None:
@@ -126,13 +127,16 @@ def serve(
         tokens: The tokens with their scopes.
         grace: Seconds for requests to finish.
         interface: The form of errors outside of the interfaces.
+        origins: Allowed origins besides loopback ones; None: only that of the server.
         on_ready: Called with the URLs once connections are accepted (``unix://PATH`` for a socket).
         options: Further arguments of aiohttp's AppRunner.
     """
     hosts = None if listeners.hosts is None else frozenset(listeners.hosts)
     loop = asyncio.new_event_loop()
     try:
-        app = build_app(*roles, hosts=hosts, tokens=tokens, interface=interface)
+        app = build_app(
+            *roles, hosts=hosts, tokens=tokens, interface=interface, origins=origins
+        )
         work = _run(app, listeners, roles, grace, on_ready, options)
         loop.run_until_complete(work)
         loop.run_until_complete(loop.shutdown_asyncgens())

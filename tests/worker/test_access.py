@@ -39,9 +39,11 @@ def service(tmp_path):
     return make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
 
-def asked(service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), **headers):
+def asked(
+    service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), origins=(), **headers
+):
     """Request every route, or ``paths``; return method, path, status, headers and text of each."""
-    app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts)
+    app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts, origins=origins)
     table = {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.resource.canonical))
         for route in app.router.routes()
@@ -90,16 +92,49 @@ def test_routes_that_change_state_need_the_admin_scope(service):
 )
 def test_unknown_host_headers_are_refused(service, host):
     ((_, _, status, _, text),) = asked(service, [("GET", "/healthz")], Host=host)
-    assert status == 403 and "allowed hosts" in text
+    assert status == 403 and "add it to the allowed hosts" in text
 
 
 @pytest.mark.parametrize(
-    "origin", ["http://evil.example", "null", "http://127.0.0.1:1", "http://["]
+    "origin",
+    ["http://evil.example", "null", "http://127.0.0.1.evil.example", "ftp://localhost", "http://["],
 )
 def test_foreign_origin_headers_are_refused(service, origin):
     ((_, _, status, headers, _),) = asked(service, [("GET", "/healthz")], Origin=origin)
     assert status == 403
     assert not any(name.lower().startswith("access-control") for name in headers)
+
+
+@pytest.mark.parametrize("origin", ["http://localhost:3000", "http://[::1]:1", "app://x"])
+def test_allowed_origins_read_and_get_cors_headers(service, origin):
+    paths = [("GET", "/v1/models"), ("GET", "/nothing")]
+    found = asked(service, paths, origins=("app://x",), Origin=origin, Sec_Fetch_Site="cross-site")
+    assert sorted(answer[2] for answer in found) == [200, 404]
+    for _, _, _, headers, _ in found:
+        assert headers["Access-Control-Allow-Origin"] == origin and headers["Vary"] == "Origin"
+        assert "Access-Control-Allow-Credentials" not in headers
+
+
+def test_a_preflight_request_is_answered_without_a_token(service):
+    paths = [("OPTIONS", "/v1/images/generations")]
+    names = "authorization, content-type"
+    sent = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
+    sent["Access-Control-Request-Headers"] = names
+    ((_, _, status, headers, _),) = asked(service, paths, tokens=TOKENS, **sent)
+    assert (status, headers["Access-Control-Allow-Headers"]) == (204, names)
+    assert "POST" in headers["Access-Control-Allow-Methods"]
+    sent["Origin"] = "http://evil.example"
+    assert asked(service, paths, tokens=TOKENS, **sent)[0][2] == 403
+
+
+def test_admin_routes_require_a_token_from_other_origins(service):
+    headers = {"Origin": "http://localhost:3000"}
+    refused = {
+        (method, path) for method, path, status, _, _ in asked(service, **headers) if status == 403
+    }
+    assert {item for item in refused if item[0] != "HEAD"} == admins(service)
+    headers["Authorization"] = f"Bearer {ADMIN_TOKEN}"
+    assert not [one for one in asked(service, tokens=TOKENS, **headers) if one[2] in (401, 403)]
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])

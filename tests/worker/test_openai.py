@@ -617,6 +617,15 @@ def test_the_default_model_replaces_a_missing_model(live, worker):
         assert (status, headers["X-Aimage-Model"]) == (200, "short:latest")
 
 
+def test_the_default_model_replaces_built_in_names_only(live, worker):
+    other = worker.start("--default-model", "short", "--default-for", "mine-*")
+    status, _, answer = post(other.url, {"prompt": "a dog", "model": "nope/foo"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert "short:latest" in answer["error"]["message"]
+    assert post(other.url, {"prompt": "a dog", "model": "dall-e-3"})[0] == 404
+    assert post(other.url, {"prompt": "a dog", "model": "mine-1"})[0] == 200
+
+
 def test_the_default_model_does_not_replace_a_digest_or_registry_name(live, worker):
     """A name with a digest or a registry means exactly that model."""
     other = worker.start("--default-model", "short", "--alias", "dall-e-3=localhost:1/absent")

@@ -291,3 +291,19 @@ def test_the_documentation_names_every_field_and_preset() -> None:
     documented = set(re.findall(r"`([a-z_]+)`", section))
     assert ImageRequest.model_fields.keys() | ImageRequest.NO_EFFECT <= documented
     assert set(PRESETS) <= documented
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"model": "dall-e-3"}, "url"),
+        ({"model": "dall-e-2:latest", "response_format": None}, "url"),
+        ({"model": "dall-e-3", "response_format": "b64_json"}, "b64_json"),
+        ({"model": "dall-e-3", "stream": True}, "b64_json"),
+        ({"model": "gpt-image-1"}, "b64_json"),
+        ({}, "b64_json"),
+    ],
+)
+def test_dall_e_models_default_to_links(fields, expected):
+    body = read_request(json.dumps({"prompt": "a dog"} | fields).encode())
+    assert body.response_format == expected

@@ -251,7 +251,7 @@ def test_each_request_is_logged_as_json_without_its_content(worker):
     with socket.create_connection((host, int(port)), timeout=30) as raw:
         raw.sendall(broken.encode())
         assert b" 400 " in raw.makefile("rb").readline()
-    line, answer = post(other, f"/v1/{SECRET.replace(' ', '+')}?token=sk-secret", SECRET)
+    line, answer = post(other, f"/v1/nothing/{'x' * 300}?token=sk-secret", SECRET)
     assert answer.status == 404
     line.close()
     _, errors = other.stop()
@@ -264,6 +264,9 @@ def test_each_request_is_logged_as_json_without_its_content(worker):
         ("/v1/images/generations", 400),
         ("unknown", 404),
     ]
+    last = requests[-1]
+    assert (last["method"], last["path"]) == ("POST", ("/v1/nothing/" + "x" * 300)[:200])
+    assert {"load", "generating"} <= {one["event"] for one in lines}
     first = requests[0]
     assert (first["id"], first["model"], first["level"]) == ("mine-1", "tiny:latest", "info")
     assert first["seconds"] > 0 and first["timestamp"]

@@ -111,12 +111,21 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
 
 def spell(field: str) -> str:
     """Return the option for a field of a server's settings."""
-    names = {"aliases": "alias", "allow_hosts": "allow-host", "neighbours": "neighbour"}
+    names = {"aliases": "alias", "allow_hosts": "allow-host", "allow_origins": "allow-origin"}
+    names |= {"neighbours": "neighbour"}
     return "--" + names.get(field, field).replace("_", "-")
 
 
 @verb
 @listening_options("worker", "127.0.0.1:11434")
+@click.option(
+    "--allow-origin",
+    "allow_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="An origin whose web pages may generate pictures, such as https://app.example. Loopback "
+    "origins may. May be repeated.",
+)
 @click.option("--max-models", type=click.IntRange(1), help="Limit of loaded models. [default: 1]")
 @click.option(
     "--text-encoder",
@@ -134,6 +143,13 @@ def spell(field: str) -> str:
 )
 @click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
 @click.option("--default-model", metavar="REF", help="Model of requests without one.")
+@click.option(
+    "--default-for",
+    multiple=True,
+    metavar="PATTERN",
+    help="Names replaced by the default model. May be repeated. "
+    "[default: dall-e-2, dall-e-3, gpt-image-*, chatgpt-image-*]",
+)
 @click.option(
     "--alias",
     "aliases",
@@ -265,5 +281,6 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
             *roles,
             tokens=tokens,
             grace=config.grace,
+            origins=config.allow_origins if isinstance(config, WorkerSettings) else None,
             on_ready=lambda urls: result({"urls": urls}, "\n".join(urls)),
         )
