@@ -59,7 +59,7 @@ class ScriptedWorker:
     ``left`` is set when a client disconnected before the last chunk.
     """
 
-    def __init__(
+    def __init__(  # noqa: C901 - the handler is a closure
         self, script: Callable[[Asked], Says], path: Path | None = None, server: str = "aimage"
     ) -> None:
         self.asked: list[Asked] = []
@@ -106,10 +106,10 @@ class ScriptedWorker:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server: socketserver.BaseServer
+        self._server: ThreadingHTTPServer | socketserver.ThreadingUnixStreamServer
         if path is None:
-            server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-            self._server, self.host = server, f"127.0.0.1:{server.server_address[1]}"
+            tcp = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+            self._server, self.host = tcp, f"127.0.0.1:{tcp.server_address[1]}"
         else:
             self._server = socketserver.ThreadingUnixStreamServer(str(path), Handler)
             self.host = f"unix://{path}"

@@ -134,9 +134,7 @@ def serve(
     hosts = None if listeners.hosts is None else frozenset(listeners.hosts)
     loop = asyncio.new_event_loop()
     try:
-        app = build_app(
-            *roles, hosts=hosts, tokens=tokens, interface=interface, origins=origins
-        )
+        app = build_app(*roles, hosts=hosts, tokens=tokens, interface=interface, origins=origins)
         work = _run(app, listeners, roles, grace, on_ready, options)
         loop.run_until_complete(work)
         loop.run_until_complete(loop.shutdown_asyncgens())

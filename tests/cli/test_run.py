@@ -282,8 +282,10 @@ def test_prompts_are_read_on_a_terminal(at):
 
 def test_an_error_and_the_end_of_the_input_keep_the_loop_in_order(at):
     def script(asked: Asked) -> Says:
-        return says({"error": {"message": "odd"}}, 400) if "odd" in asked.value["prompt"] else (
-            drawing(asked)
+        return (
+            says({"error": {"message": "odd"}}, 400)
+            if "odd" in asked.value["prompt"]
+            else (drawing(asked))
         )
 
     with ScriptedWorker(script).running() as worker:

@@ -57,9 +57,7 @@ def read_prompts(
             note(printable(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}"))
 
 
-def _command(
-    line: str, values: MutableMapping[str, Any], options: dict[str, click.Option]
-) -> None:
+def _command(line: str, values: MutableMapping[str, Any], options: dict[str, click.Option]) -> None:
     word, *rest = line.split(maxsplit=2)
     if word == "/set" and rest:
         _set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None, values, options)
