@@ -119,7 +119,7 @@ def fetch_files(
 def _title(layer: Descriptor) -> str:
     """Return the title of a layer, a file name without directories. Raises FormatError."""
     title = layer.annotations[mediatype.TITLE]
-    if title != Path(title).name or not title.isprintable():
+    if title in ("", "..") or title != Path(title).name or not title.isprintable():
         raise FormatError(f"the title {title[:100]!r} is not the name of a file")
     return title
 

@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.registry.seen.append(seen)
         self._send(self.server.registry.script(seen))
 
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_GET  # noqa: N815
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815
 
     def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)

@@ -134,9 +134,10 @@ class ResponseFailure:
         host, status = response.host, response.status_code
         # in seconds; a date is for the session, which has a clock
         after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
-        body = b""
+        line = ""
         try:
             body = response.read(_MAX_ERROR_BODY)
+            line = "" if response.is_redirected else _first_line(body)  # may hold a signed URL
             errors = json.loads(body)["errors"]
             # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
@@ -145,7 +146,7 @@ class ResponseFailure:
             code, message = str(error.get("code", "")), str(error.get("message", ""))
             return cls(host, status, code[:60], message[:300], text[:500], after)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
-            return cls(host, status, "", "", "", after, _first_line(body))
+            return cls(host, status, "", "", "", after, line)
 
     @property
     def text(self) -> str:

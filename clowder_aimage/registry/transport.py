@@ -190,7 +190,7 @@ class Transport:
                 timeout=timeout,
             )
         except (requests.RequestException, HTTPError, OSError, EOFError) as error:
-            raise self._network_error(error) from error
+            raise self._network_error(error, url) from error
         self.has_answered = True
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
@@ -212,7 +212,7 @@ class Transport:
     def _failure(self, reason: str) -> NetworkError:
         return NetworkError(f"request to {self._registry} failed: {reason}")
 
-    def _network_error(self, error: Exception) -> NetworkError:
+    def _network_error(self, error: Exception, url: str) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
         reason = _reason(error)
         if isinstance(error, ProtocolError) and reason.startswith(_TLS_ALERT):
@@ -239,8 +239,11 @@ class Transport:
                 hint="the registry may be overloaded; try again later",
             )
         if isinstance(error, SSLError | ProtocolError | EOFError):
+            may_be_tls = not self.has_answered and urlsplit(url).scheme == "http"
             return BrokenOffError(
-                f"connection to {self._registry} lost ({reason})", hint="try again"
+                f"connection to {self._registry} lost ({reason})",
+                hint="try again",
+                remedy="https" if may_be_tls else "",  # OpenSSL sends no alert to HTTP
             )
         return self._failure(reason)
 

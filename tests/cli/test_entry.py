@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 
 import pytest
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.main import ALIASES, GROUPS, VERBS
-from tests.process import PROGRAM
+from tests.process import PROGRAM, run
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_the_verb_version_prints_the_version(aimage):
 @pytest.mark.parametrize(
     ("arguments", "message", "command"),
     [
-        (("pull",), "missing argument 'REF'", "pull"),
+        (("pull",), "missing argument 'REF...'", "pull"),
         (("pull", "x", "--nothing"), "no such option '--nothing'", "pull"),
         (("pull", "x", "--jobs", "0"), "invalid value for '--jobs'", "pull"),
         (("ls", "x", "y"), "got unexpected extra argument", "ls"),
@@ -107,9 +106,7 @@ def _completed(here, *words: str) -> list[str]:
         "COMP_WORDS": " ".join(("aimage", *words)),
         "COMP_CWORD": str(len(words)),
     }
-    done = subprocess.run(
-        PROGRAM, env={**os.environ, **here.env(), **variables}, capture_output=True, text=True
-    )
+    done = run(PROGRAM, env={**os.environ, **here.env(), **variables}, text=True)
     assert done.stderr == ""
     return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
 

@@ -41,11 +41,19 @@ CALLS = {
     "ps": ("--store x", 2),
     "stop": ("x --store x", 2),
     "config": ("show", 0),
+    "resolve": ("x", 2),
+    "repo": ("ls", 2),
+    "manifest": ("fetch", 2),
+    "blob": ("fetch x", 2),
+    "delete": ("x", 2),
+    "help": ("", 0),
+    "version": ("", 0),
+    "completion": ("bash", 0),
 }
 
 
 def test_the_table_lists_every_verb():
-    assert list(CALLS) == list(VERBS)
+    assert CALLS.keys() == VERBS.keys()
 
 
 @pytest.mark.parametrize("verb", CALLS)

@@ -299,7 +299,7 @@ def test_a_recursive_copy_has_what_is_attached(signed, repository, served):
         assert here("referrers", f"{target}:v1", "--json").value == []
         done = here("copy", "--recursive", f"{repository}:v1", f"{target}:v1")
         assert done.line == digest
-        assert f"{BLOBS} already there" in done.err
+        assert " already there" in done.err
         found = here("referrers", f"{target}:v1", "-r", "--json").value
         assert [row["digest"] for row in found] == [sbom, report]
         again = here("copy", "-r", f"{repository}:v1", f"{target}:v1")
@@ -370,7 +370,7 @@ def test_attached_files_are_fetched(signed, repository):
         (("/out", "b"), b"two", "is not the name of a file"),
         (("..", "b"), b"two", "is not the name of a file"),
         (("a", "a"), b"two", "the same name"),
-        (("a", "b"), b"owt", "hashes to"),
+        (("a", "b"), b"owt", "digest mismatch"),
     ],
 )
 def test_hostile_attached_files_are_refused_and_leave_nothing(aimage, titles, second, message):

@@ -183,11 +183,6 @@ def test_names(text, name, tmp_path, monkeypatch):
     assert name is None or HubName.parse(f"hf://{name}") == name
 
 
-def test_a_name_that_is_too_long_for_a_path():
-    with pytest.raises(ModelError, match="cannot read"):
-        HubName.parse("hf://org/m/" + "x" * 300)
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -313,7 +313,6 @@ def test_the_config_file_is_parsed(tmp_path):
         "plainHttp": True,
         "insecure": True,
         "caFile": "ca.pem",
-        "later": 1,
     }
     path.write_text(json.dumps({"registries": {"r.example.com": entry, "[::1]:5000": {}}}))
     assert read_settings(path) == {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socketserver
 import ssl
+import threading
 
 import pytest
 import trustme
@@ -129,14 +131,18 @@ def shown(here, name):
     return found["value"], found["origin"]
 
 
-def test_options_and_configuration_enable_tls_for_a_loopback_host(aimage, local, ca_file):
+def test_options_and_configuration_enable_tls_for_a_loopback_host(
+    aimage, local, ca_file, monkeypatch
+):
+    for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        monkeypatch.delenv(variable, raising=False)
     here, name = aimage(), f"{local}/x"
     for entry in ({"caFile": str(ca_file)}, {"insecure": True}):
         configured(here, local, **entry)
         here("pull", name)
         assert shown(here, f"registries.{local}.plainHttp") == (False, "default")
     configured(here, local, plainHttp=False)
-    assert "cannot trust the certificate" in here("pull", name, code=1).err
+    assert "cannot verify the certificate" in here("pull", name, code=1).err
     assert shown(here, f"registries.{local}.plainHttp")[0] is False
     here.environment["SSL_CERT_FILE"] = str(ca_file)
     here("pull", name)
@@ -153,16 +159,31 @@ def test_http_remains_the_default_for_loopback_hosts(aimage, ca_file):
         here("pull", name)
         assert shown(here, f"registries.{registry.host}.plainHttp") == (True, "default")
         failed = here("pull", name, "--ca-file", ca_file, code=1).err
-        assert "cannot speak TLS" in failed
+        assert "TLS handshake with" in failed
         assert "may expect HTTP: use --plain-http" in failed
         configured(here, registry.host, plainHttp=True, caFile=str(ca_file))
         here("pull", name)
 
 
-def test_http_to_a_loopback_tls_registry_says_that_https_is_expected(aimage, local):
+def test_http_to_a_loopback_tls_registry_has_a_hint(aimage, local):
     failed = aimage()("pull", f"{local}/x", code=1).err
+    assert f"connection to {local} lost" in failed
+    assert "the registry may expect HTTPS: omit --plain-http" in failed
+
+
+def test_a_tls_alert_is_recognised(aimage):
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.recv(65536)
+            self.request.sendall(b"\x15\x03\x01\x00\x02\x02\x46")
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        name = f"127.0.0.1:{server.server_address[1]}/x"
+        failed = aimage()("pull", name, code=1).err
+        server.shutdown()
     assert "answered an HTTP request with a TLS alert" in failed
-    assert "the registry expects HTTPS: omit --plain-http" in failed
+    assert "the registry may expect HTTPS" in failed
 
 
 @pytest.mark.parametrize(
@@ -171,19 +192,24 @@ def test_http_to_a_loopback_tls_registry_says_that_https_is_expected(aimage, loc
         (
             400,
             "Client sent an HTTP request to an HTTPS server.\n",
-            "400 to manifest HOST/x:latest: Client sent an HTTP request to an HTTPS server.",
-            "the registry expects HTTPS",
+            "for manifest HOST/x:latest: Client sent an HTTP request to an HTTPS server.",
+            "the registry may expect HTTPS",
         ),
         (
             400,
             "<html>\r\n<head><title>400 The plain HTTP request was sent to HTTPS port</title>\r\n",
-            "400 to manifest HOST/x:latest: 400 The plain HTTP request was sent to HTTPS port",
-            "the registry expects HTTPS",
+            "for manifest HOST/x:latest: 400 The plain HTTP request was sent to HTTPS port",
+            "the registry may expect HTTPS",
         ),
         (403, "denied\x1b[2J by a proxy\nmore", "(403): denied[2J by a proxy\n", ""),
-        (418, "x" * 300, "418 to manifest HOST/x:latest: " + "x" * 200 + "\n", ""),
-        (418, '{"errors": []}', '418 to manifest HOST/x:latest: {"errors": []}\n', ""),
-        (418, "", "418 to manifest HOST/x:latest\n", ""),
+        (418, "x" * 300, "418 I'm a Teapot for manifest HOST/x:latest: " + "x" * 200 + "\n", ""),
+        (
+            418,
+            '{"errors": []}',
+            '418 I\'m a Teapot for manifest HOST/x:latest: {"errors": []}\n',
+            "",
+        ),
+        (418, "", "418 I'm a Teapot for manifest HOST/x:latest\n", ""),
     ],
 )
 def test_the_first_line_of_another_body_is_shown(aimage, status, body, line, hint):

@@ -20,6 +20,7 @@ from clowder_aimage.errors import RegistryError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.auth import _Challenge
+from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -367,7 +368,8 @@ def test_another_origin_receives_no_credentials(tmp_path, elsewhere):
     with guarded.registry.running():
         guarded.write(tmp_path)
         reference = Reference.parse(f"{guarded.registry.host}/team/x")
-        connection = ClientOptions(docker_config=tmp_path, ca_file=bundle)
+        host = HostSettings(plain_http=True, ca_file=bundle)
+        connection = ClientOptions(docker_config=tmp_path, registries={guarded.registry.host: host})
         with Repository(reference, connection) as repository:
             copy(repository, reference, MemoryStore())
             repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))

@@ -79,10 +79,12 @@ def _set(
     option = options.get(name)
     if option is None:
         raise UsageError(f"unknown option {name}", hint=f"expected one of: {', '.join(options)}")
-    context = click.get_current_context()
-    given = option.get_default(context) if text is None else text
+    if text is None:  # without a default, click has None or a sentinel of its own
+        is_plain = isinstance(option.default, bool | int | float | str)
+        values[str(option.name)] = option.default if is_plain else None
+        return
     try:
-        values[str(option.name)] = option.process_value(context, given)
+        values[str(option.name)] = option.process_value(click.get_current_context(), text)
     except click.BadParameter as error:
         raise UsageError(f"invalid value for {name}: {error.message}") from None
 

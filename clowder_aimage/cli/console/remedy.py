@@ -39,8 +39,8 @@ REMEDIES = {
     "the same disk",
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
-    "https": "the registry expects HTTPS: omit --plain-http; for a loopback host, use --ca-file "
-    'FILE or --insecure, or "plainHttp": false in the configuration',
+    "https": "the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file "
+    'or --insecure, or "plainHttp": false in the configuration',
     "install_extra": "pip install 'clowder-aimage[{extra}]'",
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",

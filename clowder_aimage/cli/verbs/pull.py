@@ -35,6 +35,7 @@ from clowder_aimage.oci import Descriptor, Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.pull import PullOptions, PullResult
+    from clowder_aimage.registry import ClientOptions
 
 
 def _parse_rate(text: str) -> int:
@@ -110,21 +111,27 @@ def pull(
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
+    layout, connection = settings().layout, settings().connection()
     for reference in references:
-        _pull(reference, options, _command(reference, platform, variant))
+        again = _command(reference, platform, variant)
+        _pull(reference, layout, connection, options, again)
 
 
-def _pull(reference: Reference, options: PullOptions, again: str) -> None:
+def _pull(
+    reference: Reference,
+    layout: ImageLayout,
+    connection: ClientOptions,
+    options: PullOptions,
+    again: str,
+) -> None:
     from clowder_aimage.pull import pull as pull_aimage
 
-    chosen = settings()
-    reach = chosen.connection()
     if options.is_dry_run:
-        _print_plan(pull_aimage(reference, chosen.layout, reach, options), chosen.layout)
+        _print_plan(pull_aimage(reference, layout, connection, options), layout)
         return
     with Progress("pulling", reference) as progress:
         options = replace(options, on_event=progress.on_event)
-        pulled = pull_aimage(reference, chosen.layout, reach, options)
+        pulled = pull_aimage(reference, layout, connection, options)
     progress.summarize("pulled")
     _print_result(pulled, again, progress)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from clowder_aimage.cli.console.option import (
@@ -15,6 +17,9 @@ from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry import ClientOptions
 
 
 @verb
@@ -47,14 +52,15 @@ def push(
         if dialect not in (None, "clowder"):
             raise UsageError(f"--manifest-type cannot be combined with --dialect {dialect}")
         dialect = "custom" if manifest_type == "custom" else "clowder"
+    connection = settings().connection()
     for reference in references:
-        _push(reference, dialect, no_fallback)
+        _push(reference, connection, dialect, no_fallback)
 
 
-def _push(reference: Reference, dialect: str | None, no_fallback: bool) -> None:
+def _push(
+    reference: Reference, connection: ClientOptions, dialect: str | None, no_fallback: bool
+) -> None:
     from clowder_aimage.push import push as push_aimage
-
-    chosen = settings()
 
     def on_fallback(name: str, error: AImageError) -> None:
         progress.note(f"{error.message}; trying the {name} dialect")
@@ -68,9 +74,9 @@ def _push(reference: Reference, dialect: str | None, no_fallback: bool) -> None:
 
     with Progress("pushing", reference) as progress:
         descriptor = push_aimage(
-            chosen.layout,
+            settings().layout,
             reference,
-            chosen.connection(),
+            connection,
             dialect=dialect,
             fallback=not no_fallback,
             on_event=progress.on_event,
