@@ -160,10 +160,10 @@ def transfer_tags(
 ) -> dict[str, Descriptor]:
     """Copy all tags of the repository of ``source`` to that of ``target``; return them by name.
 
-    The tags of lists of referrers are not copied. Raises as ``transfer`` does.
+    The tags are in order; those of lists of referrers are not copied. Raises as ``transfer`` does.
     """
     with _repositories(source, target, connection, on_event) as (there, here):
-        tags = [tag for tag in there.tag_names() if not is_generated(tag)]
+        tags = sorted(tag for tag in there.tag_names() if not is_generated(tag))
         pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
         jobs = connection.jobs(source.registry, target.registry)
         found = _transfer(there, here, pairs, recursive, jobs, on_event)

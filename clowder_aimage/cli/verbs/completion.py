@@ -28,4 +28,4 @@ def completion(context: click.Context, shell: str) -> None:
     assert kind is not None  # noqa: S101 - click supports all of SHELLS
     script = kind(context.find_root().command, {}, "aimage", "_AIMAGE_COMPLETE")
     prefix = _BASH if shell == "bash" else ""
-    click.echo(prefix + script.source_template % script.source_vars())
+    click.echo(prefix + (script.source_template % script.source_vars()).strip())
