@@ -2,7 +2,7 @@
 
     python benchmarks/startup.py
 
-Prints medians of 25 runs, interleaved, and their ratio; the goal is at most 1.5.
+Prints medians of 25 runs, interleaved, and their ratio; the goal is at most 1.2.
 """
 
 from __future__ import annotations

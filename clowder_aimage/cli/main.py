@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import common_options
 from clowder_aimage.cli.console.output import event, printable, wants_json
-from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # group: verb: (module, first line of its help); modules are imported on use
 GROUPS = {
@@ -140,6 +139,8 @@ class _Verbs(click.Group):
 
 
 def _suggestion(name: str) -> str:
+    import difflib
+
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
     close = difflib.get_close_matches(name, [*VERBS, *ALIASES])
@@ -188,6 +189,8 @@ def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
     code = run()
     if threading.active_count() > 1:
+        import logging
+
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -197,6 +200,8 @@ def main() -> NoReturn:
 
 def _report(error: click.ClickException | AImageError) -> int:
     """Print an error with its advice, with ``--json`` as an event; return its exit code."""
+    from clowder_aimage.cli.console.remedy import advice
+
     if isinstance(error, AImageError):
         kind, message, hint = type(error).__name__, error.message, advice(error)
     else:

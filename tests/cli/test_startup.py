@@ -16,11 +16,13 @@ HEAVY = {
 
 
 def imported(*arguments: str) -> set[str]:
-    """Return the modules that a command line imports, as reported by Python."""
-    done = run(
-        [sys.executable, "-X", "importtime", "-m", "clowder_aimage.cli", *arguments],
-        text=True,
-    )
+    """Return the modules that a command line imports."""
+    return imported_by("-m", "clowder_aimage.cli", *arguments)
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Return the modules that a Python process imports, as reported by Python."""
+    done = run([sys.executable, "-X", "importtime", *arguments], text=True)
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
 
 
@@ -39,6 +41,18 @@ def test_version_imports_fewer_modules_than_help():
     modules = imported("--version")
     assert "click" in modules
     assert "clowder_aimage.oci" not in modules
+
+
+def test_version_imports_little_more_than_click():
+    """The goal is at most 1.2 times the time of importing click (benchmarks/startup.py)."""
+    more = imported("--version") - imported_by("-c", "import click, runpy")
+    ours = {name for name in more if name.startswith("clowder_aimage")}
+    assert ours == {
+        *("clowder_aimage", "clowder_aimage.errors", "clowder_aimage.cli"),
+        *("clowder_aimage.cli.main", "clowder_aimage.cli.console"),
+        *("clowder_aimage.cli.console.option", "clowder_aimage.cli.console.output"),
+    }
+    assert not more & {"dataclasses", "difflib", "json", "logging", "pathlib", "urllib.parse"}
 
 
 def test_store_verbs_import_no_heavy_modules(stocked):

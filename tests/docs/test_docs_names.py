@@ -102,7 +102,8 @@ def test_every_exit_code_is_in_the_readme() -> None:
 
 
 def test_every_environment_variable_is_in_the_readme() -> None:
-    source = "".join(path.read_text("utf-8") for path in (PACKAGE / "cli").rglob("*.py"))
+    paths = [*(PACKAGE / "cli").rglob("*.py"), PACKAGE / "user_directory.py"]
+    source = "".join(path.read_text("utf-8") for path in paths)
     read = set(re.findall(r'(?:environ\.get\(|envvar=)"([A-Z_]+)"', source))
     assert read
     table = README.section("Environment variables")

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from clowder_aimage.cli.console import option
+from clowder_aimage import user_directory
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import ManifestRefusedError
@@ -275,6 +275,6 @@ def test_the_cache_is_in_the_state_directory(platform, named, place, tmp_path, m
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", named.format(tmp_path))
     monkeypatch.delenv("AIMAGE_STORE", raising=False)
-    option.dialect_cache().record("h:1", ["clowder"], "ollama")
+    user_directory.dialect_cache().record("h:1", ["clowder"], "ollama")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == [place]
-    assert not option.default_stores()[0].exists()
+    assert not user_directory.default_stores()[0].exists()

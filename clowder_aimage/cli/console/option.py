@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from clowder_aimage import __version__
 from clowder_aimage.cli.console.output import META, note
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from click.shell_completion import CompletionItem
 
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.oci import Reference
-    from clowder_aimage.registry import ClientOptions, DialectCache
+    from clowder_aimage.registry import ClientOptions
 
 _TAGS_TIMEOUT = 2.0  # seconds, in a completion
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -66,7 +63,7 @@ def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 common_options = options(
     _shared(
         "--store",
-        type=click.Path(path_type=Path),
+        type=click.Path(),
         help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -110,7 +107,7 @@ connection_options = options(
     _shared("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
     _shared(
         "--ca-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=click.Path(exists=True, dir_okay=False),
         help="Trust the certificates in this PEM file.",
     ),
 )
@@ -227,8 +224,7 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
-@dataclass(frozen=True, slots=True)
-class VerbSettings:
+class VerbSettings(NamedTuple):
     """The values of the shared options."""
 
     stores: tuple[Path, ...] = ()
@@ -237,7 +233,7 @@ class VerbSettings:
     jobs: int | None = None
     plain_http: bool = False
     insecure: bool = False
-    ca_file: Path | None = None
+    ca_file: str | None = None
 
     @property
     def layout(self) -> ImageLayout:
@@ -257,96 +253,27 @@ class VerbSettings:
         Raises:
             UsageError: the options contradict each other, or AIMAGE_CONFIG names no file.
         """
-        from clowder_aimage.registry import ClientOptions
-        from clowder_aimage.registry.host_settings import read_settings
+        from clowder_aimage.user_directory import client_options
 
         if self.plain_http and (self.insecure or self.ca_file):
             raise UsageError("--plain-http cannot be combined with --insecure or --ca-file")
         if self.insecure:
             note("warning: TLS certificate not verified; the connection can be intercepted")
-        realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
-        return ClientOptions(
+        return client_options(
             plain_http=self.plain_http or None,
             insecure=self.insecure,
             ca_file=self.ca_file,
-            **_places(),
-            trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
-            registries=read_settings(config_file()),
             jobs_override=self.jobs or 0,
-            user_agent=f"aimage/{__version__}",
         )
 
 
 def settings() -> VerbSettings:
     """Return the shared options, given before the verb or after it."""
+    from pathlib import Path
+
+    from clowder_aimage.user_directory import default_stores
+
     meta = click.get_current_context().meta
     given = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}
     store = given.pop("store", None)
-    return VerbSettings((store,) if store else default_stores(), **given)
-
-
-def default_stores() -> tuple[Path, ...]:
-    """Return the directories in AIMAGE_STORE, else the platform's directory for data.
-
-    The first is written, all are read (XDG Base Directory; macOS Library).
-    """
-    if named := [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]:
-        return tuple(Path(name) for name in named)
-    return (_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
-
-
-def dialect_cache() -> DialectCache:
-    """Return the cache of refused dialects in the platform's state directory."""
-    from clowder_aimage.registry import DialectCache
-
-    name = "aimage-state" if sys.platform == "darwin" else "aimage"  # a sibling of the store
-    return DialectCache(
-        _platform_directory("XDG_STATE_HOME", ".local/state", name) / "registries.json"
-    )
-
-
-def config_file() -> Path:
-    """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
-    named = _named("AIMAGE_CONFIG")
-    if named is not None and not named.is_file():
-        raise UsageError(f"file in AIMAGE_CONFIG not found: {named}")
-    return named or _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
-
-
-def _platform_directory(variable: str, usual: str, name: str) -> Path:
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / name
-    return _xdg_directory(variable, usual) / name
-
-
-def _xdg_directory(variable: str, usual: str) -> Path:
-    """Return the directory in a variable; a relative path is ignored."""
-    named = _named(variable)
-    return named if named and named.is_absolute() else Path.home() / usual
-
-
-def _named(variable: str) -> Path | None:
-    value = os.environ.get(variable)
-    return Path(value) if value else None
-
-
-def _places() -> dict[str, Any]:
-    """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
-    home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
-    user = home / ".config" / "containers"
-    certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
-    return {
-        "auth_file": _named("REGISTRY_AUTH_FILE"),
-        "docker_config": _named("DOCKER_CONFIG") or home / ".docker",
-        "container_auth": (
-            *((runtime / "containers" / "auth.json",) if runtime else ()),
-            user / "auth.json",
-        ),
-        "ca_bundle": _named("SSL_CERT_FILE")
-        or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
-        "cert_dirs": (
-            user / "certs.d",
-            Path("/etc/containers/certs.d"),
-            Path("/etc/docker/certs.d"),
-        ),
-    }
+    return VerbSettings((Path(store),) if store else default_stores(), **given)

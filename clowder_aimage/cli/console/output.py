@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
@@ -15,6 +11,9 @@ import click
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
 if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterator, Sequence
+
     from clowder_aimage.oci import Descriptor
 
 META = "clowder_aimage.cli."  # key prefix for the common options of a command line
@@ -26,6 +25,8 @@ def result(value: dict[str, Any] | list[Any], text: str) -> None:
     if not wants_json():
         click.echo(printable(text))
         return
+    import json
+
     line = json.dumps(value, ensure_ascii=False)
     try:
         line.encode()
@@ -73,6 +74,8 @@ def _is_given(option: str) -> bool:
 
 def event(kind: str, **fields: Any) -> str:
     """Return an event as a line of ASCII JSON, without control characters."""
+    import json
+
     return json.dumps({"event": kind, **fields})
 
 
@@ -125,6 +128,8 @@ def facts(pairs: Sequence[tuple[str, str]]) -> str:
 
 def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
     """Return stdin or stdout, unbuffered. Raises UsageError if it is a terminal."""
+    import io
+
     if standard.isatty():
         raise UsageError(f"refusing to {action} a terminal", hint=hint)
     return io.FileIO(standard.fileno(), "rb" if standard is sys.stdin else "wb", closefd=False)
@@ -133,6 +138,8 @@ def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
 @contextlib.contextmanager
 def output_file(name: str) -> Iterator[BinaryIO]:
     """Open a file that is written in full or not at all; ``-`` is stdout. Raises AImageError."""
+    from pathlib import Path
+
     from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file
 
     path = Path(name).resolve()

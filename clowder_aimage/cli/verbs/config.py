@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, config_file, needs, settings
+from clowder_aimage.cli.console.option import common_options, needs, settings
 from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import UsageError
 from clowder_aimage.schema import read_configuration
+from clowder_aimage.user_directory import config_file
 
 MASK = "***"
 # Other environment variables, as listed in the README

@@ -12,7 +12,6 @@ import click
 
 from clowder_aimage.cli.console.option import (
     common_options,
-    config_file,
     connection_options,
     given_options,
     needs,
@@ -22,6 +21,7 @@ from clowder_aimage.cli.console.output import note, plural, printable, result, s
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker_client, worker_host
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
+from clowder_aimage.user_directory import config_file
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.endpoint import Endpoint

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from clowder_aimage.cli.console.option import (
-    dialect_cache,
     references_argument,
     settings,
     transfer_options,
@@ -17,6 +16,7 @@ from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.user_directory import dialect_cache
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions

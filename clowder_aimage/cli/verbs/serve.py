@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage.cli.console.option import (
-    config_file,
     connection_options,
     needs,
     options,
@@ -22,6 +21,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.errors import UsageError
+from clowder_aimage.user_directory import config_file
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.settings import ServerSettings

@@ -1,0 +1,99 @@
+"""Default locations of this user: the store, the configuration, credentials and certificates."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage import __version__
+from clowder_aimage.errors import UsageError
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry import ClientOptions, DialectCache
+
+
+def default_stores() -> tuple[Path, ...]:
+    """Return the directories in AIMAGE_STORE, else the platform's directory for data.
+
+    The first is written, all are read (XDG Base Directory; macOS Library).
+    """
+    if named := [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]:
+        return tuple(Path(name) for name in named)
+    return (_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
+
+
+def dialect_cache() -> DialectCache:
+    """Return the cache of refused dialects in the platform's state directory."""
+    from clowder_aimage.registry import DialectCache
+
+    name = "aimage-state" if sys.platform == "darwin" else "aimage"  # a sibling of the store
+    return DialectCache(
+        _platform_directory("XDG_STATE_HOME", ".local/state", name) / "registries.json"
+    )
+
+
+def config_file() -> Path:
+    """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
+    named = _named("AIMAGE_CONFIG")
+    if named is not None and not named.is_file():
+        raise UsageError(f"file in AIMAGE_CONFIG not found: {named}")
+    return named or _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
+
+
+def client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:
+    """Return the options of a connection, with the credentials and settings of this user.
+
+    Raises:
+        UsageError: AIMAGE_CONFIG names no file, or the configuration is not valid.
+    """
+    from clowder_aimage.registry import ClientOptions
+    from clowder_aimage.registry.host_settings import read_settings
+
+    realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
+    return ClientOptions(
+        **{**_places(), "user_agent": f"aimage/{__version__}", **options},
+        ca_file=None if ca_file is None else Path(ca_file),
+        trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
+        registries=read_settings(config_file()),
+    )
+
+
+def _platform_directory(variable: str, usual: str, name: str) -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / name
+    return _xdg_directory(variable, usual) / name
+
+
+def _xdg_directory(variable: str, usual: str) -> Path:
+    """Return the directory in a variable; a relative path is ignored."""
+    named = _named(variable)
+    return named if named and named.is_absolute() else Path.home() / usual
+
+
+def _named(variable: str) -> Path | None:
+    value = os.environ.get(variable)
+    return Path(value) if value else None
+
+
+def _places() -> dict[str, Any]:
+    """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
+    home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
+    user = home / ".config" / "containers"
+    certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
+    return {
+        "auth_file": _named("REGISTRY_AUTH_FILE"),
+        "docker_config": _named("DOCKER_CONFIG") or home / ".docker",
+        "container_auth": (
+            *((runtime / "containers" / "auth.json",) if runtime else ()),
+            user / "auth.json",
+        ),
+        "ca_bundle": _named("SSL_CERT_FILE")
+        or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
+        "cert_dirs": (
+            user / "certs.d",
+            Path("/etc/containers/certs.d"),
+            Path("/etc/docker/certs.d"),
+        ),
+    }
