@@ -131,7 +131,7 @@ def zstandard_package() -> Any:
     try:
         import zstandard
     except ImportError:
-        message = "zstd requires the package zstandard, which is not installed"
+        message = "zstd needs the extra [zstd]"
         raise UsageError(message, remedy="install_extra", extra="zstd") from None
     return zstandard
 

@@ -176,10 +176,7 @@ def _needs_mlx() -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        raise ModelError(
-            f"this worker cannot run models: {error.name} is not installed "
-            "(it is in clowder-aimage[mlx])"
-        ) from None
+        raise ModelError("this worker cannot run models: it needs the extra [mlx]") from None
     return generate
 
 

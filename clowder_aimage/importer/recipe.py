@@ -62,7 +62,7 @@ class Recipe:
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
-                message = f"changing weights requires {name}, which is not installed"
+                message = "changing weights needs the extra [mlx]"
                 raise UsageError(message, remedy="install_extra", extra="mlx")
 
     def of(self, component: str) -> Quantization | None:

@@ -214,13 +214,16 @@ def given_options(*but: str) -> list[str]:
 
 @contextlib.contextmanager
 def needs(what: str, extra: str) -> Iterator[None]:
-    """Convert a missing dependency of an extra into a UsageError."""
+    """Convert a missing dependency of an extra into a UsageError.
+
+    ``extra`` may have others before it that are of use with it.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        message = f"{what} requires {error.name}, which is not installed"
+        message = f"{what} needs the extra [{extra.rpartition(',')[2]}]"
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 

@@ -41,7 +41,7 @@ REMEDIES = {
     "&& aimage create NAME DIR",
     "https": "the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file "
     'or --insecure, or "plainHttp": false in the configuration',
-    "install_extra": "pip install 'clowder-aimage[{extra}]'",
+    "install_extra": "{command}",
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",
     "list_attached": "'aimage referrers' lists the artifacts that are attached to a name",
@@ -83,5 +83,10 @@ REMEDIES = {
 def advice(error: AImageError) -> str | None:
     """Return the advice for ``error``: its remedy, else its hint, else None."""
     if error.remedy:
-        return REMEDIES[error.remedy].format_map(error.facts)
+        facts = dict(error.facts)
+        if error.remedy == "install_extra":
+            from clowder_aimage.cli.console.installation import install_command
+
+            facts["command"] = install_command(facts["extra"])
+        return REMEDIES[error.remedy].format_map(facts)
     return error.hint

@@ -1,0 +1,67 @@
+"""The installation of this program, and the command that adds an extra to it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_NAME = "clowder-aimage"
+# files that tools leave in the environments that they make, and their commands
+_TOOLS = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx install --force"}
+# extras, with a package that is installed with each
+_EXTRAS = {
+    "hf": "huggingface_hub",
+    "mlx": "mlx",
+    "server": "aiohttp",
+    "worker": "structlog",
+    "zstd": "zstandard",
+}
+
+
+def install_command(extras: str) -> str:
+    """Return the command that installs ``extras`` from where this program was installed."""
+    wanted = set(extras.split(","))
+    found = (command for file, command in _TOOLS.items() if Path(sys.prefix, file).is_file())
+    if command := next(found, None):  # it installs anew: keep the extras that are there
+        wanted |= {extra for extra, name in _EXTRAS.items() if importlib.util.find_spec(name)}
+    return f"{command or _pip()} {_requirement(','.join(sorted(wanted)))}"
+
+
+def _pip() -> str:
+    """Return the command that installs into this environment."""
+    if importlib.util.find_spec("pip") is None:
+        return f"uv pip install --python {shlex.quote(sys.executable)}"
+    found = shutil.which("pip")
+    is_first = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "pip install" if is_first else f"{shlex.quote(sys.executable)} -m pip install"
+
+
+def _requirement(extras: str) -> str:
+    """Return the arguments that name this package: a directory, an address, or its name alone."""
+    origin, extras = _origin(), f"[{extras}]"
+    url, vcs = str(origin.get("url", "")), origin.get("vcs_info")
+    if "dir_info" in origin:
+        option = "-e " if origin["dir_info"].get("editable") else ""
+        return option + shlex.quote(unquote(urlsplit(url).path) + extras)
+    if vcs is not None:
+        revision = vcs.get("requested_revision")
+        url = f"{vcs['vcs']}+{url}" + (f"@{revision}" if revision else "")
+    return shlex.quote(f"{_NAME}{extras} @ {url}" if url else f"{_NAME}{extras}")
+
+
+def _origin() -> dict[str, Any]:
+    """Return where the package came from (PyPA, "Recording the Direct URL Origin")."""
+    try:
+        text = metadata.distribution(_NAME).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        root = Path(__file__).parents[3]
+        return {"url": root.as_uri(), "dir_info": {}} if (root / "pyproject.toml").is_file() else {}
+    found = json.loads(text or "{}")
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,104 @@
+"""The command that installs an extra, for each way in which the program was installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from clowder_aimage.cli.console.installation import install_command
+
+GIT = {"url": "https://git.example.com/aimage.git", "vcs_info": {"vcs": "git", "commit_id": "0"}}
+WHEEL = {"url": "file:///tmp/clowder_aimage-0.1.0-py3-none-any.whl", "archive_info": {}}
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Return a function that simulates an environment with pip and an origin of the package."""
+
+    def install(origin: dict | None, *files: str) -> Path:
+        text = None if origin is None else json.dumps(origin)
+
+        class _Package(metadata.PathDistribution):
+            def read_text(self, filename):
+                return text
+
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        for name in ("bin/python", "bin/pip", *files):
+            (tmp_path / name).touch(mode=0o755)
+        monkeypatch.setattr(metadata, "distribution", lambda _: _Package(tmp_path))
+        monkeypatch.setattr(sys, "prefix", str(tmp_path))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+        there = {"pip", "aiohttp"}
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: name if name in there else None
+        )
+        return tmp_path
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, "pip install 'clowder-aimage[mlx]'"),
+        ({"url": "file:///a%20b", "dir_info": {}}, "pip install '/a b[mlx]'"),
+        ({"url": "file:///a", "dir_info": {"editable": True}}, "pip install -e '/a[mlx]'"),
+        (GIT, f"pip install 'clowder-aimage[mlx] @ git+{GIT['url']}'"),
+        (WHEEL, f"pip install 'clowder-aimage[mlx] @ {WHEEL['url']}'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_the_package_came(installed, origin, command):
+    installed(origin)
+    assert install_command("mlx") == command
+
+
+def test_a_revision_of_a_repository_stays(installed):
+    installed(GIT | {"vcs_info": {"vcs": "git", "requested_revision": "v1"}})
+    assert install_command("mlx").endswith("aimage.git@v1'")
+
+
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [
+        ("uv-receipt.toml", "uv tool install"),
+        ("pipx_metadata.json", "pipx install --force"),
+    ],
+)
+def test_a_tool_installs_anew_with_the_extras_that_are_there(installed, file, command):
+    installed({"url": "file:///a", "dir_info": {}}, file)
+    assert install_command("mlx,worker") == f"{command} '/a[mlx,server,worker]'"
+
+
+def test_another_pip_on_the_path_is_not_used(installed, monkeypatch):
+    directory = installed(None)
+    monkeypatch.setenv("PATH", "")
+    assert install_command("mlx").startswith(f"{directory}/bin/python -m pip install ")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert install_command("mlx").startswith(f"uv pip install --python {directory}/bin/python ")
+
+
+def test_a_checkout_that_is_not_installed_is_named(installed, monkeypatch):
+    installed(None)
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    root = Path(__file__).parents[2]
+    assert install_command("mlx") == f"pip install '{root}[mlx]'"
+
+
+def test_a_missing_extra_is_named_with_the_command(aimage, tmp_path):
+    here = aimage()
+    blocked = dict.fromkeys(("structlog", "pydantic"))
+    (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.modules.update({blocked})")
+    here.environment["PYTHONPATH"] = f"{tmp_path}:{here.env().get('PYTHONPATH', '')}"
+    message, hint = here("serve", code=2).err.splitlines()
+    assert message == "aimage: a worker needs the extra [worker]"
+    assert "install" in hint and "[mlx,worker]" in hint
