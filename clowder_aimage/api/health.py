@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from aiohttp import web
 
 from clowder_aimage.api.answer_stream import EventStream, comment, frame, ticking
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.metric import CONTENT_TYPE
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
+from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import INFER, OPEN, Route
 
 DESCRIPTION = Path(__file__).with_name("openapi.json")
@@ -25,9 +26,10 @@ def routes(service: Service) -> list[Route]:
     return [
         Route("GET", "/healthz", health.alive, OPEN),
         Route("GET", "/readyz", health.ready, OPEN),
-        Route("GET", "/metrics", health.metrics, INFER),
+        *MetricsRole(service.metrics.text, INFER).routes(),
         Route("GET", "/v1/events", health.events, INFER),
         Route("GET", "/openapi.json", health.describe, OPEN),
+        Route("GET", "/docs", health.show_description, OPEN),
     ]
 
 
@@ -62,9 +64,13 @@ class Health:
     async def describe(self, _: web.Request) -> web.Response:
         return web.Response(text=self._description, content_type="application/json")
 
-    async def metrics(self, _: web.Request) -> web.Response:
-        headers = {"Content-Type": CONTENT_TYPE}
-        return web.Response(body=self._service.metrics.text(), headers=headers)
+    async def show_description(self, _: web.Request) -> web.Response:
+        """Respond with the description as a page for a browser."""
+        from clowder_aimage.api.description_page import POLICY, page
+
+        headers = {"Content-Security-Policy": POLICY}
+        text = page(json.loads(self._description))
+        return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""

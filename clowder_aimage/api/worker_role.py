@@ -12,7 +12,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.http.background import beside
-from clowder_aimage.http.route import Role, Route
+from clowder_aimage.http.route import Exchange, Role, Route
 
 EXPIRY = 1.0  # seconds between two checks for idle models
 
@@ -39,8 +39,8 @@ class WorkerRole(Role):
 
         return [*openai.routes(service), *ollama_routes.picture_routes(service), *found]
 
-    def count(self, route: str, status: int) -> None:
-        self._service.metrics.requests.labels(route, str(status)).inc()
+    def count(self, exchange: Exchange) -> None:
+        self._service.metrics.requests.labels(exchange.route, str(exchange.status)).inc()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -18,14 +18,16 @@ from clowder_aimage.distribution.catalog_routes import CatalogRoutes
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.manifest_routes import ManifestRoutes
 from clowder_aimage.distribution.push_routes import PushRoutes
+from clowder_aimage.distribution.registry_metric import RegistryMetrics
 from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import beside
-from clowder_aimage.http.listening_socket import listen
-from clowder_aimage.http.route import ADMIN, NODE, Role, Route
+from clowder_aimage.http.listening_socket import listen, listen_apart
+from clowder_aimage.http.metrics_role import MetricsRole
+from clowder_aimage.http.route import ADMIN, NODE, Exchange, Role, Route
 from clowder_aimage.http.server import serve as serve_roles
 from clowder_aimage.layout import ImageLayout
 
@@ -53,6 +55,7 @@ class RegistryRole(Role):
         if upstream is not None:
             self._refusal = f"this registry is a cache of {upstream.name}: push to {upstream.host}"
         self._uploads = UploadSessions(layout, time.monotonic, EXPIRY)
+        self.metrics = RegistryMetrics(self._uploads.__len__)
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
         blobs = ServedBlobs(layout, catalog, self._leases)
@@ -79,10 +82,14 @@ class RegistryRole(Role):
             Route("PUT", _NAME + "/manifests/{reference}", manifest.put, ADMIN, None),
             Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
             Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
+            *MetricsRole(self.metrics.text, ADMIN).routes(),
         ]
         if not self._refusal:
             return found
         return [one if one.method == "GET" else replace(one, handler=self._refuse) for one in found]
+
+    def count(self, exchange: Exchange) -> None:
+        self.metrics.count(exchange)
 
     async def _refuse(self, _: web.Request) -> web.StreamResponse:
         headers = {"Allow": "GET, HEAD"}
@@ -131,11 +138,13 @@ def serve(
     allow_remote: bool = False,
     token: str | None = None,
     upstream: UpstreamRegistry | None = None,
+    metrics_address: str | None = None,
     on_ready: Callable[[str], object],
 ) -> None:
     """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
 
     Clients must send ``token`` if it is set. With an ``upstream`` the server is a cache of it.
+    The metrics are also served at ``metrics_address``, without a token.
     ``on_ready`` is called with the URL once connections are accepted; port 0 selects a free port.
     Raises UsageError: the address is malformed, or public without a token; AccessError.
     """
@@ -145,12 +154,18 @@ def serve(
             f"{address} is reachable from other machines without authentication: "
             f"any client can {access} the whole store",
             hint="listen on 127.0.0.1, or require a token",
-            remedy="registry_without_token",
+            remedy="listen_without_tokens",
         )
-    with contextlib.closing(listen(address, has_tokens=True)) as listeners:
+    with contextlib.ExitStack() as stack:
+        listeners = stack.enter_context(contextlib.closing(listen(address, has_tokens=True)))
+        role, apart = RegistryRole(layout, readonly=readonly, upstream=upstream), None
+        if metrics_address:
+            other = stack.enter_context(contextlib.closing(listen_apart(metrics_address)))
+            apart = other, MetricsRole(role.metrics.text)
         serve_roles(
             listeners,
-            RegistryRole(layout, readonly=readonly, upstream=upstream),
+            role,
+            apart=apart,
             tokens={token: ADMIN} if token is not None else {},
             interface=OCI,
             on_ready=lambda urls: on_ready(urls[0]),

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 
 from clowder_aimage import __version__
 
@@ -22,15 +30,24 @@ _MODELS = 50  # models with their own label
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
+def new_registry() -> CollectorRegistry:
+    """Return a registry with the version and with the metrics of this process and its Python."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    version = Gauge("aimage_build_info", "The installed version.", ["version"], registry=registry)
+    version.labels(__version__).set(1)
+    return registry
+
+
 class Metrics:
     """The metrics of one worker, in a separate registry."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = new_registry()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        gauge("aimage_build_info", "The installed version.", ["version"]).labels(__version__).set(1)
 
         name = "aimage_generation"
         self.queue = gauge(f"{name}_queue_depth", "Queued requests.")

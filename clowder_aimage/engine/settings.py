@@ -132,7 +132,9 @@ class ServerSettings(BaseModel):
     addr: str | None = None
     socket: Path | None = None
     token_file: Path | None = None
+    allow_remote: bool = False
     allow_hosts: Words = ()
+    metrics_addr: str | None = None
     grace: Seconds = 30.0
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -19,6 +19,7 @@ from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 
 _CONNECT = 10.0  # seconds
+_PROBE = 1.0  # seconds
 _REPLY = 300.0  # seconds for a complete reply; the removal of a large model is slow
 _SILENCE = 120.0  # seconds; a worker sends a comment into an event stream every ten seconds
 _MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
@@ -195,6 +196,23 @@ class WorkerClient:
             message = f"{self.endpoint} answered {response.status} {response.reason}"
             return errors.AccessError(message, remedy="worker_address")
         return _error(value, response.status, response.getheader("Retry-After"))
+
+
+def program_at(endpoint: Endpoint) -> str:
+    """Return the name of the program that answers HTTP at ``endpoint``; "" if it is unknown."""
+    with (
+        suppress(AImageError, OSError, http.client.HTTPException, ValueError),
+        closing(_connect(endpoint, _PROBE)) as connection,
+    ):
+        connection.request("GET", "/", headers={"User-Agent": "aimage"})
+        with closing(connection.getresponse()) as response:
+            if response.read(64).startswith(b"Ollama is running"):
+                return "ollama"
+            server = response.getheader("Server", "")
+            if "AirTunes/" in server:
+                return "the AirPlay receiver of macOS"
+            return "".join(filter(str.isprintable, server.partition("/")[0]))[:40].strip()
+    return ""
 
 
 def _error(value: Mapping[str, Any], status: object, retry_after: str | None = None) -> AImageError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hmac
+import ipaddress
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import OCI, ApiError, interface_of
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
+ANY_ADDRESS = "*"  # among allowed hosts: IP addresses, which need no resolution
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MIN_TOKEN = 16  # characters
 _ALLOWED = {
@@ -93,10 +95,17 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
-        if allowed is not None and host_name(host) not in allowed:
-            message = f"host {host[:300]!r} is not allowed; add it to the allowed hosts"
-            details = ({"host": host[:300]},)
-            raise ApiError(403, message, code="host_not_allowed", details=details)
+        name = host_name(host)
+        if not (allowed is None or name in allowed or (ANY_ADDRESS in allowed and is_ip(name))):
+            raise ApiError(
+                403,
+                f"host {host[:300]!r} is not allowed",
+                code="host_not_allowed",
+                details=({"host": host[:300]},),
+                hint="add it to the allowed hosts",
+                remedy="allow_host",
+                host=(name or host)[:300],
+            )
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
         is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
@@ -105,8 +114,14 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
                 raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
             return await handler(request)
         if origins is None or not (origin in origins or _is_loopback(origin)):
-            message = f"origin {origin[:300]!r} is not allowed; add it to the allowed origins"
-            raise ApiError(403, message, code="origin_not_allowed")
+            raise ApiError(
+                403,
+                f"origin {origin[:300]!r} is not allowed",
+                code="origin_not_allowed",
+                hint="add it to the allowed origins",
+                remedy="allow_origin" if origins is not None else "",
+                origin=origin[:300],
+            )
         request["origin"] = origin
         wanted = request.headers.get("Access-Control-Request-Method")
         if wanted and request.method == "OPTIONS":
@@ -150,7 +165,7 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
         if required != OPEN and scope not in (required, ADMIN):
             if not tokens:
                 message = "requests of another origin require a token for this"
-                raise ApiError(403, message, code="origin_not_allowed")
+                raise ApiError(403, message, code="origin_not_allowed", remedy="require_tokens")
             raise ApiError(403, _ALLOWED[scope or INFER], code="insufficient_scope")
         return await handler(request)
 
@@ -190,6 +205,14 @@ def host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def is_ip(host: str | None) -> bool:
+    """Return whether a host is an IP address."""
+    try:
+        return ipaddress.ip_address(host or "") is not None
+    except ValueError:
+        return False
 
 
 def _is_loopback(origin: str) -> bool:

@@ -6,7 +6,8 @@ and every other path that of OpenAI.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from aiohttp import web
 
@@ -17,6 +18,8 @@ from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, Stor
 RETRY_AFTER = 5  # seconds, unless a better value is known
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
 INTERFACE = web.AppKey("interface", str)  # the form of errors outside of the interfaces
+# Return the advice on an error in terms of the options of this server
+ADVICE: web.AppKey[Callable[[AImageError], str | None]] = web.AppKey("advice")
 # The first matching class determines the status and the code (OpenAI, "Error codes")
 _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (BusyError, 503, "overloaded"),
@@ -50,6 +53,7 @@ class ApiError(AImageError):
         code: The code of the interface.
         param: The name of the invalid field.
         details: Facts for the distribution API, which lists one error for each of them.
+        advice: Hint, remedy and facts, as for AImageError.
     """
 
     def __init__(
@@ -61,8 +65,9 @@ class ApiError(AImageError):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
         details: tuple[object, ...] = (),
+        **advice: Any,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, **advice)
         self.status, self.code, self.param = status, code, param
         self.headers = dict(headers or {})
         self.details = details
@@ -112,8 +117,15 @@ def registry_error(error: AImageError) -> AImageError:
 
 def response(request: web.Request, error: ApiError) -> web.Response:
     """Return the response in the form of the requested interface."""
+    text = (request.app.get(ADVICE) or _hint)(error)
+    if text:
+        error.message = f"{error.message}; {text}"
     form = {OCI: _oci, OLLAMA: _ollama, OPENAI: _openai}[interface_of(request)]
     return web.json_response(form(error), status=error.status, headers=error.headers)
+
+
+def _hint(error: AImageError) -> str | None:
+    return error.hint
 
 
 def _oci(error: ApiError) -> dict[str, object]:

@@ -14,7 +14,7 @@ import secrets
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from aiohttp import ClientError, web
 from aiohttp.typedefs import Handler, Middleware
@@ -24,8 +24,8 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
-from clowder_aimage.http.api_error import INTERFACE, OCI, OPENAI, ApiError, interface_of
-from clowder_aimage.http.route import BODY, Role, with_head
+from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, interface_of
+from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
 _EXPOSED = (
     "X-Request-Id, X-Aimage-Model, X-Aimage-Alias, X-Aimage-Seed, X-Aimage-Ignored, Retry-After"
@@ -50,6 +50,7 @@ def build_app(
     tokens: Mapping[str, str] | None = None,
     interface: str = OPENAI,
     origins: Collection[str] | None = None,
+    advice: Callable[[AImageError], str | None] | None = None,
 ) -> web.Application:
     """Return the application that serves the routes of ``roles``.
 
@@ -59,6 +60,7 @@ def build_app(
         tokens: The tokens with their scopes. Without tokens, all clients are admins.
         interface: The form of errors outside of the interfaces.
         origins: Allowed origins besides loopback ones; None: only that of the server.
+        advice: Return the advice on an error that is sent with it; None: its hint.
     """
     # Plain names for a request's entries: typed keys require aiohttp 3.14.
     warnings.simplefilter("ignore", web.NotAppKeyWarning)
@@ -76,6 +78,8 @@ def build_app(
         client_max_size=MAX_BODY,
     )
     app[INTERFACE] = interface
+    if advice is not None:
+        app[ADVICE] = advice
     app.on_response_prepare.append(_common_headers)
     for route in with_head(route for role in roles for route in role.routes()):
         added = app.router.add_route(route.method, route.path, route.handler)
@@ -90,24 +94,29 @@ def _account(roles: Sequence[Role]) -> Middleware:
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-Id", "")
         request["id"] = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        begun, status = time.perf_counter(), CLIENT_CLOSED_REQUEST
+        begun, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
         try:
             response = await handler(request)
             status = response.status
+            sent = 0 if request.method == "HEAD" else response.content_length or 0
             return response
         finally:
             resource = request.match_info.route.resource
             route = resource.canonical if resource is not None else "unknown"
+            seconds, received = time.perf_counter() - begun, request.content.total_bytes
+            sent = request.get("sent", sent)
             for role in roles:
-                role.count(route, status)
+                role.count(Exchange(request.method, route, status, seconds, received, sent))
             facts = {
                 "method": request.method[:20],
                 "route": route,
                 "status": status,
-                "seconds": round(time.perf_counter() - begun, 4),
+                "seconds": round(seconds, 4),
                 "id": request["id"],
             }
-            if resource is None:
+            if interface_of(request) == OCI:
+                facts |= {"path": _path(request), "received": received, "sent": sent}
+            elif resource is None:
                 facts["path"] = _path(request)
             if "model" in request:
                 facts["model"] = str(request["model"])

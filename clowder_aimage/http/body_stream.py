@@ -67,6 +67,7 @@ async def send_file(
             if not sent:
                 raise ConnectionResetError("the blob was truncated while it was sent")
             offset, count = offset + sent, count - sent
+            request["sent"] = request.get("sent", 0) + sent
     except (OSError, RuntimeError) as error:  # RuntimeError: the transport is closing
         transport.abort()
         raise ConnectionResetError(str(error)) from error

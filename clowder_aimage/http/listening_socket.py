@@ -7,13 +7,14 @@ import errno
 import os
 import socket
 import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.engine.worker_client import program_at
 from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.http import systemd
-from clowder_aimage.http.access import LOOPBACK_HOSTS
+from clowder_aimage.http.access import ANY_ADDRESS, LOOPBACK_HOSTS
 
 _SOCKET_MODE, _DIRECTORY_MODE = 0o660, 0o750
 _BACKLOG = 128
@@ -55,12 +56,15 @@ def listen(
     *,
     is_default: bool = False,
     has_tokens: bool,
+    allow_remote: bool = False,
     allow_hosts: tuple[str, ...] = (),
 ) -> Listeners:
     """Listen on systemd's sockets, else on the unix socket ``path``, and on the TCP ``address``.
 
     A default address is not used if there is another socket. Raises AccessError; UsageError if an
-    address is malformed, or if it is reachable from other machines and there are no tokens.
+    address is malformed, or if it is reachable from other machines, and there are no tokens and
+    ``allow_remote`` is False. Without tokens, clients may use addresses and the machine's name as
+    the host, so that the page of another site cannot (DNS rebinding).
     """
     found = Listeners()
     try:
@@ -72,22 +76,33 @@ def listen(
             found.path = path
         if address and not (found.sockets and is_default):
             endpoint = Endpoint.parse_listen(address)
-            check_access(endpoint, has_tokens=has_tokens)
-            found.add(listen_tcp(endpoint))
+            check_access(endpoint, is_allowed=has_tokens or allow_remote)
+            found.add(listen_tcp(endpoint, remedy="listen_elsewhere"))
         for each in found.sockets:  # including systemd's
             if each.family != socket.AF_UNIX:
-                check_access(Endpoint("http", *each.getsockname()[:2]), has_tokens=has_tokens)
+                endpoint = Endpoint("http", *each.getsockname()[:2])
+                check_access(endpoint, is_allowed=has_tokens or allow_remote)
     except BaseException:
         found.close()
         raise
+    if found.hosts is None and not has_tokens:
+        name = socket.gethostname().lower()
+        found.hosts = {*LOOPBACK_HOSTS, ANY_ADDRESS, name, f"{name}.local"}
     if allow_hosts:
         found.hosts = (found.hosts or set(LOOPBACK_HOSTS)) | set(allow_hosts)
     return found
 
 
-def check_access(endpoint: Endpoint, *, has_tokens: bool) -> None:
-    """Raise UsageError if other machines can reach the endpoint and there are no tokens."""
-    if not endpoint.is_loopback and not has_tokens:
+def listen_apart(address: str) -> Listeners:
+    """Listen on one TCP address, whatever systemd passed. Raises AccessError, UsageError."""
+    found = Listeners()
+    found.add(listen_tcp(Endpoint.parse_listen(address)))
+    return found
+
+
+def check_access(endpoint: Endpoint, *, is_allowed: bool) -> None:
+    """Raise UsageError if other machines can reach the endpoint, unless that is allowed."""
+    if not endpoint.is_loopback and not is_allowed:
         raise UsageError(
             f"refusing to listen on {endpoint.authority} without tokens: any client on the network "
             "could generate pictures, and pull and delete models",
@@ -96,19 +111,26 @@ def check_access(endpoint: Endpoint, *, has_tokens: bool) -> None:
         )
 
 
-def listen_tcp(endpoint: Endpoint) -> socket.socket:
-    """Return a listening TCP socket. Raises AccessError."""
+def listen_tcp(endpoint: Endpoint, remedy: str = "") -> socket.socket:
+    """Return a listening TCP socket. Raises AccessError with the program that has the address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise AccessError(
-            f"cannot listen on {endpoint.authority}: {error.strerror or error}",
-            hint="the address may be in use; choose another one",
-            remedy="listen_elsewhere",
-        ) from None
+        is_taken = error.errno == errno.EADDRINUSE  # its text from Python repeats the address
+        reason = os.strerror(errno.EADDRINUSE) if is_taken else error.strerror or error
+        message = f"cannot listen on {endpoint.authority}: {reason}"
+        if is_taken and (program := _program(endpoint)):
+            message += f"; {program} answers there"
+        hint = "choose another address"
+        raise AccessError(message, hint=hint, remedy=remedy) from None
+
+
+def _program(endpoint: Endpoint) -> str:
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+    return program_at(replace(endpoint, host=loopback.get(endpoint.host, endpoint.host)))
 
 
 def listen_unix(path: Path) -> socket.socket:

@@ -53,6 +53,18 @@ def with_head(routes: Iterable[Route]) -> list[Route]:
     return every + heads
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A completed request: its route, status and duration, and the bytes of both bodies."""
+
+    method: str
+    route: str
+    status: int
+    seconds: float
+    received: int
+    sent: int
+
+
 class Role:
     """A registry, a worker or a node: a server has one or more roles."""
 
@@ -65,7 +77,7 @@ class Role:
         """Return the routes of the role."""
         return []
 
-    def count(self, route: str, status: int) -> None:
+    def count(self, exchange: Exchange) -> None:
         """Count a completed request."""
 
     @contextlib.asynccontextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from clowder_aimage.errors import AImageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.api_error import OPENAI
 from clowder_aimage.http.app import build_app
@@ -113,6 +114,8 @@ def serve(
     grace: float = 0.0,
     interface: str = OPENAI,
     origins: Collection[str] | None = None,
+    apart: tuple[Listeners, Role] | None = None,
+    advice: Callable[[AImageError], str | None] | None = None,
     on_ready: Callable[[list[str]], object],
     **options: Any,
 ) -> None:
@@ -128,24 +131,37 @@ def serve(
         grace: Seconds for requests to finish.
         interface: The form of errors outside of the interfaces.
         origins: Allowed origins besides loopback ones; None: only that of the server.
+        advice: Return the advice on an error that is sent with it; None: its hint.
+        apart: Further sockets, with a role of their own that requires no tokens.
         on_ready: Called with the URLs once connections are accepted (``unix://PATH`` for a socket).
         options: Further arguments of aiohttp's AppRunner.
     """
-    hosts = None if listeners.hosts is None else frozenset(listeners.hosts)
     loop = asyncio.new_event_loop()
     try:
-        app = build_app(*roles, hosts=hosts, tokens=tokens, interface=interface, origins=origins)
-        work = _run(app, listeners, roles, grace, on_ready, options)
+        app = build_app(
+            *roles,
+            hosts=_names(listeners),
+            tokens=tokens,
+            interface=interface,
+            origins=origins,
+            advice=advice,
+        )
+        work = _run(app, listeners, roles, apart, grace, on_ready, options)
         loop.run_until_complete(work)
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
 
 
+def _names(listeners: Listeners) -> frozenset[str] | None:
+    return None if listeners.hosts is None else frozenset(listeners.hosts)
+
+
 async def _run(
     app: web.Application,
     listeners: Listeners,
     roles: tuple[Role, ...],
+    apart: tuple[Listeners, Role] | None,
     grace: float,
     on_ready: Callable[[list[str]], object],
     options: Mapping[str, Any],
@@ -155,13 +171,18 @@ async def _run(
     async with contextlib.AsyncExitStack() as stack:
         for role in roles:  # roles end after the last request
             await stack.enter_async_context(role.running())
+        facts = {"urls": listeners.urls}
+        if apart is not None:
+            other, role = apart
+            await stack.enter_async_context(accepting(build_app(role, hosts=_names(other)), other))
+            facts["apart"] = other.urls
         await stack.enter_async_context(accepting(app, listeners, **options))
         await stack.enter_async_context(beside(_notify_watchdog(), _reload(signals, roles)))
         on_ready(listeners.urls)
         systemd.notify("READY=1")
         for role in roles:
             await role.ready()
-        _log.info("ready", extra={"urls": listeners.urls})
+        _log.info("ready", extra=facts)
         await signals.first.wait()
         systemd.notify("STOPPING=1")
         for role in roles:

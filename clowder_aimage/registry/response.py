@@ -117,7 +117,8 @@ class RegistryResponse:
 class ResponseFailure:
     """The status of an error response, and the first error in its body.
 
-    ``line`` is the first line of a body in another format, without the tags of HTML.
+    ``line`` is the first line of a body in another format, without the tags of HTML; ``server`` is
+    the header of that name.
     """
 
     host: str
@@ -127,6 +128,7 @@ class ResponseFailure:
     detail: str
     retry_after: float = 0.0
     line: str = ""
+    server: str = ""
 
     @classmethod
     def of(cls, response: RegistryResponse) -> ResponseFailure:
@@ -146,7 +148,7 @@ class ResponseFailure:
             code, message = str(error.get("code", "")), str(error.get("message", ""))
             return cls(host, status, code[:60], message[:300], text[:500], after)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
-            return cls(host, status, "", "", "", after, line)
+            return cls(host, status, "", "", "", after, line, response.headers.get("Server", ""))
 
     @property
     def text(self) -> str:
@@ -229,6 +231,12 @@ def failure(response: RegistryResponse, what: str) -> AImageError:
 
 def _error(found: ResponseFailure, what: str) -> AImageError:
     known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
+    if "AirTunes/" in found.server:
+        return RegistryError(
+            f"{found.host} is the AirPlay receiver of macOS, not a registry ({found.text})",
+            hint="use another port, or turn off the AirPlay receiver in the system settings",
+            status=found.status,
+        )
     if found.status == 401:
         return UnauthorizedError(
             f"{found.host} requires valid credentials for {what} ({found.text}){found.suffix}",

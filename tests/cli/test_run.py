@@ -207,8 +207,9 @@ def test_remote_verbs_refuse_other_servers(at):
         ):
             said = at(worker)(*arguments, code=1)
             assert f"the server at http://{worker.host} is not an aimage worker" in said.err
+            assert "ollama answers there" in said.err
             assert said.out == ""
-    assert not worker.asked
+    assert {asked.path for asked in worker.asked} == {"/"}
 
 
 # -- the prompt loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ def never(url: str) -> None:
 def test_other_addresses_require_a_flag(tmp_path: Path, address: str) -> None:
     with pytest.raises(UsageError, match="without authentication") as caught:
         serve(ImageLayout(tmp_path), address, on_ready=never)
-    assert caught.value.remedy == "registry_without_token"
+    assert caught.value.remedy == "listen_without_tokens"
 
 
 @pytest.mark.parametrize("address", ["5000", ":5000", "a:65536"])
@@ -107,7 +108,7 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     raw = server.push("t", b"x")
     host = server.url.removeprefix("http://")
     (tmp_path / "token").write_text("0123456789abcdef\n")
-    options = ("--token-file", str(tmp_path / "token"), "--upstream", host)
+    options = ("--token-file", str(tmp_path / "token"), "--upstream", host, "--log-format", "json")
     process = aimage("cache").start(
         "registry",
         "serve",
@@ -121,8 +122,13 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     url = process.stdout.readline().rstrip("\n")
     answer = requests.get(f"{url}/v2/a/b/manifests/t", auth=("me", "0123456789abcdef"), timeout=20)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20) == ("", "")
-    assert (process.returncode, answer.content) == (0, raw)
+    out, log = process.communicate(timeout=20)
+    assert (process.returncode, out, answer.content) == (0, "", raw)
+    (line,) = [json.loads(line) for line in log.splitlines() if '"request"' in line]
+    assert (line["method"], line["status"], line["sent"]) == ("GET", 200, len(raw))
+    assert line["path"] == "/v2/a/b/manifests/t"
+    assert line["route"] == "/v2/{name}/manifests/{reference}"
+    assert "0123456789abcdef" not in log
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,35 @@ def test_command_line_refuses_options(
     done = aimage("a")("registry", "serve", *options, code=2)
     assert done.out == ""
     assert message in done.err
+
+
+def test_metrics_count_requests_bytes_and_uploads(
+    tmp_path: Path, aimage: Callable[[str], Aimage]
+) -> None:
+    here = aimage("a")
+    here.environment["AIMAGE_REGISTRY_METRICS_ADDR"] = "127.0.0.1:0"
+    process = here.start(
+        *("registry", "serve", "--addr", "127.0.0.1:0", "--log-format", "json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    url = process.stdout.readline().rstrip("\n")
+    line = next(line for line in process.stderr if '"ready"' in line)
+    upload = f"{url}/v2/a/b/blobs/uploads/"
+    requests.post(upload, timeout=20)
+    requests.post(f"{upload}?digest={digest_of(b'x' * 1000)}", data=b"x" * 1000, timeout=20)
+    requests.get(f"{url}/v2/a/b/blobs/{digest_of(b'x' * 1000)}", timeout=20)
+    text = requests.get(json.loads(line)["apart"][0] + "/metrics", timeout=20).text
+    assert requests.get(f"{url}/metrics", timeout=20).status_code == 200
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=20)
+    route = 'route="/v2/{name}/blobs/uploads/"'
+    assert f'aimage_registry_requests_total{{code="201",method="POST",{route}}} 1.0' in text
+    assert f'aimage_registry_request_duration_seconds_count{{method="POST",{route}}} 2.0' in text
+    assert 'aimage_registry_bytes_total{direction="received"} 1000.0' in text
+    assert 'aimage_registry_bytes_total{direction="sent"} 1000.0' in text
+    assert "aimage_registry_uploads 1.0" in text and "python_info{" in text
 
 
 def test_aimage_pulls_and_pushes(server: Server, aimage: Callable[[str], Aimage]) -> None:

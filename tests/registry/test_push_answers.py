@@ -35,6 +35,16 @@ def error(status, code, message="", detail=None):
     return Answer(status, {}, json.dumps(body).encode())
 
 
+def test_the_airplay_receiver_of_macos_is_named(tmp_path):
+    answer = Answer(403, {"Server": "AirTunes/845.5.1"})
+    with ScriptedRegistry(lambda _: answer).running() as receiver:
+        reference = Reference.parse(f"{receiver.host}/team/x:v1")
+        store = store_with(tmp_path, reference)
+        with pytest.raises(RegistryError, match="is the AirPlay receiver of macOS") as caught:
+            push(store, reference, ClientOptions(docker_config=tmp_path))
+    assert caught.value.exit_code == 1 and "another port" in str(caught.value.hint)
+
+
 def taking(refuse):
     """Return a registry that accepts blobs and applies ``refuse(media type)`` to manifests."""
     blobs: set[str] = set()

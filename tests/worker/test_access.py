@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
+import json
 import os
 import re
 import socket
@@ -17,12 +19,13 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.access import read_tokens
+from clowder_aimage.http.access import ANY_ADDRESS, read_tokens
 from clowder_aimage.http.app import build_app
-from clowder_aimage.http.listening_socket import check_access, listen_unix
+from clowder_aimage.http.listening_socket import check_access, listen, listen_unix
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
@@ -40,10 +43,17 @@ def service(tmp_path):
 
 
 def asked(
-    service, paths=None, *, tokens=None, hosts=frozenset({"127.0.0.1"}), origins=(), **headers
+    service,
+    paths=None,
+    *,
+    tokens=None,
+    hosts=frozenset({"127.0.0.1"}),
+    origins=(),
+    advice=None,
+    **headers,
 ):
     """Request every route, or ``paths``; return method, path, status, headers and text of each."""
-    app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts, origins=origins)
+    app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts, origins=origins, advice=advice)
     table = {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.resource.canonical))
         for route in app.router.routes()
@@ -80,7 +90,7 @@ def test_routes_that_change_state_need_the_admin_scope(service):
     for route in WorkerRole(service).routes():
         if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
             assert route.scope == ADMIN, route.path
-    known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json"}
+    known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json", "/docs"}
     signed = {"/v1/files/pictures/{name}"}  # the signed URL is the credential
     assert {
         route.path for route in WorkerRole(service).routes() if route.scope == OPEN
@@ -93,6 +103,28 @@ def test_routes_that_change_state_need_the_admin_scope(service):
 def test_unknown_host_headers_are_refused(service, host):
     ((_, _, status, _, text),) = asked(service, [("GET", "/healthz")], Host=host)
     assert status == 403 and "add it to the allowed hosts" in text
+
+
+@pytest.mark.parametrize(
+    ("headers", "option"),
+    [
+        ({"Host": "pc.example:1"}, "--allow-host pc.example"),
+        ({"Origin": "https://app.example"}, "--allow-origin https://app.example"),
+    ],
+)
+def test_a_refusal_names_the_option_of_the_server(service, headers, option):
+    ((_, _, status, _, text),) = asked(service, [("GET", "/v1/models")], advice=advice, **headers)
+    assert status == 403
+    assert json.loads(text)["error"]["message"].endswith(f"; start the server with {option}")
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"), [("", "requires a token"), ("x" * 16, "unknown token")]
+)
+def test_a_wrong_token_is_not_answered_like_a_missing_one(service, sent, message):
+    headers = {"Authorization": f"Bearer {sent}"} if sent else {}
+    ((_, _, status, _, text),) = asked(service, [("GET", "/v1/models")], tokens=TOKENS, **headers)
+    assert status == 401 and message in text
 
 
 @pytest.mark.parametrize(
@@ -232,14 +264,30 @@ def test_an_invalid_token_file_is_refused(tmp_path, text):
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "worker.example:80"])
 def test_a_non_loopback_address_requires_a_token(address):
     with pytest.raises(UsageError, match="without tokens") as caught:
-        check_access(Endpoint.parse_listen(address), has_tokens=False)
+        check_access(Endpoint.parse_listen(address), is_allowed=False)
     assert caught.value.remedy == "listen_without_tokens"
-    check_access(Endpoint.parse_listen(address), has_tokens=True)
+    check_access(Endpoint.parse_listen(address), is_allowed=True)
 
 
 @pytest.mark.parametrize("address", ["localhost:11434", "[::1]:1"])
 def test_a_loopback_address_requires_no_token(address):
-    check_access(Endpoint.parse_listen(address), has_tokens=False)
+    check_access(Endpoint.parse_listen(address), is_allowed=False)
+
+
+def test_remote_access_without_tokens_is_allowed_by_address_and_by_the_name_of_the_machine():
+    with contextlib.closing(listen("0.0.0.0:0", has_tokens=False, allow_remote=True)) as opened:
+        hosts = opened.hosts
+    assert hosts is not None and socket.gethostname().lower() in hosts
+    with contextlib.closing(listen("0.0.0.0:0", has_tokens=True)) as opened:
+        assert opened.hosts is None
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("192.0.2.7:11434", 200), ("[2001:db8::1]", 200), ("evil.example", 403)]
+)
+def test_the_names_of_other_sites_are_refused_without_tokens(service, host, status):
+    hosts = frozenset({"localhost", ANY_ADDRESS})
+    assert asked(service, [("GET", "/healthz")], hosts=hosts, Host=host)[0][2] == status
 
 
 # -- the unix socket

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
@@ -16,6 +20,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.api.health import DESCRIPTION
 from clowder_aimage.api.service import Readiness, make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
@@ -31,6 +36,7 @@ aimage_build_info aimage_generation_queue_depth aimage_generation_refused_total
 aimage_generation_cancelled_total aimage_generation_step_seconds_bucket
 aimage_model_load_duration_seconds_bucket aimage_pull_bytes_total aimage_http_requests_total
 """.split()
+PROCESS = "cpu_seconds_total resident_memory_bytes open_fds max_fds start_time_seconds".split()
 
 
 @pytest.fixture
@@ -172,6 +178,33 @@ def test_the_metrics_have_the_documented_names(service):
     text = spoken(service, talk)
     assert [name for name in NAMES if f"\n{name}" not in f"\n{text}"] == []
     assert 'aimage_http_requests_total{code="200",route="/healthz"} 1.0' in text
+
+
+def test_the_metrics_include_those_of_the_process(service):
+    async def talk(client, _):
+        return await measured(client)
+
+    text = spoken(service, talk)
+    assert "python_info{" in text
+    if sys.platform == "linux":
+        assert [name for name in PROCESS if f"\nprocess_{name} " not in text] == []
+
+
+def test_the_page_of_the_description_shows_every_operation_and_loads_nothing(service):
+    async def talk(client, _):
+        answer = await client.get("/docs")
+        return answer.headers, await answer.text()
+
+    headers, text = spoken(service, talk)
+    assert headers["Content-Type"].startswith("text/html")
+    policy = headers["Content-Security-Policy"]
+    style = text.partition("<style>")[2].partition("</style>")[0].encode()
+    digest = base64.b64encode(hashlib.sha256(style).digest()).decode()
+    assert policy.startswith("default-src 'none'; style-src 'sha256-" + digest)
+    for path in json.loads(DESCRIPTION.read_text("utf-8"))["paths"]:
+        assert f"<code>{path}</code>" in text
+    assert "negative_prompt" in text and "color-scheme: light dark" in text
+    assert not re.search(r"<script|<img|<link|src=|url\(|https?://", text)
 
 
 def test_unknown_paths_models_and_methods_become_no_label(service):

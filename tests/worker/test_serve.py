@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 
 import pytest
 
@@ -24,13 +25,15 @@ pytest.importorskip("structlog", reason="structlog is not installed")
 
 from clowder_aimage.api.worker_role import drain
 from clowder_aimage.engine.engine import Engine
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.log import CONSOLE, JSON, configure, redact
 from clowder_aimage.http.server import Signals
 from tests.conftest import TINY
 from tests.process import PROGRAM, spawn
+from tests.scripted import Answer, ScriptedRegistry
+from tests.worker.conftest import answer_to
 
 SECRET = "a lighthouse that nobody may know of"
 LONG = {"model": "tiny", "prompt": SECRET, "size": "256x256", "steps": 150, "stream": True}
@@ -102,7 +105,38 @@ def test_the_url_is_printed_when_the_worker_is_ready(worker):
 def test_an_address_in_use_is_reported(worker):
     done = worker.aimage("serve", "--addr", worker.host, code=1)
     assert f"cannot listen on {worker.host}: Address already in use" in done.err
-    assert "ollama" in done.err
+    assert "aimage answers there" in done.err and "--addr" in done.err
+
+
+@pytest.mark.parametrize(
+    ("answer", "name"),
+    [
+        (Answer(200, {}, b"Ollama is running"), "ollama"),
+        (Answer(403, {"Server": "AirTunes/845.5.1"}), "the AirPlay receiver of macOS"),
+    ],
+)
+def test_an_address_in_use_names_the_program_that_answers(answer, name):
+    refused = pytest.raises(AccessError, match=f"Address already in use; {name} answers there")
+    with ScriptedRegistry(lambda _: answer).running() as other, refused:
+        listen(other.host, has_tokens=False)
+
+
+def test_the_metrics_have_an_address_of_their_own_without_a_token(worker, tmp_path):
+    (tmp_path / "tokens").write_text("admin " + "a" * 16)
+    options = ("--metrics-addr", "127.0.0.1:0", "--log-format", "json")
+    other = worker.launch("--token-file", tmp_path / "tokens", *options)
+    until(lambda: any('"apart"' in line for line in other.lines), True)
+    (url,) = next(json.loads(line)["apart"] for line in other.lines if '"apart"' in line)
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        assert b"aimage_build_info" in answer.read()
+    assert answer_to(urllib.request.Request(f"{other.url}/v1/models"))[0] == 401
+
+
+def test_an_address_of_the_metrics_that_is_in_use_is_reported(worker):
+    done = worker.aimage("serve", "--addr", "127.0.0.1:0", "--metrics-addr", worker.host, code=1)
+    assert f"cannot listen on {worker.host}" in done.err and "--addr" not in done.err
+    done = worker.aimage("serve", "--addr", "127.0.0.1:0", "--metrics-addr", "nine", code=2)
+    assert "invalid address 'nine'" in done.err
 
 
 def test_a_worker_listens_on_tcp_and_a_unix_socket(worker, tmp_path_factory):

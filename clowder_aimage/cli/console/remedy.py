@@ -6,6 +6,8 @@ from clowder_aimage.errors import AImageError
 
 # code: sentence; {names} are facts of the error
 REMEDIES = {
+    "allow_host": "start the server with --allow-host {host}",
+    "allow_origin": "start the server with --allow-origin {origin}",
     "attach_type": "for example: --type application/spdx+json",
     "base": "omit --base",
     "ca_file": "trust the CA of your organisation with --ca-file",
@@ -45,8 +47,9 @@ REMEDIES = {
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",
     "list_attached": "'aimage referrers' lists the artifacts that are attached to a name",
-    "listen_elsewhere": "another worker or ollama may be running; use --addr for another address",
-    "listen_without_tokens": "listen on 127.0.0.1, or require tokens with --token-file",
+    "listen_elsewhere": "choose another address with --addr",
+    "listen_without_tokens": "listen on 127.0.0.1, require a token with --token-file, or allow "
+    "this with --allow-remote",
     "load_as": "set a name: aimage load FILE --as NAME",
     "load_decompressed": "decompress it first: {tool} -dc FILE | aimage load -",
     "load_without_as": "omit --as, and set other names with 'aimage tag'",
@@ -65,11 +68,10 @@ REMEDIES = {
     "pull_index": "to pull all of it: aimage pull {reference} --whole",
     "pull_whole": "to pull all of them: aimage pull --whole {reference}",
     "push_dialect": "omit --no-fallback, or push with --dialect container",
-    "registry_without_token": "listen on 127.0.0.1, require a token with --token-file, or allow "
-    "this with --allow-remote",
     "repair": "repair the store first: aimage verify --repair",
     "repair_or_remove": "fetch it with 'aimage verify --repair', or: aimage rm {reference}",
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
+    "require_tokens": "start the server with --token-file",
     "store_directory": "choose a directory with --store",
     "store_permissions": "check the permissions of the directory, or choose another with --store",
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "

@@ -47,9 +47,13 @@ def worker() -> WorkerClient:
         NetworkError: no worker answers.
         AccessError: the server is another program.
     """
+    from clowder_aimage.engine.worker_client import program_at
+
     client = worker_client(worker_host())
     if not client.is_worker():
+        name = program_at(client.endpoint)
         message = f"the server at {client.endpoint} is not an aimage worker"
+        message += f"; {name} answers there" if name else ""
         raise AccessError(message, remedy="worker_address")
     return client
 

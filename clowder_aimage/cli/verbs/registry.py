@@ -8,6 +8,7 @@ import click
 
 from clowder_aimage.cli.console.option import common_options, connection_options, needs, settings
 from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.verbs.serve import metrics_and_log_options
 from clowder_aimage.errors import UsageError
 
 
@@ -39,9 +40,17 @@ def registry() -> None:
     metavar="HOST[/PREFIX]",
     help="Cache this registry: fetch missing content from it. Allows pulls only.",
 )
+@metrics_and_log_options("AIMAGE_REGISTRY_")
 @connection_options
 def serve(
-    addr: str, readonly: bool, allow_remote: bool, token_file: Path | None, upstream: str | None
+    addr: str,
+    readonly: bool,
+    allow_remote: bool,
+    token_file: Path | None,
+    upstream: str | None,
+    metrics_addr: str | None,
+    log_format: str | None,
+    log_level: str | None,
 ) -> None:
     """Serve the store by the OCI distribution API, until it is interrupted.
 
@@ -50,14 +59,18 @@ def serve(
 
     With --upstream, a/b:t of this registry is HOST/PREFIX/a/b:t in the store; --plain-http,
     --insecure and --ca-file apply to the connection to HOST.
+
+    Each request is logged on stderr. /metrics has the metrics for Prometheus.
     """
     with needs("a registry", "server"):
         from clowder_aimage.distribution import registry_role as server
         from clowder_aimage.distribution.upstream import UpstreamRegistry
+        from clowder_aimage.http import log
         from clowder_aimage.http.access import read_token
     chosen = settings()
     if upstream is None and chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --upstream")
+    log.configure(log_format or log.CONSOLE, "warning" if chosen.quiet else log_level or "info")
     server.serve(
         chosen.layout,
         addr,
@@ -65,5 +78,6 @@ def serve(
         allow_remote=allow_remote,
         token=read_token(token_file) if token_file else None,
         upstream=UpstreamRegistry.parse(upstream, chosen.connection()) if upstream else None,
+        metrics_address=metrics_addr,
         on_ready=lambda url: result({"url": url}, url),
     )

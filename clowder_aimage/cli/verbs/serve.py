@@ -20,6 +20,7 @@ from clowder_aimage.cli.console.option import (
     verb,
 )
 from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import UsageError
 from clowder_aimage.user_directory import config_file
 
@@ -75,6 +76,25 @@ node_options = options(
 NODE_OPTIONS = ("desired", "prune", "high", "low", "min_age", "collect", "neighbours")
 
 
+def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
+    """Return a decorator that adds them; ``prefix`` is that of their environment variables."""
+
+    def option(name: str, **rest: Any) -> Callable[[_F], _F]:
+        variable = prefix + name.strip("-").replace("-", "_").upper() if prefix else None
+        return click.option(name, envvar=variable, show_envvar=bool(prefix), **rest)
+
+    levels = click.Choice(["debug", "info", "warning", "error"])
+    return options(
+        option(
+            "--metrics-addr",
+            metavar="HOST:PORT",
+            help="Serve /metrics at this address too, without a token.",
+        ),
+        option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]"),
+        option("--log-level", type=levels, help="[default: info]"),
+    )
+
+
 def listening_options(what: str, address: str) -> Callable[[_F], _F]:
     """Return a decorator that adds the options of a server: addresses, access, shutdown and log."""
     return options(
@@ -87,6 +107,11 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
         click.option("--socket", type=_FILE, help="Listen on this unix socket."),
         click.option("--token-file", type=_FILE, help="Require a token from this file."),
         click.option(
+            "--allow-remote",
+            is_flag=True,
+            help="Allow connections of other machines without a token.",
+        ),
+        click.option(
             "--allow-host",
             "allow_hosts",
             multiple=True,
@@ -98,14 +123,7 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
             metavar="DURATION",
             help=f"Time for running requests when the {what} stops. [default: 30s]",
         ),
-        click.option(
-            "--log-format", type=click.Choice(["console", "json"]), help="[default: console]"
-        ),
-        click.option(
-            "--log-level",
-            type=click.Choice(["debug", "info", "warning", "error"]),
-            help="[default: info]",
-        ),
+        metrics_and_log_options(),
     )
 
 
@@ -255,7 +273,8 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
     from clowder_aimage.engine.settings import Settings as WorkerSettings
     from clowder_aimage.http import log, server
     from clowder_aimage.http.access import read_tokens
-    from clowder_aimage.http.listening_socket import listen
+    from clowder_aimage.http.listening_socket import listen, listen_apart
+    from clowder_aimage.http.metrics_role import MetricsRole
     from clowder_aimage.http.route import Role
     from clowder_aimage.node.daemon import Daemon
 
@@ -269,16 +288,24 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
         config.socket,
         is_default=not config.addr,
         has_tokens=bool(tokens),
+        allow_remote=config.allow_remote,
         allow_hosts=config.allow_hosts,
     )
-    with contextlib.closing(opened) as listeners:
+    with contextlib.ExitStack() as stack:
+        listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
         roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(config, WorkerSettings))]
         if node is not None:
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
+        apart = None
+        if config.metrics_addr:
+            other = stack.enter_context(contextlib.closing(listen_apart(config.metrics_addr)))
+            apart = other, MetricsRole(service.metrics.text)
         server.serve(
             listeners,
             *roles,
+            apart=apart,
+            advice=advice,
             tokens=tokens,
             grace=config.grace,
             origins=config.allow_origins if isinstance(config, WorkerSettings) else None,

@@ -1,0 +1,102 @@
+"""The OpenAPI description as one HTML page, without scripts and without other files."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+details { border: 1px solid #8886; border-radius: 6px; margin: .5rem 0; padding: .4rem .8rem }
+summary { cursor: pointer; overflow-wrap: anywhere }
+code { font: .92em ui-monospace, monospace }
+b { display: inline-block; min-width: 4.5rem }
+table { border-collapse: collapse; width: 100% }
+td, th { border-top: 1px solid #8884; padding: .3rem .6rem .3rem 0; text-align: left;
+  vertical-align: top }
+small { opacity: .75 }
+"""
+_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'sha256-{_HASH}'; base-uri 'none'; frame-ancestors 'none'"
+_Json = Mapping[str, Any]
+
+
+def page(document: _Json) -> str:
+    """Return the page for an OpenAPI 3.1 document."""
+    info = document["info"]
+    sections = "".join(_section(document, tag) for tag in document["tags"])
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(info['title'])}</title><style>{_STYLE}</style></head>"
+        f"<body><h1>{escape(info['title'])}</h1><p>{_text(info['description'])}</p>"
+        '<p>The document: <a href="openapi.json">openapi.json</a></p>'
+        f"{sections}</body></html>\n"
+    )
+
+
+def _section(document: _Json, tag: _Json) -> str:
+    operations = [
+        _operation(document, method, path, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+        if tag["name"] in operation["tags"]
+    ]
+    about = _text(tag.get("description", ""))
+    return f"<h2>{escape(tag['name'])}</h2><p>{about}</p>{''.join(operations)}"
+
+
+def _operation(document: _Json, method: str, path: str, operation: _Json) -> str:
+    parts = [f"<p>{_text(operation['description'])}</p>"] if "description" in operation else []
+    parts.append(f"<p><small>Scope: {escape(operation['x-aimage-scope'])}</small></p>")
+    parameters = [
+        (one["name"], _kind(one["schema"]), one.get("description", ""))
+        for one in operation.get("parameters", ())
+    ]
+    parts.append(_table("Parameter", parameters))
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    if body is not None:
+        fields = _resolve(document, body["schema"]).get("properties", {})
+        rows = [(name, _kind(one), one.get("description", "")) for name, one in fields.items()]
+        parts.append(_table("Field", rows))
+    answers = [
+        (code, "", _resolve(document, answer)["description"])
+        for code, answer in operation["responses"].items()
+    ]
+    parts.append(_table("Status", answers))
+    head = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {_text(operation['summary'])}"
+    return f"<details><summary>{head}</summary>{''.join(parts)}</details>"
+
+
+def _resolve(document: _Json, value: _Json) -> _Json:
+    """Return the component that a ``$ref`` names, else the value."""
+    found: Any = document if "$ref" in value else value
+    for key in value.get("$ref", "").split("/")[1:]:
+        found = found[key]
+    return found  # type: ignore[no-any-return]
+
+
+def _kind(schema: _Json) -> str:
+    if "enum" in schema:
+        return " | ".join(str(one) or '""' for one in schema["enum"])
+    kind = schema.get("type", "")
+    return kind if isinstance(kind, str) else " | ".join(kind)
+
+
+def _table(title: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    lines = [
+        f"<tr><td><code>{escape(name)}</code><td>{escape(kind)}<td>{_text(about)}"
+        for name, kind, about in rows
+    ]
+    head = f"<tr><th>{title}<th><th>"
+    return f"<table>{head}{''.join(lines)}</table>" if lines else ""
+
+
+def _text(text: str) -> str:
+    """Escape a text; its words in backticks become code."""
+    return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))

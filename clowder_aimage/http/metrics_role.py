@@ -1,0 +1,23 @@
+"""The metrics of a server for Prometheus, as a role: in its application or at another address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from clowder_aimage.engine.metric import CONTENT_TYPE
+from clowder_aimage.http.route import OPEN, Role, Route
+
+
+class MetricsRole(Role):
+    """The route ``/metrics``, which answers with ``text()``."""
+
+    def __init__(self, text: Callable[[], bytes], scope: str = OPEN) -> None:
+        self._text, self._scope = text, scope
+
+    def routes(self) -> list[Route]:
+        return [Route("GET", "/metrics", self._metrics, self._scope)]
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._text(), headers={"Content-Type": CONTENT_TYPE})
