@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from clowder_aimage import __version__
-from clowder_aimage.cli.console.option import common_options
+from clowder_aimage.cli.console.option import VerbGroup, common_options
 from clowder_aimage.cli.console.output import event, printable, wants_json
 from clowder_aimage.errors import AImageError, UsageError
 
@@ -102,7 +102,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
 """
 
 
-class _Verbs(click.Group):
+class _Verbs(VerbGroup):
     """A group that imports only the verb that is run, and reports its errors."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002

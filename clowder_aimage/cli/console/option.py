@@ -80,7 +80,19 @@ SYNONYMS = {
 }
 
 
-class Verb(click.Command):
+class _Exemplified(click.Command):
+    """A command with examples in its help."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        from clowder_aimage.cli.console.example import EXAMPLES
+
+        super().format_help_text(ctx, formatter)
+        if lines := EXAMPLES.get(ctx.command_path.removeprefix("aimage ")):
+            with formatter.section("Examples"):
+                formatter.write("".join(f"  {line}\n" for line in lines))
+
+
+class Verb(_Exemplified):
     """A command that accepts the options of other tools under their names."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -93,6 +105,12 @@ class Verb(click.Command):
             if name not in known and SYNONYMS.get(name) in known:
                 words[at] = f"{SYNONYMS[name]}{equals}{value}"
         return super().parse_args(ctx, words)
+
+
+class VerbGroup(_Exemplified, click.Group):
+    """A group of verbs."""
+
+    command_class = Verb
 
 
 def verb(function: Callable[..., Any]) -> click.Command:

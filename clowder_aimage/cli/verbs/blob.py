@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from clowder_aimage.cli.console.option import (
+    VerbGroup,
     common_options,
     complete_name,
     connection_options,
@@ -22,7 +23,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Descriptor
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def blob() -> None:
     """Fetch a blob from a registry."""
 

@@ -16,14 +16,7 @@ _BASH = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:/}\n"
 @click.argument("shell", metavar="|".join(SHELLS), type=click.Choice(SHELLS))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    r"""Print a script that completes verbs, options, names and tags in a shell.
-
-    \b
-    Examples:
-      source <(aimage completion bash)        # in ~/.bashrc
-      source <(aimage completion zsh)         # in ~/.zshrc
-      aimage completion fish | source         # in ~/.config/fish/config.fish
-    """
+    """Print a script that completes verbs, options, names and tags in a shell."""
     kind = get_completion_class(shell)
     assert kind is not None  # noqa: S101 - click supports all of SHELLS
     script = kind(context.find_root().command, {}, "aimage", "_AIMAGE_COMPLETE")

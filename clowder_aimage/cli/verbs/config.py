@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, needs, settings
+from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, settings
 from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import UsageError
@@ -40,7 +40,7 @@ class Value:
     origin: str
 
 
-@click.group(short_help="Show the configuration.")
+@click.group(cls=VerbGroup, short_help="Show the configuration.")
 def config() -> None:
     """Show the configuration of this machine."""
 

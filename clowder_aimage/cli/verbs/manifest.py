@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.option import (
+    VerbGroup,
     common_options,
     connection_options,
     output_option,
@@ -24,7 +25,7 @@ from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Manifest, Reference, parse_document, read_json
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def manifest() -> None:
     """Fetch a manifest from a registry, or push one."""
 

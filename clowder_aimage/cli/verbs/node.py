@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import click
 
 from clowder_aimage.cli.console.option import (
+    VerbGroup,
     common_options,
     connection_options,
     given_options,
@@ -33,7 +34,7 @@ _Json = Mapping[str, Any]
 
 
 @common_options
-@click.group(invoke_without_command=True, short_help="Keep models on this machine.")
+@click.group(cls=VerbGroup, invoke_without_command=True, short_help="Keep models on this machine.")
 @listening_options("node", "127.0.0.1:8050")
 @node_options
 @connection_options

@@ -6,13 +6,19 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import common_options, connection_options, needs, settings
+from clowder_aimage.cli.console.option import (
+    VerbGroup,
+    common_options,
+    connection_options,
+    needs,
+    settings,
+)
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.verbs.serve import metrics_and_log_options
 from clowder_aimage.errors import UsageError
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def registry() -> None:
     """Serve the store as an OCI registry."""
 

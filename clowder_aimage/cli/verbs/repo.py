@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from clowder_aimage.cli.console.option import (
+    VerbGroup,
     common_options,
     connection_options,
     parse_reference,
@@ -14,7 +15,7 @@ from clowder_aimage.cli.console.output import note, result
 from clowder_aimage.errors import UsageError
 
 
-@click.group()
+@click.group(cls=VerbGroup)
 def repo() -> None:
     """List the repositories of a registry."""
 
