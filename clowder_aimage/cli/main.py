@@ -12,7 +12,7 @@ import click
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.option import VerbGroup, common_options
-from clowder_aimage.cli.console.output import event, printable, wants_json
+from clowder_aimage.cli.console.output import META, event, printable, wants_json
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ ALIASES = {
 # Names without an equal: what to use
 _ELSEWHERE = {
     "build": "'aimage create' packs a model directory",
+    "cat": "'aimage manifest fetch' prints a manifest, 'aimage blob fetch' a blob",
+    "fetch": "'aimage pull' fetches an AImage, 'aimage manifest fetch' a manifest",
     "generate": "'aimage run' generates a picture",
     "import": "'aimage create' packs a model directory, 'aimage load' reads a tar file",
     "search": "'aimage tags' lists the tags of a repository, 'aimage ls' the names in the store",
@@ -122,6 +124,7 @@ class _Verbs(VerbGroup):
         alias = ALIASES.get(args[0])
         name, *more = alias.split() if alias else args[:1]
         if name not in VERBS and not ctx.resilient_parsing and not name.startswith("-"):
+            ctx.meta[META + "as_json"] = wants_json() or "--json" in args
             raise UsageError(f"unknown verb '{name}'", hint=_suggestion(name))
         return super().resolve_command(ctx, [name, *more, *args[1:]])
 
@@ -211,7 +214,7 @@ def _report(error: click.ClickException | AImageError) -> int:
             return error.exit_code
         context = error.ctx if isinstance(error, click.UsageError) else None
         kind, hint = "UsageError", f"see: {context.command_path} --help" if context else None
-        message = message[:1].lower() + message[1:].rstrip(".")
+        message = " ".join((message[:1].lower() + message[1:].rstrip(".")).split())
     code = error.exit_code
     if wants_json():
         facts = {"code": kind, "exit": code, "message": message}

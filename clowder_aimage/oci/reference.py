@@ -116,7 +116,9 @@ def _check(text: str, registry: str | None, repository: str) -> None:
             model=text[hub.end() :],
         )
     if registry is not None and not _is_host(registry):
-        raise UsageError(f"invalid reference {text!r}: invalid host {registry!r}")
+        scheme, separator, rest = text.partition("://")
+        hint = f"omit {scheme}://, as in {rest}" if separator else None
+        raise UsageError(f"invalid reference {text!r}: invalid host {registry!r}", hint=hint)
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
         return
     hint = "names are lower-case letters and digits, with single '.', '_', '-' or '/' between them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -152,7 +153,8 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
 
     Certificates from ``certs.d`` are presented to that origin only, not to the targets of redirects
-    and uploads elsewhere. Raises StoreError for an unreadable one.
+    and uploads elsewhere. Raises StoreError for an unreadable one, and for a file of authorities
+    without certificates.
     """
     session = _Requests()
     session.headers["User-Agent"] = connection.user_agent
@@ -161,6 +163,7 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     elif connection.ca_file is not None:
         session.verify = str(connection.ca_file)
+        _check_authorities(connection.ca_file)
     elif connection.ca_bundle is not None:
         session.ca_bundle = str(connection.ca_bundle)
     for prefix in ("https://", "http://"):
@@ -171,6 +174,16 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
     return session
+
+
+def _check_authorities(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # reported by the first request
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+        except ssl.SSLError:
+            raise StoreError(
+                f"{path} contains no certificate", hint="expected PEM: -----BEGIN CERTIFICATE-----"
+            ) from None
 
 
 def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:

@@ -29,9 +29,10 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
     chosen = settings()
     reference = Reference.parse(repo)
     if reference.registry is None:
-        raise UsageError(
-            f"expected HOST/REPOSITORY, not {repo}", hint="'aimage ls' lists the names in the store"
-        )
+        hint = "'aimage ls' lists the names in the store"
+        if set(".:") & set(repo) or repo == "localhost":
+            hint = f"'aimage repo ls {repo}' lists the repositories of a registry"
+        raise UsageError(f"expected HOST/REPOSITORY, not {repo}", hint=hint)
     if reference.name != repo:
         raise UsageError(
             f"expected HOST/REPOSITORY without a tag or digest, not {repo}",

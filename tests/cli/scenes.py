@@ -1,0 +1,354 @@
+"""Terminal sessions of users: ``tests/cli/test_users.py`` types them."""
+
+# ruff: noqa: E501  # lines as they are typed and printed
+
+from __future__ import annotations
+
+# A new installation
+EMPTY = {
+    "first steps": """
+        $ aimage version
+        0.1...
+        $ aimage --version
+        aimage, version 0.1...
+        $ aimage -h
+        Usage: aimage [OPTIONS] COMMAND [ARGS]...
+        Models:
+          create Pack a model as an AImage.
+        Registries:
+          push Push an AImage to its registry.
+        Store:
+          ls List the AImages in the store.
+        Services:
+          serve Serve models to clients.
+        $ aimage help push
+        Usage: aimage push [OPTIONS] REF...
+        $ aimage ls
+        ! no store at ...; 'aimage create' and 'aimage pull' add names
+        $ aimage ls --store /nonexistent/dir
+        ! no store at /nonexistent/dir; 'aimage create' and 'aimage pull' add names
+        $ aimage create tiny examples/tiny
+        sha256:...
+        ! tiny:latest: 284 tensors (... parameters) and 8 files, 1.2 MB; ...
+        $ aimage ls
+        NAME ...
+        tiny:latest ...
+        $ aimage rm tiny
+        tiny:latest
+        $ aimage ls
+        NAME ...
+        ! ...; 'aimage create' and 'aimage pull' add names
+    """,
+    "slips of verbs": """
+        $ aimage puls tiny # exit code 2
+        ! aimage: unknown verb 'puls'
+        ! did you mean 'aimage pull'?
+        $ aimage shwo tiny # exit code 2
+        ! did you mean 'aimage show'?
+        $ aimage build . # exit code 2
+        ! 'aimage create' packs a model directory
+        $ aimage import x.tar # exit code 2
+        ! 'aimage create' packs a model directory, 'aimage load' reads a tar file
+        $ aimage search flux # exit code 2
+        ! 'aimage tags' lists the tags of a repository, ...
+        $ aimage whoami # exit code 2
+        ! 'aimage login HOST' checks the stored credentials of a registry
+        $ aimage cat tiny # exit code 2
+        ! 'aimage manifest fetch' prints a manifest, 'aimage blob fetch' a blob
+        $ aimage fetch tiny # exit code 2
+        ! 'aimage pull' fetches an AImage, 'aimage manifest fetch' a manifest
+        $ aimage frobnicate # exit code 2
+        ! 'aimage --help' lists the verbs
+        $ aimage pull tiny --frobnicate # exit code 2
+        ! aimage: no such option '--frobnicate'...
+        ! see: aimage pull --help
+        $ aimage completion # exit code 2
+        ! aimage: missing argument 'bash|zsh|fish'. Choose from: bash, zsh, fish
+        $ aimage frobnicate --json # exit code 2
+        ! {"event": "error", "code": "UsageError", "exit": 2, "message": "unknown verb 'frobnicate'", ...}
+    """,
+    "completion": """
+        $ aimage completion bash
+        ..._AIMAGE_COMPLETE=bash_complete ...
+        $ aimage completion zsh
+        ..._AIMAGE_COMPLETE=zsh_complete ...
+        $ aimage completion fish
+        ..._AIMAGE_COMPLETE=fish_complete ...
+    """,
+    "names that are none": """
+        $ aimage pull tiny # exit code 2
+        ! aimage: tiny:latest has no registry host: ...
+        ! use a name with a host, such as registry.example.com/tiny:latest; ...
+        $ aimage pull Tiny # exit code 2
+        ! aimage: invalid reference 'Tiny'
+        ! use lower case: tiny
+        $ aimage pull https://localhost:5000/team/tiny:v1 # exit code 2
+        ! aimage: invalid reference 'https://localhost:5000/team/tiny:v1': invalid host 'https:'
+        ! omit https://, as in localhost:5000/team/tiny:v1
+        $ aimage pull oci://localhost:5000/team/tiny:v1 # exit code 2
+        ! omit oci://, as in localhost:5000/team/tiny:v1
+        $ aimage pull hf.co/black-forest-labs/FLUX.1-dev # exit code 2
+        ! aimage: 'hf.co/black-forest-labs/FLUX.1-dev' is a model of the Hugging Face hub, and not a reference
+        ! to pack it: aimage create NAME hf://black-forest-labs/FLUX.1-dev
+        $ aimage run hf.co/black-forest-labs/FLUX.1-dev 'a fox' # exit code 2
+        ! to pack it: aimage create NAME hf://black-forest-labs/FLUX.1-dev
+        $ aimage run ./examples/tiny 'a fox' # exit code 2
+        ! to run a directory, pack it first: aimage create NAME ./examples/tiny
+        $ aimage show tiny # exit code 3
+        ! aimage: tiny:latest not found in the store ...
+        ! 'aimage ls' lists the names in the store; 'aimage pull' fetches from a registry
+        $ aimage rm tiny # exit code 3
+        ! aimage: tiny:latest not found ...
+        $ aimage create tiny nowhere # exit code 1
+        ! aimage: nowhere does not exist
+        $ aimage tags localhost:6100 # exit code 2
+        ! aimage: expected HOST/REPOSITORY, not localhost:6100
+        ! 'aimage repo ls localhost:6100' lists the repositories of a registry
+        $ aimage pull localhost:1/team/tiny # exit code 1
+        ! aimage: cannot reach localhost:1: Connection refused
+        ! check the host and the port, and that the registry is running
+        $ aimage pull localhost:1/team/tiny --concurrency 4 # exit code 1
+        ! aimage: cannot reach localhost:1: Connection refused
+        $ aimage pull localhost:1/team/tiny --max-workers 4 # exit code 1
+        ! aimage: cannot reach localhost:1: Connection refused
+    """,
+    "models of the Hugging Face hub": """
+        $ HF_HUB_OFFLINE=1 aimage create zimage:turbo Tongyi-MAI/Z-Image-Turbo # exit code 3
+        ! aimage: Tongyi-MAI/Z-Image-Turbo is not in the Hugging Face cache ... in full
+        ! HF_HUB_OFFLINE is set: unset it to fetch the model
+        $ HF_HUB_OFFLINE=1 aimage create tiny https://huggingface.co/Tongyi-MAI/Z-Image-Turbo # exit code 3
+        ! aimage: Tongyi-MAI/Z-Image-Turbo is not in the Hugging Face cache ... in full
+        $ HF_HUB_OFFLINE=1 aimage create tiny hf://Tongyi-MAI/Z-Image-Turbo@v1 # exit code 3
+        ! aimage: Tongyi-MAI/Z-Image-Turbo@v1 is not in the Hugging Face cache ... in full
+    """,
+    "TLS on this machine": """
+        $ aimage resolve localhost:6443/team/tiny:v1 --ca-file ca.pem
+        sha256:...
+        $ aimage resolve localhost:6443/team/tiny:v1 --insecure
+        sha256:...
+        ! warning: TLS certificate not verified; the connection can be intercepted
+        $ echo '{"registries": {"localhost:6443": {"plainHttp": false, "caFile": "'$PWD'/ca.pem"}}}' > tls.json
+        $ AIMAGE_CONFIG=tls.json aimage resolve localhost:6443/team/tiny:v1
+        sha256:...
+        $ aimage tags localhost:6444/team/tiny # exit code 1
+        ! aimage: ... 400 ... Client sent an HTTP request to an HTTPS server.
+        ! the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file or --insecure, ...
+        $ aimage tags localhost:6443/team/tiny --plain-http --insecure # exit code 2
+        ! aimage: --plain-http cannot be combined with --insecure or --ca-file
+        $ aimage tags localhost:6443/team/tiny --ca-file password.txt # exit code 1
+        ! aimage: password.txt contains no certificate
+        ! expected PEM: -----BEGIN CERTIFICATE-----
+    """,
+    "another server where the worker is expected": """
+        $ AIMAGE_HOST=localhost:11434 aimage ps # exit code 1
+        ! aimage: the server at http://localhost:11434 is not an aimage worker
+        ! check that AIMAGE_HOST is the address of a worker
+        $ AIMAGE_HOST=localhost:11434 aimage rm --remote llama3.2:1b # exit code 1
+        ! aimage: the server at http://localhost:11434 is not an aimage worker
+        $ AIMAGE_HOST=localhost:11434 aimage stop llama3.2:1b # exit code 1
+        ! aimage: the server at http://localhost:11434 is not an aimage worker
+        $ AIMAGE_HOST=localhost:1 aimage ps # exit code 1
+        ! aimage: cannot connect to the worker at http://localhost:1: Connection refused
+        ! start one with 'aimage serve', or set AIMAGE_HOST to another
+    """,
+    "configuration": """
+        $ echo '{"worker": {"addr": "127.0.0.1:11501", "keepAlive": "1h", "defaultModle": "x"}}' > pc.json
+        $ AIMAGE_CONFIG=pc.json aimage serve # exit code 2
+        ! aimage: ... pc.json: ... unknown key 'defaultModle'; did you mean 'defaultModel'? (at worker)
+        $ AIMAGE_SERVE_KEEPALIVE=5m aimage config show # exit code 2
+        ! aimage: unknown environment variable AIMAGE_SERVE_KEEPALIVE
+        ! did you mean AIMAGE_SERVE_KEEP_ALIVE?
+        $ echo '{"registries": {"a": {"mirror": ["x"]}}}' > bad.json
+        $ aimage validate bad.json # exit code 5
+        bad.json:1:17: /registries/a: unknown key 'mirror'; did you mean 'mirrors'?
+    """,
+}
+
+# A store with the models tiny and shapes
+STOCKED = {
+    "names of verbs elsewhere": """
+        $ aimage list
+        shapes:latest ...
+        tiny:latest ...
+        $ aimage images
+        shapes:latest ...
+        $ aimage inspect tiny
+        family z-image
+        $ aimage info tiny
+        family z-image
+        $ aimage tag tiny old
+        $ aimage rmi old
+        old:latest
+        $ aimage tag tiny localhost:5000/elsewhere/tiny:v1
+        $ aimage push -q localhost:5000/elsewhere/tiny:v1
+        sha256:3fda...
+        $ aimage digest localhost:5000/elsewhere/tiny:v1
+        sha256:3fda...
+        $ aimage cp localhost:5000/elsewhere/tiny:v1 localhost:5000/elsewhere/tiny:v2
+        sha256:3fda...
+        $ aimage catalog localhost:5000/elsewhere
+        localhost:5000/elsewhere/tiny
+        $ aimage discover localhost:5000/elsewhere/tiny:v1
+        ! nothing is attached ...
+    """,
+    "a registry looked at": """
+        $ aimage tag tiny localhost:5000/looked/tiny:v1
+        $ aimage push localhost:5000/looked/tiny:v1
+        sha256:3fda...
+        ! pushed 293 blobs, 1.2 MB in all
+        $ aimage resolve localhost:5000/looked/tiny:v1
+        sha256:3fda4351828f...
+        $ aimage manifest fetch localhost:5000/looked/tiny:v1 | jq -r .artifactType
+        application/vnd.clowder.aimage.manifest.v1+json
+        $ aimage manifest fetch --config localhost:5000/looked/tiny:v1 | jq -r .family
+        z-image
+        $ aimage show --remote localhost:5000/looked/tiny:v1
+        family z-image
+        $ aimage repo ls localhost:5000
+        localhost:5000/looked/tiny
+        $ aimage tags localhost:5000/looked/tiny
+        v1
+        $ aimage tags localhost:5000/looked/tiny:v1 # exit code 2
+        ! aimage: expected HOST/REPOSITORY without a tag or digest, not localhost:5000/looked/tiny:v1
+        ! use: aimage tags localhost:5000/looked/tiny
+        $ aimage tags --long localhost:5000/looked/tiny
+        TAG DIGEST TYPE
+        v1 sha256:3fda... application/vnd.oci.image.manifest.v1+json
+        $ aimage copy localhost:5000/looked/tiny:v1 localhost:5000/looked/tiny:latest
+        sha256:3fda...
+        $ aimage delete localhost:5000/looked/tiny:v1 # exit code 2
+        ! aimage: cannot ask whether to delete the tag localhost:5000/looked/tiny:v1 (sha256:...): there is no terminal
+        ! --force deletes without asking
+        $ aimage resolve localhost:5000/looked/tiny:v2 # exit code 3
+        ! aimage: manifest localhost:5000/looked/tiny:v2 not found at localhost:5000 (404 ...)
+        $ aimage resolve tiny # exit code 2
+        ! aimage: tiny:latest has no registry host: ...
+    """,
+    "promotion with evidence": """
+        $ aimage tag tiny localhost:5000/staging/tiny:v1
+        $ aimage push -q localhost:5000/staging/tiny:v1
+        sha256:3fda...
+        $ aimage attach localhost:5000/staging/tiny:v1 password.txt --artifact-type X # exit code 2
+        ! aimage: invalid media type 'X'
+        ! for example: --type application/spdx+json
+        $ echo '{}' > sbom.json
+        $ aimage attach -q localhost:5000/staging/tiny:v1 sbom.json --artifact-type application/spdx+json
+        sha256:...
+        $ aimage copy localhost:5000/staging/tiny:v1 localhost:5000/prod/tiny:v1 --recursive
+        sha256:3fda...
+        $ aimage referrers localhost:5000/prod/tiny:v1
+        DIGEST TYPE ...
+        sha256:... application/spdx+json ...
+        $ aimage attach --get localhost:5000/prod/tiny@$(aimage referrers localhost:5000/prod/tiny:v1 --json | jq -r '.[0].digest') -o got
+        got/sbom.json
+        $ cat got/sbom.json
+        {}
+        $ aimage tag tiny localhost:5000/staging/tiny:v2
+        $ aimage push -q localhost:5000/staging/tiny:v2
+        $ aimage copy --all-tags localhost:5000/staging/tiny localhost:5000/archive/tiny
+        $ aimage tags localhost:5000/archive/tiny
+        v1
+        v2
+    """,
+    "several names": """
+        $ aimage tag tiny localhost:5000/several/tiny:v1
+        $ aimage tag tiny localhost:5000/several/tiny:v2
+        $ aimage push -q localhost:5000/several/tiny:v1 localhost:5000/several/tiny:v2
+        sha256:3fda...
+        sha256:3fda...
+        $ aimage pull -q --store other localhost:5000/several/tiny:v1 localhost:5000/several/tiny:v2
+        sha256:3fda...
+        sha256:3fda...
+    """,
+    "scripts": """
+        $ aimage show nothing --json # exit code 3
+        ! {"event": "error", "code": "NotFoundError", "exit": 3, "message": "nothing:latest not found ...", "hint": "..."}
+        $ aimage ls --json | jq -r '.[].reference'
+        shapes:latest
+        tiny:latest
+        $ aimage show tiny --layers | head -n 1
+        ...
+        $ aimage pull localhost:1/x --jobs 0 # exit code 2
+        ! aimage: invalid value for '--jobs': ...
+    """,
+    "archives": """
+        $ aimage save tiny -o tiny.tar
+        tiny.tar
+        $ aimage load tiny.tar --store other
+        tiny:latest sha256:3fda...
+        $ aimage save tiny -o - | aimage load - --store third
+        tiny:latest sha256:3fda...
+        $ head -c 100000 tiny.tar > short.tar
+        $ aimage load short.tar --store fourth # exit code 5
+        ! aimage: short.tar is truncated at byte 100000
+        $ rm short.tar
+        $ aimage load password.txt # exit code 5
+        ! aimage: password.txt is not a tar ...
+    """,
+    "the store read by another tool": """
+        $ skopeo inspect --raw oci:store:tiny:latest | jq -r .artifactType
+        application/vnd.clowder.aimage.manifest.v1+json
+    """,
+    "room on the disk": """
+        $ aimage rm tiny
+        tiny:latest
+        $ aimage gc
+        removed: 0 blobs, 0 B
+        kept: ... blobs, 1.3 MB, newer than the grace period (--grace 0 removes them)
+        $ aimage gc --grace 0
+        removed: 291 blobs, 1.3 MB
+        $ aimage show shapes
+        family z-image
+    """,
+    "a component of a model": """
+        $ aimage create unet examples/tiny/transformer # exit code 1
+        ! aimage: ...
+    """,
+}
+
+PRIVATE = {
+    "logging in": """
+        $ aimage login localhost:5001 -u operator --password-stdin < password.txt
+        ! logged in to localhost:5001 as operator; the credentials are stored in ...
+        $ aimage tag tiny localhost:5001/team/tiny:v1
+        $ aimage push -q localhost:5001/team/tiny:v1
+        sha256:3fda...
+        $ aimage logout localhost:5001
+        $ aimage logout localhost:5001 # exit code 3
+        $ aimage pull localhost:5001/team/tiny:v1 # exit code 4
+        ! log in with: aimage login localhost:5001
+        $ echo wrong | aimage login localhost:5001 -u operator --password-stdin # exit code 4
+        ! aimage: login failed: localhost:5001 rejected the username or password (401 ...)
+    """,
+}
+
+# Pictures of 32 x 32 pixels in one step
+GENERATE = {
+    "prompts": """
+        $ aimage run shapes two red circles --steps 1 --size 32x32 --seed 1
+        shapes-1.png
+        ! 1 picture in ...
+        $ echo 'two red circles' | aimage run shapes --steps 1 --size 32x32 --seed 2
+        shapes-2.png
+        $ echo 'two red circles' | aimage run shapes - --steps 1 --size 32x32 --seed 3
+        shapes-3.png
+        $ aimage run shapes '' # exit code 2
+        ! aimage: the prompt is empty
+        $ aimage run shapes x --size 512 # exit code 2
+        ! aimage: ... expected WIDTHxHEIGHT, such as 1024x768, not '512'
+        $ aimage run shapes x --negative blue # exit code 2
+        ! aimage: --negative requires --guidance above 0
+    """,
+    "places of pictures": """
+        $ aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o pics/
+        pics/shapes-1.png
+        $ aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o out.jpg
+        out.jpg
+        $ aimage run -q shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o - | head -c 4
+        ...PNG
+        $ aimage run shapes 'a fox' -o out.gif # exit code 2
+        ! aimage: unknown picture format: out.gif
+        $ aimage replay pics/shapes-1.png
+        equal
+    """,
+}
