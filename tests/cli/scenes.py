@@ -141,12 +141,12 @@ EMPTY = {
     """,
     "another server where the worker is expected": """
         $ AIMAGE_HOST=localhost:11434 aimage ps # exit code 1
-        ! aimage: the server at http://localhost:11434 is not an aimage worker
+        ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
         ! check that AIMAGE_HOST is the address of a worker
         $ AIMAGE_HOST=localhost:11434 aimage rm --remote llama3.2:1b # exit code 1
-        ! aimage: the server at http://localhost:11434 is not an aimage worker
+        ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
         $ AIMAGE_HOST=localhost:11434 aimage stop llama3.2:1b # exit code 1
-        ! aimage: the server at http://localhost:11434 is not an aimage worker
+        ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
         $ AIMAGE_HOST=localhost:1 aimage ps # exit code 1
         ! aimage: cannot connect to the worker at http://localhost:1: Connection refused
         ! start one with 'aimage serve', or set AIMAGE_HOST to another
