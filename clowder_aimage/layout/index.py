@@ -21,7 +21,14 @@ from typing import Any
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.store import LAYOUT_FILE
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory, read_settled, store_errors
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_version,
+    held,
+    make_directory,
+    read_settled,
+    store_errors,
+)
 from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_shared
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
@@ -49,6 +56,7 @@ def read_index(root: Path) -> dict[str, Any]:
 def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
     """Return the content of the file, and a stamp that changes when the file does."""
     path = root / "index.json"
+    check_version(root)
     with store_errors(root):
         try:
             return read_settled(lambda: _read_file(path), path, FormatError)

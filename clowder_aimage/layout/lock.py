@@ -20,6 +20,7 @@ from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 
 PRIVATE = ".aimage"  # directory of aimage in a store
+VERSION = 1  # of the private files: docs/upgrade.md
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MOMENT = 0.01  # seconds
@@ -118,11 +119,33 @@ def open_regular(path: str | Path) -> int:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
+def check_version(root: Path) -> None:
+    """Raise StoreError if a newer version of aimage wrote private files in another form.
+
+    Such a version records its form in ``.aimage/version``; the first form has no such file.
+    """
+    try:
+        with open(open_regular(os.path.join(root, PRIVATE, "version")), encoding="ascii") as file:
+            text = file.read(20).strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError):
+        text = ""
+    if text != str(VERSION):
+        found = text if text.isalnum() else "unknown"
+        raise StoreError(
+            f"the store {root} has version {found}, of a newer release; this one uses {VERSION}",
+            hint="use the newer release, or another store",
+        )
+
+
 def check_own(root: Path, *kind: str) -> str:
     """Return the path of a private directory of the store, which may not exist.
 
-    Raises StoreError if it is a link: files are removed and written there.
+    Raises StoreError if it is a link: files are removed and written there; also if the store is of
+    a newer version.
     """
+    check_version(root)
     for count in range(len(kind) + 1):
         path = os.path.join(root, PRIVATE, *kind[:count])
         if os.path.islink(path):
