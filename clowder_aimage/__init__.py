@@ -1,3 +1,60 @@
-"""AI models as OCI artifacts: create, push, pull and run them."""
+"""AI models as OCI artifacts: create, push, pull and run them.
+
+The names in ``__all__`` and the exceptions in ``clowder_aimage.errors`` are the public interface,
+described in docs/python.md. They are imported on first use.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clowder_aimage.client import Registry, Store, create, pull, push
+    from clowder_aimage.errors import AImageError
+    from clowder_aimage.loaded_model import Model, Picture, load
+    from clowder_aimage.oci import Reference
 
 __version__ = "0.1.0"
+__all__ = [
+    "AImageError",
+    "Model",
+    "Picture",
+    "Reference",
+    "Registry",
+    "Store",
+    "create",
+    "load",
+    "pull",
+    "push",
+]
+_PLACES = {
+    **dict.fromkeys(__all__, "client"),
+    **dict.fromkeys(("Model", "Picture", "load"), "loaded_model"),
+    "AImageError": "errors",
+    "Reference": "oci",
+}
+
+
+class _Package(ModuleType):
+    """This package, in which functions take precedence over the modules of their names."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _PLACES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

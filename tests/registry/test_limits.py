@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 
@@ -100,7 +101,7 @@ def test_an_explicit_rate_takes_precedence(limit, given, used, tmp_path, monkeyp
             made.append(limit)
             super().__init__(limit, sleep=lambda _: None)
 
-    monkeypatch.setattr("clowder_aimage.pull.Rate", Noted)
+    monkeypatch.setattr(sys.modules["clowder_aimage.pull"], "Rate", Noted)
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         settings = {registry.host: HostSettings(limit=limit), "other.example.com": HostSettings()}
         connection = ClientOptions(docker_config=tmp_path, registries=settings)

@@ -1,0 +1,160 @@
+"""The Python interface to models that generate pictures (docs/python.md)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.client import (
+    Name,
+    OnProgress,
+    ProgressCounter,
+    Registry,
+    Store,
+    to_connection,
+    to_reference,
+)
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from clowder_aimage.generate import RunnableModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """A generated picture: RGB ``pixels`` (height, width, 3), its seed, and how it was made."""
+
+    pixels: npt.NDArray[np.uint8]
+    seed: int
+    facts: Mapping[str, Any] = field(repr=False)
+
+    def encode(self, kind: str = "png") -> bytes:
+        """Return the bytes of a file: png (which has the facts), jpeg or webp."""
+        from clowder_aimage.model.picture import encode_picture
+
+        return encode_picture(self.pixels, self.facts, kind)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a .png, .jpg or .webp file and return its path. Raises UsageError for others."""
+        path = Path(path)
+        kind = path.suffix.lower().removeprefix(".").replace("jpg", "jpeg")
+        if kind not in ("png", "jpeg", "webp"):
+            raise UsageError(f"only .png, .jpg and .webp files can be written, not {path.name}")
+        path.write_bytes(self.encode(kind))
+        return path
+
+
+class Model:
+    """A loaded model. Use it on the thread that loaded it, and close it, or use ``with``."""
+
+    def __init__(self, reference: Reference, loaded: RunnableModel, lease: ExitStack) -> None:
+        self.reference = reference
+        self._loaded = loaded
+        self._lease = lease
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let garbage collection remove the model's blobs again."""
+        self._lease.close()
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        width: int | None = None,
+        height: int | None = None,
+        steps: int | None = None,
+        seed: int | None = None,
+        negative: str | None = None,
+        guidance: float | None = None,
+        shift: float | None = None,
+        count: int = 1,
+        progress: OnProgress | None = None,
+    ) -> list[Picture]:
+        """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
+
+        What is None has the default of the model; the seed is random. ``progress`` is called with
+        the steps done and their total.
+
+        Raises:
+            UsageError: The model does not support these parameters.
+        """
+        from clowder_aimage.generate import describe_picture
+        from clowder_aimage.model.pipeline import GenerateRequest, Image
+
+        request = GenerateRequest.for_model(
+            self._loaded.stored.aimage,
+            prompt,
+            width=width,
+            height=height,
+            steps=steps,
+            guidance=guidance,
+            negative=negative,
+            shift=shift,
+            n=count,
+            seed=secrets.randbits(32) if seed is None else seed,
+        )
+        events = self._loaded.generate(request)
+        counter = ProgressCounter(progress)
+        counter.begin(request.steps * request.n)
+        facts = describe_picture(self.reference, self._loaded, request)
+        pictures = []
+        with closing(events):
+            for event in events:
+                if isinstance(event, Image):
+                    pictures.append(Picture(event.pixels, event.seed, facts | {"seed": event.seed}))
+                else:
+                    counter.advance(1)
+        return pictures
+
+
+def load(
+    name: Name,
+    *,
+    store: Store | None = None,
+    registry: Registry | None = None,
+    dtype: str | None = None,
+    progress: OnProgress | None = None,
+) -> Model:
+    """Load a model, and pull it first if the store lacks it.
+
+    ``dtype`` is float32 or bfloat16; the default depends on the device. ``progress`` is called as
+    ``pull`` does.
+
+    Raises:
+        UsageError: The extra [mlx] is not installed, or the type is unknown.
+        NotFoundError: The AImage is in neither the store nor the registry. Also as ``pull``.
+        ModelError: It cannot be run.
+    """
+    try:
+        from clowder_aimage import generate
+        from clowder_aimage.engine import machine
+        from clowder_aimage.model.memory_budget import KEEP, device_memory
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        message = "running a model needs the extra [mlx]"
+        raise UsageError(message, remedy="install_extra", extra="mlx") from None
+    reference, layout = to_reference(name), (store or Store()).layout
+    with ExitStack() as stack:
+        lease = stack.enter_context(layout.lease())
+        connection = to_connection(reference, registry)
+        counter = ProgressCounter(progress)
+        stored = generate.fetch(layout, reference, connection, lease, on_event=counter.on_event)
+        loaded = generate.load(layout, stored, dtype=dtype)
+        loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+        return Model(reference, loaded, stack.pop_all())

@@ -1,0 +1,210 @@
+"""The public Python interface: its names and signatures, and what its functions do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import clowder_aimage
+from clowder_aimage import (
+    AImageError,
+    Model,
+    Picture,
+    Reference,
+    Registry,
+    Store,
+    create,
+    load,
+    pull,
+    push,
+)
+from clowder_aimage.errors import NotFoundError, UsageError
+from tests.process import run
+from tests.real_registry import PASSWORD, USER
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "python.md"
+# A change here is a change for users: it needs an entry in CHANGELOG.md.
+SIGNATURES = {
+    create: "name path * store dtype quantize license source progress",
+    load: "name * store registry dtype progress",
+    pull: "name * store registry components include progress",
+    push: "name * store registry dialect progress",
+    Store: "path",
+    Registry: "host * username password plain_http insecure ca_file",
+    Model.generate: "self prompt * width height steps seed negative guidance shift count progress",
+    Picture: "pixels seed facts",
+    Picture.encode: "self kind",
+    Picture.save: "self path",
+    Reference.parse: "text",
+}
+MEMBERS = {
+    Store: "digest export names remove show tag",
+    Registry: "digest repositories tags",
+    Model: "close generate",
+    Picture: "encode facts pixels save seed",
+}
+
+
+@pytest.fixture(autouse=True)
+def user(tmp_path, monkeypatch):
+    """Set the directories of a user without settings."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AIMAGE_STORE", str(tmp_path / "store"))
+    for name in ("AIMAGE_CONFIG", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "DOCKER_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def parameters(function) -> str:
+    names = []
+    for each in inspect.signature(function).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        names.append(each.name)
+    return " ".join(names)
+
+
+def test_the_public_names_are_pinned():
+    names = {"AImageError", "Model", "Picture", "Reference", "Registry", "Store"}
+    assert set(clowder_aimage.__all__) == names | {"create", "load", "pull", "push"}
+    assert set(clowder_aimage.__all__) <= set(dir(clowder_aimage))
+
+
+def test_the_signatures_are_pinned_and_in_the_documentation():
+    page = PAGE.read_text("utf-8")
+    for function, expected in SIGNATURES.items():
+        assert parameters(function) == expected
+        text = expected.removeprefix("self ").replace(" ", ", ")
+        assert function is Picture or f"`{function.__name__}({text})" in page
+    for kind, members in MEMBERS.items():
+        own = {name for name in vars(kind) if name[0] != "_"}
+        assert own == set(members.split()), kind.__name__
+        assert all(f"`{name}" in page for name in own)
+
+
+def test_a_function_takes_precedence_over_the_module_of_its_name():
+    import clowder_aimage.load
+    import clowder_aimage.pull
+
+    assert clowder_aimage.pull is pull and callable(pull)
+    assert sys.modules["clowder_aimage.pull"] is not pull
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = clowder_aimage.nothing
+
+
+def test_importing_the_package_imports_nothing_of_it():
+    code = "import clowder_aimage, sys; print([m for m in sys.modules if 'clowder_aimage.' in m])"
+    assert run([sys.executable, "-c", code], text=True).stdout == "[]\n"
+
+
+def test_an_aimage_is_created_pushed_and_pulled(tiny, registry, tmp_path):
+    name, seen = f"{registry.host}/api/tiny:v1", []
+    digest = create(name, tiny, progress=lambda *counts: seen.append(counts))
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > 0
+    assert push(Reference.parse(name)) == digest
+    second, seen = Store(tmp_path / "second"), []
+    assert pull(name, store=second, progress=lambda *counts: seen.append(counts)) == digest
+    assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)
+    assert Store().names() == second.names() == [name]
+    assert second.digest(name) == Registry(registry.host).digest("api/tiny:v1") == digest
+    assert "api/tiny" in Registry(registry.host).repositories()
+    assert Registry(registry.host).tags("api/tiny") == ["v1"]
+
+
+def test_a_store_is_changed_by_name(tiny, tmp_path):
+    create("tiny", tiny)
+    store = Store()
+    assert store.path == tmp_path / "store" and "tiny" in store
+    store.tag("tiny", "other:v1")
+    assert store.names() == ["other:v1", "tiny:latest"]
+    assert store.show("tiny")["pipeline"] == "ZImagePipeline"
+    written = store.export("other:v1", tmp_path / "out")
+    assert (written / "model_index.json").read_bytes() == (tiny / "model_index.json").read_bytes()
+    store.remove("other:v1")
+    assert "other:v1" not in store
+    with pytest.raises(NotFoundError):
+        store.remove("other:v1")
+    with pytest.raises(UsageError, match="a tag is needed"):
+        store.tag("tiny", f"x@{store.digest('tiny')}")
+
+
+def test_a_part_is_pulled(tiny, registry, tmp_path):
+    name = f"{registry.host}/api/part:v1"
+    create(name, tiny)
+    push(name)
+    store = Store(tmp_path / "part")
+    pull(name, store=store, include=["*.json"])
+    with pytest.raises(NotFoundError):
+        store.export(name, tmp_path / "out")
+
+
+def test_an_account_is_used_for_its_registry(private_registry, tiny, tmp_path):
+    host = private_registry.host
+    name = f"{host}/api/private:v1"
+    create(name, tiny)
+    with pytest.raises(AImageError) as refused:
+        push(name)
+    assert refused.value.exit_code == 4
+    account: Any = {"username": USER, "password": PASSWORD}
+    digest = push(name, registry=Registry(host, **account))
+    assert Registry(host, **account).digest("api/private:v1") == digest
+    with pytest.raises(UsageError, match="is not in the registry"):
+        push(name, registry=Registry("registry.example.com"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"host": "no host"}, "invalid reference"),
+        ({"host": "plain"}, "invalid registry host"),
+        ({"host": "localhost:1", "username": "a"}, "belong together"),
+    ],
+)
+def test_a_registry_with_wrong_arguments_is_refused(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        Registry(**arguments)
+
+
+def test_a_model_generates_pictures(tiny, tmp_path):
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    create("tiny", tiny)
+    seen = []
+    with load("tiny") as model:
+        options: Any = {"width": 64, "height": 64, "steps": 1, "seed": 7, "count": 2}
+        first, second = model.generate("x", **options, progress=lambda *c: seen.append(c))
+    assert (first.seed, second.seed) == (7, 8)
+    assert first.pixels.shape == (64, 64, 3) and first.facts["prompt"] == "x"
+    assert seen == [(0, 2), (1, 2), (2, 2)]
+    assert first.save(tmp_path / "a.png").read_bytes() == first.encode()
+    assert first.save(tmp_path / "a.jpg").read_bytes()[:2] == b"\xff\xd8"
+    with pytest.raises(UsageError, match=r"only \.png"):
+        first.save(tmp_path / "a.gif")
+    with pytest.raises(NotFoundError):
+        load("nothing")
+
+
+def test_a_missing_extra_is_reported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlx", None)
+    for name in [m for m in sys.modules if m.startswith(("clowder_aimage.model", "mlx."))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "clowder_aimage.generate", raising=False)
+    with pytest.raises(UsageError, match=r"needs the extra \[mlx\]"):
+        load("tiny")
+
+
+@pytest.mark.integration
+def test_the_programs_of_the_page(registry, tmp_path):
+    """One after the other, as a reader would run them."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    program = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S))
+    program = program.replace("localhost:5000", registry.host)
+    done = run([sys.executable, "-c", program], cwd=tmp_path, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "circles.png").stat().st_size and (tmp_path / "exported").is_dir()
+    assert done.stdout.splitlines()[-1].startswith("NotFoundError 3 ")
