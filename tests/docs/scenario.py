@@ -1,0 +1,78 @@
+"""Run the paths of docs/tutorial.md in a fresh environment: ``python -m tests.docs.scenario VENV``.
+
+Unlike the tests of the documentation this also runs the commands that install the package. VENV is
+a virtual environment with pip. The number of commands and the seconds of each path are printed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.docs.document import ROOT, Command, Document
+from tests.docs.shell import environment, placed, run_all
+from tests.docs.test_docs_commands import first_missing, registries
+
+TUTORIAL = Document(ROOT / "docs/tutorial.md")
+# heading: the largest number of commands
+LIMITS = {
+    "The first picture": 3,
+    "A model on a second machine": 5,
+    "A picture in Open WebUI": 4,
+}
+
+
+def commands(heading: str) -> list[Command]:
+    """Return the commands of a section, with those that install packages."""
+    with tempfile.TemporaryDirectory() as directory:
+        section = Document(Path(directory) / "section.md")
+        section.path.write_text(TUTORIAL.section(heading))
+        installing = [
+            Command(line, (), block.line)
+            for block in section.blocks
+            if block.language == "sh"
+            for line in block.text.splitlines()
+        ]
+        return sorted([*installing, *section.commands], key=lambda command: command.line)
+
+
+def follow(heading: str, venv: Path) -> str | None:
+    """Run the commands of a section; return the first failure, or None."""
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        typed = commands(heading)
+        whole = Document(TUTORIAL.path)
+        places = stack.enter_context(registries(whole, home / "registries"))
+        variables = environment(home) | {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        steps = [placed(command, places) for command in typed]
+        steps = [
+            Command(step.text.replace("'.[", f"'{ROOT}["), step.expected, step.line)
+            for step in steps
+        ]
+        for step, (code, output) in zip(
+            steps, run_all(steps, home, variables, places), strict=True
+        ):
+            missing = first_missing(step.expected, output)
+            if code or missing:
+                return f"$ {step.text}\nexit code {code}, missing {missing!r}\n{output}"
+    return None
+
+
+def main(venv: Path) -> int:
+    """Run all paths; return 1 after a failure."""
+    for heading in LIMITS:
+        began = time.monotonic()
+        if failure := follow(heading, venv):
+            print(f"{heading}: {failure}", file=sys.stderr)
+            return 1
+        seconds = time.monotonic() - began
+        print(f"{heading}: {len(commands(heading))} commands, {seconds:.1f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).absolute()))
