@@ -101,15 +101,19 @@ def test_every_command_line_is_accepted_by_the_program() -> None:
     lines = typed()
     assert len(lines) >= 6
     for where, arguments in lines.items():
-        command: click.Command = cli
-        while isinstance(command, click.Group) and not arguments[0].startswith("-"):
-            found = command.get_command(click.Context(command), arguments[0])
-            assert found is not None, f"{where}: no verb {arguments[0]}"
-            command, arguments = found, arguments[1:]
-        try:
-            command.make_context("aimage", list(arguments))
-        except click.ClickException as error:
-            pytest.fail(f"{where}: {error.format_message()}")
+        check_arguments(where, arguments)
+
+
+def check_arguments(where: str, arguments: list[str]) -> None:
+    command: click.Command = cli
+    while isinstance(command, click.Group) and not arguments[0].startswith("-"):
+        found = command.get_command(click.Context(command), arguments[0])
+        assert found is not None, f"{where}: no verb {arguments[0]}"
+        command, arguments = found, arguments[1:]
+    try:
+        command.make_context("aimage", list(arguments))
+    except click.ClickException as error:
+        pytest.fail(f"{where}: {error.format_message()}")
 
 
 def test_the_worker_accepts_every_value() -> None:
