@@ -30,7 +30,7 @@ from tests.real_registry import PASSWORD, USER
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
 # A change here is a change for users: it needs an entry in CHANGELOG.md.
-SIGNATURES = {
+SIGNATURES: dict[Any, str] = {
     create: "name path * store dtype quantize license source progress",
     load: "name * store registry dtype progress",
     pull: "name * store registry components include progress",
