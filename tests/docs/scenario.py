@@ -67,10 +67,10 @@ def main(venv: Path) -> int:
     for heading in LIMITS:
         began = time.monotonic()
         if failure := follow(heading, venv):
-            print(f"{heading}: {failure}", file=sys.stderr)
+            sys.stderr.write(f"{heading}: {failure}\n")
             return 1
         seconds = time.monotonic() - began
-        print(f"{heading}: {len(commands(heading))} commands, {seconds:.1f} s", flush=True)
+        sys.stdout.write(f"{heading}: {len(commands(heading))} commands, {seconds:.1f} s\n")
     return 0
 
 
