@@ -172,7 +172,8 @@ def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, obje
         free = shutil.disk_usage(final.parent).free
         if size > free:
             raise NoSpaceError(
-                f"the archive requires {size} bytes, but {target.parent} has {free} free",
+                f"the archive requires {size / 1e6:.1f} MB, and {target.parent} has "
+                f"{free / 1e6:.1f} MB free",
                 hint="free some space, or write it to another disk",
             )
 

@@ -120,7 +120,8 @@ class ExportWriter:
         needed = self._plan.needed - sum(shared)
         if needed > free:
             raise NoSpaceError(
-                f"the export requires {needed} bytes, {self._path.parent} has {free} free",
+                f"the export requires {needed / 1e6:.1f} MB, and {self._path.parent} has "
+                f"{free / 1e6:.1f} MB free",
                 remedy="export_room",
             )
         return min(MAX_PLAIN, free * _SHARE // 100)

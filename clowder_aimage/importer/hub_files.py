@@ -162,8 +162,8 @@ def _check_parts(repository: str, names: set[str]) -> None:
     apart = sorted(n for n in names if n.count("/") == 1 and n.endswith(SAFETENSORS))
     if apart:
         raise ModelError(
-            f"{apart[0]} of {repository} lies in a directory of its own, and would be left out",
-            hint="download the part that is wanted, and name its directory",
+            f"{apart[0]} of {repository} is in a separate directory and would be skipped",
+            hint="download the part that you need, and pack its directory",
         )
 
 

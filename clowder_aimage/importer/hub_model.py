@@ -164,8 +164,8 @@ def find_model(
         )
     if not _can_fetch():
         raise UsageError(
-            f"{name} is no path here and is not in the Hugging Face cache{why}; fetching a model "
-            "needs the extra [hf]",
+            f"{name} is not a path here and is not in the Hugging Face cache{why}; fetching a "
+            "model needs the extra [hf]",
             remedy="install_extra",
             extra="hf",
         )
@@ -376,7 +376,7 @@ def _translated(name: HubName, error: BaseException) -> AImageError | None:
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFoundError(
-            f"there is no {model}, neither here nor on {_THE_HUB}, or it is private",
+            f"{model} not found, neither here nor on {_THE_HUB}; it may be private",
             hint=f"check the name; if it is private, {_DENIED}",
         )
     if isinstance(error, errors.RevisionNotFoundError):
@@ -390,7 +390,7 @@ def _translated(name: HubName, error: BaseException) -> AImageError | None:
 
 def _answered(model: str, status: int) -> AImageError:
     if status == _MISSING:
-        return NotFoundError(f"{_THE_HUB} has not all files of {model}")
+        return NotFoundError(f"{_THE_HUB} lacks files of {model}")
     if status in _FORBIDDEN:
         return UnauthorizedError(f"{_THE_HUB} denied access to {model} ({status})", hint=_DENIED)
     return NetworkError(f"{_THE_HUB} answered {status} to a request for {model}")

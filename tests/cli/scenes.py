@@ -217,7 +217,7 @@ STOCKED = {
         $ aimage copy localhost:5000/looked/tiny:v1 localhost:5000/looked/tiny:latest
         sha256:3fda...
         $ aimage delete localhost:5000/looked/tiny:v1 # exit code 2
-        ! aimage: cannot ask whether to delete the tag localhost:5000/looked/tiny:v1 (sha256:...): there is no terminal
+        ! aimage: deleting the tag localhost:5000/looked/tiny:v1 (sha256:...) requires an answer, and there is no terminal
         ! --force deletes without asking
         $ aimage resolve localhost:5000/looked/tiny:v2 # exit code 3
         ! aimage: manifest localhost:5000/looked/tiny:v2 not found at localhost:5000 (404 ...)

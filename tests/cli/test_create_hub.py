@@ -285,7 +285,7 @@ def test_a_path_that_exists_wins(here, hub, tiny):
 
 def test_an_unknown_repository(here, hub):
     done = here("create", "x", "no/such", code=3)
-    assert "there is no no/such, neither here nor on the Hugging Face hub" in done.err
+    assert "no/such not found, neither here nor on the Hugging Face hub" in done.err
     assert "HF_TOKEN" in done.err
     assert not here.store.exists()
 

@@ -245,7 +245,7 @@ def test_delete_a_manifest_with_all_its_tags(model, repository):
 def test_delete_refuses_without_an_answer(model, repository):
     here, digest = model
     failed = here("delete", f"{repository}:v1", code=2).err
-    assert f"cannot ask whether to delete the tag {repository}:v1 ({digest})" in failed
+    assert f"deleting the tag {repository}:v1 ({digest}) requires an answer" in failed
     assert "--force" in failed
     assert "neither tag nor digest" in here("delete", repository, "-f", code=2).err
     assert "aimage rm x" in here("delete", "x", "-f", code=2).err

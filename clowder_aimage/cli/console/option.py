@@ -142,7 +142,7 @@ def tag_reference(text: str) -> Reference:
     """Parse the name for a new tag. Raises UsageError if it has a digest."""
     reference = parse_reference(text)
     if reference.digest is not None:
-        raise UsageError(f"{text} names a digest: a tag is needed", hint="leave the @... out")
+        raise UsageError(f"{text} names a digest: a tag is needed", hint="omit the @DIGEST")
     return reference
 
 

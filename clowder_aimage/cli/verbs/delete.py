@@ -25,7 +25,7 @@ def delete(name: str, force: bool) -> int:
     """Delete REF from its registry: a tag, or with a digest a manifest and all its tags.
 
     The registry frees the space when it collects garbage. The store is not changed: 'aimage rm'
-    removes a name from it. On a terminal the verb asks; elsewhere it needs --force.
+    removes a name from it. It asks first; without a terminal it requires --force.
     """
     from clowder_aimage.registry import Repository
 
@@ -35,7 +35,7 @@ def delete(name: str, force: bool) -> int:
             f"{name} has no registry host", hint=f"to remove it from the store: aimage rm {name}"
         )
     if name == reference.name:
-        raise UsageError(f"{name} has neither tag nor digest", hint="name what is to be deleted")
+        raise UsageError(f"{name} has neither tag nor digest", hint="add :TAG or @DIGEST")
     with Repository(reference, chosen.connection()) as repository:
         content = repository.describe(reference)
         if reference.digest is None:
@@ -45,7 +45,7 @@ def delete(name: str, force: bool) -> int:
             kind, what = "manifest", f"the manifest {reference} and all its tags"
         if not force and not sys.stdin.isatty():
             raise UsageError(
-                f"cannot ask whether to delete {what}: there is no terminal",
+                f"deleting {what} requires an answer, and there is no terminal",
                 hint="--force deletes without asking",
             )
         if not force and not click.confirm(f"Delete {what}?", err=True):

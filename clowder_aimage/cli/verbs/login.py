@@ -31,7 +31,7 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
 
 @verb
 @click.argument("registry", metavar="HOST")
-@click.option("-u", "--username", help="The user's name.")
+@click.option("-u", "--username", help="The username.")
 @click.option("-p", "--password", help="The password. Other users of this machine can see it.")
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @connection_options

@@ -40,12 +40,11 @@ _Json = Mapping[str, Any]
 @connection_options
 @click.pass_context
 def node(context: click.Context, /, **options: Any) -> None:
-    """Keep the models of the specifications in --desired on this machine, until interrupted.
+    """Keep the models that the files in --desired list on this machine, until interrupted.
 
     Models are pulled from their registries, or from other nodes (--neighbour), and pulled again
     when their tags move. The node serves its blobs to other nodes, and its status under /v1/node:
-    see 'aimage node status'. The URL is printed, on a line of its own, once connections are
-    accepted.
+    see 'aimage node status'. The URL is printed when requests are accepted.
 
     Options that are not given come from the environment (AIMAGE_NODE_ADDR and so on), then from
     "node" in the configuration: see 'aimage config show'.

@@ -24,7 +24,7 @@ def registry() -> None:
 
 
 @common_options
-@registry.command(short_help="Serve the store by the OCI distribution API.")
+@registry.command(short_help="Serve the store over the OCI distribution API.")
 @click.option(
     "--addr",
     default="127.0.0.1:5000",
@@ -34,7 +34,7 @@ def registry() -> None:
 )
 @click.option("--readonly", is_flag=True, help="Allow pulls only.")
 @click.option(
-    "--allow-remote", is_flag=True, help="Allow connections of other machines without a token."
+    "--allow-remote", is_flag=True, help="Accept requests from other machines without a token."
 )
 @click.option(
     "--token-file",
@@ -58,10 +58,10 @@ def serve(
     log_format: str | None,
     log_level: str | None,
 ) -> None:
-    """Serve the store by the OCI distribution API, until it is interrupted.
+    """Serve the store over the OCI distribution API, until it is interrupted.
 
     Any OCI tool can then pull from it and push to it: the tag t of the repository a/b is the
-    AImage a/b:t. The URL is printed, on a line of its own, once connections are accepted.
+    AImage a/b:t. The URL is printed when requests are accepted.
 
     With --upstream, a/b:t of this registry is HOST/PREFIX/a/b:t in the store; --plain-http,
     --insecure and --ca-file apply to the connection to HOST.

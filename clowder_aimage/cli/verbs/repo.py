@@ -25,10 +25,10 @@ def repo() -> None:
 @click.argument("place", metavar="HOST[/PREFIX]")
 @connection_options
 def ls(place: str) -> None:
-    """List the repositories of the registry HOST, one a line, in the registry's order.
+    """List the repositories of the registry HOST, one per line, in the registry's order.
 
     With PREFIX, list PREFIX itself and the repositories below it. Not every registry has such a
-    list, and it may have only what your account can read.
+    list, and the list may have only what your account can read.
     """
     from clowder_aimage.registry import repositories
 

@@ -43,7 +43,7 @@ node_options = options(
     click.option(
         "--prune/--no-prune",
         default=None,
-        help="Remove models that are in no specification any more. [default: keep them]",
+        help="Remove models that no specification lists any more. [default: keep them]",
     ),
     click.option(
         "--high",
@@ -90,8 +90,12 @@ def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
             metavar="HOST:PORT",
             help="Serve /metrics at this address too, without a token.",
         ),
-        option("--log-format", type=click.Choice(["console", "json"]), help="[default: console]"),
-        option("--log-level", type=levels, help="[default: info]"),
+        option(
+            "--log-format",
+            type=click.Choice(["console", "json"]),
+            help="Format of the log. [default: console]",
+        ),
+        option("--log-level", type=levels, help="Lowest level that is logged. [default: info]"),
     )
 
 
@@ -109,7 +113,7 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
         click.option(
             "--allow-remote",
             is_flag=True,
-            help="Allow connections of other machines without a token.",
+            help="Accept requests from other machines without a token.",
         ),
         click.option(
             "--allow-host",
@@ -141,31 +145,35 @@ def spell(field: str) -> str:
     "allow_origins",
     multiple=True,
     metavar="ORIGIN",
-    help="An origin whose web pages may generate pictures, such as https://app.example. Loopback "
-    "origins may. May be repeated.",
+    help="Let web pages of this origin generate pictures, such as https://app.example. Loopback "
+    "origins are always allowed. May be repeated.",
 )
-@click.option("--max-models", type=click.IntRange(1), help="Limit of loaded models. [default: 1]")
+@click.option(
+    "--max-models", type=click.IntRange(1), help="Maximum number of loaded models. [default: 1]"
+)
 @click.option(
     "--text-encoder",
     type=click.Choice(["auto", "keep", "release"]),
     help="Keep the text encoder between prompts, or load it again. [default: auto, by --memory]",
 )
 @click.option(
-    "--memory", metavar="SIZE", help="Memory for models, such as 12GiB. [default: by machine]"
+    "--memory", metavar="SIZE", help="Memory for models, such as 12GiB. [default: from the machine]"
 )
-@click.option("--queue", type=click.IntRange(0), help="Limit of waiting requests. [default: 8]")
+@click.option(
+    "--queue", type=click.IntRange(0), help="Maximum number of waiting requests. [default: 8]"
+)
 @click.option(
     "--keep-alive",
     metavar="DURATION",
     help="Time until an idle model is unloaded: 5m, 0, or -1 for never. [default: 5m]",
 )
 @click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
-@click.option("--default-model", metavar="REF", help="Model of requests without one.")
+@click.option("--default-model", metavar="REF", help="Model for requests that name none.")
 @click.option(
     "--default-for",
     multiple=True,
     metavar="PATTERN",
-    help="Names replaced by the default model. May be repeated. "
+    help="Names that mean the default model. May be repeated. "
     "[default: dall-e-2, dall-e-3, gpt-image-*, chatgpt-image-*]",
 )
 @click.option(
@@ -184,7 +192,7 @@ def spell(field: str) -> str:
 @click.option(
     "--pull",
     type=click.Choice(["never", "if-missing", "always"]),
-    help="When to pull the model of a request. [default: if-missing]",
+    help="Whether to pull the model of a request. [default: if-missing]",
 )
 @click.option(
     "--stream-format",
@@ -208,8 +216,8 @@ def spell(field: str) -> str:
 def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
     """Serve models to clients until interrupted.
 
-    The APIs are OpenAI's for images, ollama's for images, and Clowder's; /openapi.json describes
-    them. The URL is printed, on a line of its own, once connections are accepted.
+    The APIs are OpenAI's and ollama's for images, and Clowder's: /docs shows them. The URL is
+    printed when requests are accepted.
 
     Options that are not given come from the environment (AIMAGE_SERVE_ADDR and so on), then from
     "worker" in the configuration: see 'aimage config show'.

@@ -14,7 +14,7 @@ def stop(reference: Reference) -> None:
     """Unload REF from a worker's memory; print its name.
 
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434. Running requests of REF end
-    after the current step. Where REF is not loaded, nothing changes.
+    after the current step. If REF is not loaded, nothing changes.
     """
     refuse_options("omit it: the memory of the worker is freed")
     unload = {"model": str(reference), "prompt": "", "stop": True, "stream": False}

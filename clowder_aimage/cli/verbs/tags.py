@@ -20,9 +20,9 @@ from clowder_aimage.oci import Descriptor, Reference
 @click.option("--all", "-a", "whole", is_flag=True, help="List generated tags (sha256-...) too.")
 @connection_options
 def tags(repo: str, is_long: bool, whole: bool) -> None:
-    """List the tags of the repository REPO, one a line, in the registry's order.
+    """List the tags of the repository REPO, one per line, in the registry's order.
 
-    The tags of lists of referrers and of signatures (sha256-...) are left out.
+    Tags that tools generate for referrers and signatures (sha256-...) are left out.
     """
     from clowder_aimage.registry import Repository, is_generated
 
