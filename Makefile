@@ -14,10 +14,11 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN     := $(VENV)/.installed-run
 DEV     := $(VENV)/.installed-dev
+DOCS    := build/docs-venv
 
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all test-slow check lint format venv clean
+.PHONY: help demo test test-all test-slow check lint format docs venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo 'make lint       ruff, mypy, lint-imports'
 	@echo 'make check      lint and test; must pass before a change is merged'
 	@echo 'make format     format and fix the source with ruff'
+	@echo 'make docs       the documentation as a site in build/site'
 	@echo 'make venv       create $(VENV) with all packages for development'
 	@echo 'make clean      remove caches and build outputs, but not $(VENV)'
 
@@ -54,6 +56,16 @@ check: lint test
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site needs only these packages: they have an environment of their own.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo build/site/index.html
+
+$(DOCS)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet -e '.[docs]'
+	@touch $@
 
 venv: $(DEV)
 

@@ -68,7 +68,7 @@ def contexts(
     command: click.Command, name: str = "aimage", parent: click.Context | None = None
 ) -> Iterator[click.Context]:
     """Yield a context for each command of the tree, with its name."""
-    context = click.Context(command, parent, name)
+    context = click.Context(command, parent, name, **command.context_settings)
     yield context
     if isinstance(command, click.Group):
         for child in command.list_commands(context):
@@ -79,7 +79,7 @@ def contexts(
 
 def summary(context: click.Context) -> str:
     """Return the first sentence of the help."""
-    return re.split(r"(?<=\.)\s", " ".join((context.command.help or "").split()))[0]
+    return re.split(r"(?<=[^.]\.)\s", " ".join((context.command.help or "").split()))[0]
 
 
 def paragraphs(context: click.Context) -> list[tuple[str, bool]]:
@@ -91,7 +91,7 @@ def paragraphs(context: click.Context) -> list[tuple[str, bool]]:
 def records(context: click.Context) -> list[tuple[str, str]]:
     """Return the options with their help."""
     params = context.command.get_params(context)
-    found = (each.get_help_record(context) for each in params)
+    found = (each.get_help_record(context) for each in params if isinstance(each, click.Option))
     return [record for record in found if record is not None]
 
 

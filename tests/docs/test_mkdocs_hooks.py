@@ -1,0 +1,111 @@
+"""The pages of the site that are generated, and links between pages of different places."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import clowder_aimage
+from tests.docs.document import ROOT
+from tests.docs.test_docs_names import VERBS, options
+
+pytest.importorskip("hatchling", reason="hatchling is not installed")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "mkdocs_hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def references(hooks: ModuleType) -> dict[str, str]:
+    found: dict[str, str] = hooks.references()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("index.md", "[a](docs/cli.md#run)", "[a](cli.md#run)"),
+        ("index.md", "![a](docs/shapes.png)", "![a](shapes.png)"),
+        ("cli.md", "[a](../README.md)", "[a](index.md)"),
+        ("cli.md", "[a](../LICENSE)", "[a](files/LICENSE)"),
+        ("adr/0003-dependencies.md", "[a](../cli.md)", "[a](../cli.md)"),
+        ("adr/0003-dependencies.md", "[a](../../README.md)", "[a](../index.md)"),
+        ("deploy.md", "[`a`](kubernetes/node)", "`a`"),
+        (
+            "deploy.md",
+            "[a](#tests) [b](https://example.com)",
+            "[a](#tests) [b](https://example.com)",
+        ),
+        ("cli.md", "```\n[a](../LICENSE)\n```", "```\n[a](../LICENSE)\n```"),
+    ],
+)
+def test_a_link_leads_to_its_place_in_the_site(hooks, page, link, expected):
+    assert hooks.rewritten(link, page) == expected
+
+
+def test_files_that_pages_link_to_are_in_the_site(hooks):
+    assert {"LICENSE", "deploy/docker/Dockerfile"} <= hooks.copies()
+    assert all((ROOT / name).is_file() for name in hooks.copies())
+
+
+def test_every_verb_and_option_is_in_the_generated_reference(references):
+    text = references["reference/cli.md"]
+    for verb, command in VERBS.items():
+        section = text.partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
+        found = re.findall(r"(?<![\w-])-{1,2}[a-z][a-z-]*", section)
+        assert not options(command) - set(found), verb
+
+
+def test_every_route_is_in_the_generated_reference(references):
+    document = json.loads((ROOT / "clowder_aimage/api/openapi.json").read_text("utf-8"))
+    for path in document["paths"]:
+        assert path in references["reference/api.md"]
+
+
+def test_every_key_of_the_configuration_is_in_the_generated_reference(references):
+    schema = json.loads((ROOT / "schemas" / "config.schema.json").read_text("utf-8"))
+    text = references["reference/configuration.md"]
+    for value in (schema, *schema["$defs"].values()):
+        for key in value.get("properties", ()):
+            assert f"\n| `{key}` | " in text
+
+
+def test_every_public_name_is_in_the_generated_reference(references):
+    text = references["reference/python.md"]
+    for name in clowder_aimage.__all__:
+        place = "clowder_aimage.errors" if name == "AImageError" else f".{name}\n"
+        assert place in text
+
+
+def test_every_page_is_in_the_navigation(hooks):
+    yaml = pytest.importorskip("yaml")
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8"))
+    config: dict[str, Any] = hooks.on_config(yaml.safe_load(text))
+    pages = re.findall(r'"([^"]+\.md)"', json.dumps(config["nav"]))
+    docs = ROOT / "docs"
+    there = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert sorted(pages) == sorted({*there, *hooks.PAGES.values(), *hooks.references()})
+
+
+@pytest.mark.parametrize(
+    ("text", "is_request"),
+    [
+        ('<script src="https://unpkg.example/x.js"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.example/css">', True),
+        ("@import 'https://fonts.example/css';", True),
+        ('<a href="https://example.com">x</a><script src="assets/x.js"></script>', False),
+    ],
+)
+def test_requests_to_other_hosts_are_found(hooks, text, is_request):
+    assert bool(hooks._REQUEST.search(text)) is is_request
