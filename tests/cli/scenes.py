@@ -39,6 +39,43 @@ EMPTY = {
         NAME ...
         ! ...; 'aimage create' and 'aimage pull' add names
     """,
+    "help with examples": """
+        $ aimage push --help
+        Usage: aimage push [OPTIONS] REF...
+        Examples:
+        aimage push registry.example.com/team/shapes:v1
+        $ aimage help registry serve
+        Usage: aimage registry serve [OPTIONS]
+        Examples:
+        aimage registry serve --addr 127.0.0.1:5050
+        $ aimage help pusj # exit code 2
+        ! did you mean 'aimage push'?
+    """,
+    "a bare installation": """
+        $ mkdir bare && echo 'raise ModuleNotFoundError(name=__name__)' | tee bare/mlx.py bare/aiohttp.py bare/numpy.py
+        $ aimage create -q shapes examples/shapes/model
+        $ PYTHONPATH=bare:$PYTHONPATH aimage run shapes two red circles # exit code 2
+        ! aimage: ... extra [mlx]...
+        ! ... install ...mlx...]'
+        $ PYTHONPATH=bare:$PYTHONPATH aimage serve # exit code 2
+        ! aimage: ... extra [worker]...
+        ! ... install ...worker]'
+        $ PYTHONPATH=bare:$PYTHONPATH aimage create q examples/tiny --quantize int8 # exit code 2
+        ! aimage: ... extra [mlx]...
+        $ PYTHONPATH=bare:$PYTHONPATH aimage registry serve # exit code 2
+        ! aimage: ... extra [server]...
+    """,
+    "ports of other programs": """
+        $ aimage registry serve --addr localhost:11434 # exit code 1
+        ! aimage: cannot listen on localhost:11434: Address already in use; ollama answers there
+        ! ...--addr...
+        $ aimage serve --addr localhost:11434 # exit code 1
+        ! aimage: cannot listen on localhost:11434: Address already in use; ollama answers there
+        ! ...--addr...
+        $ aimage pull localhost:6500/team/tiny:v1 # exit code 1
+        ! aimage: localhost:6500 is the AirPlay receiver of macOS, not a registry (403)
+        ! use another port, or turn off the AirPlay receiver in the system settings
+    """,
     "slips of verbs": """
         $ aimage puls tiny # exit code 2
         ! aimage: unknown verb 'puls'

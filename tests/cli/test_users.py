@@ -4,8 +4,8 @@ A scene is a terminal session in an own home. After ``$`` is the line that is ty
 ``# exit code N`` if it fails. Below it are lines of stdout, in order, and after ``!`` lines of
 stderr; ``...`` stands for any text, and lines may be left out. ``localhost:5000`` is a registry,
 ``localhost:5001`` one with accounts, ``localhost:6443`` one with TLS and the certificate authority
-``ca.pem``, ``localhost:6444`` refuses plain HTTP as servers in Go do, ``localhost:11434`` is
-ollama, and nothing listens at ``localhost:1``.
+``ca.pem``, ``localhost:6444`` refuses plain HTTP as servers in Go do, ``localhost:6500`` is the
+AirPlay receiver of macOS, ``localhost:11434`` is ollama, and nothing listens at ``localhost:1``.
 
 A failed line prints ``aimage: SENTENCE`` to stderr and nothing to stdout, unless the scene shows a
 line of stdout. It changes and adds no file but blobs, which are kept for the next attempt.
@@ -149,6 +149,10 @@ def _plain(_: Seen) -> Answer:
     return Answer(400, {}, b"Client sent an HTTP request to an HTTPS server.\n")
 
 
+def _airplay(_: Seen) -> Answer:
+    return Answer(403, {"Server": "AirTunes/845.5.1"})
+
+
 @pytest.fixture
 def play(
     aimage: Callable[[], Aimage], request: pytest.FixtureRequest
@@ -161,6 +165,7 @@ def play(
             "localhost:5001": lambda: request.getfixturevalue("private_registry"),
             "localhost:6443": lambda: stack.enter_context(_secured(authority).running()),
             "localhost:6444": lambda: stack.enter_context(ScriptedRegistry(_plain).running()),
+            "localhost:6500": lambda: stack.enter_context(ScriptedRegistry(_airplay).running()),
             "localhost:11434": lambda: stack.enter_context(_ollama().running()),
         }
 
