@@ -23,7 +23,8 @@ import urllib3.util.ssl_
 from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, certificates
-from clowder_aimage.registry.transport import POOLS
+from clowder_aimage.registry.trace import OnExchange
+from clowder_aimage.registry.transport import Addresses, pools
 
 _BLOCK_SIZE = 1024 * 1024
 DEFAULT_JOBS = 8
@@ -41,7 +42,10 @@ class ClientOptions:
     certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
     ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers
     transferred at once; 0 for each registry's own setting. If ``plain_http`` is None, ``uses_http``
-    decides.
+    decides. ``basic_auth`` (base64) takes precedence over stored credentials, ``headers`` are added
+    to each request to the registry, and ``client_certificate`` (a file of the certificate and one
+    of its key, or one of both) is presented to it; none of them is for mirrors. ``addresses`` are
+    connected to instead of those of a host and port. ``on_exchange`` gets each request.
     """
 
     plain_http: bool | None = None
@@ -57,6 +61,11 @@ class ClientOptions:
     ca_bundle: Path | None = None
     cert_dirs: tuple[Path, ...] = ()
     registries: Mapping[str, HostSettings] = field(default_factory=dict, hash=False)
+    basic_auth: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
+    client_certificate: tuple[Path, Path | None] | None = None
+    addresses: Addresses = field(default_factory=dict, hash=False)
+    on_exchange: OnExchange | None = None
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None
 
@@ -103,7 +112,8 @@ class ClientOptions:
 
     def to_mirror(self, host: str) -> ClientOptions:
         """Return the options for a mirror, to which the command line's do not apply."""
-        return replace(self, plain_http=None, insecure=False, ca_file=None).to(host)
+        there = replace(self, plain_http=None, insecure=False, ca_file=None)
+        return replace(there, basic_auth=None, headers={}, client_certificate=None).to(host)
 
 
 class _Requests(requests.Session):
@@ -127,18 +137,19 @@ class _Requests(requests.Session):
 class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
-    def __init__(self, **more: Any) -> None:
+    def __init__(self, addresses: Addresses, **more: Any) -> None:
         self._more = {"blocksize": _BLOCK_SIZE} | more
+        self._pools = pools(addresses)
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **(self._more | kwargs))
-        self.poolmanager.pool_classes_by_scheme = POOLS
+        self.poolmanager.pool_classes_by_scheme = self._pools
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
         found = super().proxy_manager_for(proxy, **self._more, **kwargs)
         if isinstance(found, urllib3.ProxyManager):  # SOCKS uses its own connection classes
-            found.pool_classes_by_scheme = POOLS
+            found.pool_classes_by_scheme = self._pools
         return found
 
     def close(self) -> None:
@@ -167,10 +178,10 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     elif connection.ca_bundle is not None:
         session.ca_bundle = str(connection.ca_bundle)
     for prefix in ("https://", "http://"):
-        session.mount(prefix, _Adapter())
+        session.mount(prefix, _Adapter(connection.addresses))
     context = _context(connection, host)
     if context is not None:
-        session.mount(f"https://{host}/", _Adapter(ssl_context=context))
+        session.mount(f"https://{host}/", _Adapter(connection.addresses, ssl_context=context))
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
     return session
@@ -188,7 +199,8 @@ def _check_authorities(path: Path) -> None:
 
 def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
     found = certificates(connection.cert_dirs, host)
-    if not any(path.suffix in (".crt", ".cert") for path in found):
+    named = connection.client_certificate
+    if named is None and not any(path.suffix in (".crt", ".cert") for path in found):
         return None
     context = urllib3.util.ssl_.create_urllib3_context()
     if connection.insecure:
@@ -199,12 +211,20 @@ def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
         try:
             if path.suffix == ".crt" and uses_authorities:
                 context.load_verify_locations(path)
-            elif path.suffix == ".cert":  # an empty password prevents a prompt
+            elif path.suffix == ".cert" and named is None:  # an empty password prevents a prompt
                 context.load_cert_chain(path, path.with_suffix(".key"), password="")
         except (OSError, ValueError) as error:
             raise StoreError(
                 f"cannot load the certificate {path}: {error}",
                 hint="a client certificate x.cert requires its key in x.key, without a password",
+            ) from None
+    if named is not None:
+        try:
+            context.load_cert_chain(*named, password="")
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"cannot load the client certificate {named[0]}: {error}",
+                hint="a certificate and its key are PEM files, the key without a password",
             ) from None
     return context
 

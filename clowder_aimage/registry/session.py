@@ -56,9 +56,16 @@ class Session(AbstractContextManager["Session"]):
         self._http = open_session(connection, host)
         self._closed = threading.Event()
         self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
-        self._transport = Transport(self._http, self._registry)
+        self._on_exchange = connection.on_exchange
+        self._transport = Transport(
+            self._http,
+            self._registry,
+            own_headers=(self.base, connection.headers),
+            on_exchange=self._on_exchange,
+        )
         self.chunk = connection.host(self._registry).chunk_size  # maximum size of a request; 0: any
-        self._auth = Authenticator(reference, connection, self._send_once, scheme, basic_auth)
+        basic = basic_auth or connection.basic_auth
+        self._auth = Authenticator(reference, connection, self._send_once, scheme, basic)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -197,7 +204,9 @@ class Session(AbstractContextManager["Session"]):
         self, method: str, url: str, headers: Mapping[str, str], body: Any
     ) -> RegistryResponse:
         """Send a request to a token service."""
-        transport = Transport(self._http, urlsplit(url).hostname or url, has_answered=True)
+        name = urlsplit(url).hostname or url
+        report = self._on_exchange
+        transport = Transport(self._http, name, has_answered=True, on_exchange=report)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=FIRST_READ_TIMEOUT)
         response = transport.send(method, url, headers, body, timeout=timeout, max_redirects=0)
         self._pause.observe(response.status_code, response.headers)

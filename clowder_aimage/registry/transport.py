@@ -11,6 +11,7 @@ import http.client
 import os
 import socket
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,13 @@ from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import BrokenOffError
+from clowder_aimage.registry.trace import (
+    Exchange,
+    OnExchange,
+    body_size,
+    redacted_headers,
+    redacted_url,
+)
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
@@ -91,10 +99,23 @@ class StreamBody:
             stream.sent(count)
 
 
+Addresses = Mapping[tuple[str, int], str]  # by host and port: the address to connect to
+
+
 class _StreamSender:
     """A connection of urllib3 that sends StreamBody, and keeps http.client's response."""
 
     response: http.client.HTTPResponse | None = None
+    addresses: Addresses = {}  # noqa: RUF012 - read only
+
+    def _new_conn(self) -> socket.socket:
+        """Connect to the address that is set for the host; TLS and headers keep its name."""
+        host: str = self.host  # type: ignore[has-type]
+        self.host = self.addresses.get((host.lower(), self.port), host)  # type: ignore[attr-defined]
+        try:
+            return super()._new_conn()  # type: ignore[misc,no-any-return]
+        finally:
+            self.host = host
 
     def response_class(self, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
         self.response = http.client.HTTPResponse(*args, **kwargs)
@@ -114,22 +135,36 @@ class _StreamSender:
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
-def _pool(kind: type[HTTPConnectionPool]) -> type[HTTPConnectionPool]:
-    """Return a class of pools whose connections send StreamBody."""
-    connection = type("Connection", (_StreamSender, kind.ConnectionCls), {})
+def _pool(kind: type[HTTPConnectionPool], addresses: Addresses) -> type[HTTPConnectionPool]:
+    fields = {"addresses": addresses}
+    connection = type("Connection", (_StreamSender, kind.ConnectionCls), fields)
     return type(kind.__name__, (kind,), {"ConnectionCls": connection})
 
 
-POOLS = {"http": _pool(HTTPConnectionPool), "https": _pool(HTTPSConnectionPool)}
+def pools(addresses: Addresses) -> dict[str, type[HTTPConnectionPool]]:
+    """Return classes of pools by scheme, whose connections send StreamBody."""
+    kinds = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
+    return {scheme: _pool(kind, addresses) for scheme, kind in kinds.items()}
 
 
 class Transport:
-    """The sender of requests to ``registry``, as ``session`` is configured. Thread-safe."""
+    """The sender of requests to ``registry``, as ``session`` is configured. Thread-safe.
+
+    ``own_headers`` are sent to one origin only. ``on_exchange`` gets each request.
+    """
 
     def __init__(
-        self, session: requests.Session, registry: str, *, has_answered: bool = False
+        self,
+        session: requests.Session,
+        registry: str,
+        *,
+        has_answered: bool = False,
+        own_headers: tuple[str, Mapping[str, str]] = ("", {}),
+        on_exchange: OnExchange | None = None,
     ) -> None:
         self._session, self._registry = session, registry
+        self._own_headers = (origin(own_headers[0]), own_headers[1])
+        self._on_exchange = on_exchange
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
         self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
         self.has_answered = has_answered
@@ -151,7 +186,7 @@ class Transport:
         """
         sent = {**self._headers, **headers}
         for count in range(max_redirects + 1):
-            response = self._send(method, url, sent, body, timeout)
+            response = self._traced(method, url, sent, body, timeout)
             response.is_redirected = count > 0
             location = response.headers.get("Location")
             is_redirect = response.status_code in _REDIRECTS and method in ("GET", "HEAD")
@@ -169,6 +204,36 @@ class Transport:
                 sent.pop("Authorization", None)
             url = target
         raise self._failure(f"more than {max_redirects} redirects")
+
+    def _traced(
+        self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
+    ) -> RegistryResponse:
+        """Send one request, with the headers of its origin, and report it."""
+        if self._own_headers[1] and origin(url) == self._own_headers[0]:
+            headers = {**headers, **self._own_headers[1]}
+        report, began = self._on_exchange, time.monotonic()
+        if report is None:
+            return self._send(method, url, headers, body, timeout)
+
+        def exchange(status: int, **fields: Any) -> Exchange:
+            size = body.size if isinstance(body, StreamBody) else len(body or b"")
+            seconds, sent = time.monotonic() - began, redacted_headers(headers)
+            known = {"sent": size, "request_headers": sent, **fields}
+            return Exchange(method, redacted_url(url), status, seconds, **known)
+
+        try:
+            response = self._send(method, url, headers, body, timeout)
+        except NetworkError as error:
+            report(exchange(0, error=str(error)))
+            raise
+        found = response.headers
+        size = None if method == "HEAD" else body_size(found)
+        report(
+            exchange(
+                response.status_code, received=size, response_headers=redacted_headers(found)
+            )
+        )
+        return response
 
     def _send(
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
