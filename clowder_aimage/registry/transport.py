@@ -229,9 +229,7 @@ class Transport:
         found = response.headers
         size = None if method == "HEAD" else body_size(found)
         report(
-            exchange(
-                response.status_code, received=size, response_headers=redacted_headers(found)
-            )
+            exchange(response.status_code, received=size, response_headers=redacted_headers(found))
         )
         return response
 
@@ -323,7 +321,8 @@ def _tls_error(registry: str, reason: str) -> NetworkError:
     if "certificate required" in reason.lower():
         return NetworkError(
             f"{registry} requires a client certificate: {reason}",
-            hint=f"put it and its key into certs.d/{registry}/ as client.cert and client.key",
+            remedy="client_certificate",
+            registry=registry,
         )
     if "certificate" in reason.lower():
         return NetworkError(

@@ -102,7 +102,7 @@ EMPTY = {
         $ aimage completion # exit code 2
         ! aimage: missing argument 'bash|zsh|fish'. Choose from: bash, zsh, fish
         $ aimage frobnicate --json # exit code 2
-        ! {"event": "error", "code": "UsageError", "exit": 2, "message": "unknown verb 'frobnicate'", ...}
+        ! {"event": "error", "level": "error", "code": "UsageError", "exit": 2, "message": "unknown verb 'frobnicate'", ...}
     """,
     "completion": """
         $ aimage completion bash
@@ -299,7 +299,7 @@ STOCKED = {
     """,
     "scripts": """
         $ aimage show nothing --json # exit code 3
-        ! {"event": "error", "code": "NotFoundError", "exit": 3, "message": "nothing:latest not found ...", "hint": "..."}
+        ! {"event": "error", "level": "error", "code": "NotFoundError", "exit": 3, "message": "nothing:latest not found ...", "hint": "..."}
         $ aimage ls --json | jq -r '.[].reference'
         shapes:latest
         tiny:latest

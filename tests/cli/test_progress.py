@@ -94,7 +94,7 @@ class Watched:
     def __init__(self, kind: type[BarView | LineView | JsonView]) -> None:
         self.stream = Terminal()
         self.clock = Clock()
-        view = kind(self.stream)
+        view = JsonView(self.stream, verbose=True) if kind is JsonView else kind(self.stream)
         view.interval = NEVER
         self.progress = Progress("pulling", REFERENCE, view=view, clock=self.clock)
 
@@ -250,20 +250,29 @@ def test_events_have_stable_names():
     assert watched.events == [
         {
             "event": "plan",
+            "level": "info",
             "task": "pulling",
             "reference": str(REFERENCE),
             "digest": str(blob(-1, 1).digest),
             "blobs": 2,
             "size": 3_000_005,
         },
-        {"event": "start", **about},
-        {"event": "progress", "done": 1_000_000, "total": 3_000_005, "rate": 1_000_000, "eta": 2.0},
-        {"event": "retry", **about, "lost": 1_000_000},
-        {"event": "note", "message": "trying another dialect"},
-        {"event": "skip", "digest": str(blob(2, 5).digest), "size": 5},
-        {"event": "done", **about},
+        {"event": "start", "level": "debug", **about},
+        {
+            "event": "progress",
+            "level": "info",
+            "done": 1_000_000,
+            "total": 3_000_005,
+            "rate": 1_000_000,
+            "eta": 2.0,
+        },
+        {"event": "retry", "level": "warning", **about, "lost": 1_000_000},
+        {"event": "note", "level": "info", "message": "trying another dialect"},
+        {"event": "skip", "level": "debug", "digest": str(blob(2, 5).digest), "size": 5},
+        {"event": "done", "level": "debug", **about},
         {
             "event": "summary",
+            "level": "info",
             "message": "pulled 1 blob, 1 already there, 3 MB in all",
             "task": "pulling",
             "reference": str(REFERENCE),
@@ -448,9 +457,10 @@ def test_a_dumb_terminal_receives_no_cursor_movements(aimage, pushed):
 
 
 def test_a_pull_with_json(aimage, pushed):
-    done = aimage("there")("pull", pushed, "--json", "--limit-rate", "2M")
+    done = aimage("there")("pull", pushed, "--json", "-v", "--limit-rate", "2M")
     assert done.value["reference"].startswith(pushed)
     events = [json.loads(line) for line in done.err.splitlines()]
+    events = [event for event in events if event["event"] != "request"]
     kinds = [event["event"] for event in events]
     assert kinds[0] == "plan"
     assert kinds[-1] == "summary"

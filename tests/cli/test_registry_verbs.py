@@ -319,3 +319,44 @@ def test_a_deleted_referrer_is_removed_from_the_list(model, repository):
     here("delete", f"{repository}@{first}", "-f")
     (row,) = here("referrers", f"{repository}:v1", "--json").value
     assert row["digest"] == second
+
+
+def test_tag_remote_adds_tags_without_fetching_blobs(model, registry, repository):
+    here, digest = model
+    mark = registry.mark()
+    done = here("tag", "--remote", f"{repository}:v1", "v2", f"{repository}:stable")
+    assert done.out.splitlines() == [
+        f"{repository}:v2 {digest}",
+        f"{repository}:stable {digest}",
+    ]
+    assert not [kind for kind in registry.count(mark, repository) if "blob" in kind]
+    assert here("resolve", f"{repository}:stable").line == digest
+    assert here("tag", "--remote", f"{repository}@{digest}", "v3", "--json").value["digest"] == (
+        digest
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "message"),
+    [
+        (["x", "v2"], 2, "no registry host"),
+        (["{}:v1", "localhost:1/other:v2"], 2, "aimage copy"),
+        (["{}:v1", "-bad"], 2, "-b"),
+        (["{}:v1", "a b"], 2, "invalid tag"),
+        (["{}:v1", "v2@sha256:" + "0" * 64], 2, "a tag is needed"),
+        (["{}:absent", "v2"], 3, "not found at"),
+        (["{}:v1"], 2, "DST"),
+    ],
+)
+def test_tag_remote_refuses_other_names(model, repository, names, code, message):
+    here, _ = model
+    words = [name.replace("{}", repository) for name in names]
+    assert message in here("tag", "--remote", *words, code=code).err
+    assert here("tags", repository).out.split() == ["v1"]
+
+
+def test_tag_takes_several_names_and_no_registry_options(stocked):
+    here = stocked()
+    assert len(set(here("tag", "x", "y", "z:2").out.split())) == 1
+    assert {"x:latest", "y:latest", "z:2"} <= set(here("ls").out.split())
+    assert "require --remote" in here("tag", "x", "v", "-u", "a", "-p", "b", code=2).err

@@ -119,7 +119,7 @@ def test_several_images_have_rising_seeds_and_one_bar(at):
     assert [each["path"] for each in said.value["pictures"]] == names
     assert all((here.home / name).is_file() for name in names)
     plans = [json.loads(text) for text in said.err.splitlines() if '"plan"' in text]
-    assert plans == [{"event": "plan", "task": "rendering", "steps": 6}]
+    assert plans == [{"event": "plan", "level": "info", "task": "rendering", "steps": 6}]
 
 
 def test_finished_images_are_kept_when_the_next_one_fails(at):
@@ -146,8 +146,8 @@ def test_a_pull_before_the_image_is_displayed(at):
     plans = [json.loads(text) for text in said.err.splitlines() if '"plan"' in text]
     reference = "localhost:1/x:latest"
     assert plans == [
-        {"event": "plan", "task": "pulling", "reference": reference, "size": 10},
-        {"event": "plan", "task": "rendering", "steps": 1},
+        {"event": "plan", "level": "info", "task": "pulling", "reference": reference, "size": 10},
+        {"event": "plan", "level": "info", "task": "rendering", "steps": 1},
     ]
     assert said.value == {"pictures": [{"path": "x-1.png", "seed": 1}]}  # no metadata was sent
 

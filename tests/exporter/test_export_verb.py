@@ -103,6 +103,7 @@ def test_export_json_output(here, tmp_path):
     events = [json.loads(line) for line in done.err.splitlines()]
     assert events[0] == {
         "event": "plan",
+        "level": "info",
         "task": "exporting",
         "reference": "tiny:latest",
         "size": events[0]["size"],

@@ -17,7 +17,7 @@ from clowder_aimage.registry.session import (
     READ_TIMEOUT,
     Session,
 )
-from clowder_aimage.registry.transport import POOLS, SEND_TIMEOUT, Transport
+from clowder_aimage.registry.transport import SEND_TIMEOUT, Transport
 from tests.scripted import Answer, ScriptedRegistry
 
 HOST = "0.0.0.0"  # noqa: S104
@@ -130,7 +130,9 @@ def adapter(tmp_path):
 def test_proxy_connections_use_our_connection_class(scheme, adapter):
     manager = adapter.proxy_manager_for("http://proxy.example.com:3128")
     pool = manager.connection_from_url(f"{scheme}://r.example.com/")
-    assert type(pool) is POOLS[scheme]
+    plain = adapter.poolmanager.connection_from_url(f"{scheme}://r.example.com/")
+    assert type(pool) is type(plain)
+    assert pool.ConnectionCls.addresses == {}
 
 
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h"])

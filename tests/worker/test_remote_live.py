@@ -63,7 +63,7 @@ def test_remote_run_makes_the_same_picture_as_local_run(here, local):
     assert {key: there.value[key] for key in same} == {key: mine[key] for key in same}
     assert [each["seed"] for each in there.value["pictures"]] == [7, 8]
     events = [json.loads(text) for text in there.err.splitlines()]
-    assert {"event": "plan", "task": "rendering", "steps": 6} in events
+    assert {"event": "plan", "level": "info", "task": "rendering", "steps": 6} in events
     assert not here.store.exists()
 
 

@@ -80,8 +80,25 @@ SYNONYMS = {
 }
 
 
+class _ConnectionOption(click.Option):
+    """An option of connections to registries."""
+
+
 class _Exemplified(click.Command):
-    """A command with examples in its help."""
+    """A command with examples in its help, and the options of connections in a section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Registry options": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                is_about = isinstance(param, _ConnectionOption)
+                sections["Registry options" if is_about else "Options"].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from clowder_aimage.cli.console.example import EXAMPLES
@@ -118,16 +135,44 @@ def verb(function: Callable[..., Any]) -> click.Command:
     return common_options(click.command(cls=Verb)(function))
 
 
-connection_options = options(
-    _shared(
+def _connection(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    return _shared(*names, cls=_ConnectionOption, **attributes)
+
+
+_pem_file = click.Path(exists=True, dir_okay=False)
+
+# Those of daemons, which connect to many registries
+daemon_connection_options = options(
+    _connection(
         "--plain-http", is_flag=True, help="Use HTTP instead of HTTPS. [default for loopback hosts]"
     ),
-    _shared("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
-    _shared(
-        "--ca-file",
-        type=click.Path(exists=True, dir_okay=False),
-        help="Trust the certificates in this PEM file.",
+    _connection("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
+    _connection("--ca-file", type=_pem_file, help="Trust the certificates in this PEM file."),
+)
+
+login_connection_options = options(
+    daemon_connection_options,
+    _connection("--cert-file", type=_pem_file, help="Present this client certificate (PEM)."),
+    _connection("--key-file", type=_pem_file, help="Its key. [default: in the certificate's file]"),
+    _connection(
+        "-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Send this too."
     ),
+    _connection(
+        "--resolve",
+        multiple=True,
+        metavar="HOST:PORT:ADDRESS",
+        help="Connect to ADDRESS instead of HOST:PORT.",
+    ),
+    _connection(
+        "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
+    ),
+)
+
+connection_options = options(
+    _connection("-u", "--username", help="The user's name, instead of stored credentials."),
+    _connection("-p", "--password", help="The password. Other users of this machine can see it."),
+    _connection("--password-stdin", is_flag=True, help="Read the password from stdin."),
+    login_connection_options,
 )
 
 
@@ -255,6 +300,14 @@ class VerbSettings(NamedTuple):
     plain_http: bool = False
     insecure: bool = False
     ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+    headers: tuple[str, ...] = ()
+    resolve: tuple[str, ...] = ()
+    username: str | None = None
+    password: str | None = None
+    password_stdin: bool = False
+    verbose: int = 0
 
     @property
     def layout(self) -> ImageLayout:
@@ -266,18 +319,24 @@ class VerbSettings(NamedTuple):
     @property
     def has_connection(self) -> bool:
         """Return whether a connection option is given."""
-        return self.plain_http or self.insecure or self.ca_file is not None
+        return any(self[VerbSettings._fields.index("plain_http") :])
 
-    def connection(self) -> ClientOptions:
+    def connection(self, *registries: str | None) -> ClientOptions:
         """Return the client options from the command line and the environment.
 
+        ``registries`` are those that the verb connects to, if there may be several.
+
         Raises:
-            UsageError: the options contradict each other, or AIMAGE_CONFIG names no file.
+            UsageError: the options contradict each other, secrets would be sent to several
+                registries, or AIMAGE_CONFIG names no file.
         """
+        from clowder_aimage.cli.console import connection
         from clowder_aimage.user_directory import client_options
 
-        if self.plain_http and (self.insecure or self.ca_file):
-            raise UsageError("--plain-http cannot be combined with --insecure or --ca-file")
+        if self.plain_http and (self.insecure or self.ca_file or self.cert_file):
+            raise UsageError(
+                "--plain-http cannot be combined with --insecure, --ca-file or --cert-file"
+            )
         if self.insecure:
             note("warning: TLS certificate not verified; the connection can be intercepted")
         return client_options(
@@ -285,6 +344,17 @@ class VerbSettings(NamedTuple):
             insecure=self.insecure,
             ca_file=self.ca_file,
             jobs_override=self.jobs or 0,
+            **connection.extra_options(
+                registries,
+                username=self.username,
+                password=self.password,
+                password_stdin=self.password_stdin,
+                headers=self.headers,
+                resolve=self.resolve,
+                cert_file=self.cert_file,
+                key_file=self.key_file,
+                verbose=self.verbose,
+            ),
         )
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
 META = "clowder_aimage.cli."  # key prefix for the common options of a command line
+_LEVELS = {"error": "error", "retry": "warning"} | dict.fromkeys(
+    ("start", "skip", "done", "request"), "debug"
+)
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
@@ -67,16 +70,26 @@ def is_quiet() -> bool:
     return _is_given("quiet")
 
 
+def is_verbose() -> bool:
+    """Return whether ``-v`` is given. Call this only in the main thread."""
+    return _is_given("verbose")
+
+
 def _is_given(option: str) -> bool:
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(META + option))
 
 
 def event(kind: str, **fields: Any) -> str:
-    """Return an event as a line of ASCII JSON, without control characters."""
+    """Return an event with its level as a line of ASCII JSON, without control characters."""
     import json
 
-    return json.dumps({"event": kind, **fields})
+    return json.dumps({"event": kind, "level": event_level(kind), **fields})
+
+
+def event_level(kind: str) -> str:
+    """Return the level of a kind of event: error, warning, info or debug."""
+    return _LEVELS.get(kind, "info")
 
 
 def size(count: float) -> str:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from clowder_aimage.cli.console import output
 from clowder_aimage.cli.console.meter import BlobProgress, Meter, name_of
-from clowder_aimage.cli.console.output import is_quiet, plural, printable, size, wants_json
+from clowder_aimage.cli.console.output import (
+    is_quiet,
+    is_verbose,
+    plural,
+    printable,
+    size,
+    wants_json,
+)
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Digest, Reference
 
@@ -64,9 +71,13 @@ class LineView:
 
 
 class JsonView(LineView):
-    """Prints lines of JSON, for programs."""
+    """Prints lines of JSON, for programs; those of level debug only with ``-v``."""
 
     interval = 0.5
+
+    def __init__(self, stream: TextIO, *, verbose: bool = False) -> None:
+        super().__init__(stream)
+        self._is_verbose = verbose
 
     def update(self, meter: Meter) -> None:
         eta = meter.eta
@@ -79,6 +90,8 @@ class JsonView(LineView):
         )
 
     def send(self, kind: str, **fields: Any) -> None:
+        if output.event_level(kind) == "debug" and not self._is_verbose:
+            return
         known = {key: value for key, value in fields.items() if value is not None}
         with contextlib.suppress(OSError, ValueError):  # a closed pipe does not stop a transfer
             self._write(output.event(kind, **known))
@@ -161,8 +174,8 @@ def view_of(stream: TextIO) -> LineView | None:
     if is_quiet():
         return None
     if wants_json():
-        return JsonView(stream)
-    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        return JsonView(stream, verbose=is_verbose())
+    if stream.isatty() and not is_verbose() and os.environ.get("TERM", "dumb") != "dumb":
         return BarView(stream)
     return LineView(stream)
 

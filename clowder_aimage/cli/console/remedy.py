@@ -25,6 +25,8 @@ REMEDIES = {
     "choose_variant_or_platform": "choose one: aimage pull {reference} --variant NAME, or "
     "aimage pull {reference} --platform OS/ARCH, or aimage pull {name}@DIGEST",
     "complete": "to complete it: aimage pull {reference}",
+    "client_certificate": "present one with --cert-file and --key-file, or put it into "
+    "certs.d/{registry}/ as client.cert and client.key",
     "compress_whole_files": "compress whole files, with --whole-files or another format",
     "convert_schema_1": "convert it with a newer tool, for example: skopeo copy --format oci",
     "copy_from_store": "to push it from the store: aimage tag {source} {target} "

@@ -39,7 +39,7 @@ def copy(src: str, dst: str, recursive: bool, all_tags: bool) -> None:
         _copy_tags((src, source), (dst, target), recursive)
         return
     with Progress("copying", source) as progress:
-        connection = settings().connection()
+        connection = settings().connection(source.registry, target.registry)
         descriptor = transfer(
             source, target, connection, recursive=recursive, on_event=progress.on_event
         )
@@ -60,7 +60,7 @@ def _copy_tags(
         found = transfer_tags(
             source[1],
             target[1],
-            settings().connection(),
+            settings().connection(source[1].registry, target[1].registry),
             recursive=recursive,
             on_event=progress.on_event,
         )

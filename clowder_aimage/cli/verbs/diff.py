@@ -37,7 +37,7 @@ def diff(a: Reference, b: Reference, whole: bool, remote: bool, has_code: bool) 
     from clowder_aimage.diff import diff as compare
 
     chosen = settings()
-    found = compare(a, b, chosen.layout, chosen.connection(), remote=remote)
+    found = compare(a, b, chosen.layout, chosen.connection(a.registry, b.registry), remote=remote)
     result(_plain(found), "\n".join(_lines(found, None if whole else _LISTED)))
     return 1 if has_code and not found.is_empty else 0
 

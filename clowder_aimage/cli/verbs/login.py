@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from clowder_aimage.cli.console.option import connection_options, settings, verb
+from clowder_aimage.cli.console.option import login_connection_options, settings, verb
 from clowder_aimage.cli.console.output import remark, result, wants_json
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -34,7 +34,7 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
 @click.option("-u", "--username", help="The username.")
 @click.option("-p", "--password", help="The password. Other users of this machine can see it.")
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
-@connection_options
+@login_connection_options
 def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:
     """Check credentials with the registry HOST and store them where docker does."""
     from clowder_aimage.registry import login as log_in

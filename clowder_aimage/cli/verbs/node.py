@@ -13,7 +13,7 @@ import click
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
-    connection_options,
+    daemon_connection_options,
     given_options,
     needs,
     settings,
@@ -37,7 +37,7 @@ _Json = Mapping[str, Any]
 @click.group(cls=VerbGroup, invoke_without_command=True, short_help="Keep models on this machine.")
 @listening_options("node", "127.0.0.1:8050")
 @node_options
-@connection_options
+@daemon_connection_options
 @click.pass_context
 def node(context: click.Context, /, **options: Any) -> None:
     """Keep the models that the files in --desired list on this machine, until interrupted.

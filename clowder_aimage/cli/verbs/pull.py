@@ -111,7 +111,9 @@ def pull(
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
-    layout, connection = settings().layout, settings().connection()
+    chosen = settings()
+    layout = chosen.layout
+    connection = chosen.connection(*(one.registry for one in references))
     for reference in references:
         again = _command(reference, platform, variant)
         _pull(reference, layout, connection, options, again)

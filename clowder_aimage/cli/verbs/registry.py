@@ -9,7 +9,7 @@ import click
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
-    connection_options,
+    daemon_connection_options,
     needs,
     settings,
 )
@@ -47,7 +47,7 @@ def registry() -> None:
     help="Cache this registry: fetch missing content from it. Allows pulls only.",
 )
 @metrics_and_log_options("AIMAGE_REGISTRY_")
-@connection_options
+@daemon_connection_options
 def serve(
     addr: str,
     readonly: bool,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage.cli.console.option import (
-    connection_options,
+    daemon_connection_options,
     needs,
     options,
     settings,
@@ -212,7 +212,7 @@ def spell(field: str) -> str:
 )
 @click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'.")
 @node_options
-@connection_options
+@daemon_connection_options
 def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
     """Serve models to clients until interrupted.
 

@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import click
 
-from clowder_aimage.cli.console.option import complete_name, settings, tag_reference, verb
+from clowder_aimage.cli.console.option import (
+    complete_name,
+    connection_options,
+    settings,
+    tag_reference,
+    verb,
+)
 from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
 
 
 @verb
 @click.argument("src", type=Reference.parse, shell_complete=complete_name)
-@click.argument("dst", type=tag_reference)
-def tag(src: Reference, dst: Reference) -> None:
-    """Give the AImage SRC the name DST as well. No blob is copied."""
-    layout = settings().layout
+@click.argument("names", metavar="DST...", nargs=-1, required=True)
+@click.option("--remote", is_flag=True, help="Add tags in the registry of SRC.")
+@connection_options
+def tag(src: Reference, names: tuple[str, ...], remote: bool) -> None:
+    """Give the AImage SRC the names DST as well. No blob is copied.
+
+    With --remote SRC is a name in a registry, and each DST is a tag of its repository.
+    """
+    chosen = settings()
+    if remote:
+        _tag_remotely(src, names)
+        return
+    if chosen.has_connection:
+        raise UsageError("options for registries require --remote")
+    targets = [tag_reference(name) for name in names]
+    layout = chosen.layout
     layout.resolve(src)  # before a missing store is created
     with layout.keep():
         descriptor = layout.resolve(src)
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
-        layout.tag(descriptor, dst, is_partial=is_partial)
-    result({"reference": str(dst), **plain(descriptor)}, str(descriptor.digest))
+        for target in targets:
+            layout.tag(descriptor, target, is_partial=is_partial)
+            result({"reference": str(target), **plain(descriptor)}, str(descriptor.digest))
+
+
+def _tag_remotely(src: Reference, names: tuple[str, ...]) -> None:
+    from clowder_aimage.registry import Repository
+
+    targets = [_remote_target(src, name) for name in names]
+    with Repository(src, settings().connection()) as repository:
+        content = repository.resolve(src)
+        for target in targets:
+            repository.tag(content, target)
+            result({"reference": str(target), **plain(content)}, f"{target} {content.digest}")
+
+
+def _remote_target(src: Reference, name: str) -> Reference:
+    """Return the name for a tag of the repository of ``src``. Raises UsageError."""
+    if src.registry is None:
+        raise UsageError(
+            f"{src} has no registry host", hint=f"to tag it in the store: aimage tag {src} {name}"
+        )
+    if re.fullmatch(r"[^/:@]+", name):
+        return tag_reference(f"{src.name}:{name}")
+    target = tag_reference(name)
+    if replace(target, tag=None) != replace(src, tag=None, digest=None):
+        raise UsageError(
+            f"{name} is not in the repository {src.name}",
+            hint=f"a DST is a tag, such as v2; to another repository: aimage copy {src} {name}",
+        )
+    return target

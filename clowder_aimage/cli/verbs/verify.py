@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from clowder_aimage.cli.console.option import (
-    connection_options,
+    daemon_connection_options,
     references_argument,
     settings,
     verb,
@@ -22,7 +22,7 @@ from clowder_aimage.oci import Reference
 @verb
 @references_argument(required=False)
 @click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
-@connection_options
+@daemon_connection_options
 def verify(references: tuple[Reference, ...], repair: bool) -> int:
     """Read and hash every byte of REF..., else of the whole store.
 

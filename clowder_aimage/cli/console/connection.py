@@ -1,0 +1,139 @@
+"""Options of a connection that are for one command only: secrets, addresses, a trace."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.output import event, printable, size, wants_json
+from clowder_aimage.errors import UsageError
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry.trace import Exchange
+
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110, 5.6.2
+# Headers with an option of their own, and those that belong to the transport
+_RESERVED = {"authorization": "--username", "host": "--resolve"}
+_INTERNAL = frozenset(
+    """accept-encoding connection content-length cookie keep-alive proxy-authorization range te
+    trailer transfer-encoding upgrade user-agent""".split()
+)
+
+
+def extra_options(
+    registries: Sequence[str | None],
+    *,
+    username: str | None,
+    password: str | None,
+    password_stdin: bool,
+    headers: Sequence[str],
+    resolve: Sequence[str],
+    cert_file: str | None,
+    key_file: str | None,
+    verbose: int,
+) -> dict[str, Any]:
+    """Return the fields of ClientOptions for the options of one command. Raises UsageError."""
+    secrets = {"--username": username, "--header": headers, "--cert-file": cert_file}
+    given = [option for option, value in secrets.items() if value]
+    if given and len(set(registries)) > 1:
+        raise UsageError(
+            f"{given[0]} is for one registry, and the names are in {len(set(registries))}",
+            hint="store the credentials of each: aimage login HOST",
+        )
+    if key_file and not cert_file:
+        raise UsageError("--key-file requires --cert-file")
+    if password_stdin and password is not None:
+        raise UsageError("--password cannot be combined with --password-stdin")
+    if password_stdin:
+        password = sys.stdin.readline().rstrip("\r\n")
+    found: dict[str, Any] = {
+        "basic_auth": _basic_auth(username, password),
+        "headers": dict(_header(text) for text in headers),
+        "addresses": dict(_address(text) for text in resolve),
+    }
+    if cert_file:
+        found["client_certificate"] = (Path(cert_file), Path(key_file) if key_file else None)
+    if verbose:
+        found["on_exchange"] = Tracer(with_headers=verbose > 1)
+    return found
+
+
+def _basic_auth(username: str | None, password: str | None) -> str | None:
+    if not username and password is None:
+        return None
+    if not username or not password:
+        missing = "--password-stdin" if username else "--username"
+        raise UsageError(f"a user's name and a password are needed together: add {missing}")
+    return base64.b64encode(f"{username}:{password}".encode()).decode()
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or _NAME.fullmatch(name) is None:
+        raise UsageError(f"invalid header {text[:60]!r}", hint="use NAME: VALUE")
+    lower = name.lower()
+    if lower in _RESERVED or lower in _INTERNAL:
+        hint = f"use {_RESERVED[lower]}" if lower in _RESERVED else None
+        raise UsageError(f"the header {name} cannot be set", hint=hint)
+    value = value.strip()
+    if not value.isprintable() or not value.isascii():
+        raise UsageError(f"the value of the header {name} has characters other than ASCII")
+    return name, value
+
+
+def _address(text: str) -> tuple[tuple[str, int], str]:
+    host, _, rest = text.partition(":")
+    port, _, address = rest.partition(":")
+    if not host or not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UsageError(
+            f"invalid address {text[:60]!r}",
+            hint="use HOST:PORT:ADDRESS, such as registry.example.com:443:192.0.2.7",
+        )
+    return (host.lower(), int(port)), address.strip("[]")
+
+
+class Tracer:
+    """Prints a line for each request to stderr, with ``--json`` as an event. Thread-safe."""
+
+    def __init__(self, *, with_headers: bool) -> None:
+        self._with_headers = with_headers
+        self._as_json = wants_json()  # in the main thread
+        self._lock = threading.Lock()
+
+    def __call__(self, exchange: Exchange) -> None:
+        lines = self._event(exchange) if self._as_json else self._lines(exchange)
+        with self._lock:
+            sys.stderr.write(printable(lines) + "\n")
+            sys.stderr.flush()
+
+    def _event(self, one: Exchange) -> str:
+        headers = {"request": dict(one.request_headers), "response": dict(one.response_headers)}
+        return event(
+            "request",
+            method=one.method,
+            url=one.url,
+            status=one.status,
+            seconds=round(one.seconds, 4),
+            sent=one.sent,
+            received=one.received,
+            **({"error": one.error} if one.error else {}),
+            **({"headers": headers} if self._with_headers else {}),
+        )
+
+    def _lines(self, one: Exchange) -> str:
+        status = str(one.status) if one.status else one.error
+        parts = [one.method, one.url, status, f"{1000 * one.seconds:.0f} ms"]
+        if one.sent:
+            parts.append(f"{size(one.sent)} sent")
+        if one.received:
+            parts.append(size(one.received))
+        lines = [" ".join(parts)]
+        if self._with_headers:
+            lines += [f"  > {name}: {value}" for name, value in one.request_headers.items()]
+            lines += [f"  < {name}: {value}" for name, value in one.response_headers.items()]
+        return "\n".join(lines)
