@@ -23,7 +23,7 @@ import urllib3.util.ssl_
 from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, certificates
-from clowder_aimage.registry.trace import OnExchange
+from clowder_aimage.registry.trace import OnTrace
 from clowder_aimage.registry.transport import Addresses, pools
 
 _BLOCK_SIZE = 1024 * 1024
@@ -65,7 +65,7 @@ class ClientOptions:
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     client_certificate: tuple[Path, Path | None] | None = None
     addresses: Addresses = field(default_factory=dict, hash=False)
-    on_exchange: OnExchange | None = None
+    on_exchange: OnTrace | None = None
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None
 

@@ -24,7 +24,7 @@ _HIDDEN = "..."
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class RequestTrace:
     """A request and the head of its response. URLs and headers are without secrets.
 
     ``status`` is 0 without a response; ``error`` is then the reason. ``seconds`` is the time until
@@ -43,7 +43,7 @@ class Exchange:
     response_headers: Mapping[str, str] = field(default_factory=dict)
 
 
-OnExchange = Callable[[Exchange], None]
+OnTrace = Callable[[RequestTrace], None]
 
 
 def redacted_url(url: str) -> str:

@@ -36,8 +36,8 @@ from clowder_aimage.errors import NetworkError
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import BrokenOffError
 from clowder_aimage.registry.trace import (
-    Exchange,
-    OnExchange,
+    OnTrace,
+    RequestTrace,
     body_size,
     redacted_headers,
     redacted_url,
@@ -160,7 +160,7 @@ class Transport:
         *,
         has_answered: bool = False,
         own_headers: tuple[str, Mapping[str, str]] = ("", {}),
-        on_exchange: OnExchange | None = None,
+        on_exchange: OnTrace | None = None,
     ) -> None:
         self._session, self._registry = session, registry
         self._own_headers = (origin(own_headers[0]), own_headers[1])
@@ -215,11 +215,11 @@ class Transport:
         if report is None:
             return self._send(method, url, headers, body, timeout)
 
-        def exchange(status: int, **fields: Any) -> Exchange:
+        def exchange(status: int, **fields: Any) -> RequestTrace:
             size = body.size if isinstance(body, StreamBody) else len(body or b"")
             seconds, sent = time.monotonic() - began, redacted_headers(headers)
             known = {"sent": size, "request_headers": sent, **fields}
-            return Exchange(method, redacted_url(url), status, seconds, **known)
+            return RequestTrace(method, redacted_url(url), status, seconds, **known)
 
         try:
             response = self._send(method, url, headers, body, timeout)

@@ -171,7 +171,7 @@ EMPTY = {
         ! aimage: ... 400 ... Client sent an HTTP request to an HTTPS server.
         ! the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file or --insecure, ...
         $ aimage tags localhost:6443/team/tiny --plain-http --insecure # exit code 2
-        ! aimage: --plain-http cannot be combined with --insecure or --ca-file
+        ! aimage: --plain-http cannot be combined with --insecure, --ca-file or --cert-file
         $ aimage tags localhost:6443/team/tiny --ca-file password.txt # exit code 1
         ! aimage: password.txt contains no certificate
         ! expected PEM: -----BEGIN CERTIFICATE-----

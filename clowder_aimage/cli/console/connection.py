@@ -14,7 +14,7 @@ from clowder_aimage.cli.console.output import event, printable, size, wants_json
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
-    from clowder_aimage.registry.trace import Exchange
+    from clowder_aimage.registry.trace import RequestTrace
 
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110, 5.6.2
 # Headers with an option of their own, and those that belong to the transport
@@ -105,13 +105,13 @@ class Tracer:
         self._as_json = wants_json()  # in the main thread
         self._lock = threading.Lock()
 
-    def __call__(self, exchange: Exchange) -> None:
+    def __call__(self, exchange: RequestTrace) -> None:
         lines = self._event(exchange) if self._as_json else self._lines(exchange)
         with self._lock:
             sys.stderr.write(printable(lines) + "\n")
             sys.stderr.flush()
 
-    def _event(self, one: Exchange) -> str:
+    def _event(self, one: RequestTrace) -> str:
         headers = {"request": dict(one.request_headers), "response": dict(one.response_headers)}
         return event(
             "request",
@@ -125,7 +125,7 @@ class Tracer:
             **({"headers": headers} if self._with_headers else {}),
         )
 
-    def _lines(self, one: Exchange) -> str:
+    def _lines(self, one: RequestTrace) -> str:
         status = str(one.status) if one.status else one.error
         parts = [one.method, one.url, status, f"{1000 * one.seconds:.0f} ms"]
         if one.sent:
