@@ -18,6 +18,8 @@ from clowder_aimage.errors import AImageError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from click.shell_completion import CompletionItem
+
 # group: verb: (module, first line of its help); modules are imported on use
 GROUPS = {
     "Models": {
@@ -116,6 +118,14 @@ class _Verbs(VerbGroup):
         module = importlib.import_module(f"clowder_aimage.cli.verbs.{VERBS[cmd_name][0]}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the verbs that begin with a text, without importing them."""
+        from click.shell_completion import CompletionItem
+
+        verbs = (one for one in VERBS.items() if one[0].startswith(incomplete))
+        items = [CompletionItem(name, help=text) for name, (_, text) in verbs]
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -55,6 +55,16 @@ def test_version_imports_little_more_than_click():
     assert not more & {"dataclasses", "difflib", "json", "logging", "pathlib", "urllib.parse"}
 
 
+def test_completing_a_verb_imports_no_verb(monkeypatch):
+    monkeypatch.setenv("_AIMAGE_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "aimage pu")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    code = "import sys; from clowder_aimage.cli.main import main; sys.argv = ['aimage']; main()"
+    modules = imported_by("-c", code)
+    assert "click.shell_completion" in modules
+    assert not {name for name in modules if name.startswith("clowder_aimage.cli.verbs")}
+
+
 def test_store_verbs_import_no_heavy_modules(stocked):
     here = stocked()
     store = str(here.store)
