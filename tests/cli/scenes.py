@@ -1,4 +1,7 @@
-"""Terminal sessions of users: ``tests/cli/test_users.py`` types them."""
+"""Terminal sessions of users: ``tests/cli/test_users.py`` types them.
+
+The directory ``bare`` in PYTHONPATH hides the packages of the extras.
+"""
 
 # ruff: noqa: E501  # lines as they are typed and printed
 
@@ -52,7 +55,6 @@ EMPTY = {
         ! did you mean 'aimage push'?
     """,
     "a bare installation": """
-        $ mkdir bare && echo 'raise ModuleNotFoundError(name=__name__)' | tee bare/mlx.py bare/aiohttp.py bare/numpy.py
         $ aimage create -q shapes examples/shapes/model
         $ PYTHONPATH=bare:$PYTHONPATH aimage run shapes two red circles # exit code 2
         ! aimage: ... extra [mlx]...

@@ -38,6 +38,17 @@ SHELL = re.compile(r"[|<>&;$~*]")
 CODE = re.compile(r"\s+# exit code (\d+)$")
 ERROR = re.compile(r'^(aimage: \S|Usage: |{"event": "error")', re.MULTILINE)
 FUNCTION = f'aimage() {{ {shlex.join(PROGRAM)} "$@"; }}\n'
+# A module that hides the packages of the extras
+BARE = """
+import importlib.util, sys
+hidden, find = {"aiohttp", "mlx", "numpy", "PIL", "structlog"}, importlib.util.find_spec
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Finder())
+importlib.util.find_spec = lambda name, *rest: None if name in hidden else find(name, *rest)
+"""
 
 
 @dataclass(frozen=True)
@@ -176,6 +187,8 @@ def play(
                     (pytest.fail if is_required else pytest.skip)(f"{tool} is not installed")
             (here.home / "examples").symlink_to(ROOT / "examples")
             (here.home / "password.txt").write_text(f"{PASSWORD}\n")
+            (here.home / "bare").mkdir()
+            (here.home / "bare/sitecustomize.py").write_text(BARE)
             authority.cert_pem.write_to_path(str(here.home / "ca.pem"))
             if store is not None:
                 shutil.copytree(store, here.store, copy_function=_link_blobs)
