@@ -25,6 +25,7 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate_copied
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.telemetry import span
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,12 @@ def pull(
         VerificationError, FormatError: the bytes differ from their descriptors.
         StoreError, NoSpaceError: it cannot be stored.
     """
-    with Repository(reference, connection) as repository:
+    with span("pull", reference=str(reference)), Repository(reference, connection) as repository:
         source = options.wrap(repository) if options.wrap else repository
-        root = source.resolve(reference)
-        plan = plan_copy(source, *select(source, root, reference, options.selector))
+        with span("resolve"):
+            root = source.resolve(reference)
+        with span("manifest"):
+            plan = plan_copy(source, *select(source, root, reference, options.selector))
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
         name = stored_name(reference, plan.root)
@@ -91,7 +94,7 @@ def pull(
             return PullResult(name, plan, tuple(plan.missing_left_out(store)))
         check_space(plan.missing(store), store)  # before the lease writes into an empty store
         limit = connection.limit(reference.registry)
-        with store.lease(*plan.digests):
+        with store.lease(*plan.digests), span("blobs", count=len(plan.digests)):
             copy(
                 source,
                 reference,

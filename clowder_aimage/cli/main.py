@@ -201,6 +201,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
     code = run()
+    if "clowder_aimage.telemetry" in sys.modules:
+        sys.modules["clowder_aimage.telemetry"].stop()
     if threading.active_count() > 1:
         import logging
 

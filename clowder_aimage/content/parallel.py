@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from clowder_aimage.errors import AImageError
+from clowder_aimage.telemetry import bound
 
 _GRACE = 1.0  # seconds that running calls get to end after a failure
 
@@ -38,7 +39,7 @@ def in_parallel(
     pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="aimage")
     futures: list[Future[None]] = []
     try:
-        futures += [pool.submit(run, call) for call in calls]
+        futures += [pool.submit(run, bound(call)) for call in calls]
         wait(futures, return_when=FIRST_EXCEPTION)
         if errors:
             raise errors[0]

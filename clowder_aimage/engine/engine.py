@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
-from clowder_aimage.engine.event import Event, EventLog, LoadingEvent, QueuedEvent
+from clowder_aimage.engine.event import Event, EventLog, ImageEvent, LoadingEvent, QueuedEvent
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
@@ -29,6 +29,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.oci import Reference
+from clowder_aimage.telemetry import record, span
 
 Emit = Callable[[Event], None]
 
@@ -170,10 +171,12 @@ class Engine:
         parameters = request.make(stored.aimage) if request.make else None
         model = self._scheduler.enter(request, stored)
         emit(QueuedEvent(self._scheduler.ahead(request)))
-        await request.moved.wait()
+        with span("queue"):
+            await request.moved.wait()
         if not request.is_begun:
             emit(LoadingEvent())
-            await request.turn.wait()
+            with span("load", model=str(model.reference)):
+                await request.turn.wait()
         self.metrics.queue.set(self.waiting)
         if parameters is not None:
             await self._generate(model, request, parameters, emit)
@@ -203,12 +206,15 @@ class Engine:
             now = self._clock()
             if isinstance(event, Step):
                 self.metrics.steps.observe(now - last)
+            elif isinstance(event, ImageEvent):
+                record("decode", now - last)
             last = now
             emit(event)
 
         name = model.pinned_name(request.reference)
         try:
-            await request.runner.generate(name, parameters, request.encoding, on_event)
+            with span("generate", model=str(model.reference)):
+                await request.runner.generate(name, parameters, request.encoding, on_event)
             outcome = "done"
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from clowder_aimage import telemetry
 from clowder_aimage.content import Rate, Source
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.copy_option import CopyEvent, OnEvent
@@ -167,7 +168,7 @@ class SharedTransfer:
 
 def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -> None:
     """Run ``call`` in a daemon thread; set ``result`` to its result or exception."""
-    loop = asyncio.get_running_loop()
+    loop, call = asyncio.get_running_loop(), telemetry.bound(call)
 
     def settle(set_it: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed

@@ -17,8 +17,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from aiohttp import ClientError, web
+from aiohttp.hdrs import METH_ALL
 from aiohttp.typedefs import Handler, Middleware
 
+from clowder_aimage import telemetry
 from clowder_aimage.engine.admission import ending
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
@@ -96,7 +98,7 @@ def _account(roles: Sequence[Role]) -> Middleware:
         request["id"] = given if _ID.fullmatch(given) else secrets.token_hex(8)
         begun, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
         try:
-            response = await handler(request)
+            response = await _traced(request, handler)
             status = response.status
             sent = 0 if request.method == "HEAD" else response.content_length or 0
             return response
@@ -125,6 +127,21 @@ def _account(roles: Sequence[Role]) -> Middleware:
             _log.log(level, "request", extra=facts)
 
     return middleware
+
+
+async def _traced(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Handle a request in a span (OpenTelemetry, "Semantic Conventions for HTTP Spans")."""
+    resource = request.match_info.route.resource
+    route = resource.canonical if resource is not None else ""
+    method = request.method if request.method in METH_ALL else "_OTHER"
+    with telemetry.span(f"{method} {route}".strip(), headers=request.headers) as span:
+        response = await handler(request)
+        if span is not None:
+            span.set_attribute("http.request.method", method)
+            span.set_attribute("http.route", route)
+            span.set_attribute("http.response.status_code", response.status)
+            span.set_attribute("aimage.request.id", request["id"])
+        return response
 
 
 @web.middleware

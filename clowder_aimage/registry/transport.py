@@ -31,6 +31,7 @@ from urllib3.exceptions import (
 )
 from urllib3.util.wait import wait_for_write
 
+from clowder_aimage import telemetry
 from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.registry.response import RegistryResponse
@@ -185,6 +186,7 @@ class Transport:
         from https to http. Raises NetworkError.
         """
         sent = {**self._headers, **headers}
+        telemetry.inject(sent)
         for count in range(max_redirects + 1):
             response = self._traced(method, url, sent, body, timeout)
             response.is_redirected = count > 0

@@ -290,6 +290,20 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
+def start_traces() -> None:
+    """Record traces if the environment names a collector; warn if the extra is missing."""
+    from clowder_aimage import __version__, telemetry
+    from clowder_aimage.cli.console.output import note
+    from clowder_aimage.cli.console.remedy import advice
+
+    if telemetry.is_wanted():
+        try:
+            with needs("OpenTelemetry", "otel"):
+                telemetry.start(version=__version__)
+        except UsageError as error:
+            note(f"warning: {error.message}; no traces are sent\n  {advice(error)}")
+
+
 class VerbSettings(NamedTuple):
     """The values of the shared options."""
 

@@ -14,6 +14,7 @@ from clowder_aimage.cli.console.option import (
     parsed,
     references_argument,
     settings,
+    start_traces,
     transfer_options,
     verb,
 )
@@ -111,6 +112,7 @@ def pull(
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
+    start_traces()
     chosen = settings()
     layout = chosen.layout
     connection = chosen.connection(*(one.registry for one in references))

@@ -12,6 +12,7 @@ from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     needs,
     settings,
+    start_traces,
 )
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.verbs.serve import metrics_and_log_options
@@ -77,6 +78,7 @@ def serve(
     if upstream is None and chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --upstream")
     log.configure(log_format or log.CONSOLE, "warning" if chosen.quiet else log_level or "info")
+    start_traces()
     server.serve(
         chosen.layout,
         addr,

@@ -17,6 +17,7 @@ from clowder_aimage.cli.console.option import (
     needs,
     options,
     settings,
+    start_traces,
     verb,
 )
 from clowder_aimage.cli.console.output import result
@@ -287,6 +288,7 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
     from clowder_aimage.node.daemon import Daemon
 
     chosen = settings()
+    start_traces()
     check_stores(chosen.stores)
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
     connection = chosen.connection()
