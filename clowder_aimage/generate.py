@@ -12,7 +12,7 @@ from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.completeness import IncompleteError, require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
-from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.loader import PIPELINES, load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEvent
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import PullOptions, pull, stored_name
@@ -77,9 +77,17 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
         aimage = read_aimage(store, reference).aimage
     except NotFoundError:
         return
-    if any(layer.name == "model_index.json" for layer in aimage.layers):
-        return
     kind = aimage.properties.get("format")
+    if kind == "diffusers":
+        raise ModelError(
+            f"only {', '.join(PIPELINES)} can be run; {reference} is "
+            f"{str(aimage.properties.get('pipeline'))[:80]}",
+            remedy="export_to_run",
+            library=kind,
+            reference=reference,
+        )
+    if kind != "files" and any(layer.name == "model_index.json" for layer in aimage.layers):
+        return
     if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
         return  # the loader reports missing files
     what = f"has the format {str(kind)[:60]!r}" if kind else "is packed as tar files"

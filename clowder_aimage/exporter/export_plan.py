@@ -16,15 +16,17 @@ from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
 from clowder_aimage.exporter.weight_file import (
     STEMS,
+    WeightEntry,
     WeightFile,
     entries,
     index,
     is_modelopt,
     weight_files,
 )
-from clowder_aimage.formats.model_tree import CARD, card
+from clowder_aimage.formats.model_tree import CARD, card, naming
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, mediatype, read_json
+from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 from clowder_aimage.tensor.weight import Weight
 
@@ -109,8 +111,14 @@ class ExportPlanner:
         """
         weights = self._read()
         replaced = set[str]()
+        headers = [x for x in self._aimage.layers if _is_header(x)]
         for component, members in weights.items():
-            self._gather(component, members)
+            own = [layer for layer in headers if layer.component == component]
+            if self._rebuild(own, members):
+                replaced.update(x.name for x in own if not x.name.endswith(".json"))
+            else:
+                replaced.update(layer.name for layer in own)
+                self._gather(component, members)
             if (config := merged(self._object(_inside(component, _CONFIG)), members)) is not None:
                 name = _inside(component, _CONFIG)
                 self._made[name] = (config, len(config))
@@ -149,6 +157,30 @@ class ExportPlanner:
             self._made[_inside(component, found[0])] = (found[1], len(found[1]))
         if any(weight.quantization for weight in weights):
             self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX
+
+    def _rebuild(self, headers: Sequence[Layer], weights: Sequence[Weight]) -> bool:
+        """Plan the weight files that these are the headers of, if the tensors are unchanged."""
+        parts = {w.name: w.parts[0].tensor for w in weights if w.quantization is None}
+        files = []
+        for layer in headers:
+            if layer.name.endswith(".json"):  # an index, which is written as it is
+                continue
+            data = self._bytes(layer, MAX_HEADER_SIZE)
+            entries = []
+            with naming(Path(layer.name)):
+                tensors = parse_header(data[8:], None).tensors
+            for name, info in sorted(tensors.items(), key=lambda pair: pair[1].start):
+                source = parts.pop(name, None)
+                if source is None or (source.dtype, source.shape) != (info.dtype, info.shape):
+                    return False
+                entries.append(WeightEntry(name, info.dtype, info.shape, source))
+            files.append(WeightFile(layer.name, data, tuple(entries)))
+        if not files or parts or any(weight.quantization for weight in weights):
+            return False
+        for file in files:
+            self._made[file.name] = (file.header, file.size)
+            self._place(file.name, file)
+        return True
 
     def _place(self, name: str, file: WeightFile) -> None:
         offset = len(file.header)
@@ -199,15 +231,20 @@ class ExportPlanner:
             self._objects[name] = self._parse(found[0]) if is_small else {}
         return self._objects[name]
 
+    def _bytes(self, layer: Layer, limit: int) -> bytes:
+        with open_decompressed(self._store, layer.descriptor, layer.content, limit=limit) as file:
+            return b"".join(iter(lambda: file.read(1 << 20), b""))
+
     def _parse(self, layer: Layer) -> dict[str, Any]:
-        with open_decompressed(
-            self._store, layer.descriptor, layer.content, limit=_LARGEST
-        ) as file:
-            data = b"".join(iter(lambda: file.read(_LARGEST), b""))
-        value = read_json(data, layer.name)
+        value = read_json(self._bytes(layer, _LARGEST), layer.name)
         if not isinstance(value, dict):
             raise FormatError(f"{layer.name} is not a JSON object")
         return value
+
+
+def _is_header(layer: Layer) -> bool:
+    plain, _ = mediatype.split_compression(layer.descriptor.media_type)
+    return plain == mediatype.AIMAGE_HEADER
 
 
 def _has_license(store: BlobFiles, content: Descriptor, license_: str) -> bool:

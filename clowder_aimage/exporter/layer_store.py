@@ -58,6 +58,7 @@ _FILES = frozenset(
     {
         mediatype.AIMAGE_SAFETENSORS,
         mediatype.AIMAGE_FILE,
+        mediatype.AIMAGE_HEADER,
         mediatype.AIMAGE_GGUF,
         mediatype.AIMAGE_ONNX,
         mediatype.AIMAGE_TORCHSCRIPT,

@@ -21,13 +21,14 @@ from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
 DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
+CHECKPOINT = "safetensors"  # a lone file of weights
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
 _LORA = re.compile(r"(^|[._])lora[._](A|B|a|b|down|up|embedding_A|embedding_B)($|\.)")
 _LORA_TOO = re.compile(r"(^|[._])(alpha|dora_scale|lora_magnitude_vector)($|\.)")
 _KNOWN = (
     "a diffusers, Transformers, PEFT or TensorFlow SavedModel directory, or a GGUF, ONNX, "
-    "TorchScript or safetensors LoRA file"
+    "TorchScript or safetensors file (a checkpoint or LoRA)"
 )
 
 
@@ -87,12 +88,7 @@ def _detect_safetensors(path: Path) -> str:
         if path.suffix.lower() == SAFETENSORS:
             raise
         raise _unknown(path) from None
-    if is_lora(names):
-        return LORA
-    raise ModelError(
-        f"{path} contains only weights, without the configuration of the model",
-        hint="pass the directory that also contains its config.json",
-    )
+    return LORA if is_lora(names) else CHECKPOINT
 
 
 def is_lora(names: Iterable[str]) -> bool:
@@ -154,26 +150,27 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
 def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
     """Return the error for a directory in no known format, judged by its file names."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
-        return ModelError(
+        return model_tree.unpacked(
             f"{root} contains transformer/ and vae/, but no model_index.json",
-            hint=model_tree.MODEL_AGAIN,
+            model_tree.MODEL_AGAIN,
         )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
-            return ModelError(
+            return model_tree.unpacked(
                 f"unsupported model format: {root} ({name} may be TorchScript)",
-                hint=f"if it is, pass the file itself; otherwise {torchscript.CONVERT}",
+                f"if it is, pass the file itself; otherwise {torchscript.CONVERT}",
             )
     for path in paths.values():
         if path.suffix.lower() in model_tree.PICKLED:
             return model_tree.pickled(path, torchscript.CONVERT)
     if lone := [name for name in paths if name.endswith(SAFETENSORS)]:
-        return ModelError(
-            f"{root} contains {lone[0]}, but no config.json",
-            hint="download the complete model again; for a LoRA adapter, pass the file itself",
+        missing = "config.json states no model" if _CONFIG in paths else "there is no config.json"
+        return model_tree.unpacked(
+            f"{root} contains {lone[0]}, but {missing}",
+            "pass a weight file itself, or a directory of a whole model",
         )
     return _unknown(root)
 
 
 def _unknown(path: Path) -> ModelError:
-    return ModelError(f"unsupported model format: {path}", hint=f"supported: {_KNOWN}")
+    return model_tree.unpacked(f"unsupported model format: {path}", f"supported: {_KNOWN}")

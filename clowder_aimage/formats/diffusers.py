@@ -1,25 +1,33 @@
 """Diffusers model directories: names, headers and configs, but no weights.
 
+The components of a known pipeline are checked. Any other pipeline is packed with the components
+that it names, and its files are exported byte for byte.
+
 Layout of the directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
 transformers, "Sharded checkpoints".
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.prequantized import read_quantized
-from clowder_aimage.formats.shard_index import read_weights
+from clowder_aimage.formats.shard_index import header_files, of_variant, read_weights
+from clowder_aimage.formats.transformers import TEXTS
 
 MODEL_INDEX = "model_index.json"
 _WEIGHTED = ("text_encoder", "transformer", "vae")
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 _PIPELINES = {"ZImagePipeline": "z-image"}
+_NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
+# classes whose config.json comes without weights
+_WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler")
 # Files of a component that a pipeline reads, besides its weights. Other files are not the model.
 _FILES = {
     "scheduler": ("scheduler_config.json",),
@@ -39,15 +47,19 @@ _CLASSES = {
 }
 
 
-def take_inventory(directory: Path) -> Inventory:
-    """Read everything about a model directory except its weights.
+def take_inventory(directory: Path, variant: str = "") -> Inventory:
+    """Read everything about a model directory except its weights, which are in this variant.
 
     Raises:
         ModelError: The model is unsupported or incomplete, or cannot be read.
         FormatError: The quantization is unknown, or does not match the config.
+        UsageError: A component has several variants, or none has the chosen one.
     """
     index = _model_index(directory)
     pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
+    if pipeline not in _PIPELINES:
+        return _any_pipeline(directory, pipeline, index, variant)
+    model_tree.list_directory(directory, directory, model_tree.PICKLED)
     # a missing component is [null, null]
     if unknown := sorted(key for key in index if key not in COMPONENTS and _is_part(index[key])):
         raise ModelError(
@@ -57,7 +69,9 @@ def take_inventory(directory: Path) -> Inventory:
     return Inventory(
         family=_PIPELINES[pipeline],
         pipeline=pipeline,
-        components=tuple(_component(directory, name, index.get(name)) for name in COMPONENTS),
+        components=tuple(
+            _component(directory, name, index.get(name), variant) for name in COMPONENTS
+        ),
         files=(_file(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
     )
@@ -67,15 +81,68 @@ def check_pipeline(index: Mapping[str, Any], name: str) -> str:
     """Return the class of the pipeline in a model index called ``name``.
 
     Raises:
-        ModelError: It is unsupported.
+        ModelError: It is missing, or is not the name of a class.
     """
-    pipeline = str(index.get("_class_name", ""))
-    if pipeline not in _PIPELINES:
-        raise ModelError(
-            f"{name}: unsupported pipeline {pipeline[:80]!r}",
-            hint=f"supported: {', '.join(_PIPELINES)}",
-        )
+    pipeline = index.get("_class_name", "")
+    if not isinstance(pipeline, str) or not pipeline.isidentifier():
+        raise ModelError(f"{name}: invalid pipeline class {pipeline!r:.80}")
     return pipeline
+
+
+def _any_pipeline(root: Path, pipeline: str, index: Mapping[str, Any], variant: str) -> Inventory:
+    names = sorted(name for name, entry in index.items() if _is_part(entry))
+    if not names:
+        raise ModelError(f"{root / MODEL_INDEX} names no components")
+    components = tuple(_any_component(root, name, index[name], variant) for name in names)
+    if variant and not any(
+        f".{variant}" in file.path.name for component in components for file in component.files
+    ):
+        raise UsageError(f"no component of {root} has weights in the variant {variant!r:.80}")
+    return Inventory(
+        family="",
+        pipeline=pipeline,
+        components=components,
+        files=(_file(root, root / MODEL_INDEX),),
+        license=model_tree.read_license(root),
+        facts={"format": "diffusers"},
+    )
+
+
+def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Component:
+    if not _NAME.fullmatch(name):
+        raise ModelError(f"{root / MODEL_INDEX}: invalid component name {name!r:.80}")
+    directory = _directory(root, name)
+    every = {path.name: path for path in model_tree.list_directory(root, directory)}
+    paths = [every[one] for one in sorted(of_variant(every, variant))]
+    texts = [p for p in paths if p.suffix in TEXTS and ".index." not in p.name]
+    files = tuple(_file(root, path) for path in texts)
+    has_config = "config.json" in every
+    config = model_tree.read_object(root, directory / "config.json") if has_config else {}
+    if not any(path.suffix == ".safetensors" for path in paths):
+        if pickled := [p for p in every.values() if p.suffix.lower() in model_tree.PICKLED]:
+            raise model_tree.pickled(pickled[0], "convert the weights to safetensors")
+        if has_config and not _WEIGHTLESS.search(entry[1]):
+            raise ModelError(
+                f"{directory} contains no weights in safetensors", hint=model_tree.MODEL_AGAIN
+            )
+        return Component(name, entry[0], entry[1], (), files, config)
+    tensors = read_weights(directory, paths)
+    try:
+        weights, ignored = read_quantized(directory, tensors, config)
+    except FormatError as error:
+        error.remedy, error.facts["other"] = "whole_files", error.hint or model_tree.MODEL_AGAIN
+        raise
+    if not ignored and all(weight.quantization is None for weight in weights):
+        files += header_files(f"{name}/", paths)
+    return Component(name, entry[0], entry[1], weights, files, config, ignored)
+
+
+def _directory(root: Path, name: str) -> Path:
+    directory = root / name
+    if not directory.is_dir():
+        missing = f"the {name} is missing: {directory} is not a directory"
+        raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
+    return directory
 
 
 def _is_part(value: object) -> bool:
@@ -95,11 +162,10 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
             hint="pass the directory that contains model_index.json, text_encoder/, transformer/, "
             "vae/, tokenizer/ and scheduler/",
         )
-    model_tree.list_directory(directory, directory, model_tree.PICKLED)
     return model_tree.read_object(directory, directory / MODEL_INDEX)
 
 
-def _component(root: Path, name: str, entry: object) -> Component:
+def _component(root: Path, name: str, entry: object, variant: str) -> Component:
     if not isinstance(entry, list) or not _is_part(entry):
         raise ModelError(f"{root / MODEL_INDEX}: the entry of the {name} is missing or invalid")
     if entry[1] != _CLASSES.get(name, entry[1]):
@@ -107,11 +173,11 @@ def _component(root: Path, name: str, entry: object) -> Component:
             f"{root / MODEL_INDEX}: unsupported {name} {entry[1][:80]!r}",
             hint=f"expected {_CLASSES[name]}",
         )
-    directory = root / name
-    if not directory.is_dir():
-        missing = f"the {name} is missing: {directory} is not a directory"
-        raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
+    directory = _directory(root, name)
     paths = model_tree.list_directory(root, directory, model_tree.PICKLED)
+    if variant:
+        chosen = of_variant((path.name for path in paths), variant)
+        paths = [path for path in paths if path.name in chosen]
     if name == "tokenizer":
         _check_tokenizer(root, {path.name for path in paths})
     tensors = read_weights(directory, paths) if name in _WEIGHTED else ()

@@ -204,9 +204,13 @@ def _is_cached(repository: Path, target: Path) -> bool:
 
 def pickled(path: Path, hint: str) -> ModelError:
     """Return the error for a pickled file."""
-    return ModelError(
-        f"{path} is pickled: loading it can execute arbitrary code, so it is not packed", hint=hint
-    )
+    message = f"{path} is pickled: loading it can execute arbitrary code, so it is not packed"
+    return unpacked(message, hint)
+
+
+def unpacked(message: str, hint: str) -> ModelError:
+    """Return the error for a model that can only be packed as whole files."""
+    return ModelError(message, hint=hint, remedy="whole_files", other=hint)
 
 
 @contextmanager

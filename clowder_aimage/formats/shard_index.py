@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.formats.model_tree import AGAIN, MODEL_AGAIN, check_not_pointer
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.formats.model_tree import AGAIN, MODEL_AGAIN, SourceFile, check_not_pointer
+from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor import Header, read_header
 from clowder_aimage.tensor.weight import SourceTensor
 
 _WEIGHTS = ".safetensors"
-_INDEX = ".safetensors.index.json"
+# diffusers and transformers, "variant": model.fp16.safetensors,
+# model.fp16-00001-of-00002.safetensors (or -00001-of-00002.fp16), model.safetensors.index.fp16.json
+_PART = re.compile(r"-[0-9]{5}-of-[0-9]{5}")
+_INDEX = re.compile(r"[^.]*\.safetensors\.index(?:\.(?P<variant>[^.]+))?\.json")
+_FILE = re.compile(r"[^.]*(?:\.(?P<variant>.+))?\.safetensors")
 
 
 def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]:
@@ -21,7 +28,7 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
         ModelError: There is an extra shard, or the index and the shards disagree.
         FormatError: A shard is missing, or a file is not valid safetensors.
     """
-    indexes = [path for path in paths if path.name.endswith(_INDEX)]
+    indexes = [path for path in paths if is_index(path.name)]
     files = [path for path in paths if path.name.endswith(_WEIGHTS)]
     if len(indexes) > 1:
         raise ModelError(f"{directory} contains several indexes: {_names(indexes)}")
@@ -40,6 +47,57 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     if not tensors:
         raise ModelError(f"{_names(files)} in {directory} contains no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
+
+
+def is_index(name: str) -> bool:
+    """Return whether a file of this name is the index of shards."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def of_variant(names: Iterable[str], variant: str) -> set[str]:
+    """Return the names of a component's files, with weights in one variant only.
+
+    They are those of ``variant`` if there are any, else those without a variant, as in diffusers;
+    weights in a single variant need no choice.
+
+    Raises:
+        UsageError: There are several variants, and none of them is chosen.
+    """
+    names = set(names)
+    weights = {}
+    for name in names:
+        file = _PART.sub("", name.rpartition("/")[2])
+        if match := _INDEX.fullmatch(file) or _FILE.fullmatch(file):
+            weights[name] = match["variant"] or ""
+    found = sorted(set(weights.values()))
+    chosen = next((one for one in (variant, "", *found[: len(found) == 1]) if one in found), None)
+    if chosen is None and found:
+        raise UsageError(
+            f"the weights are there in several variants: {', '.join(found)}",
+            remedy="choose_weights",
+            names=", ".join(found),
+        )
+    return {name for name in names if weights.get(name, chosen) == chosen}
+
+
+def header_files(prefix: str, paths: Iterable[Path]) -> tuple[SourceFile, ...]:
+    """Return the headers of weight files and the index of shards, as layers.
+
+    With them an export writes the same files, whatever wrote these.
+    """
+    made = []
+    for path in paths:
+        status = path.stat()
+        if path.name.endswith(_WEIGHTS):
+            with path.open("rb") as file:
+                size = 8 + int.from_bytes(file.read(8), "little")
+        elif is_index(path.name):
+            size = status.st_size
+        else:
+            continue
+        name, kind = prefix + path.name, mediatype.AIMAGE_HEADER
+        made.append(SourceFile(name, path, size, status.st_mtime_ns, kind))
+    return tuple(made)
 
 
 def is_safetensors(path: Path) -> bool:

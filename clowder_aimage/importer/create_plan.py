@@ -11,6 +11,7 @@ from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats.inventory import Component, Inventory
+from clowder_aimage.formats.model_tree import unpacked
 from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
 from clowder_aimage.importer import planned_layer
 from clowder_aimage.importer.decision import (
@@ -124,10 +125,10 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
         layers = tuple(layer.layer(digest) for layer in plan.layers)
         dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
-        raise ModelError(
+        raise unpacked(
             f"the manifest of {len(plan.layers)} layers exceeds {MAX_MANIFEST_SIZE} bytes, the "
             "limit of registries",
-            hint="models with many small tensors require packing them into fewer layers",
+            "models with many small tensors require packing them into fewer layers",
         ) from None
 
 

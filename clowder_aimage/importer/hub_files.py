@@ -13,20 +13,22 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import gguf, lora, onnx, savedmodel, torchscript, transformers
-from clowder_aimage.formats.detection import DIFFUSERS, LORA, SAFETENSORS, TRANSFORMERS
+from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, LORA, SAFETENSORS, TRANSFORMERS
 from clowder_aimage.formats.diffusers import MODEL_INDEX, check_pipeline
 from clowder_aimage.formats.model_tree import AGAIN, CARD, PICKLED
+from clowder_aimage.formats.shard_index import of_variant
 
 Read = Callable[[str], bytes]
 _CONFIG = "config.json"
 _INDEX = ".safetensors.index.json"
 _USUAL = ("model", "diffusion_pytorch_model", "adapter_model")
-_TEXTS = (".json", ".txt", ".jinja", ".model")  # of a component
 _WEIGHTS = (*PICKLED, SAFETENSORS, ".h5", ".msgpack", ".gguf", ".tflite", ".ot")
 _SHOWN = 5  # names in a message
 
 
-def choose(repository: str, files: Collection[str], read: Read, kind: str | None) -> set[str]:
+def choose(
+    repository: str, files: Collection[str], read: Read, kind: str | None, variant: str = ""
+) -> set[str]:
     """Return the names of the ``files`` of a repository that are packed.
 
     Args:
@@ -34,6 +36,7 @@ def choose(repository: str, files: Collection[str], read: Read, kind: str | None
         files: All its files.
         read: A function of a name to the content of a small file, such as an index of shards.
         kind: The format; by default it is detected.
+        variant: The variant of a pipeline's weights, such as fp16.
 
     Raises:
         ModelError: No file can be packed, or some would be left out.
@@ -42,7 +45,7 @@ def choose(repository: str, files: Collection[str], read: Read, kind: str | None
     """
     names = {name for name in files if not any(p.startswith(".") for p in name.split("/"))}
     kind = kind or _detect(repository, names)
-    return _of_kind(repository, names, read, kind) | (names & {CARD})
+    return _of_kind(repository, names, read, kind, variant) | (names & {CARD})
 
 
 def parts_of(file: str, files: Collection[str]) -> set[str]:
@@ -60,7 +63,7 @@ def _detect(repository: str, names: set[str]) -> str:
         gguf.FORMAT: gguf.ENDING in endings,
         onnx.FORMAT: any(name.lower().endswith(onnx.ENDING) for name in names),
         savedmodel.FORMAT: bool(top & {savedmodel.BINARY, savedmodel.TEXT}),
-        "": SAFETENSORS in endings,  # an adapter, or a checkpoint
+        CHECKPOINT: SAFETENSORS in endings,  # or an adapter
     }
     for kind, does_fit in fits.items():
         if does_fit:
@@ -74,17 +77,17 @@ def _detect(repository: str, names: set[str]) -> str:
     raise ModelError(f"{repository} holds no model in a format that can be packed")
 
 
-def _of_kind(repository: str, names: set[str], read: Read, kind: str) -> set[str]:
+def _of_kind(repository: str, names: set[str], read: Read, kind: str, variant: str) -> set[str]:
     top = _inside(names, "")
     if kind == DIFFUSERS:
-        return _pipeline(repository, names, read)
+        return _pipeline(repository, names, read, variant)
     if kind == TRANSFORMERS:
         _check_parts(repository, names)
         texts = {name for name in top if name.endswith(transformers.TEXTS)} - set(_indexes(top))
         return texts | _weights(top, read)
     if kind == gguf.FORMAT:
         return _gguf(repository, top)
-    if kind in (LORA, ""):
+    if kind in (LORA, CHECKPOINT):
         loose = {name for name in top if name.lower().endswith(SAFETENSORS)}
         known = loose & {lora.WEIGHTS} or loose
         _check_one(repository, known)
@@ -98,7 +101,7 @@ def _of_kind(repository: str, names: set[str], read: Read, kind: str) -> set[str
     return names
 
 
-def _pipeline(repository: str, names: set[str], read: Read) -> set[str]:
+def _pipeline(repository: str, names: set[str], read: Read, variant: str) -> set[str]:
     """Return the files of the components that model_index.json names."""
     if MODEL_INDEX not in names:
         raise ModelError(f"{repository} has no {MODEL_INDEX}: not a diffusers model")
@@ -108,7 +111,8 @@ def _pipeline(repository: str, names: set[str], read: Read) -> set[str]:
     for name, entry in index.items():
         if isinstance(entry, list) and len(entry) == 2 and all(entry):
             here = _inside(names, name)
-            texts = {one for one in here if one.endswith(_TEXTS)} - set(_indexes(here))
+            here = of_variant(here, variant) if variant else here
+            texts = {one for one in here if one.endswith(transformers.TEXTS)} - set(_indexes(here))
             chosen |= texts | _weights(here, read)
     return chosen
 

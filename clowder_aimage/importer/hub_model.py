@@ -250,7 +250,7 @@ def _reader(snapshot: Path) -> hub_files.Read:
 
 def _chosen(name: HubName, form: ModelForm, files: set[str], read: hub_files.Read) -> set[str]:
     if not name.file:
-        return hub_files.choose(name.repository, files, read, form.format)
+        return hub_files.choose(name.repository, files, read, form.format, form.variant)
     if name.file not in files:
         raise NotFoundError(f"{name.repository} has no file {name.file}")
     return hub_files.parts_of(name.file, files)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats import lora, model_tree, transformers
-from clowder_aimage.formats.detection import DIFFUSERS, TRANSFORMERS, detect
+from clowder_aimage.formats import lora, model_tree, transformers, whole_files
+from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, TRANSFORMERS, detect
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.model_tree import ADAPTERS, CARD
@@ -20,7 +21,7 @@ from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
-FORMATS = (DIFFUSERS, TRANSFORMERS, *WHOLE)
+FORMATS = (DIFFUSERS, TRANSFORMERS, CHECKPOINT, *WHOLE, whole_files.FORMAT)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
 
@@ -53,9 +54,10 @@ class ExtraFile:
 class ModelForm:
     """Options for reading a source.
 
-    ``format`` is one of FORMATS, or detected; ``whole_files`` applies to Transformers,
-    ``compression`` to files that stay whole. ``adapters`` maps names to paths; ``extras`` are
-    additional layers.
+    ``format`` is one of FORMATS, or detected; with ``whole_files`` no file is divided into tensors,
+    and any file or directory is packed. ``compression`` applies to files that stay whole.
+    ``adapters`` maps names to paths; ``extras`` are additional layers. ``variant`` is one of a
+    diffusers pipeline's weights, such as fp16.
     """
 
     format: str | None = None
@@ -63,6 +65,7 @@ class ModelForm:
     compression: str = ""
     adapters: tuple[tuple[str, Path], ...] = ()
     extras: tuple[ExtraFile, ...] = ()
+    variant: str = ""
 
 
 def parse_adapter(text: str) -> tuple[str, Path]:
@@ -89,28 +92,49 @@ def take(path: Path, form: ModelForm) -> Inventory:
 def _take(path: Path, form: ModelForm) -> Inventory:
     if form.compression:
         check_compression(form.compression)
-    kind = form.format or detect(path)
-    whole = kind in WHOLE or (kind == TRANSFORMERS and form.whole_files)
-    if form.whole_files and not whole:
-        raise UsageError(
-            f"only Transformers directories can be packed as whole files; {path} is {kind}"
-        )
-    if form.compression and not whole:
+    kind, inventory = _whole(path, form) if form.whole_files else _known(path, form)
+    if form.variant and (kind != DIFFUSERS or form.whole_files):
+        raise UsageError(f"only a diffusers pipeline has variants; {path} is packed as {kind}")
+    if form.compression and inventory.components:
         raise UsageError(
             "tensors cannot be compressed: it would save little space, and they could not be "
             "loaded in place",
-            remedy="compress_whole_files" if kind != DIFFUSERS else "",
+            remedy="compress_whole_files",
         )
-    inventory = _inventory(path, kind, whole)
-    adapters = (*form.adapters, *_travelling(path, inventory))
+    found = _travelling(path, inventory) if kind != whole_files.FORMAT else []
+    adapters = (*form.adapters, *found)
     return _with_extras(_with_adapters(inventory, adapters), form.extras)
 
 
-def _inventory(path: Path, kind: str, whole: bool) -> Inventory:
+def _known(path: Path, form: ModelForm) -> tuple[str, Inventory]:
+    kind = form.format or detect(path)
+    return kind, _inventory(path, kind, form)
+
+
+def _whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
+    """Return a model of a format that keeps files whole; any other files as they are."""
+    kind = form.format or whole_files.FORMAT
+    if form.format is None and path.exists():
+        with suppress(ModelError, FormatError, UsageError):
+            kind = detect(path)
+    try:
+        if kind == TRANSFORMERS:
+            return kind, transformers.take_whole(path)
+        if kind in WHOLE:
+            return kind, _inventory(path, kind, form)
+    except ModelError:  # files that the format does not allow, such as pickled ones
+        if form.format:
+            raise
+    return whole_files.FORMAT, whole_files.take(path)
+
+
+def _inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     if kind == DIFFUSERS:
-        return take_inventory(path)
+        return take_inventory(path, form.variant)
     if kind == TRANSFORMERS:
-        return transformers.take_whole(path) if whole else transformers.take(path)
+        return transformers.take(path)
+    if kind == whole_files.FORMAT:
+        return whole_files.take(path)
     module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
     inventory: Inventory = module.take(_alone(path, kind) if path.is_dir() else path)
     if not path.is_dir():

@@ -10,6 +10,8 @@ from clowder_aimage.model.pipeline import Pipeline
 from clowder_aimage.model.weights import read_object
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
+PIPELINES = ("ZImagePipeline",)
+
 
 def load_pipeline(
     store: BlobFiles,
@@ -31,9 +33,9 @@ def load_pipeline(
     """
     chosen = compute_dtype(dtype)
     name = read_object(store, aimage, "model_index.json").get("_class_name")
-    if name != "ZImagePipeline":
+    if name not in PIPELINES:
         raise ModelError(
             f"unsupported pipeline in model_index.json: {name!r:.80}",
-            hint="supported: ZImagePipeline",
+            hint=f"supported: {', '.join(PIPELINES)}",
         )
     return ZImagePipeline.load(store, aimage, chosen, keep_quantized=keep_quantized)

@@ -150,8 +150,8 @@ def read_header(file: Readable, size: int) -> Header:
     return parse_header(text, size - _LENGTH.size - length)
 
 
-def parse_header(text: bytes, data_size: int) -> Header:
-    """Parse a header whose data is ``data_size`` bytes long.
+def parse_header(text: bytes, data_size: int | None) -> Header:
+    """Parse a header whose data is ``data_size`` bytes long; with None, of any length.
 
     Raises FormatError if two readers could interpret the header differently.
     """
@@ -242,12 +242,12 @@ def _is_span(span: object) -> bool:
     )
 
 
-def _check_cover(tensors: Mapping[str, TensorInfo], data_size: int) -> None:
+def _check_cover(tensors: Mapping[str, TensorInfo], data_size: int | None) -> None:
     offset = 0
     for name, info in sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end)):
         if info.start != offset:
             kind = "gap before" if info.start > offset else "overlap at"
             raise FormatError(f"{kind} tensor {name[:200]} (byte {info.start})")
         offset = info.end
-    if offset != data_size:
+    if data_size is not None and offset != data_size:
         raise FormatError(f"the tensors have {offset} bytes, the file has {data_size}")

@@ -24,12 +24,12 @@ PIPELINE = {
 PART_ONE, PART_TWO = "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"
 
 
-def chosen(files, kind=None, **content):
+def chosen(files, kind=None, variant="", **content):
     def read(name):
         assert name in files
         return json.dumps(content[name.rpartition("/")[2].partition(".")[0]]).encode()
 
-    return choose("org/m", files, read, kind)
+    return choose("org/m", files, read, kind, variant)
 
 
 def test_of_transformers_the_shards_of_the_index_are_chosen():
@@ -121,10 +121,15 @@ def test_refused(files, error, said):
         chosen(files)
 
 
-def test_an_unsupported_pipeline_is_refused_before_it_is_fetched():
+def test_the_chosen_variant_of_any_pipeline_is_fetched():
     index = {"_class_name": "OtherPipeline", "vae": ["diffusers", "AutoencoderKL"]}
-    with pytest.raises(ModelError, match=r"org/m/model_index\.json: unsupported pipeline"):
-        chosen({"model_index.json", "vae/diffusion_pytorch_model.safetensors"}, model_index=index)
+    plain, half = (f"vae/diffusion_pytorch_model{one}.safetensors" for one in ("", ".fp16"))
+    files = {"model_index.json", "vae/config.json", plain, half, "other.ckpt"}
+    assert chosen(files, model_index=index) == files - {half, "other.ckpt"}
+    found = chosen(files, variant="fp16", model_index=index)
+    assert found == files - {plain, "other.ckpt"}
+    with pytest.raises(ModelError, match=r"org/m/model_index\.json: invalid pipeline class"):
+        chosen(files, model_index=index | {"_class_name": 1})
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"[" * 100_000, b"\xff"])

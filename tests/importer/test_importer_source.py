@@ -203,9 +203,13 @@ def test_tensors_are_not_compressed(directory):
         packed(directory, form=ModelForm(compression="gzip"))
 
 
-def test_whole_files_requires_transformers(model):
-    with pytest.raises(UsageError, match="only Transformers directories"):
-        create(in_memory(), NAME, model.directory, form=ModelForm(whole_files=True))
+def test_a_pipeline_can_be_kept_in_whole_files(model):
+    store = in_memory()
+    create(store, NAME, model.directory, form=ModelForm(whole_files=True))
+    aimage = read_aimage(store, NAME).aimage
+    assert aimage.properties["format"] == "files"
+    assert {x.name for x in aimage.layers} >= {"model_index.json", "text_encoder/model.safetensors"}
+    assert not any(layer.is_tensor for layer in aimage.layers)
 
 
 # -- other layers

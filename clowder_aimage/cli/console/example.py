@@ -36,6 +36,7 @@ EXAMPLES = {
         "aimage create shapes examples/shapes/model",
         "aimage create zimage Tongyi-MAI/Z-Image-Turbo --quantize int8",
         f"aimage create {_NAME} . --license MIT",
+        "aimage create sdxl sd_xl_base_1.0.safetensors",
     ),
     "delete": (f"aimage delete {_NAME}", f"aimage delete --force {_REPOSITORY}@sha256:..."),
     "df": ("aimage df",),

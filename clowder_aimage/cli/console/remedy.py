@@ -20,6 +20,7 @@ REMEDIES = {
     "choose_platform": "choose one: aimage pull {reference} --platform OS/ARCH, or "
     "aimage pull {name}@DIGEST",
     "choose_schema": "choose one with --schema NAME: {names}",
+    "choose_weights": "choose one with --variant NAME: {names}",
     "choose_variant": "choose one: aimage pull {reference} --variant NAME, or "
     "aimage pull {name}@DIGEST",
     "choose_variant_or_platform": "choose one: aimage pull {reference} --variant NAME, or "
@@ -41,6 +42,7 @@ REMEDIES = {
     "export_files": "to get its files: aimage export {reference} DIR",
     "export_room": "free some space, export to another disk, or use --links if the store is on "
     "the same disk",
+    "export_to_run": "export it and run it with {library}: aimage export {reference} DIR",
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
     "https": "the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file "
@@ -78,6 +80,7 @@ REMEDIES = {
     "store_permissions": "check the permissions of the directory, or choose another with --store",
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "
     "'aimage tag' adds one to a name in the store",
+    "whole_files": "{other}; or pack all files as they are, with --whole-files",
     "worker_address": "check that AIMAGE_HOST is the address of a worker",
     "worker_token": "set AIMAGE_TOKEN to a token in the worker's token file",
     "write_modelpack": "other tools also read --dialect modelpack",

@@ -32,6 +32,7 @@ from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.oci import Reference, mediatype
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
+_FORMATS += ["safetensors", "files"]
 
 recipe_options = options(
     click.option(
@@ -72,7 +73,13 @@ recipe_options = options(
 @click.option(
     "--whole-files",
     is_flag=True,
-    help="Keep the files of a Transformers directory, instead of a blob for each tensor.",
+    help="Pack any file or directory as it is, with a layer for each file.",
+)
+@click.option(
+    "--variant",
+    default="",
+    metavar="NAME",
+    help="Variant of a diffusers pipeline's weights, such as fp16. [default: none]",
 )
 @click.option(
     "--compress",
@@ -135,6 +142,7 @@ def create(
     ollama: Path | None,
     format_: str | None,
     whole_files: bool,
+    variant: str,
     compress: str | None,
     adapters: tuple[str, ...],
     base: Reference | None,
@@ -149,9 +157,10 @@ def create(
 ) -> None:
     """Pack the model at PATH (default: here) as the AImage NAME.
 
-    PATH is a directory of diffusers or Transformers, of which each tensor becomes a blob, so that
-    models share equal tensors; or a GGUF, ONNX or TorchScript file, a SavedModel directory or a
-    LoRA adapter, which are packed as whole files; or ORG/REPO or hf://ORG/REPO[@REVISION][/FILE], a
+    PATH is a directory of diffusers (any pipeline) or Transformers, or a safetensors file, of which
+    each tensor becomes a blob, so that models share equal tensors; or a GGUF, ONNX or TorchScript
+    file, a SavedModel directory or a LoRA adapter, which are packed as whole files, as is anything
+    else with --whole-files; or ORG/REPO or hf://ORG/REPO[@REVISION][/FILE], a
     model of the Hugging Face hub, from its cache or the network. The digest depends on the model
     alone, not on the machine or the time.
     """
@@ -172,6 +181,7 @@ def create(
         compress or "",
         tuple(map(parse_adapter, adapters)),
         tuple(map(ExtraFile.parse, layers)),
+        variant,
     )
     found, origin = _found(path, form)
     with Progress("packing", reference) as progress:

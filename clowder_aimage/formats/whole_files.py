@@ -1,0 +1,31 @@
+"""Any file or directory, packed as it is: a layer for each file, which is not opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clowder_aimage.errors import ModelError
+from clowder_aimage.formats import model_tree
+from clowder_aimage.formats.inventory import Inventory
+
+FORMAT = "files"
+
+
+def take(path: Path) -> Inventory:
+    """Return the files at or below ``path``, except hidden ones.
+
+    Raises:
+        ModelError: There are none or too many, or one of them is outside of the directory, is not a
+            regular file, or has an invalid name.
+    """
+    root, paths = (path, model_tree.walk(path)) if path.is_dir() else (path.parent, [path])
+    if not path.exists():
+        raise ModelError(f"{path} does not exist")
+    if not paths:
+        raise ModelError(f"{path} contains no files")
+    inside = root if path.is_dir() else None
+    files = [model_tree.source_file(inside, p, p.relative_to(root).as_posix()) for p in paths]
+    is_pickled = any(p.suffix.lower() in model_tree.PICKLED for p in paths)
+    facts = {"pickled": True} if is_pickled else {}
+    license_ = model_tree.read_license(path) if path.is_dir() else None
+    return Inventory.of_files(FORMAT, files, facts, license_)
