@@ -255,6 +255,20 @@ STOCKED = {
         v1 sha256:3fda... application/vnd.oci.image.manifest.v1+json
         $ aimage copy localhost:5000/looked/tiny:v1 localhost:5000/looked/tiny:latest
         sha256:3fda...
+        $ aimage tag --remote localhost:5000/looked/tiny:v1 v1.1 newest
+        localhost:5000/looked/tiny:v1.1 sha256:3fda...
+        localhost:5000/looked/tiny:newest sha256:3fda...
+        $ aimage tag --remote localhost:5000/looked/tiny:none v3 # exit code 3
+        ! aimage: manifest localhost:5000/looked/tiny:none not found at localhost:5000 (404 ...)
+        $ aimage resolve -v localhost:5000/looked/tiny:newest
+        sha256:3fda...
+        ! HEAD http://localhost:5000/v2/looked/tiny/manifests/newest 200 ... ms
+        $ aimage resolve -vv localhost:5000/looked/tiny:newest -H 'X-Trace: 1'
+        sha256:3fda...
+        ! > X-Trace: ...
+        ! < Docker-Content-Digest: sha256:3fda...
+        $ aimage resolve registry.example:443/looked/tiny:v1 --plain-http --resolve registry.example:443:127.0.0.1 # exit code 1
+        ! aimage: cannot reach registry.example:443: ...
         $ aimage delete localhost:5000/looked/tiny:v1 # exit code 2
         ! aimage: deleting the tag localhost:5000/looked/tiny:v1 (sha256:...) requires an answer, and there is no terminal
         ! --force deletes without asking
@@ -356,6 +370,10 @@ PRIVATE = {
         $ aimage logout localhost:5001 # exit code 3
         $ aimage pull localhost:5001/team/tiny:v1 # exit code 4
         ! log in with: aimage login localhost:5001
+        $ aimage pull -q localhost:5001/team/tiny:v1 -u operator -p 'open sesame' --store other
+        sha256:3fda...
+        $ aimage pull localhost:5001/team/tiny:v1 -u operator -p wrong --store other # exit code 4
+        ! aimage: localhost:5001 requires valid credentials for manifest localhost:5001/team/tiny:v1 (401 ...)
         $ echo wrong | aimage login localhost:5001 -u operator --password-stdin # exit code 4
         ! aimage: login failed: localhost:5001 rejected the username or password (401 ...)
     """,

@@ -139,4 +139,6 @@ def test_the_completion_script_names_the_program(aimage, shell):
 
 def test_every_verb_has_a_module_and_a_first_line(aimage):
     for name in VERBS:
-        assert f"Usage: aimage {name}" in aimage()(name, "--help").out
+        shown = aimage()(name, "--help").out
+        assert f"Usage: aimage {name}" in shown
+        assert "Options:\n  -" in shown  # and no arguments

@@ -90,7 +90,8 @@ class _Exemplified(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Registry options": []}
         for param in self.get_params(ctx):
-            if (record := param.get_help_record(ctx)) is not None:
+            record = param.get_help_record(ctx)
+            if record is not None and isinstance(param, click.Option):
                 is_about = isinstance(param, _ConnectionOption)
                 sections["Registry options" if is_about else "Options"].append(record)
         for title, records in sections.items():
@@ -153,9 +154,18 @@ daemon_connection_options = options(
 login_connection_options = options(
     daemon_connection_options,
     _connection("--cert-file", type=_pem_file, help="Present this client certificate (PEM)."),
-    _connection("--key-file", type=_pem_file, help="Its key. [default: in the certificate's file]"),
     _connection(
-        "-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Send this too."
+        "--key-file",
+        type=_pem_file,
+        help="The key of the certificate. [default: in the certificate's file]",
+    ),
+    _connection(
+        "-H",
+        "--header",
+        "headers",
+        multiple=True,
+        metavar="'NAME: VALUE'",
+        help="Send this header with each request.",
     ),
     _connection(
         "--resolve",
@@ -169,7 +179,7 @@ login_connection_options = options(
 )
 
 connection_options = options(
-    _connection("-u", "--username", help="The user's name, instead of stored credentials."),
+    _connection("-u", "--username", help="Username, instead of the stored credentials."),
     _connection("-p", "--password", help="The password. Other users of this machine can see it."),
     _connection("--password-stdin", is_flag=True, help="Read the password from stdin."),
     login_connection_options,
