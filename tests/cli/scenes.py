@@ -190,6 +190,32 @@ EMPTY = {
         ! aimage: cannot connect to the worker at http://localhost:1: Connection refused
         ! start one with 'aimage serve', or set AIMAGE_HOST to another
     """,
+    "models that people have": """
+        $ mkdir sd && cp -r examples/tiny/vae examples/tiny/scheduler sd
+        $ echo '{"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"], "scheduler": ["diffusers", "PNDMScheduler"]}' > sd/model_index.json
+        $ aimage create sd15 sd
+        sha256:...
+        $ aimage run --local sd15 a fox # exit code 1
+        ! aimage: only ZImagePipeline can be run; sd15:latest is StableDiffusionPipeline
+        ! export it and run it with diffusers: aimage export sd15:latest DIR
+        $ aimage export sd15 sd15
+        sd15
+        $ diff -r sd sd15
+        $ cp sd/vae/diffusion_pytorch_model.safetensors ckpt.safetensors
+        $ aimage create sdxl ckpt.safetensors
+        sha256:...
+        $ aimage export sdxl sdxl
+        sdxl
+        $ cmp ckpt.safetensors sdxl/ckpt.safetensors
+        $ aimage create unet sd/vae # exit code 1
+        ! aimage: sd/vae contains diffusion_pytorch_model.safetensors, but config.json states no model
+        ! pass a weight file itself, or a directory of a whole model; or pack all files as they are, with --whole-files
+        $ printf '\200\002}q' > old.ckpt
+        $ aimage create old old.ckpt # exit code 1
+        ! aimage: old.ckpt is pickled: loading it can execute arbitrary code, so it is not packed
+        $ aimage create old old.ckpt --whole-files
+        sha256:...
+    """,
     "configuration": """
         $ echo '{"worker": {"addr": "127.0.0.1:11501", "keepAlive": "1h", "defaultModle": "x"}}' > pc.json
         $ AIMAGE_CONFIG=pc.json aimage serve # exit code 2
@@ -352,10 +378,6 @@ STOCKED = {
         removed: 291 blobs, 1.3 MB
         $ aimage show shapes
         family z-image
-    """,
-    "a component of a model": """
-        $ aimage create unet examples/tiny/transformer # exit code 1
-        ! aimage: ...
     """,
 }
 
