@@ -1,7 +1,8 @@
 """Picture files; a PNG stores its generation parameters.
 
 The parameters are JSON in an international text chunk named ``aimage`` (PNG specification,
-11.3.3.4), beside the registered keywords ``Description`` and ``Software``.
+11.3.3.4), beside the registered keywords ``Description`` and ``Software``. ``parameters`` is text in
+the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers of pictures read.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
+from clowder_aimage import __version__
 from clowder_aimage.errors import NotFoundError, UsageError
 
 KEY = "aimage"
@@ -33,7 +35,7 @@ def encode_picture(
     """
     options: dict[str, Any] = {}
     if kind == "png":
-        options["pnginfo"] = _chunks(facts) if facts is not None else None
+        options["pnginfo"] = _chunks(facts, pixels.shape) if facts is not None else None
     elif quality is not None:
         options["quality"] = quality
     buffer = io.BytesIO()
@@ -41,12 +43,38 @@ def encode_picture(
     return buffer.getvalue()
 
 
-def _chunks(facts: Mapping[str, Any]) -> PngImagePlugin.PngInfo:
+def _chunks(facts: Mapping[str, Any], shape: tuple[int, ...]) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
     info.add_itxt(KEY, json.dumps(facts, ensure_ascii=False))
     info.add_itxt("Description", str(facts.get("prompt", "")))
+    info.add_text("parameters", _parameters(facts, shape))
     info.add_text("Software", "aimage")
     return info
+
+
+def _parameters(facts: Mapping[str, Any], shape: tuple[int, ...]) -> str:
+    """Return the facts as stable-diffusion-webui writes them."""
+    negative = facts.get("negative")
+    stated = {
+        "Steps": facts.get("steps"),
+        "Sampler": "Euler",  # of flow matching, the only one
+        "CFG scale": facts.get("guidance"),
+        "Seed": facts.get("seed"),
+        "Size": f"{shape[1]}x{shape[0]}",
+        "Model hash": str(facts.get("digest", "")).rpartition(":")[2][:10] or None,
+        "Model": str(facts.get("reference", "")).rpartition("/")[2].removesuffix(":latest") or None,
+        "Version": f"aimage {__version__}",
+    }
+    last = ", ".join(
+        f"{key}: {_quoted(value)}" for key, value in stated.items() if value is not None
+    )
+    lines = [str(facts.get("prompt", "")), f"Negative prompt: {negative}" if negative else "", last]
+    return "\n".join(filter(None, lines))
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if set(text) & set(',:"\n') else text
 
 
 def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:

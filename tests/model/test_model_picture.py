@@ -1,0 +1,62 @@
+"""Text in picture files, as other programs read it."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clowder_aimage import __version__
+from clowder_aimage.model.picture import encode_picture, load_picture
+
+PIXELS = np.zeros((16, 32, 3), np.uint8)
+FACTS = {
+    "reference": "localhost:5000/team/shapes:v1",
+    "digest": "sha256:0123456789abcdef",
+    "prompt": "two red circles,\nSteps: of stone",
+    "negative": 'blue, "or" green',
+    "steps": 8,
+    "seed": 7,
+    "guidance": 1.5,
+}
+# stable-diffusion-webui, modules/infotext_utils.py: re_param
+PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
+
+
+def texts(data: bytes) -> dict[str, str]:
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        return dict(getattr(image, "text", {}))
+
+
+def test_parameters_are_read_as_by_the_web_ui(tmp_path):
+    data = encode_picture(PIXELS, FACTS)
+    *lines, last = texts(data)["parameters"].split("\n")
+    assert "\n".join(lines) == f"{FACTS['prompt']}\nNegative prompt: {FACTS['negative']}"
+    assert dict(PAIR.findall(last)) == {
+        "Steps": "8",
+        "Sampler": "Euler",
+        "CFG scale": "1.5",
+        "Seed": "7",
+        "Size": "32x16",
+        "Model hash": "0123456789",
+        "Model": '"shapes:v1"',
+        "Version": f"aimage {__version__}",
+    }
+    (tmp_path / "one.png").write_bytes(data)
+    assert load_picture(tmp_path / "one.png")[1] == FACTS
+
+
+def test_a_prompt_in_any_script_is_kept_and_an_absent_negative_left_out():
+    said = texts(encode_picture(PIXELS, FACTS | {"prompt": "二つの円", "negative": None}))
+    assert said["parameters"].startswith("二つの円\nSteps: 8, ")
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
+def test_pictures_without_facts_have_no_text(kind):
+    facts = None if kind == "png" else FACTS
+    data = encode_picture(PIXELS, facts, kind)
+    assert b"circles" not in data and b"parameters" not in data
