@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import shutil
 import sys
 from hashlib import sha256
@@ -14,7 +13,7 @@ import pytest
 from clowder_aimage.cli.main import ALIASES
 from tests.deploy.test_deploy import output, tool
 from tests.deploy.written import DEPLOY, ROOT
-from tests.docs.test_docs_names import VERBS, options
+from tests.docs.test_docs_names import VERBS, mentioned, options
 from tests.process import run
 
 pytest.importorskip("hatchling", reason="hatchling is not installed")
@@ -37,7 +36,7 @@ def test_every_verb_has_a_man_page_with_its_options(files):
     for verb, command in VERBS.items():
         page = files[f"man/man1/{verb.replace(' ', '-')}.1"].replace("\\-", "-")
         assert page.startswith(f'.TH "{verb.upper().replace(" ", "-")}" 1 ')
-        assert not options(command) - set(re.findall(r"-{1,2}[a-z][a-z-]*|-n", page))
+        assert not options(command) - mentioned(page)
         assert verb == "aimage" or ".SH EXAMPLES" in page or ".SH COMMANDS" in page
     assert len([name for name in files if name.startswith("man/")]) == len(VERBS)
     assert not any(f"man/man1/aimage-{alias}.1" in files for alias in ALIASES)

@@ -58,7 +58,7 @@ def options(command: click.Command) -> set[str]:
 
 def mentioned(text: str) -> set[str]:
     """Options that a text speaks of."""
-    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*(?![\w])", text))
+    return set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*(?![\w])", text))
 
 
 def test_every_verb_and_option_is_in_the_reference() -> None:
