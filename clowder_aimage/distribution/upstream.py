@@ -114,7 +114,7 @@ class UpstreamRegistry:
         if reference is None or reference.registry is None:
             raise UsageError(
                 f"invalid registry {text!r}",
-                hint="expected a host, such as registry.example.com or localhost:5000/mirror",
+                hint="expected a host, such as registry.example.com or localhost:5005/mirror",
             )
         return cls(reference.registry, reference.repository.rpartition("/")[0], connection)
 

@@ -50,7 +50,7 @@ class Endpoint:
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-            hint = "expected HOST:PORT, such as 127.0.0.1:5000"
+            hint = "expected HOST:PORT, such as 127.0.0.1:5005"
             raise UsageError(f"invalid address {text!r}", hint=hint)
         return cls("http", "127.0.0.1" if host == "localhost" else host, int(port))
 

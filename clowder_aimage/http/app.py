@@ -43,7 +43,7 @@ _UNSUPPORTED = re.compile(
 )
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-_log = logging.getLogger("aimage.worker")
+_log = logging.getLogger("aimage.http")
 
 
 def build_app(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from clowder_aimage.engine.shared_transfer import run_in_thread
 
 _T = TypeVar("_T")
-_log = logging.getLogger("aimage.worker")
+_log = logging.getLogger("aimage.http")
 
 
 @contextlib.asynccontextmanager

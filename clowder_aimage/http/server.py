@@ -28,7 +28,7 @@ IDLE_IN_CROWD = 2.0  # seconds
 WRITE = 60.0  # seconds within which the client must receive a byte
 INTERVAL = 1.0  # seconds between two checks
 
-_log = logging.getLogger("aimage.worker")
+_log = logging.getLogger("aimage.http")
 
 
 class IdleTimeout:

@@ -168,3 +168,9 @@ def test_no_package_registry_and_no_path_of_a_machine_is_named() -> None:
         words = HOSTS + (ELSEWHERE if path.suffix == ".md" else [])
         found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
     assert not found
+
+
+def test_no_example_uses_the_port_of_airplay() -> None:
+    """The AirPlay receiver of macOS listens on port 5000."""
+    taken = re.compile(r"\b(?:localhost|127\.0\.0\.1):5000\b")
+    assert not [doc.name for doc in map(Document, GUIDES) if taken.search(doc.text)]

@@ -28,7 +28,7 @@ def registry() -> None:
 @registry.command(short_help="Serve the store over the OCI distribution API.")
 @click.option(
     "--addr",
-    default="127.0.0.1:5000",
+    default="127.0.0.1:5005",
     show_default=True,
     metavar="HOST:PORT",
     help="Address to listen on; port 0 selects a free one.",
