@@ -19,7 +19,7 @@ from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 
 _CONNECT = 10.0  # seconds
-_PROBE = 1.0  # seconds
+_PROBE = 3.0  # seconds
 _REPLY = 300.0  # seconds for a complete reply; the removal of a large model is slow
 _SILENCE = 120.0  # seconds; a worker sends a comment into an event stream every ten seconds
 _MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
