@@ -418,6 +418,17 @@ GENERATE = {
         $ aimage run shapes x --negative blue # exit code 2
         ! aimage: --negative requires --guidance above 0
     """,
+    "options of other tools": """
+        $ aimage run shapes a fox -s 1 --size 32x32 --seed 4 --num-images 2 --negative-prompt blue --guidance-scale 2 -o a.png
+        a-1.png
+        a-2.png
+        $ aimage run shapes a fox --num-inference-steps=1 --size 32x32 --seed 4 --num-images=2 --negative-prompt=blue --cfg=2 -o b.png
+        b-1.png
+        b-2.png
+        $ cmp a-2.png b-2.png
+        $ aimage run shapes a fox --num-images none # exit code 2
+        ! aimage: invalid value for '-n': 'none' is not a valid integer
+    """,
     "places of pictures": """
         $ aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o pics/
         pics/shapes-1.png

@@ -71,12 +71,18 @@ common_options = options(
 )
 
 
-# Options of oras, crane and hf, with those that they stand for
+# Options of oras, crane, hf, diffusers and mflux, with those that they stand for
 SYNONYMS = {
     "--artifact-type": "--type",
+    "--cfg": "--guidance",
     "--concurrency": "--jobs",
+    "--guidance-scale": "--guidance",
     "--max-workers": "--jobs",
+    "--negative-prompt": "--negative",
+    "--num-images": "-n",
+    "--num-inference-steps": "--steps",
     "--output-dir": "--output",
+    "-s": "--steps",
 }
 
 
@@ -121,7 +127,8 @@ class Verb(_Exemplified):
                 break
             name, equals, value = word.partition("=")
             if name not in known and SYNONYMS.get(name) in known:
-                words[at] = f"{SYNONYMS[name]}{equals}{value}"
+                own = SYNONYMS[name]
+                words[at] = f"{own}{equals if own[:2] == '--' else ''}{value}"
         return super().parse_args(ctx, words)
 
 
