@@ -204,6 +204,9 @@ EMPTY = {
         $ cp sd/vae/diffusion_pytorch_model.safetensors ckpt.safetensors
         $ aimage create sdxl ckpt.safetensors
         sha256:...
+        $ aimage run --local sdxl a fox # exit code 1
+        ! aimage: sdxl:latest has the format 'safetensors', which cannot be run
+        ! to get its files: aimage export sdxl:latest DIR
         $ aimage export sdxl sdxl
         sdxl
         $ cmp ckpt.safetensors sdxl/ckpt.safetensors
@@ -269,6 +272,12 @@ STOCKED = {
         z-image
         $ aimage show --remote localhost:5000/looked/tiny:v1
         family z-image
+        $ aimage manifest fetch --pretty localhost:5000/looked/tiny:v1
+        "artifactType": "application/vnd.clowder.aimage.manifest.v1+json",
+        $ aimage blob fetch localhost:5000/looked/tiny $(aimage manifest fetch localhost:5000/looked/tiny:v1 | jq -r .config.digest) | jq -r .family
+        z-image
+        $ aimage blob fetch localhost:5000/looked/tiny sha256:12 -o blob # exit code 2
+        ! aimage: invalid reference ...: invalid sha256 digest: '12'
         $ aimage repo ls localhost:5000
         localhost:5000/looked/tiny
         $ aimage tags localhost:5000/looked/tiny
