@@ -148,7 +148,8 @@ def diff(
 def _read(
     reference: Reference, layout: ImageLayout, connection: ClientOptions, remote: bool
 ) -> Side:
-    if remote and reference.registry is None:
+    has_registry = connection.expand(reference).registry is not None
+    if remote and not has_registry:
         raise UsageError(
             f"{reference} has no registry host to read it from",
             remedy="diff_remote",
@@ -157,7 +158,7 @@ def _read(
         try:
             layout.resolve(reference)
         except NotFoundError:
-            remote = reference.registry is not None
+            remote = has_registry
     if not remote:
         return _side(layout, reference, "store")
     with Repository(reference, connection) as repository:

@@ -58,7 +58,7 @@ def fetch(
     try:
         return find(store, reference, lease)
     except NotFoundError as missing:
-        if reference.registry is None:
+        if connection.expand(reference).registry is None:
             raise
         meant, words = reference, ""
         if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry

@@ -92,9 +92,10 @@ def push(
             f"cannot push {reference} in another dialect, which would change its digest",
             hint="push by tag to rewrite it",
         )
-    host = reference.registry or ""
+    there = connection.expand(reference)
+    host = there.registry or ""
     memory = ladder or DialectCache(None)
-    origins = MountOrigins(MountHolders(store, reference), on_event)
+    origins = MountOrigins(MountHolders(store, there), on_event)
     with store.lease() as lease, Repository(reference, connection, origins) as repository:
         stored = _read(store, reference, dialect, lease)
 
@@ -138,6 +139,7 @@ def transfer(
         UnauthorizedError, NetworkError, RegistryError: it cannot be read or pushed.
         VerificationError, FormatError: the bytes differ from their descriptors.
     """
+    source, target = connection.expand(source), connection.expand(target)
     with _repositories(source, target, connection, on_event) as (there, here):
         if target.digest is not None:
             digest = source.digest or there.resolve(source).digest
@@ -162,6 +164,7 @@ def transfer_tags(
 
     The tags are in order; those of lists of referrers are not copied. Raises as ``transfer`` does.
     """
+    source, target = connection.expand(source), connection.expand(target)
     with _repositories(source, target, connection, on_event) as (there, here):
         tags = sorted(tag for tag in there.tag_names() if not is_generated(tag))
         pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
@@ -254,7 +257,7 @@ def _missing_first(
         return source, plan
     words = describe_missing(stored, check_stored(store, stored))
     error = NotFoundError(
-        f"{reference} is incomplete, and {reference.registry} does not have the rest: the store is "
+        f"{reference} is incomplete, and its registry does not have the rest: the store is "
         f"missing {words or f'{len(absent)} of its blobs'}",
         **completion(store, reference, stored.descriptor, prefer_other=True),
     )

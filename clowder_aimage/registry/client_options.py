@@ -40,7 +40,8 @@ class ClientOptions:
     credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
     that may receive the credentials of other registries. ``ca_bundle`` replaces the default
     certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
-    ``registries`` has settings for single hosts. ``jobs_override`` is the number of layers
+    ``registries`` has settings for single hosts; names without a host are in ``default_registry``
+    (a host, or a host with a path that is prepended to the repository), if it is set. ``jobs_override`` is the number of layers
     transferred at once; 0 for each registry's own setting. If ``plain_http`` is None, ``uses_http``
     decides. ``basic_auth`` (base64) takes precedence over stored credentials, ``headers`` are added
     to each request to the registry, and ``client_certificate`` (a file of the certificate and one
@@ -61,6 +62,7 @@ class ClientOptions:
     ca_bundle: Path | None = None
     cert_dirs: tuple[Path, ...] = ()
     registries: Mapping[str, HostSettings] = field(default_factory=dict, hash=False)
+    default_registry: str = ""
     basic_auth: str | None = field(default=None, repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     client_certificate: tuple[Path, Path | None] | None = None
@@ -80,9 +82,18 @@ class ClientOptions:
         readable = (path for path in self.container_auth if os.access(path, os.R_OK))
         return (*first, docker, *readable)
 
+    def expand(self, reference: Reference) -> Reference:
+        """Return a reference with the default registry, if it has none."""
+        if reference.registry is not None or not self.default_registry:
+            return reference
+        host, _, path = self.default_registry.partition("/")
+        repository = f"{path}/{reference.repository}".lstrip("/")
+        return replace(reference, registry=host, repository=repository)
+
     def host(self, name: str | None) -> HostSettings:
-        """Return the configuration of a host."""
-        return self.registries.get(name or "", HostSettings())
+        """Return the configuration of a host; None is that of the default registry."""
+        host = name or self.default_registry.partition("/")[0]
+        return self.registries.get(host, HostSettings())
 
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line overrides the configuration."""

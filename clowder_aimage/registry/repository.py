@@ -34,12 +34,13 @@ _MAX_REQUESTS = 3  # requests to a mirror for one part of a blob
 class Repository(Target, AbstractContextManager["Repository"]):
     """The repository of ``reference``, with a cache of its manifests.
 
-    Missing blobs are mounted from ``origins`` if the registry allows it.
+    A name without a host is in the default registry of ``connection``, if that is set. Missing blobs are mounted from ``origins`` if the registry allows it.
     """
 
     def __init__(
         self, reference: Reference, connection: ClientOptions, origins: MountOrigins | None = None
     ) -> None:
+        reference = connection.expand(reference)
         if reference.registry is None:
             raise UsageError(
                 f"{reference} has no registry host: it names an AImage in the local store",

@@ -30,13 +30,14 @@ def delete(name: str, force: bool) -> int:
     from clowder_aimage.registry import Repository
 
     chosen, reference = settings(), parse_reference(name)
-    if reference.registry is None:
+    connection = chosen.connection()
+    if connection.expand(reference).registry is None:
         raise UsageError(
             f"{name} has no registry host", hint=f"to remove it from the store: aimage rm {name}"
         )
     if name == reference.name:
         raise UsageError(f"{name} has neither tag nor digest", hint="add :TAG or @DIGEST")
-    with Repository(reference, chosen.connection()) as repository:
+    with Repository(reference, connection) as repository:
         content = repository.describe(reference)
         if reference.digest is None:
             kind, what = "tag", f"the tag {reference} ({content.digest})"

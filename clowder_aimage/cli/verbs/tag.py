@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import click
@@ -49,15 +50,19 @@ def tag(src: Reference, names: tuple[str, ...], remote: bool) -> None:
 def _tag_remotely(src: Reference, names: tuple[str, ...]) -> None:
     from clowder_aimage.registry import Repository
 
-    targets = [_remote_target(src, name) for name in names]
-    with Repository(src, settings().connection()) as repository:
+    connection = settings().connection()
+    src = connection.expand(src)
+    targets = [_remote_target(src, connection.expand, name) for name in names]
+    with Repository(src, connection) as repository:
         content = repository.resolve(src)
         for target in targets:
             repository.tag(content, target)
             result({"reference": str(target), **plain(content)}, f"{target} {content.digest}")
 
 
-def _remote_target(src: Reference, name: str) -> Reference:
+def _remote_target(
+    src: Reference, expand: Callable[[Reference], Reference], name: str
+) -> Reference:
     """Return the name for a tag of the repository of ``src``. Raises UsageError."""
     if src.registry is None:
         raise UsageError(
@@ -65,7 +70,7 @@ def _remote_target(src: Reference, name: str) -> Reference:
         )
     if re.fullmatch(r"[^/:@]+", name):
         return tag_reference(f"{src.name}:{name}")
-    target = tag_reference(name)
+    target = expand(tag_reference(name))
     if replace(target, tag=None) != replace(src, tag=None, digest=None):
         raise UsageError(
             f"{name} is not in the repository {src.name}",

@@ -27,8 +27,8 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
     from clowder_aimage.registry import Repository, is_generated
 
     chosen = settings()
-    reference = Reference.parse(repo)
-    if reference.registry is None:
+    connection, reference = chosen.connection(), Reference.parse(repo)
+    if connection.expand(reference).registry is None:
         hint = "'aimage ls' lists the names in the store"
         if set(".:") & set(repo) or repo == "localhost":
             hint = f"'aimage repo ls {repo}' lists the repositories of a registry"
@@ -38,7 +38,7 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
             f"expected HOST/REPOSITORY without a tag or digest, not {repo}",
             hint=f"use: aimage tags {reference.name}",
         )
-    connection, found = chosen.connection(), dict[str, Descriptor]()
+    found: dict[str, Descriptor] = {}
     with Repository(reference, connection) as repository:
         names = [tag for tag in repository.tag_names() if whole or not is_generated(tag)]
 
