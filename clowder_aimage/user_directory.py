@@ -52,11 +52,13 @@ def client_options(*, ca_file: str | Path | None = None, **options: Any) -> Clie
     from clowder_aimage.registry.host_settings import read_settings
 
     realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
+    registries, default = read_settings(config_file())
     return ClientOptions(
         **{**_places(), "user_agent": f"aimage/{__version__}", **options},
         ca_file=None if ca_file is None else Path(ca_file),
         trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
-        registries=read_settings(config_file()),
+        registries=registries,
+        default_registry=default,
     )
 
 

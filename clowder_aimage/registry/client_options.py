@@ -41,12 +41,13 @@ class ClientOptions:
     that may receive the credentials of other registries. ``ca_bundle`` replaces the default
     certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
     ``registries`` has settings for single hosts; names without a host are in ``default_registry``
-    (a host, or a host with a path that is prepended to the repository), if it is set. ``jobs_override`` is the number of layers
-    transferred at once; 0 for each registry's own setting. If ``plain_http`` is None, ``uses_http``
-    decides. ``basic_auth`` (base64) takes precedence over stored credentials, ``headers`` are added
-    to each request to the registry, and ``client_certificate`` (a file of the certificate and one
-    of its key, or one of both) is presented to it; none of them is for mirrors. ``addresses`` are
-    connected to instead of those of a host and port. ``on_exchange`` gets each request.
+    (a host, or a host with a path that is prepended to the repository), if it is set.
+    ``jobs_override`` is the number of layers transferred at once; 0 for each registry's own
+    setting. If ``plain_http`` is None, ``uses_http`` decides. ``basic_auth`` (base64) takes
+    precedence over stored credentials, ``headers`` are added to each request to the registry, and
+    ``client_certificate`` (a file of the certificate and one of its key, or one of both) is
+    presented to it; none of them is for mirrors. ``addresses`` are connected to instead of those of
+    a host and port. ``on_exchange`` gets each request.
     """
 
     plain_http: bool | None = None

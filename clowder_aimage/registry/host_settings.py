@@ -12,8 +12,10 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
+from clowder_aimage.oci import Reference
 from clowder_aimage.schema import read_configuration
 
+DEFAULT = "default"  # the entry of "registries" that names the default registry
 _LIFE = 30 * 24 * 3600.0  # seconds; afterwards the usual order is tried again
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -38,12 +40,19 @@ class HostSettings:
     chunk_size: int = 0
 
 
-def read_settings(path: Path) -> dict[str, HostSettings]:
-    """Return a configuration's settings by host; empty without a file. Raises UsageError."""
+def read_settings(path: Path) -> tuple[dict[str, HostSettings], str]:
+    """Return a configuration's settings by host, and its default registry.
 
-    def parse(document: dict[str, Any]) -> dict[str, HostSettings]:
-        registries = document.get("registries", {})
-        return {host: _settings(path.parent, entry) for host, entry in registries.items()}
+    They are empty without a file. Raises UsageError.
+    """
+
+    def parse(document: dict[str, Any]) -> tuple[dict[str, HostSettings], str]:
+        registries = dict(document.get("registries", {}))
+        default: str = registries.pop(DEFAULT, "")
+        if default and Reference.parse(f"{default}/x").registry is None:
+            raise ValueError(f"registries.{DEFAULT}: {default} is not a host, or HOST/PATH")
+        hosts = {host: _settings(path.parent, entry) for host, entry in registries.items()}
+        return hosts, default
 
     return read_configuration(path, parse)
 

@@ -34,7 +34,8 @@ _MAX_REQUESTS = 3  # requests to a mirror for one part of a blob
 class Repository(Target, AbstractContextManager["Repository"]):
     """The repository of ``reference``, with a cache of its manifests.
 
-    A name without a host is in the default registry of ``connection``, if that is set. Missing blobs are mounted from ``origins`` if the registry allows it.
+    A name without a host is in the default registry of ``connection``, if that is set. Missing
+    blobs are mounted from ``origins`` if the registry allows it.
     """
 
     def __init__(

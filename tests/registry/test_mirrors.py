@@ -306,7 +306,7 @@ def test_command_line_options_do_not_apply_to_mirrors():
 
 def test_the_config_file_is_parsed(tmp_path):
     path = tmp_path / "config.json"
-    assert read_settings(path) == {}
+    assert read_settings(path)[0] == {}
     entry = {
         "mirrors": ["m.example.com:5000", "harbor.example.com/proxy"],
         "trustTags": True,
@@ -315,7 +315,7 @@ def test_the_config_file_is_parsed(tmp_path):
         "caFile": "ca.pem",
     }
     path.write_text(json.dumps({"registries": {"r.example.com": entry, "[::1]:5000": {}}}))
-    assert read_settings(path) == {
+    assert read_settings(path)[0] == {
         "r.example.com": HostSettings(
             ("m.example.com:5000", "harbor.example.com/proxy"),
             True,

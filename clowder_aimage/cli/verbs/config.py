@@ -89,11 +89,16 @@ def _servers(file: Path) -> Iterator[Value]:
 def _registries(file: Path) -> Iterator[Value]:
     """Yield the configuration of each registry as written, and its default protocol."""
     from clowder_aimage.registry import ClientOptions
-    from clowder_aimage.registry.host_settings import read_settings
+    from clowder_aimage.registry.host_settings import DEFAULT, read_settings
 
-    options = ClientOptions(registries=read_settings(file))
+    hosts, default = read_settings(file)
+    options = ClientOptions(registries=hosts)
+    if default:
+        yield Value(f"registries.{DEFAULT}", default, str(file))
     registries = read_configuration(file, lambda document: document.get("registries", {}))
     for host, entry in registries.items():
+        if host == DEFAULT:
+            continue
         for name, value in entry.items():
             yield Value(f"registries.{host}.{name}", value, str(file))
         if "plainHttp" not in entry:
