@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+from clowder_aimage.cli.console import installation
 from clowder_aimage.cli.console.installation import install_command
 
 GIT = {"url": "https://git.example.com/aimage.git", "vcs_info": {"vcs": "git", "commit_id": "0"}}
@@ -73,6 +75,13 @@ def test_a_revision_of_a_repository_stays(installed):
 def test_a_tool_installs_anew_with_the_extras_that_are_there(installed, file, command):
     installed({"url": "file:///a", "dir_info": {}}, file)
     assert install_command("mlx,worker") == f"{command} '/a[mlx,server,worker]'"
+
+
+def test_every_extra_of_all_is_known():
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
+    (everything,) = project["optional-dependencies"]["all"]
+    assert everything == f"clowder-aimage[{','.join(sorted(installation._EXTRAS))}]"
 
 
 def test_another_pip_on_the_path_is_not_used(installed, monkeypatch):

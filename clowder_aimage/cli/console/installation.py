@@ -19,6 +19,7 @@ _TOOLS = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx inst
 _EXTRAS = {
     "hf": "huggingface_hub",
     "mlx": "mlx",
+    "otel": "opentelemetry",
     "server": "aiohttp",
     "worker": "structlog",
     "zstd": "zstandard",
