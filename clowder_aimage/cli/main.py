@@ -232,9 +232,15 @@ def _report(error: click.ClickException | AImageError) -> int:
         facts = {"code": kind, "exit": code, "message": message}
         click.echo(event("error", **facts, **({"hint": hint} if hint else {})), err=True)
     else:
-        _print_error(f"{message}\n  {hint}" if hint else message)
+        _print_error(message, hint)
     return code
 
 
-def _print_error(message: str) -> None:
-    click.echo(f"aimage: {printable(message)}", err=True)
+def _print_error(message: str, hint: str | None = None) -> None:
+    """Print an error; on a terminal with colours, unless NO_COLOR is set."""
+    text, more = printable(message), f"\n  {printable(hint)}" if hint else ""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
+        click.echo(f"aimage: {text}{more}", err=True)
+    else:  # click removes colours outside a terminal
+        click.secho("aimage: ", fg="red", err=True, nl=False)
+        click.echo(text + click.style(more, dim=True), err=True)

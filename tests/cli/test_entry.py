@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 
 import pytest
 
@@ -77,6 +78,27 @@ def test_an_error_of_the_options_has_the_form_of_all_errors(aimage, arguments, m
     first, second = aimage()(*arguments, code=2).err.splitlines()
     assert first.startswith(f"aimage: {message}")
     assert second == f"  see: aimage {command} --help"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_coloured"),
+    [
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+    ],
+    ids=["xterm", "NO_COLOR", "dumb"],
+)
+def test_an_error_has_colours_on_a_terminal_only(aimage, variables, is_coloured):
+    master, slave = pty.openpty()
+    environment = {**aimage().env(), "NO_COLOR": "", **variables}
+    run([*PROGRAM, "frobnicate"], stderr=slave, env=environment)
+    os.close(slave)
+    shown = os.read(master, 4096).decode()
+    os.close(master)
+    assert ("\x1b[31maimage: \x1b[0m" in shown) == is_coloured
+    assert "unknown verb 'frobnicate'" in shown
+    assert "\x1b" not in run([*PROGRAM, "frobnicate"], env=environment).stderr.decode()
 
 
 def test_an_error_with_json_is_an_event(aimage):
