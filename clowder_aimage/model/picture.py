@@ -1,8 +1,8 @@
 """Picture files; a PNG stores its generation parameters.
 
 The parameters are JSON in an international text chunk named ``aimage`` (PNG specification,
-11.3.3.4), beside the registered keywords ``Description`` and ``Software``. ``parameters`` is text in
-the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers of pictures read.
+11.3.3.4), beside the registered keywords ``Description`` and ``Software``. ``parameters`` is text
+in the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers read.
 """
 
 from __future__ import annotations
