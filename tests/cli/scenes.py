@@ -348,6 +348,18 @@ STOCKED = {
         sha256:3fda...
         sha256:3fda...
     """,
+    "short names": """
+        $ aimage tag tiny localhost:5000/models/zimage
+        $ aimage push -q localhost:5000/models/zimage
+        sha256:3fda...
+        $ echo '{"registries": {"default": "localhost:5000/models"}}' > default.json
+        $ AIMAGE_CONFIG=default.json aimage pull zimage --store other
+        sha256:3fda...
+        $ aimage show zimage --store other
+        family z-image
+        $ AIMAGE_CONFIG=default.json aimage pull nothing # exit code 3
+        ! aimage: manifest nothing:latest not found at localhost:5000 (404 ...)
+    """,
     "scripts": """
         $ aimage show nothing --json # exit code 3
         ! {"event": "error", "level": "error", "code": "NotFoundError", "exit": 3, "message": "nothing:latest not found ...", "hint": "..."}
