@@ -26,11 +26,11 @@ from clowder_aimage.oci import Reference
 def copy(src: str, dst: str, recursive: bool, all_tags: bool) -> None:
     """Copy SRC from its registry to the registry in DST; print its digest.
 
-    The manifest keeps its bytes. Blobs are not stored on disk on the way. Blobs that DST already
+    The manifest is copied unchanged, and nothing is stored on this machine. Blobs that DST already
     has are not sent; within one registry blobs are mounted.
 
-    With --recursive, signatures and other artifacts whose subject is SRC are copied before it, and
-    what is attached to them.
+    With --recursive, signatures and other artifacts that are attached to SRC are copied first, with
+    those attached to them.
     """
     from clowder_aimage.push import transfer
 

@@ -12,7 +12,7 @@ from clowder_aimage.usage import DiskUsage, disk_usage
 
 @verb
 def df() -> None:
-    """Show the content of the store, what of it no name needs, and the free space.
+    """Show the size of the store, the part that no name needs, and the free space.
 
     Several stores are shown one by one.
     """

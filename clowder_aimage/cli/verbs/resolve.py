@@ -18,7 +18,7 @@ from clowder_aimage.oci import Reference
 def resolve(reference: Reference) -> None:
     """Print the digest of the manifest that REF names in its registry.
 
-    The manifest is not fetched if the registry sends its digest without it.
+    The manifest itself is fetched only if the registry does not state its digest.
     """
     from clowder_aimage.registry import Repository
 
