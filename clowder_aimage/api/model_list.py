@@ -21,6 +21,7 @@ from clowder_aimage.layout.completeness import check_completeness
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import same_name
 from clowder_aimage.layout.layout import index_name
+from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
@@ -94,8 +95,8 @@ def unknown(reference: Reference) -> NotFoundError:
 async def delete(service: Service, reference: Reference) -> None:
     """Remove a name, its model from memory if unused, and unreferenced blobs.
 
-    Recent blobs are kept for the grace period of the collection. Raises NotFoundError, StoreError;
-    ApiError (409) if the name is pinned.
+    Recent blobs that no name needed are kept for the grace period. Raises NotFoundError,
+    StoreError; ApiError (409) if the name is pinned.
     """
     store = service.store
     found = await asyncio.to_thread(entry, store, reference)
@@ -145,7 +146,7 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _short(count) if type(count) is int else "",
-        "quantization_level": _quantization(known),
+        "quantization_level": str(weight_type(known) or "").upper(),
     }
 
 
@@ -154,18 +155,6 @@ def _short(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.1f}{letter}"
     return str(count)
-
-
-def _quantization(known: Mapping[str, Any]) -> str:
-    """Return the quantization of the weights: ``Q4_K_M``, ``INT8``, else ``BF16``."""
-    if isinstance(name := known.get("quantization"), str):
-        return name
-    parts = known.get("components")
-    for part in parts.values() if isinstance(parts, dict) else ():
-        facts = part.get("quantization") if isinstance(part, dict) else None
-        if isinstance(facts, dict) and isinstance(facts.get("type"), str):
-            return str(facts["type"]).upper()
-    return str(known.get("dtype") or "").upper()
 
 
 def capabilities(known: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,8 @@
 
 Marking reads every manifest that is named, leased or listed, without a lock. Sweeping holds the
 collection lock, which blocks new leases, reads names and leases again, and removes what was
-unneeded both times and is older than the grace period, for tools without leases.
+unneeded both times and is older than the grace period, for tools without leases. There is no grace
+for a blob of a manifest that lost its name in this store after the blob was stored.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, mentioned
 from clowder_aimage.layout.index import read_index
-from clowder_aimage.layout.layout import ImageLayout, index_name
+from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, leased
 from clowder_aimage.layout.lock import PRIVATE, check_own, held, locks_work, store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -71,6 +72,7 @@ class Collector:
     _done: Collection = field(init=False, default_factory=Collection)
     _held: set[str] = field(init=False, default_factory=set)
     _sizes: dict[str, int] = field(init=False, default_factory=dict)
+    _unnamed: dict[str, float] = field(init=False, default_factory=dict)
 
     def run(
         self, *, max_age: float | None = None, max_size: int | None = None, keep: Sequence[str] = ()
@@ -93,6 +95,7 @@ class Collector:
             gone = self._evict(max_age, max_size, keep)
             live = self._live([(name, digest) for name, digest in roots if name not in gone])
         unneeded = self._sizes.keys() - live
+        self._find_unnamed(unneeded)
         if self.dry_run:
             self._sweep(unneeded)
         elif root.is_dir():
@@ -111,6 +114,18 @@ class Collector:
         known = {str(digest) for _, digest in roots}
         others = mentioned(json.dumps(read_index(self.layout.root)).encode()) - known
         return [*roots, *(("", Digest.parse(found)) for found in sorted(others))]
+
+    def _find_unnamed(self, unneeded: set[str]) -> None:
+        """Find the blobs of manifests that lost a name, and the last time that one did."""
+        directory = Path(check_own(self.layout.root, UNNAMED))
+        with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
+            lost = {path.name: path.lstat().st_mtime for path in directory.glob("*")}
+        if not lost or not locks_work(self.layout.root):  # without locks, leases need the grace
+            return
+        for digest in unneeded:
+            if (at := lost.get(digest.partition(":")[2])) is not None:
+                for needed in self._needs_of_held(Digest.parse(digest)):
+                    self._unnamed[needed] = max(at, self._unnamed.get(needed, 0.0))
 
     def _live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
         live: set[str] = set()
@@ -190,6 +205,9 @@ class Collector:
                 gone[name] = RemovedName(name, "least recently used")
         meant = {name: root.digest for name, root in entries if name in gone}
         done = set(meant) if self.dry_run else self.layout.remove_names(meant)
+        if self.dry_run:
+            needed = (self._needs(digest, name) for name, digest in meant.items())
+            self._unnamed = dict.fromkeys(chain.from_iterable(needed), self.now())
         self._done.forgotten = [gone[name] for name in gone if name in done]
         return done
 
@@ -217,7 +235,8 @@ class Collector:
             algorithm, _, encoded = digest.partition(":")
             path = os.path.join(self.layout.root, "blobs", algorithm, encoded)
             with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
-                if self.grace and os.stat(path).st_ctime > latest:
+                stored = os.stat(path).st_ctime
+                if self.grace and stored > max(latest, self._unnamed.get(digest, 0.0)):
                     self._done.young += 1
                     self._done.young_size += self._sizes[digest]
                     continue
@@ -293,7 +312,7 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
 def tidy(root: Path, latest: float) -> None:
     """Remove metadata of missing manifests, and temporary files from before ``latest``."""
     present = {name.partition(":")[2] for name, _ in blobs(root)}
-    for kind in ("used", "listing"):
+    for kind in ("used", "listing", UNNAMED):
         for path in Path(check_own(root, kind)).glob("*"):
             if "." not in path.name and path.name not in present:
                 with contextlib.suppress(OSError):

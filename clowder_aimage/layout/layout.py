@@ -9,7 +9,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from clowder_aimage.layout.lock import (
 from clowder_aimage.layout.metadata import MetadataFiles, remember
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
+UNNAMED = "unnamed"  # private directory: manifests that lost a name, and when
 _USE_INTERVAL = 60.0  # seconds between two records of a manifest's use
 _INTERVAL = 0.02  # seconds between two attempts
 _WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes per second: the wait for another ingest
@@ -191,6 +192,15 @@ class ImageLayout(ContentStore):
                 return os.lstat(path).st_mtime
         return 0.0
 
+    def _record_unnamed(self, digests: Iterable[Digest]) -> None:
+        """Record that manifests lost a name: collections need no grace for their older blobs."""
+        with contextlib.suppress(OSError, AImageError):  # then they keep the grace
+            directory = make_directory(self.root, PRIVATE, UNNAMED)
+            for digest in digests:
+                path = directory / digest.encoded
+                os.close(open_shared(path))
+                os.utime(path, follow_symlinks=False)
+
     @property
     def pins(self) -> MetadataFiles:
         """Return the pinned names, which no collection removes."""
@@ -319,9 +329,10 @@ class ImageLayout(ContentStore):
         entry["annotations"] = {mediatype.CONTAINERD_NAME: name, mediatype.REF_NAME: name}
         if is_partial:
             entry["annotations"][mediatype.PARTIAL] = "true"
-        before = self._names.get(name)
+        before, moved = self._names.get(name), list[Any]()
         try:
             with edit_index(self.root) as index:
+                moved = [old for old in index["manifests"] if is_named(old, name)]
                 entry = _replace(index["manifests"], entry, name)
                 is_elsewhere = self.place(content) != blob_path(self.root, content)
                 record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
@@ -330,10 +341,11 @@ class ImageLayout(ContentStore):
             with contextlib.suppress(AImageError):  # the first error is raised
                 self._names.restore(name, before)
             raise
+        self._record_unnamed(_digests(moved) - {content.digest})
         self.use(content)
         if isinstance(document, Manifest):
             with contextlib.suppress(FormatError):  # not an AImage
-                remember(self.root, content, document)
+                remember(self.root, self, content, document)
 
     def read(self, content: Descriptor) -> bytes:
         """Read a manifest, verified. Wait for another tool that is writing it in place.
@@ -355,17 +367,20 @@ class ImageLayout(ContentStore):
 
     def untag(self, reference: Reference, /) -> None:
         """Remove a name; the blobs stay until they are collected. Raises NotFoundError."""
+        if not self.remove_names(self.named(reference)):
+            raise NotFoundError(
+                f"{reference} not found in the store {self.root}", remedy="not_in_store"
+            )
+
+    def named(self, reference: Reference) -> dict[str, Digest]:
+        """Return the names in the writable store, as in index.json, that ``reference`` means."""
         wanted, digest = index_name(reference), reference.digest
-        meant = {
+        return {
             name: descriptor.digest
             for name, descriptor in ImageLayout.entries(self)
             if name == wanted or same_name(name, Reference.parse(wanted))
             if digest in (None, descriptor.digest)
         }
-        if not self.remove_names(meant):
-            raise NotFoundError(
-                f"{reference} not found in the store {self.root}", remedy="not_in_store"
-            )
 
     def remove_names(self, names: Mapping[str, Digest]) -> set[str]:
         """Remove names, as in index.json, that still refer to these manifests, and return them.
@@ -389,7 +404,17 @@ class ImageLayout(ContentStore):
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
+        self._record_unnamed(_digests(gone))
         return {name_of(entry) for entry in gone}
+
+
+def _digests(entries: Iterable[Any]) -> set[Digest]:
+    """Return the valid digests of entries."""
+    found = set()
+    for entry in entries:
+        with contextlib.suppress(AImageError):
+            found.add(Digest.parse(entry.get("digest")))
+    return found
 
 
 def _means(entry: Any, names: Mapping[str, Digest]) -> bool:

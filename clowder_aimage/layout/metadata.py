@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from clowder_aimage.layout.lock import (
     share,
     store_errors,
 )
+from clowder_aimage.layout.stored_aimage import interpret
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 
 _MAX_SIZE = 1024 * 1024
 _LISTING = "listing"
-_UNKNOWN = {"size": None, "kind": "?"}
+_UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": None}
+_MAX_TEXT = 60  # characters of a value from a config
 
 
 class MetadataFiles:
@@ -122,10 +124,11 @@ def write_shared(
 def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
     """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
 
-    They are None and ``?`` if the manifest is missing or malformed.
+    ``family``, ``type`` (quantization or dtype) and ``created`` are those in its config. They are
+    None, and ``kind`` is ``?``, if the manifest is missing or malformed.
     """
     if descriptor.media_type in mediatype.INDEXES:
-        return {"size": None, "kind": "index"}
+        return _UNKNOWN | {"kind": "index"}
     path = os.path.join(root, PRIVATE, _LISTING, descriptor.digest.encoded)
     with contextlib.suppress(OSError, ValueError, RecursionError, StoreError):
         check_own(root, _LISTING)
@@ -135,16 +138,40 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
             return value
     try:
         manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
-        return remember(root, descriptor, manifest)
+        return remember(root, store, descriptor, manifest)
     except AImageError:
         return _UNKNOWN  # the other names are still listed
 
 
-def remember(root: Path, descriptor: Descriptor, manifest: Manifest) -> dict[str, Any]:
+def remember(
+    root: Path, store: ContentStore, descriptor: Descriptor, manifest: Manifest
+) -> dict[str, Any]:
     """Store the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
-    value = {"size": sum(blob.size for blob in manifest.children), "kind": detect(manifest).name}
+    size = sum(blob.size for blob in manifest.children)
+    value = _UNKNOWN | {"size": size, "kind": detect(manifest).name}
+    with contextlib.suppress(AImageError, OSError):  # the config is missing or malformed
+        known = interpret(store, descriptor, manifest).aimage.properties
+        family = known.get("family") or known.get("architecture") or known.get("format")
+        found = {"family": family, "type": weight_type(known), "created": known.get("created")}
+        value |= {key: _short(text) for key, text in found.items()}
     with contextlib.suppress(OSError, AImageError):
         directory = make_directory(root, PRIVATE, _LISTING)
         path = os.path.join(directory, descriptor.digest.encoded)
         write_shared(path, json.dumps(value).encode(), durable=False)
     return value
+
+
+def weight_type(known: Mapping[str, Any]) -> object:
+    """Return the quantization of the weights in a config, else their dtype."""
+    if isinstance(name := known.get("quantization"), str):
+        return name
+    parts = known.get("components")
+    for part in parts.values() if isinstance(parts, dict) else ():
+        facts = part.get("quantization") if isinstance(part, dict) else None
+        if isinstance(facts, dict) and isinstance(facts.get("type"), str):
+            return facts["type"]
+    return known.get("dtype")
+
+
+def _short(text: object) -> str | None:
+    return " ".join(text.split())[:_MAX_TEXT] if isinstance(text, str) and text else None

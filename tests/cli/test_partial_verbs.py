@@ -50,7 +50,7 @@ def part(aimage):
 
 
 def test_ls_marks_a_partial_aimage(part):
-    assert "clowder (partial)" in part("ls").out
+    assert " (partial)  " in part("ls").out
     (row,) = part("ls", "--json").value
     assert (row["kind"], row["partial"]) == ("clowder", True)
 

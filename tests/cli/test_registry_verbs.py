@@ -113,6 +113,16 @@ def test_manifest_push_lists_a_referrer(model, repository):
     pushed = here("manifest", "push", f"{repository}:sub", "m.json").line
     (row,) = here("referrers", f"{repository}:v1", "--json").value
     assert row["digest"] == pushed
+    leader, follower = pty.openpty()
+    try:
+        command = [*PROGRAM, "referrers", f"{repository}:v1"]
+        run(command, env=here.env() | {"COLUMNS": "60"}, stdout=follower, check=True)
+        lines = os.read(leader, 10_000).decode().split("\r\n")
+    finally:
+        os.close(leader)
+        os.close(follower)
+    assert lines[1].startswith(f"{pushed[7:19]}  ")
+    assert here("referrers", f"{repository}:v1").out.splitlines()[1].startswith(pushed)
 
 
 @pytest.mark.parametrize(

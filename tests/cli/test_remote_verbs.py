@@ -347,15 +347,18 @@ def test_ls_lists_the_worker_s_models(at):
         assert here("ls", "--json").value == []  # the local store
     assert worker.asked[0].path == "/api/tags"
     assert rows == [
-        ["NAME", "DIGEST", "SIZE", "FAMILY"],
-        ["a:1", DIGEST[:12], "1.2", "MB", "z-image"],
-        ["tiny:latest", DIGEST[:12], "1.2", "MB", "?"],
+        ["NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST"],
+        ["a:1", "z-image", "-", "1.2", "MB", "-", DIGEST[:12]],
+        ["tiny:latest", "-", "-", "1.2", "MB", "-", DIGEST[:12]],
     ]
     assert value[1] == {
         "reference": "tiny:latest",
         "digest": f"sha256:{DIGEST}",
         "size": 1_200_000,
         "family": None,
+        "type": None,
+        "created": None,
+        "added": None,
     }
 
 

@@ -73,7 +73,7 @@ def test_save_and_load_quiet(here, aimage):
 
 def test_save_pipes_into_load(here, aimage):
     there = aimage("there")
-    save, load = (" ".join(PROGRAM) + f" {verb}" for verb in ("save tiny -o -", "load -"))
+    save, load = (" ".join(PROGRAM) + f" {verb}" for verb in ("save tiny", "load"))
     shell = f"{save} | tee x.tar | gzip | AIMAGE_STORE={there.store} {load} --json"
     done = run(
         ["bash", "-o", "pipefail", "-c", shell],
@@ -105,7 +105,9 @@ def test_a_closed_pipe_fails_a_save(here):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("save", "tiny", "-o", "-"), ("load", "-")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [("save", "tiny"), ("load",), ("load", "-i", "-")], ids=" ".join
+)
 def test_save_to_a_terminal_is_refused(here, arguments):
     leader, follower = pty.openpty()
     try:
@@ -124,10 +126,18 @@ def test_save_to_a_terminal_is_refused(here, arguments):
     assert "an archive" in done.stderr
 
 
+def test_load_reads_its_input_option_and_stdin(here, aimage):
+    here("save", "tiny", "-o", "out.tar")
+    there = aimage(here.home)
+    there.store = here.home / "elsewhere"
+    assert there("load", "-i", "out.tar").out.startswith("tiny:latest sha256:")
+    err = there("load", "x.tar", "-i", "out.tar", code=2).err
+    assert "--input out.tar cannot be combined with the argument x.tar" in err
+    assert "stdin is not a tar archive" in there("load", code=5, stdin="no archive").err
+
+
 def test_usage_errors_of_save_and_load(here):
-    assert "see: aimage" in here("save", "tiny", code=2).err
     assert "see: aimage" in here("save", "-o", "x.tar", code=2).err
-    assert "see: aimage" in here("load", code=2).err
     assert "is a directory" in here("save", "tiny", "-o", ".", code=2).err
     assert "a tag is needed" in here("load", "x", "--as", f"x@{here.digest}", code=2).err
     assert "nothing:latest" in here("save", "nothing", "-o", "x.tar", code=3).err

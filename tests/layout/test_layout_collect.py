@@ -270,6 +270,59 @@ def test_an_entry_of_a_blob_keeps_it(layout):
 # -- age
 
 
+def test_content_of_a_removed_name_has_no_grace(layout):
+    kept = put_artifact(layout, "kept:v1", b"shared", b"one")
+    put_artifact(layout, "gone:v1", b"shared", b"two")
+    stray = put(layout, b"stray")
+    layout.untag(Reference.parse("gone:v1"))
+    done = collected(layout, grace=GRACE)
+    assert blobs(layout) == all_of(kept) | encoded(stray)
+    assert (done.blobs, done.young) == (3, 1)
+    assert not list((layout.root / ".aimage" / "unnamed").iterdir())
+
+
+def test_content_of_a_moved_name_has_no_grace(layout):
+    put_artifact(layout, "a", b"one")
+    new = put_artifact(layout, "a", b"two")
+    assert collected(layout, grace=GRACE).young == 0
+    assert blobs(layout) == all_of(new)
+
+
+def test_blobs_stored_after_a_name_was_removed_have_the_grace(layout):
+    """Another tool may be copying an artifact that shares them."""
+    made = put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    (record,) = (layout.root / ".aimage" / "unnamed").iterdir()
+    os.utime(record, (time.time() - 60,) * 2)  # as if the blobs had been stored after it
+    assert collected(layout, grace=GRACE).young == 3
+    assert blobs(layout) == all_of(made)
+
+
+def test_leased_content_of_a_removed_name_is_kept(layout):
+    """A pull or a create in progress leases the blobs before it looks for them."""
+    made = put_artifact(layout, "a", b"one", b"two")
+    shared = made.layers[0]
+    with layout.lease(shared.digest):
+        layout.untag(Reference.parse("a"))
+        collected(layout, grace=GRACE)
+        assert blobs(layout) == encoded(shared)
+
+
+def test_a_name_given_between_marking_and_sweeping_keeps_its_content(layout, monkeypatch):
+    made = put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    before_sweeping(monkeypatch, lambda: add_entry(layout, made.descriptor, "again:v1"))
+    collected(layout, grace=GRACE)
+    assert blobs(layout) == all_of(made)
+
+
+def test_without_locks_content_of_a_removed_name_has_the_grace(layout, monkeypatch):
+    put_artifact(layout, "a", b"one")
+    layout.untag(Reference.parse("a"))
+    monkeypatch.setattr(gc, "locks_work", lambda _: False)
+    assert collected(layout, grace=GRACE).young == 3
+
+
 def test_young_blobs_are_kept_for_the_grace_period(layout):
     stray = put(layout, b"stray")
     done = collected(layout, grace=GRACE)

@@ -64,6 +64,7 @@ common_options = options(
     _shared(
         "--store",
         type=click.Path(),
+        is_eager=True,  # before names in the store are looked up
         help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),

@@ -133,6 +133,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def is_too_wide(text: str) -> bool:
+    """Return whether stdout is a terminal with lines shorter than those of ``text``."""
+    import shutil
+
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return width is not None and max(map(len, text.split("\n"))) > width
+
+
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
     """Format names and values, one pair per line."""
     width = max(11, *(len(name) for name, _ in pairs))

@@ -36,7 +36,10 @@ _PROBE = 0.3  # seconds for a worker that nobody asked for
 _FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 remote_option = click.option(
-    "--remote", is_flag=True, help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]"
+    "--remote",
+    is_flag=True,
+    is_eager=True,
+    help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
 )
 
 

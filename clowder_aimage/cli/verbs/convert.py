@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import reference_argument, settings, tag_reference, verb
+from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.cli.verbs.create import callbacks, print_packed, recipe_options
 from clowder_aimage.create import convert as convert_aimage
 from clowder_aimage.importer import Recipe
@@ -15,7 +16,7 @@ from clowder_aimage.oci import Reference
 
 
 @verb
-@reference_argument
+@stored_argument()
 @click.argument("new", type=tag_reference)
 @recipe_options
 def convert(reference: Reference, new: Reference, **changes: Any) -> None:

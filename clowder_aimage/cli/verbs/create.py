@@ -22,6 +22,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import number, plain, plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.create import create as create_aimage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
@@ -95,7 +96,7 @@ recipe_options = options(
 )
 @click.option(
     "--base",
-    type=Reference.parse,
+    type=stored_reference,
     metavar="REF",
     help="The base model of an adapter: an AImage in the store.",
 )

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import complete_name, connection_options, settings, verb
+from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import plural, result, size
+from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ _KINDS = ("shared", "changed", "added", "removed")
 
 
 @verb
-@click.argument("a", type=Reference.parse, shell_complete=complete_name)
-@click.argument("b", type=Reference.parse, shell_complete=complete_name)
+@stored_argument("a", None)
+@stored_argument("b", None)
 @click.option("--all", "whole", is_flag=True, help="List all differences.")
-@click.option("--remote", is_flag=True, help="Read both from their registries.")
+@click.option("--remote", is_flag=True, is_eager=True, help="Read both from their registries.")
 @click.option("--exit-code", "has_code", is_flag=True, help="Exit with 1 if they differ.")
 @connection_options
 def diff(a: Reference, b: Reference, whole: bool, remote: bool, has_code: bool) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from clowder_aimage.cli.console.option import references_argument, settings, verb
+from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import plural, result, size, table
+from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
 from clowder_aimage.usage import NameUsage, UsageReport, usage
 
 
 @verb
-@references_argument(required=False)
+@stored_arguments(required=False)
 def du(references: tuple[Reference, ...]) -> None:
     """Show the disk usage of REF..., else of all names in the store.
 

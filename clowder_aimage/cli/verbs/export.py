@@ -6,9 +6,10 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import complete_path, reference_argument, settings, verb
+from clowder_aimage.cli.console.option import complete_path, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
 from clowder_aimage.export import ExportSummary
 from clowder_aimage.export import export as export_aimage
@@ -17,7 +18,7 @@ from clowder_aimage.oci import Reference
 
 
 @verb
-@reference_argument
+@stored_argument()
 @click.argument("place", metavar="DIR", shell_complete=complete_path)
 @click.option(
     "--links",

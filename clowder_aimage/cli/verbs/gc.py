@@ -46,7 +46,10 @@ def gc(
         max_age=max_age, max_size=max_size, keep=keep
     )
     if max_size is not None and done.left_size > max_size:
-        note(f"{size(done.left_size)} kept, more than {size(max_size)}: needed or new content")
+        text = f"{size(done.left_size)} kept, more than {size(max_size)}"
+        if needed := done.left_size - done.young_size:
+            text += f": {size(needed)} needed by names that are pinned, kept or in use"
+        note(text)
     result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)))
 
 

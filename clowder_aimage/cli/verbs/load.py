@@ -10,23 +10,27 @@ import click
 from clowder_aimage.cli.console.option import complete_path, settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, plural, result, standard_stream
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
 @verb
-@click.argument("file", shell_complete=complete_path)
+@click.argument("file", default="", shell_complete=complete_path)
+@click.option("-i", "--input", "given", metavar="FILE", help="The same as the argument FILE.")
 @click.option(
     "--as", "name", type=tag_reference, metavar="NAME", help="Name for the only AImage in FILE."
 )
-def load(file: str, name: Reference | None) -> None:
+def load(file: str, given: str | None, name: Reference | None) -> None:
     """Add the AImages in FILE, an OCI image layout in a tar, to the store; print their names.
 
-    FILE may be compressed with gzip; - is stdin. Every blob is verified before it gets its name
-    in the store. An AImage gets its name when all its blobs are in the store.
+    FILE may be compressed with gzip; without it, or with -, stdin is read. Every blob is verified
+    before it gets its name in the store. An AImage gets its name when all its blobs are there.
     """
     from clowder_aimage.load import load as load_archive
 
-    layout = settings().layout
+    if file and given:
+        raise UsageError(f"--input {given} cannot be combined with the argument {file}")
+    layout, file = settings().layout, file or given or "-"
     task, hint = "read an archive from", "give a file, or pipe one in"
     archive = standard_stream(sys.stdin, task, hint) if file == "-" else Path(file)
     with Progress("loading") as progress:

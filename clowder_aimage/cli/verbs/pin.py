@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from clowder_aimage.cli.console.option import references_argument, settings, verb
+from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layered_store import read_only_error
@@ -12,7 +13,7 @@ from clowder_aimage.oci import Reference
 
 
 @verb
-@references_argument(required=False)
+@stored_arguments(required=False, parse=only_name)
 def pin(references: tuple[Reference, ...]) -> None:
     """Pin the names REF...: neither 'gc' nor 'rm' removes them or their content.
 
@@ -44,7 +45,7 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
 
 
 @verb
-@references_argument(required=True)
+@stored_arguments(required=True, parse=only_name)
 def unpin(references: tuple[Reference, ...]) -> None:
     """Remove the pins of the names REF...; the names stay until 'rm' or 'gc' removes them."""
     pins = settings().layout.pins

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from clowder_aimage.cli.console.option import (
-    references_argument,
     settings,
     transfer_options,
     verb,
 )
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.user_directory import dialect_cache
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @verb
-@references_argument(required=True)
+@stored_arguments(required=True, parse=only_name)
 @click.option(
     "--dialect",
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),

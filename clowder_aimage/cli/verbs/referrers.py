@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 
 from clowder_aimage.cli.console.option import (
@@ -10,9 +12,9 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import remark, result, size, table
+from clowder_aimage.cli.console.output import is_too_wide, remark, result, size, table
 from clowder_aimage.content.platform import one_line
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 @verb
@@ -45,16 +47,21 @@ def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None
         }
         for _, of, one in found
     ]
+    if found or settings().as_json:
+        text = _table(found, is_short=False)
+        result(rows, _table(found, is_short=True) if is_too_wide(text) else text)
+    else:
+        remark(f"nothing is attached to {reference}")
+
+
+def _table(found: Sequence[tuple[int, Digest, Descriptor]], *, is_short: bool) -> str:
     cells = [("DIGEST", "TYPE", "SIZE", "ANNOTATIONS")] + [
         (
-            "  " * level + str(one.digest),
+            "  " * level + (one.digest.short if is_short else str(one.digest)),
             str(one.extra.get("artifactType") or "?"),
             size(one.size),
             one_line(", ".join(f"{key}={text}" for key, text in one.annotations.items())),
         )
         for level, _, one in found
     ]
-    if found or settings().as_json:
-        result(rows, table(cells))
-    else:
-        remark(f"nothing is attached to {reference}")
+    return table(cells)

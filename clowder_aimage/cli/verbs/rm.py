@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
-from clowder_aimage.cli.console.option import references_argument, settings, verb
-from clowder_aimage.cli.console.output import result
+import click
+
+from clowder_aimage.cli.console.option import settings, verb
+from clowder_aimage.cli.console.output import is_quiet, plural, remark, result, size
 from clowder_aimage.cli.console.remote_worker import models, refuse_options, remote_option, worker
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 
 
 @verb
-@references_argument(required=True)
+@stored_arguments(required=True, parse=only_name)
+@click.option("--gc", "is_freed", is_flag=True, help="Also remove content that no name needs.")
 @remote_option
-def rm(references: tuple[Reference, ...], remote: bool) -> None:
-    """Remove the names REF... from the store. The blobs stay until 'aimage gc' removes them.
+def rm(references: tuple[Reference, ...], is_freed: bool, remote: bool) -> None:
+    """Remove the names REF... from the store, or none if one of them is missing or pinned.
 
-    With --remote a worker removes the names, and content that nothing needs any more.
+    The blobs stay until 'aimage gc' removes them. With --remote a worker removes the names, and
+    content that nothing needs any more.
     """
+    value: dict[str, object] = {"removed": [str(reference) for reference in references]}
     if remote:
         _remove_remotely(references)
     else:
-        _remove(references)
-    names = [str(reference) for reference in references]
-    result({"removed": names}, "\n".join(names))
+        layout = settings().layout
+        _remove(layout, references)
+        if is_freed or not is_quiet():
+            value |= _collect(layout, is_freed)
+    result(value, "\n".join(map(str, references)))
 
 
-def _remove(references: Sequence[Reference]) -> None:
+def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
+    """Remove all names, or none. Raises UsageError: one is pinned; NotFoundError."""
     from clowder_aimage.layout.layout import index_name
 
-    layout = settings().layout
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
             raise UsageError(f"{reference} is pinned", hint=f"unpin it: aimage unpin {reference}")
-    for reference in references:
-        layout.untag(reference)
+    found = {reference: layout.named(reference) for reference in references}
+    missing = [reference for reference in references if not found[reference]]
+    if len(missing) > 1:
+        raise NotFoundError(
+            f"{', '.join(map(str, missing))} not found in the store {layout.root}; "
+            "nothing was removed",
+            remedy="not_in_store",
+        )
+    for reference in missing:
+        layout.untag(reference)  # raises with the reason
+    layout.remove_names({name: root for names in found.values() for name, root in names.items()})
+
+
+def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
+    """Remove unneeded content, or print its size. Raises VerificationError, StoreError."""
+    from clowder_aimage.layout.gc import Collector
+
+    if is_freed:
+        done = Collector(layout).run()
+        remark(f"freed {size(done.size)} ({plural(done.blobs, 'blob')})")
+        return {"freed": done.size}
+    with contextlib.suppress(AImageError):  # 'aimage gc' reports it
+        if unneeded := Collector(layout, dry_run=True).run().size:
+            remark(f"{size(unneeded)} can be freed with: aimage gc")
+    return {}
 
 
 def _remove_remotely(references: Sequence[Reference]) -> None:

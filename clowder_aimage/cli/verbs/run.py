@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import sys
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.option import (
-    complete_name,
     connection_options,
     needs,
     parse_reference,
@@ -37,6 +37,7 @@ from clowder_aimage.cli.console.remote_worker import (
     worker,
     worker_host,
 )
+from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -57,8 +58,8 @@ _Render = Callable[
 
 def _model(text: str) -> Reference:
     """Parse the name of a model. Raises UsageError, for a directory with advice."""
-    try:
-        return parse_reference(text)
+    try:  # a worker elsewhere has its own names
+        return (parse_reference if os.environ.get("AIMAGE_HOST") else stored_reference)(text)
     except UsageError:
         if not Path(text).is_dir():
             raise
@@ -82,7 +83,7 @@ def _sides(text: str) -> tuple[int, int]:
 
 
 @verb
-@click.argument("reference", metavar="REF", type=_model, shell_complete=complete_name)
+@stored_argument(parse=_model)
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)
 @click.option(
     "--size", metavar="WxH", callback=parsed(_sides), help="Width and height, such as 1024x768."

@@ -7,22 +7,21 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import references_argument, settings, verb
+from clowder_aimage.cli.console.option import output_option, settings, verb
 from clowder_aimage.cli.console.output import event, plain, plural, result, standard_stream
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
 
 
 @verb
-@references_argument(required=True)
-@click.option(
-    "-o", "--output", "file", required=True, metavar="FILE", help="The file to write; - is stdout."
-)
+@stored_arguments(required=True)
+@output_option
 def save(references: tuple[Reference, ...], file: str) -> None:
     """Write the AImages REF... of the store to a tar file, an OCI image layout; print its path.
 
     Shared blobs are written once, and every blob is verified. FILE is written whole or not at all;
-    a FILE that exists is replaced. The same content gives the same bytes.
+    a FILE that exists is replaced; - is stdout. The same content gives the same bytes.
     """
     from clowder_aimage.save import save as save_archive
 

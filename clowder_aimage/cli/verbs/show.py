@@ -10,11 +10,11 @@ import click
 
 from clowder_aimage.cli.console.option import (
     connection_options,
-    reference_argument,
     settings,
     verb,
 )
 from clowder_aimage.cli.console.output import facts, number, plain, plural, result, size, table
+from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.content.platform import Candidate, candidates_in, one_line
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
@@ -34,9 +34,11 @@ _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "
 
 
 @verb
-@reference_argument
+@stored_argument()
 @click.option("--layers", is_flag=True, help="List every layer.")
-@click.option("--remote", is_flag=True, help="Read it from the registry in its name.")
+@click.option(
+    "--remote", is_flag=True, is_eager=True, help="Read it from the registry in its name."
+)
 @connection_options
 def show(reference: Reference, layers: bool, remote: bool) -> None:
     """Show the config, the components and the sizes of the AImage REF in the store.

@@ -9,21 +9,21 @@ from dataclasses import replace
 import click
 
 from clowder_aimage.cli.console.option import (
-    complete_name,
     connection_options,
     settings,
     tag_reference,
     verb,
 )
 from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
 
 
 @verb
-@click.argument("src", type=Reference.parse, shell_complete=complete_name)
+@stored_argument("src", None)
 @click.argument("names", metavar="DST...", nargs=-1, required=True)
-@click.option("--remote", is_flag=True, help="Add tags in the registry of SRC.")
+@click.option("--remote", is_flag=True, is_eager=True, help="Add tags in the registry of SRC.")
 @connection_options
 def tag(src: Reference, names: tuple[str, ...], remote: bool) -> None:
     """Give the AImage SRC the names DST as well. No blob is copied.

@@ -12,8 +12,8 @@ import click
 from clowder_aimage import validate as validation
 from clowder_aimage.cli.console.option import complete_path, settings, verb
 from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
-from clowder_aimage.oci import Reference
 from clowder_aimage.validate import CheckedDocument
 
 
@@ -54,7 +54,7 @@ def _check(what: str, schema: str) -> list[CheckedDocument]:
     if path.is_dir() and validation.is_layout(path):
         return validation.validate_layout(path)
     try:
-        return validation.validate_reference(settings().layout, Reference.parse(what))
+        return validation.validate_reference(settings().layout, stored_reference(what))
     except (NotFoundError, UsageError) as error:
         raise _not_found(what, path, error) from None
 

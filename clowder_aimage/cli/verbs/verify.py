@@ -8,19 +8,19 @@ import click
 
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
-    references_argument,
     settings,
     verb,
 )
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout.fsck import FsckProblem, FsckReport
 from clowder_aimage.oci import Reference
 
 
 @verb
-@references_argument(required=False)
+@stored_arguments(required=False)
 @click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
 @daemon_connection_options
 def verify(references: tuple[Reference, ...], repair: bool) -> int:

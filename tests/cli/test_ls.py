@@ -1,0 +1,118 @@
+"""``aimage ls``: its columns, its filter and its messages."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from clowder_aimage.layout import ImageLayout
+from tests.content.artifact import put_artifact
+
+DAY = 86400
+
+
+@pytest.fixture
+def stored(aimage, tiny):
+    """Return a store of an AImage with two names, a dated one and an artifact."""
+    here = aimage()
+    here("create", "tiny", tiny)
+    here("tag", "tiny", "localhost:5000/team/tiny:v1")
+    here("create", "dated", tiny, "--created", "2020-01-01T00:00:00Z")
+    here.made = put_artifact(ImageLayout(here.store), "other:v2", b"data")
+    return here
+
+
+def test_columns_of_aimages_and_artifacts(stored):
+    titles, *rows = (line.split() for line in stored("ls").out.splitlines())
+    assert titles == ["NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST"]
+    cells = {row[0]: row[1:3] for row in rows}
+    assert cells["tiny:latest"] == ["z-image", "BF16"]
+    assert cells["other:v2"] == ["-", "-"]
+    (line,) = stored("ls", "dated").out.splitlines()[1:]
+    age = int((time.time() - 1577836800) // (365 * DAY))
+    assert f" {age} years ago  " in line
+
+
+def test_json_has_absolute_times(stored):
+    rows = {row["reference"]: row for row in stored("--json", "ls").value}
+    dated = rows["dated:latest"]
+    assert (dated["family"], dated["type"]) == ("z-image", "BF16")
+    assert dated["created"] == "2020-01-01T00:00:00Z"
+    assert rows["tiny:latest"]["created"] is None
+    assert rows["tiny:latest"]["added"].endswith("+00:00")
+    unknown = {"kind": "?", "family": None, "type": None, "created": None, "size": None}
+    assert unknown.items() <= rows["other:v2"].items()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "now"),
+        (1, "1 second ago"),
+        (150, "2 minutes ago"),
+        (5 * 3600, "5 hours ago"),
+        (DAY, "1 day ago"),
+        (13 * DAY, "1 week ago"),
+        (90 * DAY, "3 months ago"),
+    ],
+)
+def test_times_are_relative(stored, monkeypatch, seconds, text):
+    path = stored.store / "blobs" / "sha256" / stored.made.digest.encoded
+    os.utime(path, (1_700_000_000, 1_700_000_000))
+    monkeypatch.setattr(time, "time", lambda: 1_700_000_000 + seconds)
+    (line,) = stored("ls", "other").out.splitlines()[1:]
+    assert line.split("-  ")[-1].split("  ", 1)[0].strip() == text
+    assert line.endswith(stored.made.digest.short)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["tiny"], ["tiny:latest"]),
+        (["*tiny"], ["localhost:5000/team/tiny:v1", "tiny:latest"]),
+        (["localhost:5000/*"], ["localhost:5000/team/tiny:v1"]),
+        (["*:v?", "dated:latest"], ["dated:latest", "localhost:5000/team/tiny:v1", "other:v2"]),
+        (["TINY", "v1"], []),
+    ],
+)
+def test_patterns_and_quiet_output(stored, patterns, names):
+    assert stored("ls", "-q", *patterns).out.splitlines() == names
+    assert [row["reference"] for row in stored("ls", "--json", *patterns).value] == names
+
+
+def test_names_that_do_not_match_are_reported(stored):
+    assert stored("ls", "x*", "y").err == "no names match x* y\n"
+    done = stored("ls", "-q", "x*")
+    assert (done.out, done.err) == ("", "")
+    assert stored("ls", "-q", "--json", "x*").value == []
+
+
+def test_a_missing_and_an_empty_store_are_reported(aimage):
+    here = aimage()
+    hint = "'aimage create' and 'aimage pull' add names\n"
+    assert here("ls").err == f"no store at {here.store}; {hint}"
+    here.store.mkdir()
+    assert here("ls").err == f"no names in the store {here.store}; {hint}"
+
+
+def test_the_cache_of_an_earlier_version_is_replaced(stored):
+    (row,) = stored("--json", "ls", "tiny").value
+    path = stored.store / ".aimage" / "listing" / row["digest"][7:]
+    path.write_text(json.dumps({"size": 1, "kind": "clowder"}))
+    assert stored("--json", "ls", "tiny").value == [row]
+    assert '"BF16"' in path.read_text()
+
+
+def test_an_unreadable_config_leaves_the_other_columns(stored):
+    digest = stored("--json", "ls", "dated").value[0]["digest"]
+    manifest = json.loads((stored.store / "blobs" / digest.replace(":", "/")).read_bytes())
+    path = stored.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
+    path.chmod(0o644)
+    path.write_bytes(b"{" * path.stat().st_size)
+    (stored.store / ".aimage" / "listing" / digest[7:]).unlink()
+    row = stored("--json", "ls", "dated").value[0]
+    assert (row["kind"], row["family"], row["created"]) == ("clowder", None, None)
+    assert row["size"] > 1_000_000
