@@ -85,11 +85,13 @@ def validate(name: str, document: object) -> None:
 def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
     """Read the configuration file and parse its object, an empty one if there is no file.
 
+    It is YAML if the name ends in .yaml or .yml, else JSON.
+
     Raises:
         UsageError: the file cannot be read, is not valid, or ``parse`` raises ValueError.
     """
     try:
-        document = json.loads(path.read_bytes())
+        document = _configuration(path)
         validate("config", document)
         return parse(document)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,6 +100,21 @@ def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
         raise UsageError(
             f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
         ) from None
+
+
+def _configuration(path: Path) -> Any:
+    raw = path.read_bytes()
+    if not is_yaml(path):
+        return json.loads(raw)
+    from clowder_aimage.yaml_document import read_yaml  # late, because it takes 15 ms
+
+    found = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
+    return {} if found is None else found  # only comments
+
+
+def is_yaml(path: Path) -> bool:
+    """Return whether the name of a file is that of a YAML document."""
+    return path.suffix in (".yaml", ".yml")
 
 
 def violations(name: str, document: object) -> Iterator[Violation]:

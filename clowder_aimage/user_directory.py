@@ -35,11 +35,22 @@ def dialect_cache() -> DialectCache:
 
 
 def config_file() -> Path:
-    """Return the path of the configuration. Raises UsageError: AIMAGE_CONFIG names no file."""
+    """Return the path of the configuration: config.json, or config.yaml beside it.
+
+    Raises UsageError: there are both, or AIMAGE_CONFIG names no file.
+    """
     named = _named("AIMAGE_CONFIG")
     if named is not None and not named.is_file():
         raise UsageError(f"file in AIMAGE_CONFIG not found: {named}")
-    return named or _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
+    if named is not None:
+        return named
+    path = _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
+    other = path.with_suffix(".yaml")
+    if not other.is_file():
+        return path
+    if path.is_file():
+        raise UsageError(f"there are two configurations: {path} and {other}", hint="remove one")
+    return other
 
 
 def client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:

@@ -13,7 +13,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from clowder_aimage import schema as schemas
@@ -69,7 +69,7 @@ class CheckedDocument:
 
 
 def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
-    """Check a JSON document, or the header of a safetensors file.
+    """Check a JSON or YAML document, or the header of a safetensors file.
 
     Raises:
         NotFoundError: the file does not exist.
@@ -87,11 +87,29 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
                 raw = start + file.read(min(length, MAX_HEADER_SIZE + 1))
                 found = _refused(read_header, io.BytesIO(raw), size)
                 return CheckedDocument(str(path), SAFETENSORS, found)
+            if schemas.is_yaml(path):
+                return _validate_yaml(start + file.read(MAX_SIZE), str(path), schema)
             return validate_stream(file, str(path), schema, start)
     except FileNotFoundError:
         raise NotFoundError(f"file not found: {path}") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
+    """Check a YAML document: a list is a desired state, all else a configuration by default."""
+    from clowder_aimage.yaml_document import read_yaml
+
+    try:
+        value, lines = read_yaml(raw.decode("utf-8-sig"), name)
+    except (UnicodeDecodeError, FormatError) as error:
+        wrong = Violation((), str(error).removeprefix(f"{name}, "))
+        return CheckedDocument(name, schema or "config", [wrong])
+    value = {} if value is None else value  # only comments
+    schema = schema or ("desired" if isinstance(value, list) else "config")
+    found = schemas.violations(schema, value)
+    placed = [replace(one, line=lines.get(one.path, 0), column=1) for one in found]
+    return CheckedDocument(name, schema, sorted(placed, key=lambda one: one.line))
 
 
 def validate_stream(

@@ -15,10 +15,11 @@ from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.spec_document import HINT, Path, position
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
+from clowder_aimage.yaml_document import Path, position
 
+HINT = "schemas/desired.schema.json defines the entries"
 REFRESH = 300.0  # seconds
 POLICIES = {"Never": NEVER, "IfNotPresent": IF_MISSING, "Always": ALWAYS}
 POLICY_NAMES = {word: name for name, word in POLICIES.items()}

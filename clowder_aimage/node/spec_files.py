@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import AccessError, AImageError, FormatError, NotFoundError
-from clowder_aimage.node.model_spec import ModelSpec, PlacedSpec, entries, once
-from clowder_aimage.node.spec_document import json_lines, position, read_yaml
+from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once
 from clowder_aimage.oci import read_json
+from clowder_aimage.yaml_document import json_lines, position, read_yaml
 
 MAX_SIZE = 1024 * 1024  # bytes of a file
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -121,7 +121,7 @@ def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
         value = read_json(text.encode(), file) if text.strip() else None
         lines = functools.cache(lambda: json_lines(text))  # only needed for errors
         return entries(value, origin, file, lambda place: lines().get(place, 0))
-    value, known = read_yaml(text, file)
+    value, known = read_yaml(text, file, HINT)
     return entries(value, origin, file, lambda place: known.get(place, 0))
 
 

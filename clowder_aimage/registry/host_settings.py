@@ -17,6 +17,7 @@ from clowder_aimage.schema import read_configuration
 
 DEFAULT = "default"  # the entry of "registries" that names the default registry
 _LIFE = 30 * 24 * 3600.0  # seconds; afterwards the usual order is tried again
+_MIN_CHUNK = 1024 * 1024  # bytes
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -67,8 +68,15 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
         ca_file=directory / named if named else None,
         jobs=entry.get("jobs", 0),
         limit=parse_rate(entry["limitRate"]) if "limitRate" in entry else 0,
-        chunk_size=entry.get("chunkSize", 0),
+        chunk_size=_chunk_size(entry["chunkSize"]) if "chunkSize" in entry else 0,
     )
+
+
+def _chunk_size(value: int | str) -> int:
+    size = value if isinstance(value, int) else parse_size(value)
+    if size < _MIN_CHUNK:
+        raise ValueError(f"chunkSize {value!r} is smaller than 1 MiB")
+    return size
 
 
 def parse_rate(text: str) -> int:

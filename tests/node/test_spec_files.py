@@ -17,14 +17,14 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clowder_aimage import schema
+from clowder_aimage import schema, yaml_document
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.node import spec_document, spec_files
+from clowder_aimage.node import spec_files
 from clowder_aimage.node.model_spec import ModelSpec, default_policy, parse_specs
-from clowder_aimage.node.spec_document import json_lines, read_yaml
 from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.yaml_document import json_lines, read_yaml
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples" / "desired"
@@ -39,7 +39,7 @@ def loaders(monkeypatch):
 
     def each():
         for loader in LOADERS:
-            monkeypatch.setattr(spec_document, "_LOADER", loader)
+            monkeypatch.setattr(yaml_document, "_LOADER", loader)
             yield loader
 
     return each()
@@ -426,7 +426,7 @@ PIECES = st.sampled_from(
 def test_both_yaml_loaders_read_or_refuse_any_input(text):
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spec_document, "_LOADER", each)
+            patch.setattr(yaml_document, "_LOADER", each)
             try:
                 value, _ = read_yaml(text, "a.yaml")
             except FormatError as error:
@@ -461,7 +461,7 @@ def test_yaml_dumped_by_pyyaml_is_read_as_the_same_value(value, is_flow):
     text = yaml.dump(value, Dumper=Plain, default_flow_style=is_flow)
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(spec_document, "_LOADER", each)
+            patch.setattr(yaml_document, "_LOADER", each)
             assert read_yaml(text, "a.yaml")[0] == value
 
 

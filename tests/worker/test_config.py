@@ -22,6 +22,7 @@ from clowder_aimage.engine.settings import (
     read_section,
 )
 from clowder_aimage.errors import UsageError
+from clowder_aimage.registry.host_settings import read_settings
 from clowder_aimage.schema import load
 
 
@@ -257,7 +258,72 @@ def test_config_show_lists_every_setting_with_its_origin(aimage, tmp_path):
     assert found["registries.registry.example.com.jobs"] == (4, str(file))
     lines = here("config", "show", "--store", tmp_path / "other").out.splitlines()
     assert lines[0].split() == ["SETTING", "VALUE", "FROM"]
-    assert lines[1].split() == ["store", str(tmp_path / "other"), "command", "line"]
+    assert lines[1].split() == ["config", str(file), "AIMAGE_CONFIG"]
+    assert lines[2].split() == ["store", str(tmp_path / "other"), "command", "line"]
+    assert ["worker.grace", "1m", "AIMAGE_SERVE_GRACE"] in map(str.split, lines)
+    assert ["worker.keepAlive", "5m", "default"] in map(str.split, lines)
+    assert ["worker.queue", "2", str(file)] in map(str.split, lines)
+
+
+YAML = """\
+# for all workers
+registries:
+  registry.example.com: {limitRate: 20M, chunkSize: 5MB}
+worker:
+  keepAlive: 1h30m
+  memory: 12GiB
+"""
+
+
+def test_the_configuration_may_be_yaml(aimage):
+    here = aimage()
+    directory = here.home / "config" / "aimage"
+    directory.mkdir(parents=True)
+    file = directory / "config.yaml"
+    file.write_text(YAML)
+    found = shown(here("config", "show", "--json"))
+    assert found["config"] == (str(file), "default")
+    assert found["worker.keepAlive"] == (5400.0, str(file))
+    assert found["worker.memory"] == (12 * 1024**3, str(file))
+    rows = [line.split() for line in here("config", "show").out.splitlines()]
+    assert ["worker.keepAlive", "1h30m", str(file)] in rows
+    assert ["worker.memory", "12GiB", str(file)] in rows
+    assert read_settings(file)["registry.example.com"].chunk_size == 5_000_000
+    assert here("validate", file).line == f"{file}: valid config"
+    file.write_text("# nothing yet\n")
+    assert shown(here("config", "show", "--json"))["worker.keepAlive"] == (300.0, "default")
+    (directory / "config.json").write_text("{}")
+    err = here("config", "show", code=2).err
+    assert f"there are two configurations: {directory / 'config.json'} and {file}" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("worker: {keepalive: 5m}", "unknown key 'keepalive'; did you mean 'keepAlive'?"),
+        ("worker: {queue: 1}\nworker: {}", "line 2: duplicate key 'worker'"),
+        ("worker: &a {queue: 1}\nnode: *a", "line 2: aliases (*name) are not supported"),
+        ("worker: [", "line "),
+        ("- worker", "is not of type 'object'"),
+        ("registries: {h.io: {chunkSize: 5kB}}", "chunkSize '5kB' is smaller than 1 MiB"),
+        ("worker: {queue: '\udcff'}", "can't decode byte"),
+    ],
+)
+def test_an_invalid_yaml_configuration_is_refused(aimage, text, message):
+    here = aimage()
+    here.environment["AIMAGE_CONFIG"] = str(here.home / "bad.yml")
+    (here.home / "bad.yml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert message in here("config", "show", code=2).err
+    if "chunkSize" not in text and not text.startswith("-"):  # a list is a desired state
+        assert message in here("validate", "bad.yml", code=5).out
+
+
+def test_violations_of_yaml_documents_have_lines(aimage):
+    here = aimage()
+    (here.home / "bad.yaml").write_text("worker:\n  queue: 1\n  keepAlive: soon\n")
+    assert here("validate", "bad.yaml", code=5).out.startswith("bad.yaml:3:1: /worker/keepAlive: ")
+    (here.home / "list.yaml").write_text("- {ref: localhost/a, pin: 1}\n")
+    assert "list.yaml:1:1: /0/pin: " in here("validate", "list.yaml", code=5).out
 
 
 def test_only_an_explicitly_named_file_must_exist(aimage):

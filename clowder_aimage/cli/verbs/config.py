@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, 
 from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import UsageError
-from clowder_aimage.schema import read_configuration
+from clowder_aimage.schema import load, read_configuration
 from clowder_aimage.user_directory import config_file
 
 MASK = "***"
@@ -33,11 +33,16 @@ _SECRET = ("TOKEN", "PASSWORD", "SECRET")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting, its value and its source."""
+    """A setting, its value and its source, and the value as it was typed."""
 
     name: str
     value: Any
     origin: str
+    typed: Any = None
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "origin": self.origin}
 
 
 @click.group(cls=VerbGroup, short_help="Show the configuration.")
@@ -48,19 +53,27 @@ def config() -> None:
 @common_options
 @config.command(short_help="Show every setting and its source.")
 def show() -> None:
-    """Show every setting and its source.
+    """Show every setting and its source, and the file of the configuration.
 
     Sources are the command line, an environment variable, the configuration, or "default".
     Secrets are not shown.
     """
     chosen, file = settings(), config_file()
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
-    found = [_store(chosen.stores), *_servers(file), *_registries(file)]
+    found = [_file(file), _store(chosen.stores), *_servers(file), *_registries(file)]
     found += [Value(name, masked(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
-    rows += [[each.name, _text(each.value), each.origin] for each in found]
-    value = {"file": str(file), "exists": file.is_file(), "settings": [asdict(e) for e in found]}
+    for each in found:
+        rows.append(
+            [each.name, _text(each.value if each.typed is None else each.typed), each.origin]
+        )
+    value = {"file": str(file), "exists": file.is_file(), "settings": [e.plain for e in found]}
     result(value, table(rows))
+
+
+def _file(file: Path) -> Value:
+    origin = "AIMAGE_CONFIG" if os.environ.get("AIMAGE_CONFIG") else "default"
+    return Value("config", str(file), origin, None if file.is_file() else f"{file} (not found)")
 
 
 def _store(stores: tuple[Path, ...]) -> Value:
@@ -73,17 +86,22 @@ def _servers(file: Path) -> Iterator[Value]:
     """Yield the settings of 'aimage serve' and 'aimage node', if their extra is installed."""
     try:
         with needs("a worker", "worker"):
-            from clowder_aimage.engine.settings import Settings, camel, gather
+            from clowder_aimage.engine.settings import Settings, camel, gather, read_section
             from clowder_aimage.node.node_settings import NodeSettings
     except UsageError as error:
         note(f"the worker's settings are not shown: {advice(error)}")
         return
     for kind in (Settings, NodeSettings):
-        values, origins = gather(kind, {}, file)
+        (values, origins), section = gather(kind, {}, file), read_section(file, kind)
+        properties = load("config")["$defs"][kind.SECTION]["properties"]
         for name in kind.model_fields:
             value = values.address if name == "addr" else getattr(values, name)
             origin = origins.get(name, "default")
-            yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin)
+            typed = None
+            if type(value) in (int, float):  # such as "5m" or "12GiB"
+                usual = properties[camel(name)].get("default")
+                typed = usual if origin == "default" else os.environ.get(origin, section.get(name))
+            yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin, typed)
 
 
 def _registries(file: Path) -> Iterator[Value]:

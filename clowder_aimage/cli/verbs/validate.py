@@ -28,9 +28,9 @@ from clowder_aimage.validate import CheckedDocument
 def validate(what: str, schema: str) -> int:
     """Check FILE, or all documents of the AImage REF in the store, against their schemas.
 
-    FILE is a manifest, an index, an AImage config, a configuration of aimage (JSON; - is stdin), a
-    safetensors file, or the directory of an OCI image layout. All violations are listed with their
-    places. The exit code is 5 if there are any.
+    FILE is a manifest, an index, an AImage config, a configuration of aimage (JSON, - is stdin; or
+    YAML), a safetensors file, or the directory of an OCI image layout. All violations are listed
+    with their places. The exit code is 5 if there are any.
     """
     try:
         documents = _check(what, schema)

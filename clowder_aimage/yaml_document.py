@@ -16,7 +16,6 @@ import yaml  # type: ignore[import-untyped]
 
 from clowder_aimage.errors import FormatError
 
-HINT = "schemas/desired.schema.json defines the entries"
 MAX_DEPTH = 20  # of lists and objects
 Path = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
@@ -35,10 +34,10 @@ Lines = dict[Path, int]
 """The line of each value by its path; for a value in an object, the line of its key."""
 
 
-def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
+def read_yaml(text: str, file: str, hint: str | None = None) -> tuple[Any, Lines]:
     """Return the value of ``text``, None if it is empty, and its lines.
 
-    Raises FormatError with ``file``, and with the line if it is known.
+    Raises FormatError with ``file`` and ``hint``, and with the line if it is known.
     """
     lines: Lines = {}
     try:
@@ -47,7 +46,7 @@ def read_yaml(text: str, file: str) -> tuple[Any, Lines]:
         return None if root is None else _value(root, (), lines), lines
     except yaml.YAMLError as error:
         line, message = _syntax_error(error, text)
-    raise FormatError(f"{position(file, line)}: {message}", hint=HINT)
+    raise FormatError(f"{position(file, line)}: {message}", hint=hint)
 
 
 def json_lines(text: str) -> Lines:
