@@ -195,9 +195,8 @@ class ImageLayout(ContentStore):
     def _record_unnamed(self, digests: Iterable[Digest]) -> None:
         """Record that manifests lost a name: collections need no grace for their older blobs."""
         with contextlib.suppress(OSError, AImageError):  # then they keep the grace
-            directory = make_directory(self.root, PRIVATE, UNNAMED)
             for digest in digests:
-                path = directory / digest.encoded
+                path = make_directory(self.root, PRIVATE, UNNAMED) / digest.encoded
                 os.close(open_shared(path))
                 os.utime(path, follow_symlinks=False)
 

@@ -229,6 +229,11 @@ EMPTY = {
         $ echo '{"registries": {"a": {"mirror": ["x"]}}}' > bad.json
         $ aimage validate bad.json # exit code 5
         bad.json:1:17: /registries/a: unknown key 'mirror'; did you mean 'mirrors'?
+        $ printf '# comment\\nworker: {keepAlive: 1h, memory: 12GB}\\n' > pc.yaml
+        $ AIMAGE_CONFIG=pc.yaml aimage config show
+        config pc.yaml AIMAGE_CONFIG
+        worker.memory 12GB pc.yaml
+        worker.keepAlive 1h pc.yaml
     """,
 }
 
@@ -316,6 +321,8 @@ STOCKED = {
         $ aimage tag tiny localhost:5000/staging/tiny:v1
         $ aimage push -q localhost:5000/staging/tiny:v1
         sha256:3fda...
+        $ aimage referrers localhost:5000/staging/tiny:v1
+        ! nothing is attached to localhost:5000/staging/tiny:v1
         $ aimage attach localhost:5000/staging/tiny:v1 password.txt --artifact-type X # exit code 2
         ! aimage: invalid media type 'X'
         ! for example: --type application/spdx+json
@@ -376,7 +383,9 @@ STOCKED = {
         tiny.tar
         $ aimage load tiny.tar --store other
         tiny:latest sha256:3fda...
-        $ aimage save tiny -o - | aimage load - --store third
+        $ aimage save tiny | aimage load --store third
+        tiny:latest sha256:3fda...
+        $ aimage load -i tiny.tar --store third
         tiny:latest sha256:3fda...
         $ head -c 100000 tiny.tar > short.tar
         $ aimage load short.tar --store fourth # exit code 5
@@ -390,15 +399,42 @@ STOCKED = {
         application/vnd.clowder.aimage.manifest.v1+json
     """,
     "room on the disk": """
+        $ aimage tag shapes other
+        $ aimage rm absent tiny gone # exit code 3
+        ! aimage: absent:latest, gone:latest not found in the store ...; nothing was removed
         $ aimage rm tiny
         tiny:latest
+        ! 1.3 MB can be freed with: aimage gc
         $ aimage gc
-        removed: 0 blobs, 0 B
-        kept: ... blobs, 1.3 MB, newer than the grace period (--grace 0 removes them)
-        $ aimage gc --grace 0
         removed: 291 blobs, 1.3 MB
-        $ aimage show shapes
+        $ aimage rm shapes
+        shapes:latest
+        $ aimage show other
         family z-image
+        $ aimage gc --max-size 1MB --keep 'other*' --dry-run
+        ! ... kept, more than 1 MB: ... needed by names that are pinned, kept or in use
+        $ aimage rm other --gc
+        other:latest
+        ! freed ... MB (... blobs)
+    """,
+    "names and digests": """
+        $ aimage ls
+        NAME FAMILY TYPE SIZE CREATED DIGEST
+        shapes:latest z-image ... ago ...
+        tiny:latest z-image BF16 1.2 MB ... 3fda4351828f
+        $ aimage ls 'ti*' -q
+        tiny:latest
+        $ aimage ls llama
+        ! no names match llama
+        $ aimage show 3fda4351828f
+        name tiny:latest
+        $ aimage tag sha256:3fda again
+        sha256:3fda...
+        $ aimage rm 3fda4351828f # exit code 2
+        ! aimage: 3fda4351828f has several names: again:latest, tiny:latest
+        ! use one of them
+        $ aimage show 3fdb # exit code 3
+        ! aimage: 3fdb:latest not found in the store ...
     """,
 }
 

@@ -71,7 +71,7 @@ def test_the_verb_version_prints_the_version(aimage):
         (("pull",), "missing argument 'REF...'", "pull"),
         (("pull", "x", "--nothing"), "no such option '--nothing'", "pull"),
         (("pull", "x", "--jobs", "0"), "invalid value for '--jobs'", "pull"),
-        (("ls", "x", "y"), "got unexpected extra argument", "ls"),
+        (("df", "x"), "got unexpected extra argument", "df"),
     ],
 )
 def test_an_error_of_the_options_has_the_form_of_all_errors(aimage, arguments, message, command):
