@@ -288,7 +288,7 @@ def test_the_configuration_may_be_yaml(aimage):
     rows = [line.split() for line in here("config", "show").out.splitlines()]
     assert ["worker.keepAlive", "1h30m", str(file)] in rows
     assert ["worker.memory", "12GiB", str(file)] in rows
-    assert read_settings(file)["registry.example.com"].chunk_size == 5_000_000
+    assert read_settings(file)[0]["registry.example.com"].chunk_size == 5_000_000
     assert here("validate", file).line == f"{file}: valid config"
     file.write_text("# nothing yet\n")
     assert shown(here("config", "show", "--json"))["worker.keepAlive"] == (300.0, "default")
