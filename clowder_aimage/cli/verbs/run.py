@@ -24,7 +24,7 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import note, plural, remark, result, wants_json
+from clowder_aimage.cli.console.output import is_quiet, note, plural, remark, result, wants_json
 from clowder_aimage.cli.console.picture_file import PictureOutput
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.prompt_loop import read_prompts
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from clowder_aimage.model.pipeline import GenerateRequest, Image, PipelineEvent
 
 _PARAMETERS = ("width", "height", "steps", "seed", "negative", "guidance", "shift")
-_SETTABLE = (*_PARAMETERS, "size", "count", "output", "show")  # between prompts
+_SETTABLE = (*_PARAMETERS, "size", "count", "output", "show", "inline")  # between prompts
 _MAX_PROMPT = 1 << 20  # bytes of stdin
 # Options, prompt, seed, number, format, and a function that is called before the first picture
 _Render = Callable[
@@ -118,6 +118,12 @@ def _sides(text: str) -> tuple[int, int]:
     " [default: ./NAME-SEED.png]",
 )
 @click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
+@click.option(
+    "--show/--no-show",
+    "inline",
+    default=None,
+    help="Draw the picture in the terminal. [default: if it can]",
+)
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
 @connection_options
 def run(
@@ -134,7 +140,9 @@ def run(
     begun = time.monotonic()
     prompt = _read_prompt(words)
     _check(values)
-    order = _Order(reference, values, _renderer(reference, dtype, local))
+    order = _Order(
+        reference, values, _renderer(reference, dtype, local), _protocol(values["inline"])
+    )
     if prompt is not None:
         order.make(prompt, begun)
         return
@@ -191,6 +199,16 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
     return parameters
 
 
+def _protocol(is_shown: bool | None) -> str:
+    """Return the protocol for pictures in the terminal; empty if none are drawn."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty() and sys.stderr.isatty()
+    if is_shown is False or not is_terminal or wants_json() or is_quiet():
+        return ""
+    from clowder_aimage.cli.console.terminal_picture import find_protocol
+
+    return find_protocol(os.environ)
+
+
 @dataclass(frozen=True, slots=True)
 class _Order:
     """The options of pictures, which may change between prompts."""
@@ -198,6 +216,7 @@ class _Order:
     reference: Reference
     values: dict[str, Any]
     render: _Render
+    protocol: str  # for pictures in the terminal
 
     def make(self, prompt: str, begun: float | None = None) -> None:
         """Generate, write and print the pictures of a prompt."""
@@ -223,9 +242,25 @@ class _Order:
                 if path is not None:
                     written.append({"path": str(path), "seed": picture.seed})
                     self._show(path)
+        if not output.is_stdout and self.values["inline"] is not False:
+            for each in written:
+                self._draw(Path(str(each["path"])))
         if not output.is_stdout:
             result(facts | {"pictures": written}, "\n".join(str(each["path"]) for each in written))
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+
+    def _draw(self, path: Path) -> None:
+        """Draw a picture in the terminal."""
+        if not self.protocol:
+            if self.values["inline"]:
+                remark("warning: the output is not a terminal that can show pictures")
+            return
+        from clowder_aimage.cli.console.terminal_picture import escape_picture
+
+        with contextlib.suppress(OSError, ImportError):  # the picture has been written
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            sys.stderr.write(escape_picture(path.read_bytes(), self.protocol, columns or 80))
+            sys.stderr.flush()
 
     def _show(self, path: Path) -> None:
         show = self.values["show"]
