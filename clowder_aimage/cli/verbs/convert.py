@@ -20,7 +20,7 @@ from clowder_aimage.oci import Reference
 @click.argument("new", type=tag_reference)
 @recipe_options
 def convert(reference: Reference, new: Reference, **changes: Any) -> None:
-    """Make the AImage NEW from REF in the store: quantized, or in another precision.
+    """Convert the weights of REF in the store to other types, as the AImage NEW.
 
     Tensors that do not change keep their blobs, which are neither stored nor sent twice.
     """

@@ -16,8 +16,8 @@ from clowder_aimage.usage import NameUsage, UsageReport, usage
 def du(references: tuple[Reference, ...]) -> None:
     """Show the disk usage of REF..., else of all names in the store.
 
-    UNIQUE is what no other manifest needs, and rm and gc would free. Several names of one manifest
-    are one line and count once.
+    UNIQUE is the size that no other manifest needs: rm and gc would free it. Several names of one
+    manifest are one line and count once.
     """
     chosen = settings()
     layout = chosen.layout

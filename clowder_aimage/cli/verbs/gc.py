@@ -38,7 +38,7 @@ from clowder_aimage.layout.gc import Collection, Collector
 def gc(
     dry_run: bool, max_size: int | None, max_age: float | None, keep: tuple[str, ...], grace: float
 ) -> None:
-    """Remove blobs that no name in the store needs, and downloads that stopped a week ago.
+    """Remove blobs that no name in the store needs, and downloads that were interrupted a week ago.
 
     Pinned names, names that match --keep, and what a running pull, push or worker uses are kept.
     """
