@@ -81,7 +81,9 @@ class WorkerClient:
             with closing(response):
                 server = response.getheader("Server", "")
                 named = re.match(r"aimage\b", server) is not None
-                return named or response.getheader("X-Aimage-Version") is not None
+                # a registry has the same header, but not this route
+                has_route = response.status != http.client.NOT_FOUND
+                return has_route and (named or response.getheader("X-Aimage-Version") is not None)
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the JSON lines of a reply as they arrive (ollama's API).

@@ -15,6 +15,7 @@ import requests
 
 from clowder_aimage.distribution.registry_role import serve
 from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.engine.worker_client import WorkerClient
 from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.layout import ImageLayout
 from tests.distribution.served import REPOSITORY_ROOT, Server, digest_of
@@ -174,6 +175,10 @@ def test_metrics_count_requests_bytes_and_uploads(
     assert 'aimage_registry_bytes_total{direction="received"} 1000.0' in text
     assert 'aimage_registry_bytes_total{direction="sent"} 1000.0' in text
     assert "aimage_registry_uploads 1.0" in text and "python_info{" in text
+
+
+def test_a_registry_is_not_a_worker(server: Server) -> None:
+    assert not WorkerClient(server.url).is_worker()
 
 
 def test_aimage_pulls_and_pushes(server: Server, aimage: Callable[[str], Aimage]) -> None:
