@@ -493,6 +493,10 @@ GENERATE = {
         out.jpg
         $ aimage run -q shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o - | head -c 4
         ...PNG
+        $ aimage run --no-show shapes 'a fox' --steps 1 --size 32x32 --seed 2
+        ...-2.png
+        $ TERM_PROGRAM=WezTerm aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 3 | wc -l
+        1
         $ aimage run shapes 'a fox' -o out.gif # exit code 2
         ! aimage: unknown picture format: out.gif
         $ aimage replay pics/shapes-1.png
