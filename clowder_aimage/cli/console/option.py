@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
+    from clowder_aimage.cli.console.result_template import ResultTemplate
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.oci import Reference
     from clowder_aimage.registry import ClientOptions
@@ -60,6 +61,13 @@ def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
     return click.option(*names, callback=_remember, expose_value=False, **attributes)
 
 
+def _remember_template(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        with needs("a template", "format"):
+            from clowder_aimage.cli.console.result_template import ResultTemplate
+        _remember(ctx, param, ResultTemplate(value))
+
+
 common_options = options(
     _shared(
         "--store",
@@ -68,6 +76,15 @@ common_options = options(
         help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    click.option(
+        "--format",
+        "--template",
+        "template",
+        metavar="TEMPLATE",
+        callback=_remember_template,
+        expose_value=False,
+        help="Print the result by this Jinja template, such as '{{ digest }}'.",
+    ),
     _shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
 )
 
@@ -140,8 +157,14 @@ class VerbGroup(_Exemplified, click.Group):
 
 
 def verb(function: Callable[..., Any]) -> click.Command:
-    """Return a command with the common options."""
-    return common_options(click.command(cls=Verb)(function))
+    """Return a command with the common options, without the names that it uses itself."""
+    command = click.command(cls=Verb)(function)
+    own = {name for param in command.params for name in param.opts}
+    common_options(command)
+    for param in command.params:
+        if param.name == "template":
+            param.opts = [name for name in param.opts if name not in own]
+    return command
 
 
 def _connection(*names: str, **attributes: Any) -> Callable[[Any], Any]:
@@ -327,6 +350,7 @@ class VerbSettings(NamedTuple):
 
     stores: tuple[Path, ...] = ()
     as_json: bool = False
+    template: ResultTemplate | None = None
     quiet: bool = False
     jobs: int | None = None
     plain_http: bool = False

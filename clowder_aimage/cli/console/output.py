@@ -24,7 +24,14 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def result(value: dict[str, Any] | list[Any], text: str) -> None:
-    """Print a result: ``text`` by default, ``value`` as JSON with ``--json``."""
+    """Print a result: ``text``, ``value`` as JSON with ``--json``, or by the given template.
+
+    With a template, each element of a list is a line.
+    """
+    if (template := _given("template")) is not None:
+        for one in value if isinstance(value, list) else [value]:
+            click.echo(template.render(one))
+        return
     if not wants_json():
         click.echo(printable(text))
         return
@@ -65,6 +72,11 @@ def wants_json() -> bool:
     return _is_given("as_json")
 
 
+def wants_value() -> bool:
+    """Return whether ``--json`` or a template is given. Call this only in the main thread."""
+    return wants_json() or _is_given("template")
+
+
 def is_quiet() -> bool:
     """Return whether ``-q`` is given. Call this only in the main thread."""
     return _is_given("quiet")
@@ -76,8 +88,12 @@ def is_verbose() -> bool:
 
 
 def _is_given(option: str) -> bool:
+    return bool(_given(option))
+
+
+def _given(option: str) -> Any:
     context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(META + option))
+    return None if context is None else context.meta.get(META + option)
 
 
 def event(kind: str, **fields: Any) -> str:

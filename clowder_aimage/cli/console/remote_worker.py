@@ -112,7 +112,7 @@ def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
 
 def local_options(*but: str) -> list[str]:
     """Return the options on the command line that apply to this process, except ``but``."""
-    given = given_options("remote", "as_json", "quiet", *but)
+    given = given_options("remote", "as_json", "template", "quiet", *but)
     if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
     return given

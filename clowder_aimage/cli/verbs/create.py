@@ -170,7 +170,7 @@ def create(
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom requires --dialect clowder")
     if ollama is not None:
-        if given := given_options("ollama", "store", "as_json", "quiet"):
+        if given := given_options("ollama", "store", "as_json", "template", "quiet"):
             raise UsageError(f"{given[0]} cannot be combined with --from-ollama")
         if path == ".":
             raise UsageError("--from-ollama requires the name of a model, such as llama3.2:1b")

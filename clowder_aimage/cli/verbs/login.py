@@ -7,7 +7,7 @@ import sys
 import click
 
 from clowder_aimage.cli.console.option import login_connection_options, settings, verb
-from clowder_aimage.cli.console.output import remark, result, wants_json
+from clowder_aimage.cli.console.output import remark, result, wants_value
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
@@ -46,7 +46,7 @@ def login(registry: str, username: str | None, password: str | None, password_st
     password = password or _ask("Password", "--password-stdin", hide=True)
     place = log_in(host, username, password, settings().connection())
     remark(f"logged in to {host} as {username}; the credentials are stored in {place}")
-    if wants_json():
+    if wants_value():
         result({"registry": host, "username": username, "kept": place}, "")
 
 
@@ -59,5 +59,5 @@ def logout(registry: str) -> None:
     host = _host(registry)
     log_out(host, settings().connection())
     remark(f"logged out of {host}")
-    if wants_json():
+    if wants_value():
         result({"registry": host}, "")

@@ -11,7 +11,7 @@ from clowder_aimage.cli.console.option import (
     parse_reference,
     settings,
 )
-from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.cli.console.output import note, result, wants_value
 from clowder_aimage.errors import UsageError
 
 
@@ -42,7 +42,7 @@ def ls(place: str) -> None:
         for name in repositories(host, chosen.connection())
         if not prefix or name == prefix or name.startswith(f"{prefix}/")
     ]
-    if found or chosen.as_json:
+    if found or wants_value():
         result({"registry": host, "repositories": found}, "\n".join(found))
     elif not chosen.quiet:
         note(f"{place} has no repositories")

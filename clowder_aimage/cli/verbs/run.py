@@ -24,7 +24,15 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import is_quiet, note, plural, remark, result, wants_json
+from clowder_aimage.cli.console.output import (
+    is_quiet,
+    note,
+    plural,
+    remark,
+    result,
+    wants_json,
+    wants_value,
+)
 from clowder_aimage.cli.console.picture_file import PictureOutput
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.prompt_loop import read_prompts
@@ -187,8 +195,8 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
     output = PictureOutput(values["output"])
     if values["negative"] is not None and not values["guidance"]:
         raise UsageError("--negative requires --guidance above 0")
-    if output.is_stdout and (wants_json() or values["show"]):
-        option = "--json" if wants_json() else "--open"
+    if output.is_stdout and (wants_value() or values["show"]):
+        option = "--open" if not wants_value() else "--json" if wants_json() else "--format"
         raise UsageError(f"{option} cannot be combined with -o -")
     output.check(values["count"])
     parameters = {name: values[name] for name in _PARAMETERS}
@@ -202,7 +210,7 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
 def _protocol(is_shown: bool | None) -> str:
     """Return the protocol for pictures in the terminal; empty if none are drawn."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and sys.stderr.isatty()
-    if is_shown is False or not is_terminal or wants_json() or is_quiet():
+    if is_shown is False or not is_terminal or wants_value() or is_quiet():
         return ""
     from clowder_aimage.cli.console.terminal_picture import find_protocol
 

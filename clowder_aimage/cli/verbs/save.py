@@ -8,7 +8,14 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.option import output_option, settings, verb
-from clowder_aimage.cli.console.output import event, plain, plural, result, standard_stream
+from clowder_aimage.cli.console.output import (
+    event,
+    plain,
+    plural,
+    result,
+    standard_stream,
+    wants_value,
+)
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
@@ -31,7 +38,7 @@ def save(references: tuple[Reference, ...], file: str) -> None:
     subject = references[0] if len(references) == 1 else None
     with Progress("saving", subject) as progress:
         saved = save_archive(
-            chosen.layout, references, target, is_hashed=chosen.as_json, on_event=progress.on_event
+            chosen.layout, references, target, is_hashed=wants_value(), on_event=progress.on_event
         )
     if saved.absent:
         digests = ", ".join(str(left.digest) for left in saved.absent)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.option import connection_options, settings, verb
-from clowder_aimage.cli.console.output import note, plain, result, table
+from clowder_aimage.cli.console.output import note, plain, result, table, wants_value
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Descriptor, Reference
@@ -51,7 +51,7 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
     value: dict[str, Any] = {"repository": reference.name, "tags": names}
     if is_long:
         value["manifests"] = [{"tag": tag, **plain(found[tag])} for tag in names]
-    if not names and not chosen.as_json:
+    if not names and not wants_value():
         if not chosen.quiet:
             note(f"{reference.name} has no tags")
         return
