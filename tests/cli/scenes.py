@@ -373,6 +373,11 @@ STOCKED = {
         $ aimage ls --json | jq -r '.[].reference'
         shapes:latest
         tiny:latest
+        $ aimage ls --format '{{ reference }}'
+        shapes:latest
+        tiny:latest
+        $ aimage ls --format '{{ reference' # exit code 2
+        ! aimage: invalid template, line 1: ...
         $ aimage show tiny --layers | head -n 1
         ...
         $ aimage pull localhost:1/x --jobs 0 # exit code 2
