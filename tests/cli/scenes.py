@@ -467,12 +467,12 @@ PRIVATE = {
 GENERATE = {
     "prompts": """
         $ aimage run shapes two red circles --steps 1 --size 32x32 --seed 1
-        shapes-1.png
+        two-red-circles-1.png
         ! 1 picture in ...
         $ echo 'two red circles' | aimage run shapes --steps 1 --size 32x32 --seed 2
-        shapes-2.png
+        two-red-circles-2.png
         $ echo 'two red circles' | aimage run shapes - --steps 1 --size 32x32 --seed 3
-        shapes-3.png
+        two-red-circles-3.png
         $ aimage run shapes '' # exit code 2
         ! aimage: the prompt is empty
         $ aimage run shapes x --size 512 # exit code 2
@@ -493,7 +493,7 @@ GENERATE = {
     """,
     "places of pictures": """
         $ aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o pics/
-        pics/shapes-1.png
+        pics/a-fox-1.png
         $ aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o out.jpg
         out.jpg
         $ aimage run -q shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o - | head -c 4
@@ -504,7 +504,7 @@ GENERATE = {
         1
         $ aimage run shapes 'a fox' -o out.gif # exit code 2
         ! aimage: unknown picture format: out.gif
-        $ aimage replay pics/shapes-1.png
+        $ aimage replay pics/a-fox-1.png
         equal
     """,
 }

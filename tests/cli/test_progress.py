@@ -306,6 +306,9 @@ def test_steps_have_a_position_a_rate_and_an_eta():
         clock.now += 5
         progress.refresh()
         assert re.search(r"^rendering .*2 of 8 steps +2.5 s/step +ETA 0:15$", stream.screen[0])
+        progress.rename("decoding")
+        progress.refresh()
+        assert re.search(r"^decoding .*2 of 8 steps", stream.screen[0])
     assert stream.screen == []
 
 

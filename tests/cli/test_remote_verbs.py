@@ -68,7 +68,7 @@ def test_run_sends_the_given_options(at):
         here.environment["AIMAGE_TOKEN"] = "open-sesame"
         options = ("--width", 32, "--height", 48, "--steps", 2, "--seed", 5, "--shift", 3)
         wishes = ("--negative", "no", "--guidance", 1.5)
-        assert here("run", "team/x:v2", "a fox", *options, *wishes).line == "x-5.png"
+        assert here("run", "team/x:v2", "a fox", *options, *wishes).line == "a-fox-5.png"
     (asked,) = worker.asked
     assert (asked.method, asked.path) == ("POST", GENERATIONS)
     assert asked.headers["Authorization"] == "Bearer open-sesame"
@@ -131,7 +131,7 @@ def test_finished_images_are_kept_when_the_next_one_fails(at):
         here = at(worker)
         said = here("run", "x", "a fox", "--seed", 5, "-n", 3, code=1)
     assert "2 requests wait\n  try again in 9 seconds" in said.err
-    assert [path.name for path in here.home.glob("*.png")] == ["x-5.png"]
+    assert [path.name for path in here.home.glob("*.png")] == ["a-fox-5.png"]
     assert len(worker.asked) == 2
 
 
@@ -149,7 +149,7 @@ def test_a_pull_before_the_image_is_displayed(at):
         {"event": "plan", "level": "info", "task": "pulling", "reference": reference, "size": 10},
         {"event": "plan", "level": "info", "task": "rendering", "steps": 1},
     ]
-    assert said.value == {"pictures": [{"path": "x-1.png", "seed": 1}]}  # no metadata was sent
+    assert said.value == {"pictures": [{"path": "a-fox-1.png", "seed": 1}]}  # no metadata was sent
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_an_alias_of_the_worker_is_accepted(at, name, alias, code):
     with ScriptedWorker(script).running() as worker:
         here = at(worker)
         here("run", name, "a fox", "--seed", 1, code=code)
-    assert [path.name for path in here.home.glob("*.png")] == ([] if code else ["x-1.png"])
+    assert [path.name for path in here.home.glob("*.png")] == ([] if code else ["a-fox-1.png"])
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,27 @@ def test_a_worker_is_asked_for_the_format(at):
 def test_a_directory_is_made(at):
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
-        assert here("run", "x", "a fox", "--seed", 1, "-o", "a/b/").line == "a/b/x-1.png"
-        assert (here.home / "a/b/x-1.png").is_file()
+        assert here("run", "x", "a fox", "--seed", 1, "-o", "a/b/").line == "a/b/a-fox-1.png"
+        assert (here.home / "a/b/a-fox-1.png").is_file()
         (here.home / "file").write_text("kept")
         here("run", "x", "a fox", "-o", "file/", code=1)
         assert (here.home / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"),
+    [
+        ("Two RED circles!", "two-red-circles"),
+        ("../a/b  _c_", "a-b-c"),
+        ("ein Füchslein, 二つの円", "ein-füchslein-二つの円"),
+        ("a lighthouse at dusk, oil on canvas, by hand", "a-lighthouse-at-dusk-oil-on-canvas-by"),
+        ("x" * 300, "x" * 40),
+        ("!?", "picture"),
+    ],
+)
+def test_a_picture_is_named_by_its_prompt(at, prompt, name):
+    with ScriptedWorker(drawing).running() as worker:
+        assert at(worker)("run", "x", prompt, "--seed", 1).line == f"{name}-1.png"
 
 
 def test_the_bytes_are_written_to_stdout(at):
@@ -268,8 +284,10 @@ def test_prompts_are_read_on_a_terminal(at):
     second, third = worker.asked[1].value, worker.asked[2].value
     assert (second["seed"], second["width"], second["negative_prompt"]) == (7, 512, "a red box")
     assert third["size"] == "32x48"
-    assert {"tiny-7.png", "tiny-7-2.png", "tiny-8.png"} <= {p.name for p in here.home.iterdir()}
-    assert "tiny-7-2.png" in shown
+    assert {"a-dog-7.png", "two-cats-7.png", "two-cats-8.png"} <= {
+        p.name for p in here.home.iterdir()
+    }
+    assert "two-cats-8.png" in shown
     for text in (
         "invalid value for width",
         "unknown option depth",

@@ -103,8 +103,9 @@ def test_run_writes_images(aimage, tiny):
     here("create", "team/x:v2", tiny)
     done = here("run", "team/x:v2", "a fox", "--seed", 5, "--steps", 1, "-n", 2, "--json")
     paths = [picture["path"] for picture in done.value["pictures"]]
-    assert paths == ["x-5.png", "x-6.png"]
-    with Image.open(here.home / "x-5.png") as picture:
+    assert "loading 1." in done.err
+    assert paths == ["a-fox-5.png", "a-fox-6.png"]
+    with Image.open(here.home / "a-fox-5.png") as picture:
         assert picture.size == (64, 64)  # the model's default size
         facts = json.loads(picture.info["aimage"])
         assert picture.info["Description"] == "a fox"
@@ -113,8 +114,8 @@ def test_run_writes_images(aimage, tiny):
     assert facts["steps"] == 1
     assert facts["digest"] == here("show", "team/x:v2", "--json").value["digest"]
     again = here("run", "team/x:v2", "a fox", "--seed", 6, "--steps", 1).line
-    assert again == "x-6-2.png"  # nothing was overwritten
-    assert (here.home / "x-6.png").read_bytes() == (here.home / again).read_bytes()
+    assert again == "a-fox-6-2.png"  # nothing was overwritten
+    assert (here.home / "a-fox-6.png").read_bytes() == (here.home / again).read_bytes()
     here("run", "team/x:v2", "a fox", "--steps", 1, "-n", 2, "-o", "named.png")
     assert (here.home / "named-1.png").exists()
     assert (here.home / "named-2.png").exists()

@@ -205,7 +205,7 @@ def test_remote_verbs_work_over_a_unix_socket(here, worker):
     other = worker.start("--socket", here.home / "run" / "w.sock")
     assert other.url.startswith("unix:///")
     here.environment["AIMAGE_HOST"] = other.url
-    assert here("run", "tiny", "a fox", "--steps", 1, "--seed", 1).line == "tiny-1.png"
+    assert here("run", "tiny", "a fox", "--steps", 1, "--seed", 1).line == "a-fox-1.png"
     assert "tiny:latest" in here("ps").out
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.cli.console.output import output_file
 from clowder_aimage.content.atomic_file import DISK_FULL, write_file
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
-from clowder_aimage.oci import Reference
 
 _KINDS = {"": "png", ".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+_LONGEST = 40  # characters of a prompt in a file name
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,7 @@ class PictureOutput:
                 hint="choose another path with -o",
             )
 
-    def write(
-        self, data: bytes, reference: Reference, seed: int, index: int, count: int
-    ) -> Path | None:
+    def write(self, data: bytes, prompt: str, seed: int, index: int, count: int) -> Path | None:
         """Write a picture atomically; return its path, None for stdout.
 
         Raises:
@@ -89,7 +89,7 @@ class PictureOutput:
         try:
             if self.name and self.name.endswith(os.sep):
                 path.mkdir(parents=True, exist_ok=True)
-            path = self._choose(reference, seed, index, count)
+            path = self._choose(prompt, seed, index, count)
             write_file(path, data, durable=False)
         except OSError as error:
             if error.errno in DISK_FULL:
@@ -102,13 +102,22 @@ class PictureOutput:
             ) from None
         return path
 
-    def _choose(self, reference: Reference, seed: int, index: int, count: int) -> Path:
+    def _choose(self, prompt: str, seed: int, index: int, count: int) -> Path:
         """Return a picture's path. A name chosen here never overwrites another picture."""
         path = self._path
         if self._is_directory:
-            stem = f"{reference.repository.rpartition('/')[2]}-{seed}"
+            stem = f"{_words(prompt)}-{seed}"
             names = (f"{stem}-{number}.png" for number in itertools.count(2))
             paths = (path / name for name in itertools.chain((f"{stem}.png",), names))
             return next(found for found in paths if not found.exists())
         path = path if path.suffix else path.with_suffix(".png")
         return path if count == 1 else path.with_stem(f"{path.stem}-{index + 1}")
+
+
+def _words(prompt: str) -> str:
+    """Return the first words of a prompt for a file name: ``two-red-circles``."""
+    found = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
+    name = "-".join(found)
+    if len(name) > _LONGEST:
+        name = name[:_LONGEST].rpartition("-")[0] or name[:_LONGEST]
+    return name or "picture"

@@ -228,6 +228,11 @@ class Progress:
             self._meter.begin(total, self._clock())
         self._send_plan(**{"steps" if self._meter.stepwise else "size": total})
 
+    def rename(self, task: str) -> None:
+        """Set the task that is shown, for the next phase of the same count."""
+        with self._lock:
+            self._meter.task = task
+
     def advance(self, count: int) -> None:
         """Add to the count; a negative count must be repeated."""
         with self._lock:

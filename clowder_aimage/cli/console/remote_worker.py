@@ -145,6 +145,10 @@ class StepBar:
         self._progress.advance(done - self._done)
         self._done = done
 
+    def rename(self, task: str) -> None:
+        """Set the task that is shown."""
+        self._progress.rename(task)
+
 
 def pictures(
     client: WorkerClient,
@@ -223,7 +227,9 @@ class _Run:
         # All pictures have the same number of steps
         step, total = value.get("step"), value.get("total")
         if type(step) is int and type(total) is int:
-            self._bar("rendering", "steps").show(index * total + step, self._count * total)
+            bar = self._bar("rendering", "steps")
+            bar.show(index * total + step, self._count * total)
+            bar.rename("decoding" if step == total else "rendering")
 
     def _bar(self, task: str, unit: str) -> StepBar:
         if task != self._task:

@@ -30,6 +30,7 @@ from clowder_aimage.cli.console.output import (
     plural,
     remark,
     result,
+    size,
     wants_json,
     wants_value,
 )
@@ -123,7 +124,7 @@ def _sides(text: str) -> tuple[int, int]:
     "--output",
     type=click.Path(),
     help="A file (.png, .jpg, .webp), a directory (DIR/ is made), or - for stdout."
-    " [default: ./NAME-SEED.png]",
+    " [default: ./PROMPT-SEED.png]",
 )
 @click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
 @click.option(
@@ -148,9 +149,7 @@ def run(
     begun = time.monotonic()
     prompt = _read_prompt(words)
     _check(values)
-    order = _Order(
-        reference, values, _renderer(reference, dtype, local), _protocol(values["inline"])
-    )
+    order = _Order(values, _renderer(reference, dtype, local), _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
         return
@@ -221,7 +220,6 @@ def _protocol(is_shown: bool | None) -> str:
 class _Order:
     """The options of pictures, which may change between prompts."""
 
-    reference: Reference
     values: dict[str, Any]
     render: _Render
     protocol: str  # for pictures in the terminal
@@ -243,9 +241,7 @@ class _Order:
         written, facts = [], dict[str, Any]()
         with contextlib.closing(self.render(options, count, output.kind, announce)) as made:
             for picture in made:
-                path = output.write(
-                    picture.data, self.reference, picture.seed, picture.index, count
-                )
+                path = output.write(picture.data, prompt, picture.seed, picture.index, count)
                 facts = facts or {**picture.facts}
                 if path is not None:
                     written.append({"path": str(path), "seed": picture.seed})
@@ -301,6 +297,8 @@ def _here(reference: Reference, dtype: str | None) -> _Render:
     from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.pipeline import GenerateRequest
 
+    weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
+    remark(f"loading {size(weights)}")
     model = load_model(stored, dtype)
 
     def generate(
@@ -371,12 +369,15 @@ def load_model(stored: StoredAImage, dtype: str | None) -> RunnableModel:
 
 def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterator[Image]:
     """Yield the pictures of a run as they are completed; show a bar of its steps."""
-    from clowder_aimage.model.pipeline import Image
+    from clowder_aimage.model.pipeline import Image, Step
 
     with Progress("rendering", unit="steps") as progress:
         progress.begin(request.steps * request.n)
         for event in events:
             if isinstance(event, Image):
+                progress.rename("rendering")
                 yield event
-            else:
-                progress.advance(1)
+                continue
+            progress.advance(1)
+            if isinstance(event, Step) and event.index == event.total:
+                progress.rename("decoding")
