@@ -49,13 +49,23 @@ class ClowderDialect(Dialect):
 
 
 def manifest_annotations(aimage: AImage) -> dict[str, str]:
-    """Return OCI's annotations from the config, which other tools display."""
+    """Return the annotations in the config, and OCI's for its properties."""
     properties = aimage.properties
     keys = (("created", mediatype.CREATED), ("license", mediatype.LICENSES))
-    return {
+    return given_annotations(aimage) | {
         annotation: value
         for key, annotation in keys
         if isinstance(value := properties.get(key), str) and value
+    }
+
+
+def given_annotations(aimage: AImage) -> dict[str, str]:
+    """Return the annotations in the config that may be written to a manifest."""
+    found = aimage.properties.get("annotations")
+    return {
+        key: value
+        for key, value in sorted(found.items() if isinstance(found, dict) else ())
+        if isinstance(value, str) and not mediatype.is_own_key(key)
     }
 
 

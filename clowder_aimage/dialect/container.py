@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
-from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations
+from clowder_aimage.dialect.clowder import annotated_layer, given_annotations, layer_annotations
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, foreign_config
 from clowder_aimage.errors import FormatError
@@ -64,7 +64,8 @@ class ContainerDialect(Dialect):
             }
         )
         layers = [_write(layer) for layer in aimage.layers]
-        return build_manifest(aimage, mediatype.OCI_CONFIG, config, layers)
+        annotations = given_annotations(aimage)
+        return build_manifest(aimage, mediatype.OCI_CONFIG, config, layers, annotations=annotations)
 
 
 def _read_table(table: object) -> tuple[Layer, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
-from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import unpacked
 from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
@@ -41,6 +41,15 @@ class Provenance:
     license: str | None = None
     source: str | None = None
     created: str | None = None
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the annotations. Raises UsageError."""
+        for key, value in self.annotations.items():
+            if not key or not (key + value).isprintable() or " " in key:
+                raise UsageError(f"invalid annotation {f'{key}={value}'[:100]!r}")
+            if mediatype.is_own_key(key) or key in (mediatype.CREATED, mediatype.LICENSES):
+                raise UsageError(f"the annotation {key[:100]} is written by the program itself")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +171,7 @@ def _config(
         "license": provenance.license or inventory.license,
         "source": provenance.source,
         "created": provenance.created,
+        "annotations": dict(sorted(provenance.annotations.items())),
     }
     return config | {key: value for key, value in optional.items() if value}
 

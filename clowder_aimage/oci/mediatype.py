@@ -65,6 +65,11 @@ def is_ours(media_type: str) -> bool:
     return media_type.startswith("application/vnd.clowder.aimage.")
 
 
+def is_own_key(key: str) -> bool:
+    """Return whether the key of an annotation is one of Clowder's."""
+    return key.startswith("vnd.clowder.aimage.")
+
+
 def split_compression(media_type: str) -> tuple[str, str]:
     """Split a media type into its base and its compression (``gzip``, ``zstd`` or nothing)."""
     base, plus, suffix = media_type.rpartition("+")

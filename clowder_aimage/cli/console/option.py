@@ -224,6 +224,14 @@ def parse_reference(text: str) -> Reference:
     return Reference.parse(text)
 
 
+def parse_annotation(text: str) -> tuple[str, str]:
+    """Return the parts of ``KEY=VALUE``. Raises UsageError."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise UsageError(f"invalid --annotation {text!r}: expected KEY=VALUE")
+    return key, value
+
+
 def tag_reference(text: str) -> Reference:
     """Parse the name for a new tag. Raises UsageError if it has a digest."""
     reference = parse_reference(text)

@@ -47,7 +47,7 @@ class ResultTemplate:
         try:
             with _limited_time():
                 tree = environment.parse(source)
-                if (found := tree.find(_FILES)) is not None:
+                if (found := next(tree.find_all(_FILES), None)) is not None:
                     raise jinja2.TemplateSyntaxError("no other templates", found.lineno)
                 self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:

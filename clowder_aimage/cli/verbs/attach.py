@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.option import (
+    parse_annotation,
     reference_argument,
     settings,
     transfer_options,
@@ -71,7 +72,7 @@ def attach(
             file,
             connection,
             artifact_type=artifact_type,
-            annotations=dict(map(_pair, annotations)),
+            annotations=dict(map(parse_annotation, annotations)),
             on_event=progress.on_event,
         )
     progress.summarize("attached")
@@ -88,10 +89,3 @@ def _get(reference: Reference, directory: Path) -> None:
     progress.summarize("fetched")
     files = [str(path) for path in paths]
     result({"reference": str(reference), "files": files}, "\n".join(files))
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise UsageError(f"invalid --annotation {text!r}: expected KEY=VALUE")
-    return key, value

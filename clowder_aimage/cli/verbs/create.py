@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from clowder_aimage.cli.console.option import (
     given_options,
     jobs_option,
     options,
+    parse_annotation,
     settings,
     tag_reference,
     verb,
@@ -129,6 +131,13 @@ recipe_options = options(
     help="Creation time (RFC 3339). [default: none; env: SOURCE_DATE_EPOCH, in seconds]",
 )
 @click.option(
+    "--annotation",
+    "annotations",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Annotate the manifest, which changes its digest. May be repeated.",
+)
+@click.option(
     "--digest",
     "algorithm",
     type=click.Choice(["sha256", "sha512"]),
@@ -153,6 +162,7 @@ def create(
     license_: str | None,
     source: str | None,
     created: str | None,
+    annotations: tuple[str, ...],
     algorithm: str,
     **changes: Any,
 ) -> None:
@@ -184,6 +194,8 @@ def create(
         tuple(map(ExtraFile.parse, layers)),
         variant,
     )
+    given_annotations = dict(map(parse_annotation, annotations))
+    provenance = Provenance(license_, source, _created(created), given_annotations)
     found, origin = _found(path, form)
     with Progress("packing", reference) as progress:
         made = create_aimage(
@@ -194,7 +206,7 @@ def create(
             base=base,
             dialect="custom" if manifest_type == "custom" else dialect,
             algorithm=algorithm,
-            provenance=Provenance(license_, source or origin, _created(created)),
+            provenance=replace(provenance, source=source or origin),
             recipe=recipe,
             jobs=chosen.jobs,
             **callbacks(progress),
