@@ -39,7 +39,15 @@ from score import figures, score  # noqa: E402
 STEPS = 8
 QUANTIZED = ("int8", "mxfp8", "int4", "nvfp4")
 PRECISIONS = ("float32", "bfloat16", *QUANTIZED)
-COLUMNS = ("colour", "shape", "both", "both_trained", "both_left_out", "count", "left_right")
+COLUMNS: tuple[str, ...] = (
+    "colour",
+    "shape",
+    "both",
+    "both_trained",
+    "both_left_out",
+    "count",
+    "left_right",
+)
 COLUMNS += ("above_below", "position", "size", "background")
 Pixels = npt.NDArray[np.uint8]
 

@@ -111,7 +111,7 @@ def repository(registry: RealRegistry, request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def aimage(tmp_path: Path) -> Callable[[str], Aimage]:
+def aimage(tmp_path: Path) -> Callable[..., Aimage]:
     """Return ``aimage(store)``: the command line on the store of that name, in its own home."""
 
     def make(store: str = "store") -> Aimage:

@@ -156,7 +156,7 @@ class Proxy:
         """Return the bytes of blobs received."""
         return sum(passed.received for passed in self.uploads(since=since))
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = 30) -> None:
         """Wait until the condition holds; raise AssertionError if it does not in time."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), "it never came to pass"

@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 from clowder_aimage.oci import Digest
+from clowder_aimage.registry import retry
 
 _BLOCK = 64 * 1024
 
@@ -164,3 +167,10 @@ def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
         return Answer(200, {}, blob)
 
     return script
+
+
+def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the client's retries of a request follow at once."""
+    defaults = retry.retrying.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "sleep", lambda _: None)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -216,7 +217,8 @@ def test_violations_are_all_yielded_once():
 
 
 def test_a_document_that_is_not_a_config_is_refused_at_the_top():
-    for document in (None, [], {}, {"schemaVersion": 1}):
+    documents: tuple[Any, ...] = (None, [], {}, {"schemaVersion": 1})
+    for document in documents:
         with pytest.raises(FormatError, match=r"\(at the top\)"):
             validate("aimage-config", document)
 

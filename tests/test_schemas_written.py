@@ -175,7 +175,7 @@ def changed(document, path, new):
     """Return a copy of ``document`` with another value at ``path``, or without it."""
     value = copy.deepcopy(document)
     *inner, last = path
-    target = value
+    target: Any = value
     for key in inner:
         target = target[key]
     if new is GONE:
@@ -354,7 +354,9 @@ def test_check_reports_every_change_that_the_parser_refuses(data):
         assert checked.violations or parse_document(encoded(value))
 
 
-VALUES = st.sampled_from([None, [], {}, "x", 1, {"config": 1, "layers": 2}, {"manifests": {}}])
+VALUES: st.SearchStrategy[Any] = st.sampled_from(
+    [None, [], {}, "x", 1, {"config": 1, "layers": 2}, {"manifests": {}}]
+)
 
 
 def test_an_empty_config_requires_an_artifact_type():

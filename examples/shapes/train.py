@@ -204,8 +204,8 @@ def main() -> None:
     vae, transformer, text_encoder = parts
 
     def snapshot(transformer: nn.Module, text_encoder: nn.Module) -> None:
-        copies = (copy.deepcopy(part).cpu() for part in (vae, transformer, text_encoder))
-        save(options.directory, *copies, tokenizer)
+        copies = [copy.deepcopy(part).cpu() for part in (vae, transformer, text_encoder)]
+        save(options.directory, copies[0], copies[1], copies[2], tokenizer)
 
     if options.vae_steps:
         train_vae(vae, options.vae_steps, options.device, say)
@@ -221,7 +221,8 @@ def main() -> None:
     ) -> tuple[nn.Module, nn.Module]:
         at_times = snapshot if keep else lambda *_: None
         rate, device = options.rate, options.device
-        return train_flow(*networks, pool, steps, rate, device, say, at_times, answer, aim)
+        first, second = networks
+        return train_flow(first, second, pool, steps, rate, device, say, at_times, answer, aim)
 
     if options.steps:
         transformer, text_encoder = learn((transformer, text_encoder), options.steps)

@@ -361,9 +361,9 @@ def test_the_bytes_that_arrive_are_counted(here, hub, tiny, monkeypatch):
     hub.add(NAME, tiny)
     plans: list[HubModel] = []
     counts: list[int] = []
-    name = HubName.parse(NAME)
-    assert name is not None
-    found = find_model(name, ModelForm(), "1", plans.append, counts.append)
+    parsed = HubName.parse(NAME)
+    assert parsed is not None
+    found = find_model(parsed, ModelForm(), "1", plans.append, counts.append)
     assert sum(counts) == plans[0].size == found.size > 10**6
     assert min(counts) > 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ DAY = 86400
 @pytest.fixture
 def stored(aimage):
     """Return a store with two names that share a blob, used one and two days ago."""
-    here = aimage()
+    here: Any = aimage()
     here.layout = ImageLayout(here.store)
     here.made = {
         name: put_artifact(here.layout, name, b"s" * 500, name[0].encode() * 1000)

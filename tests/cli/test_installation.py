@@ -8,6 +8,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ WHEEL = {"url": "file:///tmp/clowder_aimage-0.1.0-py3-none-any.whl", "archive_in
 def installed(tmp_path, monkeypatch):
     """Return a function that simulates an environment with pip and an origin of the package."""
 
-    def install(origin: dict | None, *files: str) -> Path:
+    def install(origin: dict[str, Any] | None, *files: str) -> Path:
         text = None if origin is None else json.dumps(origin)
 
         class _Package(metadata.PathDistribution):

@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import time
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.process import PROGRAM, run, spawn
 
 @pytest.fixture
 def here(stocked):
-    here = stocked()
+    here: Any = stocked()
     here.digest = here("tag", "x", "tiny").line
     here("rm", "x")
     return here

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ GONE = "127.0.0.1:1"  # an unused port
 @pytest.fixture
 def stored(aimage, pushed_store):
     """Return a store with an AImage under two names that its registry has too."""
-    here = aimage()
+    here: Any = aimage()
     store, here.name = pushed_store
     shutil.copytree(store, here.store)
     here("tag", here.name, "mine", "-q")
@@ -106,7 +107,7 @@ def test_repair_fetches_by_digest_when_the_tag_has_moved(stored, tiny):
 
 
 def test_a_blob_missing_in_every_registry_is_reported(stocked):
-    here = stocked()
+    here: Any = stocked()
     here.name = "x"
     path_of(here, blobs(here)[0]).unlink()
     done = here("verify", "--repair", code=5)
@@ -137,7 +138,7 @@ def set_aside(store):
     ("name", "what"), [(f"{GONE}/team/x:v1", "layer"), ("x", "config"), ("x", "manifest")]
 )
 def test_a_damaged_blob_missing_in_every_registry_is_kept(name, what, aimage, tiny):
-    here = aimage()
+    here: Any = aimage()
     here("create", name, tiny)
     here.name = name
     manifest = json.loads(path_of(here, digest(here)).read_bytes())
@@ -176,7 +177,7 @@ def test_repair_continues_after_a_blob_that_cannot_be_fetched(stored, tiny):
 
 
 def test_a_damaged_blob_is_restored_when_its_repair_fails(stocked, monkeypatch):
-    here = stocked()
+    here: Any = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
     flip(path)
@@ -198,7 +199,7 @@ def test_a_damaged_blob_is_restored_when_its_repair_fails(stocked, monkeypatch):
 @pytest.fixture
 def refused(stocked, monkeypatch):
     """Return a store with an intact blob that cannot be opened: ``refused(errno)``."""
-    here = stocked()
+    here: Any = stocked()
     here.name = "x"
 
     def refuse(code, what="layer"):
@@ -251,7 +252,7 @@ def test_repair_leaves_a_blob_without_permission(repair, refused, capsys):
 
 
 def test_a_directory_in_place_of_a_blob_is_kept(stocked):
-    here = stocked()
+    here: Any = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
     path.unlink()

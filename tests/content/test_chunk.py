@@ -34,6 +34,7 @@ def blob(clock):
 
 def test_no_connection_joins_before_the_speed_is_known(blob, clock):
     taken = blob.claim(3)
+    assert taken is not None
     clock[0] += 5  # the registry was slow to respond
     assert not blob.may_be_joined
     blob.began(ranges=True)
@@ -57,6 +58,7 @@ def test_an_unthrottled_connection_is_not_joined(blob, clock):
 
 def test_a_third_connection_does_not_join_a_fast_link(blob, clock):
     first, second = blob.claim(3), blob.claim(3)
+    assert first is not None and second is not None
     blob.readers = 2
     blob.began(ranges=True)
     clock[0] += 1

@@ -10,6 +10,8 @@ import os
 import threading
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 
@@ -44,16 +46,17 @@ class Counted(Source):
     def __init__(self, *blobs, together=1, ranges=True):
         self.blobs = {Digest.of(data): data for data in blobs}
         self.opened = []  # (digest, offset, length)
-        self.bytes = Counter()
+        self.bytes: Counter[object] = Counter()
         self.busiest = 0
-        self.fail = None  # called with (digest, offset) before bytes are returned
+        # called with (digest, offset) before bytes are returned
+        self.fail: Callable[..., object] | None = None
         self.lock = threading.Condition()
         self.under_way = 0
         self.together = together
         self.ranges = ranges
         self.whole = set()  # digests that are sent from the start instead of a range
 
-    def resolve(self, reference, /):
+    def resolve(self, reference: object, /) -> NoReturn:
         raise NotFoundError(f"no {reference}")
 
     def exists(self, content, /):
@@ -124,7 +127,7 @@ class Watch:
 
     def __init__(self):
         self.lock = threading.Lock()
-        self.sums = Counter()
+        self.sums: Counter[object] = Counter()
         self.least = 0
 
     def __call__(self, event):

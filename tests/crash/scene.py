@@ -73,7 +73,8 @@ class Machines:
     """Several machines; each command uses a free one."""
 
     def __init__(self, directory: Path, count: int) -> None:
-        self._all, self._free = [], queue.SimpleQueue()
+        self._all = []
+        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for number in range(count):
             (directory / str(number)).mkdir()
             self._all.append(Machine(directory / str(number)))

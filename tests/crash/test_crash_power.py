@@ -8,6 +8,7 @@ import json
 import random
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ class Calls:
     """Synthetic calls on an empty disk."""
 
     def __init__(self) -> None:
-        self.calls: list = []
+        self.calls: list[Any] = []
         self._numbers: dict[str, int] = {}
 
     def add(self, op, path, data=b"", **more):

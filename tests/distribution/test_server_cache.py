@@ -481,7 +481,7 @@ def test_aimage_pulls_through_the_cache(
     registry: RealRegistry,
     repository: str,
     name: str,
-    aimage: Callable[[str], Aimage],
+    aimage: Callable[..., Aimage],
 ) -> None:
     """Cold, then warm, with a blob that several connections fetch."""
     raw = upload(registry.host, name, "v1", os.urandom(24 * MIB), os.urandom(9))

@@ -96,7 +96,7 @@ def test_store_that_is_a_file_fails(tmp_path: Path, serve_layout: Callable[..., 
     assert "is not a directory" in server.stop()[1]
 
 
-def test_command_line_refuses_remote_addresses(aimage: Callable[[str], Aimage]) -> None:
+def test_command_line_refuses_remote_addresses(aimage: Callable[..., Aimage]) -> None:
     done = aimage("a")("registry", "serve", "--addr", "0.0.0.0:0", code=2)
     assert done.out == ""
     assert "--allow-remote" in done.err
@@ -104,7 +104,7 @@ def test_command_line_refuses_remote_addresses(aimage: Callable[[str], Aimage]) 
 
 
 def test_command_line_of_a_cache_serves_until_interrupted(
-    tmp_path: Path, server: Server, aimage: Callable[[str], Aimage]
+    tmp_path: Path, server: Server, aimage: Callable[..., Aimage]
 ) -> None:
     raw = server.push("t", b"x")
     host = server.url.removeprefix("http://")
@@ -141,7 +141,7 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     ],
 )
 def test_command_line_refuses_options(
-    aimage: Callable[[str], Aimage], options: tuple[str, ...], message: str
+    aimage: Callable[..., Aimage], options: tuple[str, ...], message: str
 ) -> None:
     done = aimage("a")("registry", "serve", *options, code=2)
     assert done.out == ""
@@ -149,7 +149,7 @@ def test_command_line_refuses_options(
 
 
 def test_metrics_count_requests_bytes_and_uploads(
-    tmp_path: Path, aimage: Callable[[str], Aimage]
+    tmp_path: Path, aimage: Callable[..., Aimage]
 ) -> None:
     here = aimage("a")
     here.environment["AIMAGE_REGISTRY_METRICS_ADDR"] = "127.0.0.1:0"
@@ -181,7 +181,7 @@ def test_a_registry_is_not_a_worker(server: Server) -> None:
     assert not WorkerClient(server.url).is_worker()
 
 
-def test_aimage_pulls_and_pushes(server: Server, aimage: Callable[[str], Aimage]) -> None:
+def test_aimage_pulls_and_pushes(server: Server, aimage: Callable[..., Aimage]) -> None:
     raw = server.push("t", b"x" * 100_000, b"y")
     host = server.url.removeprefix("http://")
     client = aimage("client")

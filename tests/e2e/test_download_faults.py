@@ -17,9 +17,10 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import FormatError, NetworkError, RegistryError, VerificationError
 from clowder_aimage.layout import ImageLayout, ingest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
-from clowder_aimage.registry import ClientOptions, Repository, download, retry
+from clowder_aimage.registry import ClientOptions, Repository, download
 from tests.proxy import Proxy, Reply
 from tests.real_registry import PASSWORD, USER
+from tests.scripted import skip_waiting
 
 MIB = 1024 * 1024
 BLOB = hashlib.shake_128(b"a blob that comes in pieces").digest(8 * MIB)
@@ -46,7 +47,7 @@ MANIFEST = Manifest.parse(
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Skip the delay between retries."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def publish(host, directory):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import signal
 import threading
+from typing import Any
 
 import pytest
 
@@ -67,7 +68,8 @@ def check(here, made):
 @pytest.fixture
 def here(aimage):
     """Return the command line; its processes end with the test."""
-    made, started = aimage(), []
+    made: Any = aimage()
+    started = []
 
     def start(*arguments, **options):
         started.append(Aimage.start(made, *arguments, **options))

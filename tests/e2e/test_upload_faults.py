@@ -13,7 +13,9 @@ import hashlib
 import json
 import math
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import trustme
@@ -30,13 +32,13 @@ from clowder_aimage.registry import (
     ClientOptions,
     MountOrigins,
     Repository,
-    retry,
     session,
     transport,
     upload,
 )
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER
+from tests.scripted import skip_waiting
 
 MIB = 1024 * 1024
 SIZE = 24 * MIB
@@ -47,7 +49,7 @@ NOW = 1_800_000_000.0
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Skip the delay between retries."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 @pytest.fixture
@@ -70,7 +72,11 @@ class Store:
         """Push in this process; record the totals of progress events."""
 
         def on_event(event):
-            if event.kind == "progress" and event.content.digest == self.blob.digest:
+            if (
+                event.kind == "progress"
+                and event.content
+                and event.content.digest == self.blob.digest
+            ):
                 self.counts.append(event.count)
 
         here = Reference(None, "x", "v1")
@@ -125,7 +131,7 @@ class Way:
 def way(request, registry, repository, tmp_path):
     """With plain HTTP the kernel sends the file; with TLS it is read and encrypted."""
     path = repository.partition("/")[2]
-    options = {"docker_config": tmp_path}
+    options: dict[str, Any] = {"docker_config": tmp_path}
     proxy = Proxy(registry.host)
     if request.param == "tls":
         authority = trustme.CA()
@@ -322,6 +328,7 @@ def test_a_transient_error_on_a_chunk_is_retried(store, registry, plain):
     """Only that chunk is sent again."""
     refuse(plain.proxy, 8 * MIB)
     inner = plain.proxy.instead
+    assert inner is not None
     fails = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
     plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
     store.push(plain.name, plain.connection)
@@ -335,6 +342,7 @@ def test_a_transient_error_on_the_offset_query_is_retried(store, registry, plain
     plain.proxy.buffers = True
     refuse(plain.proxy, 8 * MIB)
     inner = plain.proxy.instead
+    assert inner is not None
     breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
     plain.proxy.lost = lambda passed: MIB if breaks(passed) else None
     fails = first(lambda p: p.method == "GET" and p.is_upload and plain.proxy.received() > 8 * MIB)
@@ -418,7 +426,8 @@ class Tokens:
     """A token service and its check in a proxy; tokens are valid until ``revoke()``."""
 
     def __init__(self, proxy, then=lambda passed: None):
-        self.proxy, self.then = proxy, then
+        self.proxy = proxy
+        self.then: Callable[[Passed], Reply | None] = then
         self.good, self.count = set(), 0
         proxy.instead = self
 

@@ -129,8 +129,8 @@ def test_an_index_entry_with_a_bad_digest_is_skipped_and_kept(world):
     for verb in (("show",), ("rm",), ("save", "-o", world.home / "x.tar")):
         world.aimage(*verb, "bad/x:v1", code=3)
     world.aimage("tag", NAME, "y")
-    for verb in (("gc", "--grace", "0"), ("du",), ("df",)):
-        world.aimage(*verb)
+    for words in (("gc", "--grace", "0"), ("du",), ("df",)):
+        world.aimage(*words)
     world.aimage("verify", code=5)
     world.aimage("rm", "y")
     assert json.loads((world.store / "index.json").read_bytes())["manifests"][0] == wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.importer.valued import Stored, as_dtype, bf16_values, make_valued
 ONE: Stored = ("F32", (), struct.pack("<f", 0.5))
 HALF: Stored = ("BF16", (16, 1), bytes(32))
 OCTETS: Stored = ("I8", (16, 64), bytes(1024))
-PLAIN = as_dtype({NAME: bf16_values("source", (16, 64))}, "BF16")
+PLAIN: dict[str, Stored] = as_dtype({NAME: bf16_values("source", (16, 64))}, "BF16")
 GPTQ: dict[str, Stored] = {
     f"{STEM}.qweight": ("I32", (8, 16), bytes(512)),
     f"{STEM}.qzeros": ("I32", (1, 2), bytes(8)),
@@ -135,7 +136,7 @@ def test_configurations_that_pack_also_run(tmp_path, config):
     ids=str,
 )
 def test_configurations_that_do_not_run_are_refused(tmp_path, config, tensors):
-    forms: dict[str, dict[str, Stored]] = {
+    forms: dict[str, dict[str, Any]] = {
         "floats": PLAIN,
         "codes": mlx("int4"),
         "octets": {NAME: OCTETS},

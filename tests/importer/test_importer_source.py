@@ -114,6 +114,7 @@ def test_whole_files_are_kept_unchanged(directory):
     store = in_memory()
     aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
     layer = aimage.layer("model.safetensors")
+    assert layer.content is not None
     assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
     with store.open(layer.descriptor) as file:
         assert file.read() == (directory / "model.safetensors").read_bytes()
@@ -173,6 +174,7 @@ def test_a_compressed_layer_has_a_diff_id(directory, compression):
     raw = (directory / "model.safetensors").read_bytes()
     layer = aimage.layer("model.safetensors")
     assert layer.descriptor.media_type == f"{mediatype.AIMAGE_TRANSFORMERS}+{compression}"
+    assert layer.content is not None
     assert layer.content.media_type == mediatype.AIMAGE_TRANSFORMERS
     assert (layer.content.digest.encoded, layer.content.size) == (
         hashlib.sha256(raw).hexdigest(),

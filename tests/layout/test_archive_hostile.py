@@ -128,7 +128,7 @@ def test_load_accepts_archives_of_docker_save(layout, file, format_):
 
 def test_load_accepts_a_macos_tar_of_a_directory(layout, file):
     beside = [("./._index.json", b"x"), (f"./blobs/sha256/._{'0' * 64}", b"x")]
-    members = [(f"./{name}", data) for name, data in GOOD]
+    members: list[tuple[object, bytes]] = [(f"./{name}", data) for name, data in GOOD]
     members += [(entry("./", tarfile.DIRTYPE), b""), ("./.aimage/lock", b"")]
     assert load_all(layout, file, *beside, *members).blobs == 2
 
@@ -208,6 +208,7 @@ def test_load_names_only_complete_artifacts(layout, file):
     both = index((other, called("a")), (MADE, called("b")), (away, called("c")))
     loaded = load_all(layout, file, LAYOUT, both, *BLOBS, blob(other.raw))
     assert [str(name) for name, _ in loaded.names] == ["b:latest"]
+    assert loaded.problem is not None
     assert loaded.problem.exit_code == 5
     assert f"a:latest is missing {Digest.of(b'away')}" in loaded.problem.message
     assert f"c:latest is missing {away.digest}" in loaded.problem.message
@@ -221,6 +222,7 @@ def test_an_index_requires_at_least_one_manifest(layout, file):
     names = index((both, called("both")), (none, called("none")))
     loaded = load_all(layout, file, names, *BLOBS, blob(both.raw), blob(none.raw))
     assert [str(name) for name, _ in loaded.names] == ["both:latest"]
+    assert loaded.problem is not None
     assert f"none:latest is missing {away.digest}" in loaded.problem.message
 
 
@@ -439,7 +441,7 @@ def test_an_invalid_manifest_is_refused(layout, file, raw, late):
     members = [index({**descriptor, **called("x")}), blob(raw)]
     if late:
         loaded = load_all(layout, file, *reversed(members))
-        assert loaded.problem.exit_code == 5
+        assert loaded.problem is not None and loaded.problem.exit_code == 5
     else:
         with pytest.raises(FormatError, match=descriptor["digest"]):
             load_all(layout, file, *members)
@@ -467,6 +469,7 @@ def test_deeply_nested_indexes_are_refused(layout, file):
     members.append(blob(made.raw))
     loaded = load_all(layout, file, *members, index((made, called("x"))))
     assert loaded.names == ()
+    assert loaded.problem is not None
     assert "nested" in loaded.problem.message
 
 

@@ -56,7 +56,8 @@ def test_completeness_of_an_index_includes_its_manifests(store, made):
 
 class CountingCheck:
     def __init__(self, store, root):
-        self.store, self.root, self.calls, self.error = store, root, 0, None
+        self.store, self.root, self.calls = store, root, 0
+        self.error: Exception | None = None
 
     def __call__(self):
         self.calls += 1

@@ -246,7 +246,8 @@ def test_an_unreadable_lease_stops_a_collection(layout, stray, monkeypatch):
 
 def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
     """A later check for the blob is then reliable."""
-    waiting, said = threading.Event(), []
+    waiting = threading.Event()
+    said: list[object] = []
     flock = atomic_file.flock
 
     def noted(fd, operation):

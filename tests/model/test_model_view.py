@@ -73,7 +73,7 @@ def test_numpy_views_every_dtype_read_only(store: FolderStore) -> None:
     weights = with_tensors(store, {dtype: of(dtype) for dtype in PLAIN})
     for dtype, (own, other) in PLAIN.items():
         found, (_, shape, data) = weights.numpy(dtype), of(dtype)
-        assert (found.dtype, found.shape) == (own, shape)
+        assert found.dtype == own and found.shape == shape
         if own == other:
             assert found.tobytes() == data
         assert not found.flags.writeable
@@ -162,7 +162,7 @@ def test_a_single_number_is_an_array(
 ) -> None:
     found = with_tensors(store, {"x": (dtype, (), data)}).numpy("x")
     assert isinstance(found, np.ndarray)
-    assert (found.shape, found.dtype) == ((), np.float32)
+    assert not found.shape and found.dtype == np.float32
     assert float(found) == value
     assert not found.flags.writeable
 

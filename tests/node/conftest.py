@@ -38,7 +38,7 @@ class LiveNode:
         self.desired.mkdir(exist_ok=True)
         self.aimage = Aimage(home, store or home / "store")
         self._arguments = arguments
-        self.worker: Worker | None = None
+        self._worker: Worker | None = None
 
     def start(self, *more: object, **environment: str) -> LiveNode:
         said = ("--desired", self.desired, *self._arguments, *more)
@@ -46,8 +46,16 @@ class LiveNode:
         return self
 
     @property
+    def worker(self) -> Worker:
+        assert self._worker is not None
+        return self._worker
+
+    @worker.setter
+    def worker(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
     def url(self) -> str:
-        assert self.worker is not None
         return self.worker.url
 
     def want(self, *entries: dict[str, Any], file: str = "models.json") -> None:
@@ -57,7 +65,6 @@ class LiveNode:
         beside.replace(self.desired / file)
 
     def status(self) -> dict[str, Any]:
-        assert self.worker is not None
         found: dict[str, Any] = self.worker.get("/v1/node")
         return found
 
@@ -102,9 +109,9 @@ class LiveNode:
         return {each["reference"] for each in json.loads(self.aimage("ls", "--json").out)}
 
     def end(self) -> None:
-        if self.worker is not None:
-            self.worker.end()
-            self.worker = None
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
 
 
 @pytest.fixture

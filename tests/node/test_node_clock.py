@@ -252,7 +252,6 @@ def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, publisher):
     assert node.names() == {one, other}
     loads = [each for each in events(node.url, {"desired"}) if each["valid"]]
     before = node.status()["desired"]["loaded"]
-    assert node.worker is not None
     node.worker.process.send_signal(signal.SIGHUP)
     said = "reloading the desired state"
     until(lambda: any(said in line for line in node.worker.lines), "the signal to be heard")

@@ -192,7 +192,6 @@ def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(disk, publ
         assert status == 503 and {"reason": "model missing", "model": more} in body["reasons"]
         assert node.model(here)["state"] == "present"
         host, _, rest = here.partition("/")
-        assert node.worker is not None
         found = node.worker.get(f"/v2/{rest.rpartition(':')[0]}/manifests/v1?ns={host}")
         assert len(found["layers"]) == 1
         failures = [each["model"] for each in events(node.url, {"failed"})]

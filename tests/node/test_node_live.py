@@ -7,6 +7,7 @@ import shutil
 import signal
 import urllib.request
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def manifests(proxy, since=0):
     ]
 
 
-def asked(node, method, path, body=None):
+def asked(node: Any, method, path, body=None):
     """Send a request to the node and return the status and the JSON of the response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(node.url + path, data=data, method=method)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -164,7 +165,8 @@ class Watched:
     def __init__(self, monkeypatch, home):
         self.home = str(home)
         self.loop = threading.get_ident()
-        self.on_loop, self.elsewhere = [], Counter()
+        self.on_loop = []
+        self.elsewhere: Counter[Any] = Counter()
         self.is_on = False
         for name in READS:
             self._watch(monkeypatch, os, name)

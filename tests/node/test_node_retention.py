@@ -17,7 +17,6 @@ FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is above th
 
 def ended(node: LiveNode) -> None:
     """Kill the node with SIGKILL."""
-    assert node.worker is not None
     node.worker.stop(signal.SIGKILL)
     node.end()
 

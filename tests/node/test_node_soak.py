@@ -205,7 +205,6 @@ def test_moving_tags_and_readers_cause_no_failures_or_growth(tmp_path, author, r
 
 def soak(node: LiveNode, mover: Mover, refs: list[str]) -> list[Figures]:
     """Move tags while clients use the models; return the figures of each second."""
-    assert node.worker is not None
     readers = Readers(node.url, node.aimage.store, refs)
     works = [(readers.draw, 0), (readers.draw, 1), (readers.draw, 2), (readers.read, 0)]
     threads = [threading.Thread(target=work, args=(number,)) for work, number in works]

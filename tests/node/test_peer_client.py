@@ -15,6 +15,7 @@ from clowder_aimage.registry.peer import (
     PeerClient,
     PeerError,
     PeerReader,
+    PeerRefusal,
     PeerTimeouts,
 )
 from tests.node.nodes import fleet
@@ -137,6 +138,7 @@ def test_a_redirect_is_not_followed_but_its_node_ids_are_read():
     headers = {"Location": "http://169.254.169.254/", "Aimage-Node": f"{OTHER}, 127.0.0.1, x"}
     with answered(Answer(307, headers)) as (client, url, server):
         refusal = client.open(url, SPAN)
+        assert isinstance(refusal, PeerRefusal)
         assert (refusal.status, refusal.nodes, refusal.is_busy) == (307, (OTHER,), True)
         assert len(server.seen) == 1
 

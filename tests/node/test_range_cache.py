@@ -38,7 +38,9 @@ class Upstream:
     """Serve and count ranges of BLOB; reads block while ``gate`` is cleared."""
 
     def __init__(self):
-        self.opened, self.fails, self.cut = [], None, None
+        self.opened: list[Any] = []
+        self.fails: Exception | None = None
+        self.cut: int | None = None
         self.gate, self.asked = threading.Event(), threading.Semaphore(0)
         self.gate.set()
 
@@ -106,7 +108,7 @@ def span_of(digest, number=0):
     return BlobSpan(REFERENCE, digest, number * RANGE, number * RANGE + 1)
 
 
-def fetch(cache, number, seconds=20):
+def fetch(cache, number, seconds=20) -> Any:
     return cache.fetch(span_of(CONTENT.digest, number), seconds)
 
 

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -71,8 +72,8 @@ def request(node, number=0, reference=None, *, method="GET", asker=ASKER, path=N
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     connection = http.client.HTTPConnection(node.address, timeout=30)
     connection.request(method, path or f"/v2/{name}/blobs/{CONTENT.digest}?ns={host}", headers=sent)
-    response = connection.getresponse()
-    response.connection = connection  # type: ignore[attr-defined]
+    response: Any = connection.getresponse()
+    response.connection = connection
     return response
 
 

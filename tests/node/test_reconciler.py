@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 
@@ -176,7 +177,8 @@ def test_two_nodes_keep_each_others_pins(tmp_path):
             found = check_model(store, model.spec, model.state.name)
             model.apply(functools.partial(store_read, name=model.state.name, found=found), 0.0)
             pinner.keep(model)
-        return store.pins.get(name)
+        pin: Any = store.pins.get(name)
+        return pin
 
     assert {keep()["owner"] for _ in range(3)} == {owner}
     nodes.reverse()

@@ -499,7 +499,8 @@ def config_map(directory, version, **files):
 
 class Watcher:
     def __init__(self, directory):
-        self.directory, self.seen = directory, None
+        self.directory = directory
+        self.seen: object = None
 
     def changed(self):
         before, self.seen = self.seen, fingerprint(self.directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 
 import pytest
 
@@ -181,7 +182,8 @@ def test_auth_files_are_searched_in_order(tmp_path):
     assert connection.auth_files == (first, tmp_path / "docker" / "config.json")
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / "home.json").write_text("{}")
-    assert connection.auth_files == (
+    found: tuple[Path, ...] = connection.auth_files
+    assert found == (
         first,
         tmp_path / "docker" / "config.json",
         tmp_path / "run.json",

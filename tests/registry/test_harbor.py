@@ -26,8 +26,8 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
-from clowder_aimage.registry import ClientOptions, Repository, login, retry
-from tests.scripted import Answer, ScriptedRegistry, artifact
+from clowder_aimage.registry import ClientOptions, Repository, login
+from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
 ROBOT = "robot$team+node-7"
 SECRET = "p4$$:word"
@@ -37,7 +37,7 @@ MANIFEST, _ = artifact(b"{}", b"weights")
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def says(status, code, message):

@@ -13,11 +13,11 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import ClientOptions, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.host_settings import HostSettings, read_settings
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.session import Mirrors, Session
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving, skip_waiting
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights", b"more")
 OTHER, OTHER_BLOBS = artifact(b"{}", b"other")
@@ -147,7 +147,7 @@ def test_a_blob_that_is_wrong_at_every_host_fails(tmp_path):
 
 
 def test_a_mirror_that_keeps_disconnecting_is_replaced(tmp_path, upstream, monkeypatch):
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
     whole = serving(MANIFEST, BLOBS)
 
     def cut(seen):
@@ -161,7 +161,7 @@ def test_a_mirror_that_keeps_disconnecting_is_replaced(tmp_path, upstream, monke
 
 def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(tmp_path, monkeypatch):
     """The registry completes the blob that a mirror began; the mirror is still recorded."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
     large = bytes(range(256)) * 400
     manifest, blobs = artifact(b"{}", large)
     digest = str(Digest.of(large))

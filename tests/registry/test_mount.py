@@ -12,17 +12,17 @@ from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository, retry
+from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository
 from clowder_aimage.registry.mount import CANDIDATES, sibling_repositories
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact
+from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
 BLOB = Descriptor.of("application/octet-stream", b"a blob")
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 class Taking:

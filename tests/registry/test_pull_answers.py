@@ -20,9 +20,9 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import ClientOptions, Repository, download, retry
+from clowder_aimage.registry import ClientOptions, Repository, download
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving, skip_waiting
 
 BLOB = bytes(range(256)) * 4096  # 1 MiB
 MANIFEST, BLOBS = artifact(b"{}", BLOB)
@@ -33,7 +33,7 @@ KIND = {"Content-Type": "application/vnd.oci.image.manifest.v1+json"}
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Skip the delay between retries."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def pull(script, tmp_path, reference="{host}/team/x:v1"):
@@ -171,6 +171,8 @@ def test_a_server_without_ranges_gets_one_connection_per_blob(tmp_path, monkeypa
         return right(seen)
 
     def on_event(event):
+        if not event.content:
+            return
         if event.kind == "done":
             with lock:
                 left.discard(str(event.content.digest))

@@ -208,6 +208,7 @@ def served(here):
     """Run ``aimage registry serve`` on a store; yield its host."""
     process = here.start("registry", "serve", "--addr", "127.0.0.1:0")
     try:
+        assert process.stdout is not None
         line = process.stdout.readline()
         yield line.strip().rpartition("/")[2]
     finally:

@@ -18,15 +18,15 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.push import push
-from clowder_aimage.registry import ClientOptions, Repository, retry
-from tests.scripted import Answer, ScriptedRegistry
+from clowder_aimage.registry import ClientOptions, Repository
+from tests.scripted import Answer, ScriptedRegistry, skip_waiting
 
 FILE = b'{"model_type": "test"}'
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def error(status, code, message="", detail=None):

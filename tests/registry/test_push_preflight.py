@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def name(layout, descriptor, reference):
 
 def foreign(layout, size, *, config=f"{OTHER}.config"):
     """Return a manifest of exactly ``size`` bytes."""
-    document = {
+    document: dict[str, Any] = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
         "config": put(layout, config, b"{}").to_json(),

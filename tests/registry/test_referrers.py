@@ -11,9 +11,9 @@ from clowder_aimage.content.graph import referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.registry import ClientOptions, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.listing import tag_of, with_entry
-from tests.scripted import Answer, ScriptedRegistry, artifact
+from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
 SUBJECT, BLOBS = artifact(b"{}")
 DIGEST = Digest.of(SUBJECT)
@@ -24,7 +24,7 @@ SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def entry(text, kind=SBOM):

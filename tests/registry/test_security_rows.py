@@ -57,10 +57,10 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import ClientOptions, Repository, retry
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving, skip_waiting
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 BASIC = base64.b64encode(b"operator:pa55word").decode()
@@ -70,7 +70,7 @@ INDEX = "application/vnd.oci.image.index.v1+json"
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Skip the delay between retries."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def log_in(tmp_path, host):

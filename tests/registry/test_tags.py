@@ -8,13 +8,13 @@ import pytest
 
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, VerificationError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry import ClientOptions, Repository, listing, retry
-from tests.scripted import Answer, ScriptedRegistry
+from clowder_aimage.registry import ClientOptions, Repository, listing
+from tests.scripted import Answer, ScriptedRegistry, skip_waiting
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 def page(tags, link=None):

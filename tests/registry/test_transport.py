@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from typing import Any
 
 import pytest
 import trustme
@@ -28,7 +29,7 @@ BODY = bytes(5000)
 def session(request, tmp_path):
     """Return a session to a registry that accepts everything."""
     registry = ScriptedRegistry(lambda seen: Answer(201 if seen.body else 200))
-    options = {}
+    options: dict[str, Any] = {}
     if request.param == "tls":
         authority = trustme.CA()
         authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))

@@ -15,11 +15,11 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import NetworkError, RegistryError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
-from clowder_aimage.registry import ClientOptions, Repository, retry, upload
+from clowder_aimage.registry import ClientOptions, Repository, upload
 from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.retry import ATTEMPTS
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact
+from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
 MIB = 1024 * 1024
 BLOB = hashlib.shake_128(b"a blob in pieces").digest(6 * MIB + 123)
@@ -29,7 +29,7 @@ SIZE = len(BLOB)
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     """Skip the delay between retries."""
-    monkeypatch.setitem(retry.retrying.__kwdefaults__, "sleep", lambda _: None)
+    skip_waiting(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +125,7 @@ def push(strict, tmp_path, *blobs, chunk=0):
         name = Reference.parse(f"{registry.host}/team/x:v1")
 
         def on_event(event):
-            if event.kind == "progress" and event.content.size > MIB:
+            if event.kind == "progress" and event.content and event.content.size > MIB:
                 counts.append(event.count)
 
         settings = {registry.host: HostSettings(chunk_size=chunk)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -53,7 +54,7 @@ def quantized(draw: st.DrawFn) -> tuple[Quantization, tuple[int, ...], str | Non
 
 
 def blob_of(
-    name: str, given_type: Quantization, shape: tuple[int, ...], scale: str
+    name: str, given_type: Quantization, shape: tuple[int, ...], scale: Any
 ) -> list[Tensor]:
     parts = (".scale", ".bias") if given_type.type.has_bias else (".scale",)
     return [

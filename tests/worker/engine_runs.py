@@ -52,7 +52,7 @@ def played(store, play, *, free=None, clock=time.monotonic, **limits):
     async def run():
         metrics = Metrics()
         transfers = TransferQueue(store, ClientOptions(), metrics, EventLog())
-        more = {"clock": clock} | ({"free": free} if free else {})
+        more: dict[str, Any] = {"clock": clock} | ({"free": free} if free else {})
         engine = Engine(store, transfers, EngineLimits(**limits), metrics, **more)
         try:
             async with asyncio.timeout(100):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from typing import NoReturn
 
 import pytest
 
@@ -196,7 +197,7 @@ def test_a_client_that_stops_reading_is_disconnected(tmp_path, monkeypatch):
     places = listen("127.0.0.1:0", has_tokens=False)
     is_over = asyncio.Event()
 
-    async def handler(request):
+    async def handler(request: web.Request) -> NoReturn:
         answer = web.StreamResponse()
         await answer.prepare(request)
         try:

@@ -441,10 +441,11 @@ def test_the_number_of_model_labels_is_limited():
 @pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
 def test_a_huge_keep_alive_never_expires(seconds):
     model = ModelSlot(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
-    assert model.until is None
+    assert not model.until
     model.keep_alive = 60.0
-    assert model.until is not None
-    assert 0 < (model.until - datetime.now(UTC)).total_seconds() <= 60
+    until = model.until
+    assert until is not None
+    assert 0 < (until - datetime.now(UTC)).total_seconds() <= 60
 
 
 # -- memory

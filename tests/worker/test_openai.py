@@ -529,6 +529,7 @@ def test_the_sdk_retries_after_a_full_queue(live):
 def test_a_killed_model_process_is_an_error_event_and_restarts(live):
     with begun(live.url, stream_format="ollama") as answer:
         (model,) = live.service.engine.loaded()
+        assert model.runner is not None
         os.kill(model.runner.pid, signal.SIGKILL)
         *_, name, data, end = answer.read().decode().split("\n")[:-1]
     assert (name, end) == ("event: error", "")

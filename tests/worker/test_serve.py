@@ -89,6 +89,7 @@ def until(found, wanted):
 def test_the_url_is_printed_when_the_worker_is_ready(worker):
     process = worker.aimage.start("serve", "--addr", "localhost:0")
     try:
+        assert process.stdout is not None
         url = process.stdout.readline().strip()
         host, _, port = url.removeprefix("http://").partition(":")
         assert (host, url[:7]) == ("127.0.0.1", "http://")
@@ -393,6 +394,7 @@ def test_a_socket_passed_by_systemd_is_served(worker):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         process = activated(worker, listening)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert process.stdout is not None
         assert json.loads(process.stdout.readline())["urls"] == [url]
         line = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
         line.request("GET", "/healthz")

@@ -143,8 +143,8 @@ def test_closing_stops_transfers_and_refuses_new_ones(tmp_path, proxy):
 
 
 def test_transfers_beyond_the_limit_are_refused(tmp_path, proxy):
-    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
     released = threading.Event()
+    proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
     async def play(it: Played) -> None:
         with ExitStack() as stack:
