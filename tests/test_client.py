@@ -25,7 +25,7 @@ from clowder_aimage import (
 )
 from clowder_aimage.errors import NotFoundError, UsageError
 from tests.process import run
-from tests.real_registry import PASSWORD, USER
+from tests.real_registry import PASSWORD, USER, RealRegistry
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
@@ -52,7 +52,7 @@ MEMBERS = {
 
 
 @pytest.fixture(autouse=True)
-def user(tmp_path, monkeypatch):
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the directories of a user without settings."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AIMAGE_STORE", str(tmp_path / "store"))
@@ -60,7 +60,7 @@ def user(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def parameters(function) -> str:
+def parameters(function: Any) -> str:
     names = []
     for each in inspect.signature(function).parameters.values():
         if each.kind is each.KEYWORD_ONLY and "*" not in names:
@@ -69,13 +69,13 @@ def parameters(function) -> str:
     return " ".join(names)
 
 
-def test_the_public_names_are_pinned():
+def test_the_public_names_are_pinned() -> None:
     names = {"AImageError", "Model", "Picture", "Reference", "Registry", "Store"}
     assert set(clowder_aimage.__all__) == names | {"create", "load", "pull", "push"}
     assert set(clowder_aimage.__all__) <= set(dir(clowder_aimage))
 
 
-def test_the_signatures_are_pinned_and_in_the_documentation():
+def test_the_signatures_are_pinned_and_in_the_documentation() -> None:
     page = PAGE.read_text("utf-8")
     for function, expected in SIGNATURES.items():
         assert parameters(function) == expected
@@ -87,22 +87,25 @@ def test_the_signatures_are_pinned_and_in_the_documentation():
         assert all(f"`{name}" in page for name in own)
 
 
-def test_a_function_takes_precedence_over_the_module_of_its_name():
+def test_a_function_takes_precedence_over_the_module_of_its_name() -> None:
     import clowder_aimage.load
     import clowder_aimage.pull
 
-    assert vars(clowder_aimage)["pull"] is pull and callable(pull)
+    found: Any = clowder_aimage.pull
+    assert found is pull and callable(pull)
     assert sys.modules["clowder_aimage.pull"] is not pull
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = clowder_aimage.nothing
 
 
-def test_importing_the_package_imports_nothing_of_it():
+def test_importing_the_package_imports_nothing_of_it() -> None:
     code = "import clowder_aimage, sys; print([m for m in sys.modules if 'clowder_aimage.' in m])"
     assert run([sys.executable, "-c", code], text=True).stdout == "[]\n"
 
 
-def test_an_aimage_is_created_pushed_and_pulled(tiny, registry, tmp_path):
+def test_an_aimage_is_created_pushed_and_pulled(
+    tiny: Path, registry: RealRegistry, tmp_path: Path
+) -> None:
     name, seen = f"{registry.host}/api/tiny:v1", []
     digest = create(name, tiny, progress=lambda *counts: seen.append(counts))
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > 0
@@ -116,7 +119,7 @@ def test_an_aimage_is_created_pushed_and_pulled(tiny, registry, tmp_path):
     assert Registry(registry.host).tags("api/tiny") == ["v1"]
 
 
-def test_a_store_is_changed_by_name(tiny, tmp_path):
+def test_a_store_is_changed_by_name(tiny: Path, tmp_path: Path) -> None:
     create("tiny", tiny)
     store = Store()
     assert store.path == tmp_path / "store" and "tiny" in store
@@ -133,7 +136,7 @@ def test_a_store_is_changed_by_name(tiny, tmp_path):
         store.tag("tiny", f"x@{store.digest('tiny')}")
 
 
-def test_a_part_is_pulled(tiny, registry, tmp_path):
+def test_a_part_is_pulled(tiny: Path, registry: RealRegistry, tmp_path: Path) -> None:
     name = f"{registry.host}/api/part:v1"
     create(name, tiny)
     push(name)
@@ -143,7 +146,9 @@ def test_a_part_is_pulled(tiny, registry, tmp_path):
         store.export(name, tmp_path / "out")
 
 
-def test_an_account_is_used_for_its_registry(private_registry, tiny, tmp_path):
+def test_an_account_is_used_for_its_registry(
+    private_registry: RealRegistry, tiny: Path, tmp_path: Path
+) -> None:
     host = private_registry.host
     name = f"{host}/api/private:v1"
     create(name, tiny)
@@ -165,12 +170,12 @@ def test_an_account_is_used_for_its_registry(private_registry, tiny, tmp_path):
         ({"host": "localhost:1", "username": "a"}, "belong together"),
     ],
 )
-def test_a_registry_with_wrong_arguments_is_refused(arguments, message):
+def test_a_registry_with_wrong_arguments_is_refused(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Registry(**arguments)
 
 
-def test_a_model_generates_pictures(tiny, tmp_path):
+def test_a_model_generates_pictures(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     create("tiny", tiny)
     seen = []
@@ -188,7 +193,7 @@ def test_a_model_generates_pictures(tiny, tmp_path):
         load("nothing")
 
 
-def test_a_missing_extra_is_reported(monkeypatch):
+def test_a_missing_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx", None)
     for name in [m for m in sys.modules if m.startswith(("clowder_aimage.model", "mlx."))]:
         monkeypatch.delitem(sys.modules, name)
@@ -198,7 +203,7 @@ def test_a_missing_extra_is_reported(monkeypatch):
 
 
 @pytest.mark.integration
-def test_the_programs_of_the_page(registry, tmp_path):
+def test_the_programs_of_the_page(registry: RealRegistry, tmp_path: Path) -> None:
     """One after the other, as a reader would run them."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

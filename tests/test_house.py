@@ -59,7 +59,7 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def test_no_docstring_begins_with_a_question_word():
+def test_no_docstring_begins_with_a_question_word() -> None:
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{line}: {text.splitlines()[0]}"
         for path, tree in (TREES | TEST_TREES).items()
@@ -69,7 +69,7 @@ def test_no_docstring_begins_with_a_question_word():
     assert not found, "\n".join(found)
 
 
-def test_no_text_below_the_command_line_names_an_option_or_a_verb():
+def test_no_text_below_the_command_line_names_an_option_or_a_verb() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {text}"
         for path, tree in TREES.items()
@@ -79,7 +79,7 @@ def test_no_text_below_the_command_line_names_an_option_or_a_verb():
     assert not found, "\n".join(found)
 
 
-def test_public_class_names_occur_once():
+def test_public_class_names_occur_once() -> None:
     places = defaultdict(set)
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -88,7 +88,7 @@ def test_public_class_names_occur_once():
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_module_names_occur_once():
+def test_module_names_occur_once() -> None:
     """Except a verb's file, and the modules of each family of models."""
     places = defaultdict(set)
     for path in TREES:
@@ -98,7 +98,7 @@ def test_module_names_occur_once():
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
-def test_packages_stay_within_their_budgets():
+def test_packages_stay_within_their_budgets() -> None:
     lines: defaultdict[str, int] = defaultdict(int)
     for path in TREES:
         lines[floor(path)] += len(path.read_bytes().splitlines())
@@ -106,7 +106,7 @@ def test_packages_stay_within_their_budgets():
     assert not {name: count for name, count in lines.items() if count > PACKAGES[name][0]}
 
 
-def test_folders_stay_small():
+def test_folders_stay_small() -> None:
     folders: defaultdict[str, int] = defaultdict(int)
     for path in TREES:
         folders[str(path.parent.relative_to(PACKAGE))] += path.stem not in ("__init__", "__main__")
@@ -118,7 +118,7 @@ def test_folders_stay_small():
     assert len(TREES) <= MODULES
 
 
-def test_sockets_are_used_by_registry_http_and_the_worker_client_alone():
+def test_sockets_are_used_by_registry_http_and_the_worker_client_alone() -> None:
     allowed = {"registry", "http"}
     found = []
     for path, tree in TREES.items():
@@ -132,7 +132,7 @@ def test_sockets_are_used_by_registry_http_and_the_worker_client_alone():
     assert not found
 
 
-def test_children_of_tests_are_started_by_one_module():
+def test_children_of_tests_are_started_by_one_module() -> None:
     """It gives them default signals and ends them with the test."""
     found = []
     for path, tree in TEST_TREES.items():
@@ -147,7 +147,7 @@ def test_children_of_tests_are_started_by_one_module():
     assert not found, "\n".join(found)
 
 
-def test_every_remedy_is_in_the_table_and_used():
+def test_every_remedy_is_in_the_table_and_used() -> None:
     used = set()
     for tree in TREES.values():
         for node in ast.walk(tree):

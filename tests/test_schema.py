@@ -7,8 +7,9 @@ import re
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonschema
 import pytest
@@ -39,12 +40,12 @@ LORA = {
 }
 
 
-def places(name, document):
+def places(name: str, document: dict[Any, Any]) -> list[Any]:
     """Return the JSON paths of all violations."""
     return sorted("/".join(map(str, one.path)) for one in violations(name, document))
 
 
-def subschemas(schema, path=()):
+def subschemas(schema: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
     """Return every property's schema and its path."""
     if isinstance(schema, list):
         for item in schema:
@@ -61,7 +62,7 @@ def subschemas(schema, path=()):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
-def test_a_schema_is_valid_versioned_listed_and_described(path):
+def test_a_schema_is_valid_versioned_listed_and_described(path: Path) -> None:
     schema, name = json.loads(path.read_bytes()), path.name.removesuffix(".schema.json")
     assert schema == load(name)
     jsonschema.Draft202012Validator.check_schema(schema)
@@ -80,8 +81,8 @@ def test_a_schema_is_valid_versioned_listed_and_described(path):
         assert json.loads(pattern).endswith("$")  # others match almost anything
 
 
-def test_references_between_schemas_need_no_network(monkeypatch):
-    def refuse(*arguments, **fields):
+def test_references_between_schemas_need_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **fields: Any) -> NoReturn:
         raise AssertionError("the network was asked")
 
     monkeypatch.setattr(socket, "socket", refuse)
@@ -91,26 +92,26 @@ def test_references_between_schemas_need_no_network(monkeypatch):
         list(violations(name, {"config": {"digest": ""}, "layers": [{}], "manifests": [{}]}))
 
 
-def test_the_media_types_in_the_schemas_are_those_of_the_code():
+def test_the_media_types_in_the_schemas_are_those_of_the_code() -> None:
     known = {value for key, value in vars(mediatype).items() if isinstance(value, str)}
     found = set(re.findall(r'"(application/[^"]*)"', "".join(p.read_text() for p in FILES)))
     assert len(found) > 6
     assert found <= known
 
 
-def test_every_annotation_is_in_its_schema():
+def test_every_annotation_is_in_its_schema() -> None:
     keys = {v for v in vars(mediatype).values() if isinstance(v, str) and "vnd.clowder" in v}
     ours = {key for key in keys if key.startswith("vnd.clowder.aimage.")}
     assert ours == set(load("layer-annotations")["properties"])
 
 
-def test_the_dtypes_in_the_schema_are_those_of_the_code():
+def test_the_dtypes_in_the_schema_are_those_of_the_code() -> None:
     dtypes = load("layer-annotations")["$defs"]["dtype"]["enum"]
     assert set(dtypes) - set(DTYPE_BITS) == {"int4", "int8", "nvfp4", "mxfp4", "mxfp8"}
     assert set(DTYPE_BITS) <= set(dtypes)
 
 
-def reads(name):
+def reads(name: str) -> bool:
     try:
         check_name(name)
     except FormatError:
@@ -118,7 +119,7 @@ def reads(name):
     return True
 
 
-def test_schema_and_reader_agree_on_layer_names():
+def test_schema_and_reader_agree_on_layer_names() -> None:
     for name in (
         *("a", "a/b", "a/.b", "..a", "a..", "a/...", "größe/ß", "a b", "a" * 1024),
         *("", ".", "..", "/a", "a/", "a//b", "a/./b", "a/../b", "../a", "a/..", "a\\b"),
@@ -128,7 +129,7 @@ def test_schema_and_reader_agree_on_layer_names():
         assert found == ([] if reads(name) else [mediatype.NAME]), name
 
 
-def test_loading_an_unknown_schema_fails():
+def test_loading_an_unknown_schema_fails() -> None:
     with pytest.raises(FileNotFoundError, match="no-such"):
         load("no-such")
 
@@ -196,13 +197,13 @@ BAD_CHANGES: list[tuple[dict[str, object], str]] = [
 ]
 
 
-def test_valid_configs_pass():
+def test_valid_configs_pass() -> None:
     for change in GOOD_CHANGES:
         validate("aimage-config", GOOD | change)
         assert places("aimage-config", GOOD | change) == []
 
 
-def test_invalid_configs_are_refused_with_a_path():
+def test_invalid_configs_are_refused_with_a_path() -> None:
     for change, where in BAD_CHANGES:
         with pytest.raises(FormatError, match="invalid aimage-config") as caught:
             validate("aimage-config", GOOD | change)
@@ -211,19 +212,19 @@ def test_invalid_configs_are_refused_with_a_path():
         assert place.startswith(where)  # an invalid name is reported by its own path
 
 
-def test_violations_are_all_yielded_once():
+def test_violations_are_all_yielded_once() -> None:
     bad = {"schemaVersion": 1, "size": -1, "context": "1", "components": {"a b": {}, "c": []}}
     assert places("aimage-config", bad) == ["components/a b", "components/c", "context", "size"]
 
 
-def test_a_document_that_is_not_a_config_is_refused_at_the_top():
+def test_a_document_that_is_not_a_config_is_refused_at_the_top() -> None:
     documents: tuple[Any, ...] = (None, [], {}, {"schemaVersion": 1})
     for document in documents:
         with pytest.raises(FormatError, match=r"\(at the top\)"):
             validate("aimage-config", document)
 
 
-def test_an_installed_package_contains_the_schemas(tmp_path):
+def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
     """The wheel has schemas/ inside the package, and nothing beside it."""
     package = Path(clowder_aimage.__file__).parent
     installed = tmp_path / "clowder_aimage"

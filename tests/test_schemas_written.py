@@ -39,7 +39,7 @@ SCHEMA_OF = {
 }
 
 
-def descriptor(media_type, number):
+def descriptor(media_type: str, number: int) -> Descriptor:
     return Descriptor(media_type, Digest("sha256", f"{number:064x}"), number)
 
 
@@ -59,24 +59,24 @@ LAYERS = (
 SUBJECT = descriptor(mediatype.OCI_MANIFEST, 99)
 
 
-def encoded(value):
+def encoded(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode()
 
 
-def places(value, schema=""):
+def places(value: dict[str, Any], schema: str = "") -> list[Any]:
     return [one.pointer for one in check("it", encoded(value), schema).violations]
 
 
 # -- writers
 
 
-def test_every_dialect_that_is_written_has_a_schema():
+def test_every_dialect_that_is_written_has_a_schema() -> None:
     assert set(DIALECTS) == set(SCHEMA_OF)
     assert set(SCHEMA_OF.values()) <= set(names())
 
 
 @pytest.mark.parametrize("name", ["clowder", "custom", "ollama", "container"])
-def test_a_written_manifest_is_valid(name):
+def test_a_written_manifest_is_valid(name: str) -> None:
     for subject in (None, SUBJECT):
         manifest, _ = DIALECTS[name].write(AImage(encoded(CONFIG), LAYERS, subject))
         checked = check("it", manifest.raw)
@@ -84,7 +84,7 @@ def test_a_written_manifest_is_valid(name):
         assert checked.value.get("subject") == (subject and subject.to_json())
 
 
-def test_a_written_modelpack_is_valid():
+def test_a_written_modelpack_is_valid() -> None:
     files = tuple(
         Layer(descriptor(mediatype.AIMAGE_FILE, n), f"part-{n}.json") for n in range(1, 4)
     )
@@ -94,14 +94,14 @@ def test_a_written_modelpack_is_valid():
 
 
 @pytest.mark.parametrize("name", ["clowder", "custom"])
-def test_the_clowder_dialect_writes_optional_fields(name):
+def test_the_clowder_dialect_writes_optional_fields(name: str) -> None:
     manifest, _ = DIALECTS[name].write(AImage(encoded(CONFIG), LAYERS))
     assert manifest.artifact_type == mediatype.AIMAGE_MANIFEST
     assert [layer.annotations[NAME] for layer in manifest.layers] == [one.name for one in LAYERS]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory) -> Aimage:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Aimage:
     """Return a store with the embedded model: all dialects, quantized, renamed, pinned, partial."""
     home = tmp_path_factory.mktemp("written")
     here = Aimage(home, home / "store")
@@ -118,7 +118,7 @@ def packed(tmp_path_factory) -> Aimage:
     return here
 
 
-def test_a_written_store_is_valid(packed):
+def test_a_written_store_is_valid(packed: Aimage) -> None:
     documents = validate_layout(packed.store)
     assert [one for one in documents if one.violations or one.note] == []
     assert {one.schema for one in documents} == {
@@ -130,7 +130,7 @@ def test_a_written_store_is_valid(packed):
     assert (len(marks), marks.count("true")) == (8, 1)
 
 
-def test_quantized_models_are_valid(packed):
+def test_quantized_models_are_valid(packed: Aimage) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     packed("create", "small", TINY, "--quantize", "int8", "--store", packed.home / "small")
     assert not any(one.violations for one in validate_layout(packed.home / "small"))
@@ -140,7 +140,7 @@ def test_quantized_models_are_valid(packed):
     assert "int8" in dtypes
 
 
-def test_an_empty_layout_is_valid(tmp_path):
+def test_an_empty_layout_is_valid(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     data = b'{"schemaVersion":2,"manifests":[]}'
     content = Descriptor.of(mediatype.OCI_INDEX, data)
@@ -156,7 +156,7 @@ WRONG = {"oci-unknown-fields": ["/annotations"]}  # null, as Go writes it: read,
 OTHERS = {"safetensors-headers"}  # not a document
 
 
-def test_vectors_are_valid():
+def test_vectors_are_valid() -> None:
     for name in (path.stem for path in HERE.glob("*.json")):
         value = json.loads(raw(name))
         kind = kind_of(value)
@@ -171,7 +171,7 @@ GOOD = json.loads(DIALECTS["clowder"].write(AImage(encoded(CONFIG), LAYERS, SUBJ
 GONE = object()
 
 
-def changed(document, path, new):
+def changed(document: dict[str, Any], path: tuple[str | int, ...], new: Any) -> dict[str, Any]:
     """Return a copy of ``document`` with another value at ``path``, or without it."""
     value = copy.deepcopy(document)
     *inner, last = path
@@ -185,7 +185,7 @@ def changed(document, path, new):
     return value
 
 
-def at(*keys):
+def at(*keys: str) -> tuple[Any, ...]:
     return ("layers", 4, *keys)
 
 
@@ -261,7 +261,7 @@ WRONG_IN_MANIFEST: list[tuple[tuple[str | int, ...], object, str]] = [
 ]
 
 
-def test_a_wrong_field_of_a_manifest_is_found():
+def test_a_wrong_field_of_a_manifest_is_found() -> None:
     assert places(GOOD, "aimage-manifest") == []
     found = [
         places(changed(GOOD, path, new), "aimage-manifest") for path, new, _ in WRONG_IN_MANIFEST
@@ -282,7 +282,7 @@ VALID_CHANGES: list[tuple[tuple[str | int, ...], object]] = [
 ]
 
 
-def test_unknown_and_optional_fields_are_valid():
+def test_unknown_and_optional_fields_are_valid() -> None:
     for path, new in VALID_CHANGES:
         assert places(changed(GOOD, path, new)) == [], path
 
@@ -324,7 +324,7 @@ WRONG_IN_INDEX: list[tuple[tuple[str | int, ...], object, str]] = [
 ]
 
 
-def test_a_wrong_field_of_an_index_is_found():
+def test_a_wrong_field_of_an_index_is_found() -> None:
     assert places(INDEX, "oci-index") == []
     found = [places(changed(INDEX, path, new), "oci-index") for path, new, _ in WRONG_IN_INDEX]
     assert found == [[place] for _, _, place in WRONG_IN_INDEX]
@@ -337,7 +337,7 @@ ANYTHING = st.sampled_from(
 
 @settings(deadline=None)
 @given(st.data())
-def test_check_reports_every_change_that_the_parser_refuses(data):
+def test_check_reports_every_change_that_the_parser_refuses(data: st.DataObject) -> None:
     """A document without violations is accepted by the parser."""
     document = data.draw(st.sampled_from([GOOD, INDEX, OLLAMA, json.loads(raw("oci-index"))]))
     path: tuple[str | int, ...] = ()
@@ -359,7 +359,7 @@ VALUES: st.SearchStrategy[Any] = st.sampled_from(
 )
 
 
-def test_an_empty_config_requires_an_artifact_type():
+def test_an_empty_config_requires_an_artifact_type() -> None:
     artifact = json.loads(raw("oci-artifact"))
     assert places(artifact) == []
     assert places(changed(artifact, ("artifactType",), GONE)) == [""]
@@ -367,7 +367,7 @@ def test_an_empty_config_requires_an_artifact_type():
     assert places(changed(other, ("artifactType",), GONE)) == []
 
 
-def test_embedded_data_must_match_its_descriptor():
+def test_embedded_data_must_match_its_descriptor() -> None:
     artifact = json.loads(raw("oci-artifact"))  # embeds {}, its config
     assert places(changed(artifact, ("config", "data"), "e10=")) == ["/config/data"]
     assert places(changed(artifact, ("config", "data"), "e30K")) == ["/config/data"]
@@ -386,19 +386,19 @@ WRONG_IN_OLLAMA: list[tuple[tuple[str | int, ...], object, str]] = [
 ]
 
 
-def test_a_wrong_field_of_ollamas_manifest_is_found():
+def test_a_wrong_field_of_ollamas_manifest_is_found() -> None:
     found = [
         places(changed(OLLAMA, path, new), "docker-manifest") for path, new, _ in WRONG_IN_OLLAMA
     ]
     assert found == [[place] for _, _, place in WRONG_IN_OLLAMA]
 
 
-def test_the_layout_file_is_validated():
+def test_the_layout_file_is_validated() -> None:
     assert places({"imageLayoutVersion": "1.0.0"}) == []
     assert places({"imageLayoutVersion": "2.0.0"}) == ["/imageLayoutVersion"]
 
 
-def test_the_user_configuration_is_validated(tmp_path: Path):
+def test_the_user_configuration_is_validated(tmp_path: Path) -> None:
     good = {"registries": {"localhost:5000": {"jobs": 4, "limitRate": "20M"}}}
     assert check("it", encoded(good)).schema == "config"
     assert places(good) == []

@@ -36,7 +36,7 @@ def paths(value: Any, path: tuple[str | int, ...] = ()) -> dict[tuple[str | int,
 
 @given(value=VALUES, indent=st.sampled_from([None, 1, "\t"]), ascii_only=st.booleans())
 @example(["\\ud800", "\U0001f600", "\x7f\x85\u2028\ufeff/", {"---": "# & * ? ! | > %"}], 1, True)
-def test_positions_of_all_values(value, indent, ascii_only):
+def test_positions_of_all_values(value: Any, indent: Any, ascii_only: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=ascii_only)
     if value and isinstance(value, list) and indent == 1:
         text = text.replace("\n", "\r\n")
@@ -49,22 +49,22 @@ def test_positions_of_all_values(value, indent, ascii_only):
         assert found == (path[-1] if is_member else wanted[path])
 
 
-def test_positions_of_a_key_that_occurs_twice():
+def test_positions_of_a_key_that_occurs_twice() -> None:
     assert json_positions('{"a":1,\n"a":2}') == {(): [0], ("a",): [1, 8]}
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 900 + "1" + "}" * 900, '{"' + "k" * 2000 + '": 1}'])
-def test_texts_without_positions_are_accepted(text):
+def test_texts_without_positions_are_accepted(text: str) -> None:
     assert check("it", text.encode(), "aimage-config").violations
 
 
-def test_a_large_document_is_checked_without_positions():
+def test_a_large_document_is_checked_without_positions() -> None:
     text = json.dumps({"schemaVersion": 1, "x": "x" * MAX_POSITIONED_SIZE})
     (wrong,) = check("it", text.encode(), "aimage-config").violations
     assert (wrong.pointer, wrong.line) == ("", 0)
 
 
-def test_a_valid_document_does_not_import_yaml(monkeypatch):
+def test_a_valid_document_does_not_import_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     assert not check("it", b'{"schemaVersion":1,"components":{}}').violations
 
@@ -82,7 +82,7 @@ def test_a_valid_document_does_not_import_yaml(monkeypatch):
         (b"[" * 3000 + b"]" * 3000, "0:0", "nested more than 100 levels deep"),
     ],
 )
-def test_invalid_json_is_refused(text, place, message):
+def test_invalid_json_is_refused(text: bytes, place: str, message: str) -> None:
     (wrong,) = check("it", text).violations
     assert (wrong.pointer, wrong.message) == ("", message)
     assert f"{wrong.line}:{wrong.column}" == place

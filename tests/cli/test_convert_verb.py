@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.importer.valued import as_dtype, bf16_values, make_valued, transformer
-from tests.process import run
+from tests.importer.valued import ValuedModel, as_dtype, bf16_values, make_valued, transformer
+from tests.process import Aimage, run
 
 MIB = 1024 * 1024
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path) -> ValuedModel:
     return make_valued(tmp_path / "model", "F32")
 
 
-def test_the_summary_lists_casts_and_quantization(aimage, model):
+def test_the_summary_lists_casts_and_quantization(
+    aimage: Callable[..., Aimage], model: ValuedModel
+) -> None:
     here = aimage()
     done = here("create", "m", model.directory, "--quantize", "int8")
     first, second, third = done.err.splitlines()
@@ -32,7 +37,7 @@ def test_the_summary_lists_casts_and_quantization(aimage, model):
     assert third == "the weights take 342 kB less than before"
 
 
-def test_the_summary_of_dtype_auto(aimage, model):
+def test_the_summary_of_dtype_auto(aimage: Callable[..., Aimage], model: ValuedModel) -> None:
     here = aimage()
     done = here("create", "m", model.directory, "--dtype", "auto")
     assert "39 tensors stored as BF16, without loss: their values are BF16" in done.err
@@ -44,7 +49,9 @@ def test_the_summary_of_dtype_auto(aimage, model):
     assert "the weights take 307 kB more than before" in done.err
 
 
-def test_the_json_summary_equals_the_text(aimage, model):
+def test_the_json_summary_equals_the_text(
+    aimage: Callable[..., Aimage], model: ValuedModel
+) -> None:
     here = aimage()
     arguments = ("--quantize", "transformer=int4,text_encoder=int8", "--group-size", "32")
     done = here("create", "m", model.directory, *arguments, "--dtype", "bf16", "--json", "-q")
@@ -66,21 +73,25 @@ def test_the_json_summary_equals_the_text(aimage, model):
     assert not plain.keys() & {"quantization", "cast", "saved", "ignored"}
 
 
-def data_size(store, layer):
+def data_size(store: Path, layer: Any) -> Any:
     """Return the bytes of a layer's weights, without the header."""
     path = store / "blobs" / "sha256" / layer["digest"].removeprefix("sha256:")
     with path.open("rb") as file:
         return layer["size"] - 8 - int.from_bytes(file.read(8), "little")
 
 
-def test_tensors_that_are_quantized_are_not_counted_as_cast(aimage, model):
+def test_tensors_that_are_quantized_are_not_counted_as_cast(
+    aimage: Callable[..., Aimage], model: ValuedModel
+) -> None:
     here = aimage()
     done = here("create", "m", model.directory, "--quantize", "int8", "--dtype", "f16")
     assert "16 tensors stored as F16 instead of F32" in done.err
     assert "transformer: 23 of 34 tensors are int8" in done.err
 
 
-def test_convert_prints_the_same_digest_as_create(aimage, model):
+def test_convert_prints_the_same_digest_as_create(
+    aimage: Callable[..., Aimage], model: ValuedModel
+) -> None:
     here = aimage()
     here("create", "plain", model.directory, "-q")
     done = here("convert", "plain", "team/small:int8", "--quantize", "fp8")
@@ -101,7 +112,13 @@ def test_convert_prints_the_same_digest_as_create(aimage, model):
     ],
     ids=str,
 )
-def test_invalid_options_are_refused_and_nothing_is_written(aimage, model, arguments, code, said):
+def test_invalid_options_are_refused_and_nothing_is_written(
+    aimage: Callable[..., Aimage],
+    model: ValuedModel,
+    arguments: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
     here = aimage()
     assert said in here("create", "m", model.directory, *arguments, code=code).err
     assert not here.store.exists()
@@ -110,7 +127,9 @@ def test_invalid_options_are_refused_and_nothing_is_written(aimage, model, argum
     assert [row["reference"] for row in here("ls", "--json").value] == ["plain:latest"]
 
 
-def test_invalid_options_of_convert_are_refused(aimage, model):
+def test_invalid_options_of_convert_are_refused(
+    aimage: Callable[..., Aimage], model: ValuedModel
+) -> None:
     here = aimage()
     here("create", "plain", model.directory, "-q")
     digest = here("convert", "plain", "q", "--quantize", "int8", "-q").line
@@ -128,14 +147,22 @@ def test_invalid_options_of_convert_are_refused(aimage, model):
     ],
     ids=["pickled", "truncated"],
 )
-def test_an_incomplete_directory_is_refused(aimage, model, spoil, said, code):
+def test_an_incomplete_directory_is_refused(
+    aimage: Callable[..., Aimage],
+    model: ValuedModel,
+    spoil: Callable[[Any], Any],
+    said: str,
+    code: int,
+) -> None:
     here = aimage()
     spoil(model)
     assert said in here("create", "m", model.directory, "--quantize", "int8", code=code).err
     assert not here.store.exists()
 
 
-def test_weights_without_quantization_parameters_are_refused(aimage, tmp_path):
+def test_weights_without_quantization_parameters_are_refused(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     tensors = as_dtype(transformer(), "BF16") | {
         "layers.0.x.weight": ("U32", (4, 8), bytes(128)),
         "layers.0.x.scales": ("BF16", (4, 1), bytes(8)),
@@ -148,7 +175,9 @@ def test_weights_without_quantization_parameters_are_refused(aimage, tmp_path):
     assert not here.store.exists()
 
 
-def test_a_value_too_large_for_f16_is_refused(aimage, tmp_path):
+def test_a_value_too_large_for_f16_is_refused(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     values = transformer()
     values["x_pad_token"][0, 0] = 1e9
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
@@ -179,7 +208,7 @@ print(f"grew by {peak() - before}", file=sys.stderr)
 """
 
 
-def grown(here, model, *options):
+def grown(here: Aimage, model: ValuedModel, *options: Any) -> int:
     """Return the memory that creating ``model`` takes beyond the libraries."""
     arguments = ("--store", here.store, "-q", "create", "m", model.directory, *options)
     done = run(
@@ -193,7 +222,9 @@ def grown(here, model, *options):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("options", [("--dtype", "f16"), ("--quantize", "int8")], ids=str)
-def test_memory_hardly_grows_with_the_number_of_threads(aimage, tmp_path, options):
+def test_memory_hardly_grows_with_the_number_of_threads(
+    aimage: Callable[..., Aimage], tmp_path: Path, options: tuple[str, str]
+) -> None:
     """Each thread has a buffer of 1 MiB, and all share one budget for casting and quantizing."""
     large = np.tile(bf16_values("large", (64, 1024)), (16, 1)) * np.float32(1.01)
     tensors = as_dtype({f"layers.{n}.large.weight": large + n for n in range(64)}, "F32")
@@ -204,7 +235,9 @@ def test_memory_hardly_grows_with_the_number_of_threads(aimage, tmp_path, option
 
 @pytest.mark.integration
 @pytest.mark.parametrize("options", [(), ("--quantize", "int8"), ("--dtype", "bf16")], ids=str)
-def test_memory_does_not_grow_with_the_model(aimage, tmp_path, options):
+def test_memory_does_not_grow_with_the_model(
+    aimage: Callable[..., Aimage], tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """Two matrices of 128 MiB as F32: neither is loaded as a whole."""
     large = np.tile(bf16_values("large", (64, 1024)), (512, 1))
     tensors = as_dtype({f"layers.{n}.large.weight": large + n for n in range(2)}, "F32")

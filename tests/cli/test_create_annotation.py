@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference
+from tests.process import Aimage
 
 URL = "org.opencontainers.image.url"
 
 
-def manifest(here, name):
+def manifest(here: Aimage, name: str) -> StoredAImage:
     return read_aimage(ImageLayout(here.store), Reference.parse(name))
 
 
-def test_an_annotation_is_in_the_manifest_and_kept(aimage, tiny):
+def test_an_annotation_is_in_the_manifest_and_kept(
+    aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     here = aimage()
     pairs = ("--annotation", f"{URL}=https://ci.example.com/1?a=b", "--annotation", "team=")
     digest = here("create", "x", tiny, *pairs, "-q").line
@@ -34,7 +39,9 @@ def test_an_annotation_is_in_the_manifest_and_kept(aimage, tiny):
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container", "modelpack"])
-def test_every_dialect_keeps_an_annotation(aimage, tiny, dialect):
+def test_every_dialect_keeps_an_annotation(
+    aimage: Callable[..., Aimage], tiny: Path, dialect: str
+) -> None:
     here = aimage()
     here("create", "x", tiny, "--annotation", "team=a", "--dialect", dialect, "-q")
     stored = manifest(here, "x")
@@ -53,7 +60,9 @@ def test_every_dialect_keeps_an_annotation(aimage, tiny, dialect):
         ("org.opencontainers.image.licenses=mit", "is written by the program itself"),
     ],
 )
-def test_a_malformed_annotation_is_refused(aimage, tiny, pair, message):
+def test_a_malformed_annotation_is_refused(
+    aimage: Callable[..., Aimage], tiny: Path, pair: str, message: str
+) -> None:
     here = aimage()
     failed = here("create", "x", tiny, "--annotation", pair, "--json", code=2)
     assert message in json.loads(failed.err.splitlines()[-1])["message"]

@@ -64,7 +64,9 @@ def without_extra(here: Aimage, tmp_path: Path) -> Aimage:
 # -- fetched
 
 
-def test_a_model_is_fetched_packed_and_found_again_without_the_hub(here, hub, tiny):
+def test_a_model_is_fetched_packed_and_found_again_without_the_hub(
+    here: Aimage, hub: Hub, tiny: Path
+) -> None:
     commit = hub.add(NAME, tiny)
     done = here("create", "x", NAME)
     assert done.line.startswith("sha256:")
@@ -80,7 +82,7 @@ def test_a_model_is_fetched_packed_and_found_again_without_the_hub(here, hub, ti
     assert "fetching" not in again.err
 
 
-def test_the_layers_are_those_of_the_directory(here, hub, tiny):
+def test_the_layers_are_those_of_the_directory(here: Aimage, hub: Hub, tiny: Path) -> None:
     hub.add(NAME, tiny)
     here("create", "x", NAME, "-q")
     here("create", "local", tiny, "-q")
@@ -105,13 +107,15 @@ def test_the_layers_are_those_of_the_directory(here, hub, tiny):
         f"https://huggingface.co/{NAME}/tree/{{commit}}",
     ],
 )
-def test_forms_of_the_name(form, here, hub, tiny):
+def test_forms_of_the_name(form: str, here: Aimage, hub: Hub, tiny: Path) -> None:
     commit = hub.add(NAME, tiny)
     here("create", "x", form.format(commit=commit), "-q")
     assert source_of(here) == f"https://huggingface.co/{NAME}/tree/{commit}"
 
 
-def test_a_commit_of_the_cache_stays_after_the_branch_moved(here, hub, tiny):
+def test_a_commit_of_the_cache_stays_after_the_branch_moved(
+    here: Aimage, hub: Hub, tiny: Path
+) -> None:
     first = hub.add(NAME, tiny)
     one = here("create", "x", NAME, "-q").line
     files = hub.repositories[NAME]
@@ -121,7 +125,9 @@ def test_a_commit_of_the_cache_stays_after_the_branch_moved(here, hub, tiny):
     assert source_of(here, "y") == f"https://huggingface.co/{NAME}/tree/{second}"
 
 
-def test_duplicates_and_what_is_not_packed_are_not_fetched(here, hub, tiny):
+def test_duplicates_and_what_is_not_packed_are_not_fetched(
+    here: Aimage, hub: Hub, tiny: Path
+) -> None:
     hub.add(NAME, tiny)
     files = hub.repositories[NAME]
     wanted = set(files)
@@ -140,7 +146,9 @@ def test_duplicates_and_what_is_not_packed_are_not_fetched(here, hub, tiny):
     assert hub.fetched() == wanted
 
 
-def test_quiet_prints_the_digest_alone_and_json_prints_json(here, hub, tiny):
+def test_quiet_prints_the_digest_alone_and_json_prints_json(
+    here: Aimage, hub: Hub, tiny: Path
+) -> None:
     hub.add(NAME, tiny)
     quiet = here("create", "x", NAME, "-q")
     assert quiet.err == ""
@@ -155,13 +163,13 @@ def test_quiet_prints_the_digest_alone_and_json_prints_json(here, hub, tiny):
     assert done.value["digest"] == quiet.line
 
 
-def test_a_source_that_is_given_is_kept(here, hub, tiny):
+def test_a_source_that_is_given_is_kept(here: Aimage, hub: Hub, tiny: Path) -> None:
     hub.add(NAME, tiny)
     here("create", "x", NAME, "-q", "--source", "https://example.com/model")
     assert source_of(here) == "https://example.com/model"
 
 
-def test_a_part_that_is_missing_is_fetched(here, hub, tiny):
+def test_a_part_that_is_missing_is_fetched(here: Aimage, hub: Hub, tiny: Path) -> None:
     commit = hub.add(NAME, tiny)
     here("create", "x", NAME, "-q")
     lost = cache_of(here) / "snapshots" / commit / "vae" / "diffusion_pytorch_model.safetensors"
@@ -172,7 +180,7 @@ def test_a_part_that_is_missing_is_fetched(here, hub, tiny):
     assert hub.fetched() == {"vae/diffusion_pytorch_model.safetensors"}
 
 
-def test_shared_blobs_of_the_cache_are_followed(here, hub, tiny):
+def test_shared_blobs_of_the_cache_are_followed(here: Aimage, hub: Hub, tiny: Path) -> None:
     """huggingface_hub 2 keeps large files once for all repositories."""
     commit = hub.add(NAME, tiny)
     digest = here("create", "x", NAME, "-q").line
@@ -193,7 +201,7 @@ def test_shared_blobs_of_the_cache_are_followed(here, hub, tiny):
 # -- one file of a repository
 
 
-def test_one_file_of_a_repository(here, hub, tmp_path):
+def test_one_file_of_a_repository(here: Aimage, hub: Hub, tmp_path: Path) -> None:
     from tests.importer.formats_gguf import gguf
 
     commit = hub.add("org/quants", {"a-Q4.gguf": gguf(), "b-Q8.gguf": gguf() + bytes(32)})
@@ -222,7 +230,9 @@ def cached(here: Aimage, tiny: Path, commit: str = "a" * 40) -> Path:
     return home / "snapshots" / commit
 
 
-def test_a_cached_model_needs_neither_the_extra_nor_the_hub(here, hub, tiny, tmp_path):
+def test_a_cached_model_needs_neither_the_extra_nor_the_hub(
+    here: Aimage, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
     cached(here, tiny)
     bare = without_extra(here, tmp_path)
     bare("create", "x", NAME, "-q")
@@ -230,7 +240,9 @@ def test_a_cached_model_needs_neither_the_extra_nor_the_hub(here, hub, tiny, tmp
     assert hub.requests == []
 
 
-def test_without_the_extra_nothing_is_fetched(here, hub, tiny, tmp_path):
+def test_without_the_extra_nothing_is_fetched(
+    here: Aimage, hub: Hub, tiny: Path, tmp_path: Path
+) -> None:
     bare = without_extra(here, tmp_path)
     done = bare("create", "x", NAME, code=2)
     assert "needs the extra [hf]" in done.err
@@ -241,7 +253,7 @@ def test_without_the_extra_nothing_is_fetched(here, hub, tiny, tmp_path):
     assert not here.store.exists()
 
 
-def test_offline_uses_the_cache_or_says_what_is_missing(here, hub, tiny):
+def test_offline_uses_the_cache_or_says_what_is_missing(here: Aimage, hub: Hub, tiny: Path) -> None:
     here.environment["HF_HUB_OFFLINE"] = "1"
     done = here("create", "x", NAME, code=3)
     assert f"{NAME} is not in the Hugging Face cache" in done.err
@@ -253,7 +265,7 @@ def test_offline_uses_the_cache_or_says_what_is_missing(here, hub, tiny):
     assert hub.requests == []
 
 
-def test_an_older_cache_is_used_when_the_hub_is_away(here, hub, tiny):
+def test_an_older_cache_is_used_when_the_hub_is_away(here: Aimage, hub: Hub, tiny: Path) -> None:
     cached(here, tiny)
     hub.status = 503
     here("create", "x", NAME, "-q")
@@ -261,7 +273,7 @@ def test_an_older_cache_is_used_when_the_hub_is_away(here, hub, tiny):
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "HOME"])
-def test_places_of_the_cache(variable, here, tiny, tmp_path):
+def test_places_of_the_cache(variable: str, here: Aimage, tiny: Path, tmp_path: Path) -> None:
     del here.environment["HF_HUB_CACHE"]
     here.environment |= {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": "", variable: str(tmp_path)}
     below = {"HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}
@@ -274,7 +286,7 @@ def test_places_of_the_cache(variable, here, tiny, tmp_path):
 # -- refused
 
 
-def test_a_path_that_exists_wins(here, hub, tiny):
+def test_a_path_that_exists_wins(here: Aimage, hub: Hub, tiny: Path) -> None:
     shutil.copytree(tiny, here.home / NAME)
     here("create", "x", NAME, "-q")
     assert hub.requests == []
@@ -283,20 +295,20 @@ def test_a_path_that_exists_wins(here, hub, tiny):
     assert hub.requests == []
 
 
-def test_an_unknown_repository(here, hub):
+def test_an_unknown_repository(here: Aimage, hub: Hub) -> None:
     done = here("create", "x", "no/such", code=3)
     assert "no/such not found, neither here nor on the Hugging Face hub" in done.err
     assert "HF_TOKEN" in done.err
     assert not here.store.exists()
 
 
-def test_an_unknown_revision(here, hub, tiny):
+def test_an_unknown_revision(here: Aimage, hub: Hub, tiny: Path) -> None:
     hub.add(NAME, tiny)
     done = here("create", "x", f"{NAME}@v9", code=3)
     assert f"{NAME} has no revision v9" in done.err
 
 
-def test_a_private_repository_needs_a_token(here, hub, tiny):
+def test_a_private_repository_needs_a_token(here: Aimage, hub: Hub, tiny: Path) -> None:
     hub.add(NAME, tiny)
     hub.private.add(NAME)
     assert "HF_TOKEN" in here("create", "x", NAME, code=3).err
@@ -304,7 +316,7 @@ def test_a_private_repository_needs_a_token(here, hub, tiny):
     here("create", "x", NAME, "-q")
 
 
-def test_a_gated_repository(here, hub, tiny):
+def test_a_gated_repository(here: Aimage, hub: Hub, tiny: Path) -> None:
     hub.add(NAME, tiny)
     hub.gated.add(NAME)
     done = here("create", "x", NAME, code=4)
@@ -315,7 +327,9 @@ def test_a_gated_repository(here, hub, tiny):
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, 4), (500, 1), (503, 1)])
-def test_the_hub_answers_with_an_error(status, code, here, hub, tiny):
+def test_the_hub_answers_with_an_error(
+    status: int, code: int, here: Aimage, hub: Hub, tiny: Path
+) -> None:
     hub.add(NAME, tiny)
     hub.status = status
     done = here("create", "x", NAME, code=code)
@@ -323,7 +337,7 @@ def test_the_hub_answers_with_an_error(status, code, here, hub, tiny):
     assert NAME in done.err
 
 
-def test_no_network(here):
+def test_no_network(here: Aimage) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         here.environment["HF_ENDPOINT"] = f"http://127.0.0.1:{probe.getsockname()[1]}"
@@ -331,7 +345,9 @@ def test_no_network(here):
     assert f"{NAME} cannot be fetched: the Hugging Face hub does not answer" in done.err
 
 
-def test_no_room_in_the_cache(here, hub, tiny, monkeypatch):
+def test_no_room_in_the_cache(
+    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add(NAME, tiny)
     usage = shutil._ntuple_diskusage(10**6, 10**6 - 9999, 9999)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
@@ -341,7 +357,9 @@ def test_no_room_in_the_cache(here, hub, tiny, monkeypatch):
     assert hub.fetched() == {"model_index.json"}
 
 
-def test_a_disk_that_fills_up(here, hub, tiny, monkeypatch):
+def test_a_disk_that_fills_up(
+    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     def full(*_: object, **__: object) -> None:
@@ -355,7 +373,9 @@ def test_a_disk_that_fills_up(here, hub, tiny, monkeypatch):
         here("create", "x", NAME)
 
 
-def test_the_bytes_that_arrive_are_counted(here, hub, tiny, monkeypatch):
+def test_the_bytes_that_arrive_are_counted(
+    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in here.environment.items():
         monkeypatch.setenv(name, value)
     hub.add(NAME, tiny)
@@ -372,7 +392,7 @@ def test_the_bytes_that_arrive_are_counted(here, hub, tiny, monkeypatch):
     "path",
     ["hf://", "hf://one", "hf://a/b@", "hf://a/../b", "https://huggingface.co/datasets/a/b"],
 )
-def test_addresses_that_name_no_model(path, here, hub):
+def test_addresses_that_name_no_model(path: str, here: Aimage, hub: Hub) -> None:
     done = here("create", "x", path, code=2)
     assert "does not name a model of the Hugging Face hub" in done.err
     assert hub.requests == []
@@ -386,7 +406,9 @@ def test_addresses_that_name_no_model(path, here, hub):
         ({"model_index.json": b"[]"}, "model_index.json is not a JSON object"),
     ],
 )
-def test_a_repository_without_a_model(files, said, here, hub):
+def test_a_repository_without_a_model(
+    files: dict[str, bytes], said: str, here: Aimage, hub: Hub
+) -> None:
     hub.add("org/odd", files)
     done = here("create", "x", "org/odd", code=5 if "JSON" in said else 1)
     assert said in done.err
@@ -401,7 +423,7 @@ def test_a_repository_without_a_model(files, said, here, hub):
         "https://huggingface.co/black-forest-labs/FLUX.1-dev",
     ],
 )
-def test_a_model_of_the_hub_is_no_reference(name, here):
+def test_a_model_of_the_hub_is_no_reference(name: str, here: Aimage) -> None:
     done = here("pull", name, code=2)
     assert "lower case" not in done.err
     assert "aimage create NAME hf://black-forest-labs/FLUX.1-dev" in done.err

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,33 +16,39 @@ from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
+from tests.process import Aimage
+from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry
 
 TITLE = "org.opencontainers.image.title"
 
 
-def tensor(name, data=b"", dtype="BF16", shape=(4,)):
+def tensor(
+    name: str, data: bytes = b"", dtype: str = "BF16", shape: tuple[int, ...] = (4,)
+) -> tuple[Layer, bytes]:
     found = Descriptor.of(mediatype.AIMAGE_SAFETENSORS, data or name.encode())
     return Layer(found, name, dtype, shape), data or name.encode()
 
 
-def file(name, data):
+def file(name: str, data: bytes) -> tuple[Layer, bytes]:
     return Layer(Descriptor.of(mediatype.AIMAGE_FILE, data), name), data
 
 
-def put(store, data, media_type):
+def put(store: Path, data: bytes, media_type: str) -> Descriptor:
     content = Descriptor.of(media_type, data)
     ImageLayout(store).push(content, bytes_body(data))
     return content
 
 
-def name(store, raw, media_type, called):
+def name(store: Path, raw: bytes, media_type: str, called: str) -> Descriptor:
     content = put(store, raw, media_type)
     ImageLayout(store).tag(content, Reference.parse(called))
     return content
 
 
-def make(store, called, *layers, dialect="clowder", **config):
+def make(
+    store: Any, called: str, *layers: tuple[Layer, bytes], dialect: str = "clowder", **config: Any
+) -> str:
     """Store an AImage of those layers; return its digest."""
     for layer, data in layers:
         put(store, data, layer.descriptor.media_type)
@@ -49,7 +58,9 @@ def make(store, called, *layers, dialect="clowder", **config):
     return str(name(store, manifest.raw, manifest.media_type, called).digest)
 
 
-def artifact(store, called, config, *layers, **fields):
+def artifact(
+    store: Path, called: str, config: bytes, *layers: tuple[str | None, bytes], **fields: Any
+) -> Descriptor:
     """Store an artifact of another kind."""
     document = {
         "schemaVersion": 2,
@@ -65,12 +76,12 @@ def artifact(store, called, config, *layers, **fields):
 
 
 @pytest.fixture
-def here(aimage):
+def here(aimage: Callable[..., Aimage]) -> Aimage:
     return aimage()
 
 
 @pytest.fixture
-def pair(here):
+def pair(here: Aimage) -> Aimage:
     """Return a store with two AImages that differ in every kind of entry."""
     same = [tensor(f"vae/same{number}") for number in range(3)]
     make(
@@ -99,7 +110,7 @@ def pair(here):
     return here
 
 
-def test_each_kind_of_difference_is_listed(pair):
+def test_each_kind_of_difference_is_listed(pair: Aimage) -> None:
     value = pair("--json", "diff", "a", "b").value
     counts = {
         kind: {word: list(one.values())[:3] for word, one in value[kind].items()}
@@ -136,7 +147,7 @@ def test_each_kind_of_difference_is_listed(pair):
     assert value["differ"] is True
 
 
-def test_the_text_output(pair):
+def test_the_text_output(pair: Aimage) -> None:
     lines = pair("diff", "a", "b").out.splitlines()
     assert lines[0].split("  ")[:2] == ["a", "a:latest"]
     assert lines[1].endswith("clowder, in the store")
@@ -165,7 +176,7 @@ def test_the_text_output(pair):
     ]
 
 
-def fetched(pair):
+def fetched(pair: Aimage) -> Any:
     value = pair("--json", "diff", "a", "b").value
     config = value["fetch"]["size"] - 50 - 100 - 7 - 8  # renamed files are not counted
     assert 0 < config < 200
@@ -173,7 +184,9 @@ def fetched(pair):
 
 
 @pytest.mark.parametrize("arguments", [("a", "b"), ("b", "a")])
-def test_the_bytes_to_pull_equal_those_of_a_pull(arguments, pair, aimage, registry):
+def test_the_bytes_to_pull_equal_those_of_a_pull(
+    arguments: tuple[str, str], pair: Aimage, aimage: Callable[..., Aimage], registry: RealRegistry
+) -> None:
     old, new = (f"{registry.host}/diff/{name}-{arguments[0]}:v1" for name in arguments)
     for short, name in zip(arguments, (old, new), strict=True):
         pair("tag", short, name)
@@ -188,7 +201,7 @@ def test_the_bytes_to_pull_equal_those_of_a_pull(arguments, pair, aimage, regist
 
 
 @pytest.mark.parametrize("dialect", ["custom", "ollama", "container"])
-def test_dialects_do_not_differ(dialect, here):
+def test_dialects_do_not_differ(dialect: str, here: Aimage) -> None:
     layers = [tensor("vae/x"), file("vae/config.json", b"{}")]
     make(here.store, "a", *layers, license="mit")
     make(here.store, "b", *layers, dialect=dialect, license="mit")
@@ -199,7 +212,7 @@ def test_dialects_do_not_differ(dialect, here):
     assert value["config"] == value["annotations"] == []
 
 
-def test_differences_set_the_exit_code_only_on_request(pair):
+def test_differences_set_the_exit_code_only_on_request(pair: Aimage) -> None:
     pair("diff", "a", "b")
     pair("diff", "a", "b", "--exit-code", code=1)
     pair("diff", "a", "a", "--exit-code")
@@ -208,7 +221,7 @@ def test_differences_set_the_exit_code_only_on_request(pair):
     assert text.endswith("0 blobs\n")  # no lists
 
 
-def test_lists_are_shortened_without_the_option(here):
+def test_lists_are_shortened_without_the_option(here: Aimage) -> None:
     make(here.store, "a", *(tensor(f"t/{number:04}", b"a%d" % number) for number in range(30)))
     make(here.store, "b", *(tensor(f"t/{number:04}", b"b%d" % number) for number in range(30)))
     lines = here("diff", "a", "b").out.splitlines()
@@ -225,13 +238,15 @@ def test_lists_are_shortened_without_the_option(here):
 
 
 @contextmanager
-def serving(store, called, *, script=None):
+def serving(
+    store: Path, called: str, *, script: Callable[[Any], Answer] | None = None
+) -> Iterator[ScriptedRegistry]:
     """Serve the content of a store under one tag."""
     layout = ImageLayout(store)
     root = layout.resolve(Reference.parse(called))
     kinds = {str(content.digest): content.media_type for _, content in layout.entries()}
 
-    def answer(seen):
+    def answer(seen: Any) -> Answer:
         wanted = seen.path.rpartition("/")[2]
         wanted = str(root.digest) if wanted == "v1" else wanted
         path = store / "blobs" / "sha256" / wanted.removeprefix("sha256:")
@@ -244,7 +259,7 @@ def serving(store, called, *, script=None):
         yield registry
 
 
-def test_diff_fetches_no_weights(pair, aimage):
+def test_diff_fetches_no_weights(pair: Aimage, aimage: Callable[..., Aimage]) -> None:
     there = aimage("empty")
     with serving(pair.store, "b") as registry:
         value = there(
@@ -259,11 +274,11 @@ def test_diff_fetches_no_weights(pair, aimage):
     assert not there.store.exists()
 
 
-def blob(here, digest):
+def blob(here: Aimage, digest: str) -> bytes:
     return (here.store / "blobs" / "sha256" / digest.removeprefix("sha256:")).read_bytes()
 
 
-def test_the_store_takes_precedence_over_the_registry(pair):
+def test_the_store_takes_precedence_over_the_registry(pair: Aimage) -> None:
     with serving(pair.store, "b") as registry:
         name = f"{registry.host}/team/x:v1"
         pair("tag", "a", name)
@@ -278,7 +293,7 @@ def test_the_store_takes_precedence_over_the_registry(pair):
         assert len(registry.seen) == asked
 
 
-def test_unknown_names_fail(pair):
+def test_unknown_names_fail(pair: Aimage) -> None:
     assert "c:latest not found in the store" in pair("diff", "a", "c", code=3).err
     assert "has no registry host" in pair("diff", "a", "b", "--remote", code=2).err
     with serving(pair.store, "b", script=lambda seen: Answer(404)) as registry:
@@ -287,7 +302,7 @@ def test_unknown_names_fail(pair):
         pair("diff", "a", f"{registry.host}/x", code=4)
 
 
-def test_a_config_missing_in_the_store_fails(pair):
+def test_a_config_missing_in_the_store_fails(pair: Aimage) -> None:
     value = pair("--json", "diff", "a", "b").value
     manifest = json.loads(blob(pair, value["b"]["digest"]))
     encoded = manifest["config"]["digest"].removeprefix("sha256:")
@@ -295,7 +310,7 @@ def test_a_config_missing_in_the_store_fails(pair):
     assert "pull the AImage again" in pair("diff", "a", "b", code=3).err
 
 
-def test_missing_layers_do_not_fail_a_diff(pair):
+def test_missing_layers_do_not_fail_a_diff(pair: Aimage) -> None:
     before = pair("diff", "a", "b").out
     value = pair("--json", "diff", "a", "b").value
     for side in ("a", "b"):
@@ -306,7 +321,7 @@ def test_missing_layers_do_not_fail_a_diff(pair):
 
 
 @pytest.mark.parametrize("where", ["store", "registry"])
-def test_an_index_resolves_to_one_manifest(where, pair):
+def test_an_index_resolves_to_one_manifest(where: str, pair: Aimage) -> None:
     a, b = (Digest.parse(pair("--json", "show", name).value["digest"]) for name in "ab")
     children = [
         Descriptor(mediatype.OCI_MANIFEST, digest, len(blob(pair, str(digest)))).to_json()
@@ -332,7 +347,7 @@ def test_an_index_resolves_to_one_manifest(where, pair):
 # -- other artifacts, and odd content
 
 
-def test_artifacts_of_other_kinds_are_compared(here):
+def test_artifacts_of_other_kinds_are_compared(here: Aimage) -> None:
     artifact(here.store, "a", b'{"k": {"x": 1}}', ("one", b"1"), ("two", b"22"), (None, b"333"))
     artifact(
         here.store,
@@ -359,14 +374,14 @@ def test_artifacts_of_other_kinds_are_compared(here):
     assert "  twice over  5 B" in lines
 
 
-def test_ambiguous_titles_are_compared_by_digest(here):
+def test_ambiguous_titles_are_compared_by_digest(here: Aimage) -> None:
     artifact(here.store, "a", b"{}", ("same", b"1"), ("same", b"2"))
     artifact(here.store, "b", b"{}", ("same", b"2"), ("same", b"3"), ("same", b"3"))
     files = here("--json", "diff", "a", "b").value["files"]
     assert [files[word]["count"] for word in files] == [1, 0, 1, 1]
 
 
-def test_configs_that_are_not_objects_are_compared(here):
+def test_configs_that_are_not_objects_are_compared(here: Aimage) -> None:
     artifact(here.store, "a", b"\x00binary", (None, b"1"))
     artifact(here.store, "b", b"[1]", (None, b"1"))
     artifact(here.store, "c", b"[" * 100_000, (None, b"1"))
@@ -377,7 +392,7 @@ def test_configs_that_are_not_objects_are_compared(here):
     here("diff", "a", "c", "--exit-code", code=1)
 
 
-def test_an_aimage_is_compared_with_another_kind(here):
+def test_an_aimage_is_compared_with_another_kind(here: Aimage) -> None:
     make(here.store, "a", tensor("vae/x", b"data"))
     artifact(here.store, "b", b"{}", ("vae/x", b"data"))
     value = here("--json", "diff", "a", "b").value
@@ -386,7 +401,7 @@ def test_an_aimage_is_compared_with_another_kind(here):
 
 
 @pytest.mark.parametrize("depth", [15, 20_000])
-def test_deeply_nested_configs_are_compared(depth, here):
+def test_deeply_nested_configs_are_compared(depth: int, here: Aimage) -> None:
     """Comparison stops at a maximum depth and never fails."""
     deep = [b'{"x":' * depth + value + b"}" * depth for value in (b"1", b"2")]
     artifact(here.store, "a", deep[0], (None, b"1"))
@@ -397,7 +412,7 @@ def test_deeply_nested_configs_are_compared(depth, here):
     assert field["path"] == (["x"] * min(depth, 17) if depth < 1000 else ["digest"])
 
 
-def test_config_values_of_different_types_differ(here):
+def test_config_values_of_different_types_differ(here: Aimage) -> None:
     make(here.store, "a", file("x", b"x"), n=1, m=1, o={}, p=[1, 2], same={"k": []})
     make(here.store, "b", file("x", b"x"), n=True, m=1.0, p=[2, 1], q=None, same={"k": []})
     fields = here("--json", "diff", "a", "b").value["config"]
@@ -407,14 +422,16 @@ def test_config_values_of_different_types_differ(here):
     assert "  q: (none) -> null" in here("diff", "a", "b").out.splitlines()
 
 
-def test_a_long_value_is_shortened_in_the_text(here):
+def test_a_long_value_is_shortened_in_the_text(here: Aimage) -> None:
     make(here.store, "a", file("x", b"x"), text="l" * 1000)
     make(here.store, "b", file("x", b"x"), text="m" * 1000)
     assert all(len(line) < 150 for line in here("diff", "a", "b").out.splitlines())
     assert len(here("--json", "diff", "a", "b").value["config"][0]["a"]) == 1000
 
 
-def test_one_changed_tensor_of_a_model_is_one_difference(here, tiny, tmp_path):
+def test_one_changed_tensor_of_a_model_is_one_difference(
+    here: Aimage, tiny: Path, tmp_path: Path
+) -> None:
     """One bit of one tensor: only that tensor's blob differs."""
     other = tmp_path / "model"
     shutil.copytree(tiny, other)

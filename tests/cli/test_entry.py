@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pty
+from collections.abc import Callable
 
 import pytest
 
 from clowder_aimage import __version__
 from clowder_aimage.cli.main import ALIASES, GROUPS, VERBS
-from tests.process import PROGRAM, run
+from tests.process import PROGRAM, Aimage, run
+from tests.real_registry import RealRegistry
 
 
 @pytest.mark.parametrize(
@@ -25,26 +27,28 @@ from tests.process import PROGRAM, run
         ("frobnicate", "'aimage --help' lists the verbs"),
     ],
 )
-def test_an_unknown_verb_is_refused_with_a_suggestion(aimage, word, hint):
+def test_an_unknown_verb_is_refused_with_a_suggestion(
+    aimage: Callable[..., Aimage], word: str, hint: str
+) -> None:
     done = aimage()(word, "x", code=2)
     assert done.err == f"aimage: unknown verb '{word}'\n  {hint}\n"
     assert done.out == ""
 
 
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())
-def test_an_alias_runs_its_verb(aimage, alias, verb):
+def test_an_alias_runs_its_verb(aimage: Callable[..., Aimage], alias: str, verb: str) -> None:
     shown, expected = aimage()(alias, "--help"), aimage()(*verb.split(), "--help")
     assert shown.out == expected.out.replace(f"aimage {alias}", f"aimage {verb}")
 
 
-def test_an_alias_reads_the_store(stocked):
+def test_an_alias_reads_the_store(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     for alias in ("list", "images"):
         assert here(alias).out == here("ls").out
     assert here("inspect", "x").out == here("show", "x").out
 
 
-def test_help_lists_every_verb_in_a_group_and_no_alias(aimage):
+def test_help_lists_every_verb_in_a_group_and_no_alias(aimage: Callable[..., Aimage]) -> None:
     shown = aimage()("--help").out
     for group, verbs in GROUPS.items():
         part = shown.partition(f"{group}:\n")[2].partition("\n\n")[0]
@@ -52,7 +56,7 @@ def test_help_lists_every_verb_in_a_group_and_no_alias(aimage):
     assert not any(f"\n  {alias} " in shown for alias in ALIASES)
 
 
-def test_the_verb_help_shows_the_help_of_a_verb(aimage):
+def test_the_verb_help_shows_the_help_of_a_verb(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     assert here("help").out == here("--help").out
     assert here("help", "push").out == here("push", "--help").out
@@ -60,7 +64,7 @@ def test_the_verb_help_shows_the_help_of_a_verb(aimage):
     assert "did you mean 'aimage push'?" in here("help", "pusj", code=2).err
 
 
-def test_the_verb_version_prints_the_version(aimage):
+def test_the_verb_version_prints_the_version(aimage: Callable[..., Aimage]) -> None:
     assert aimage()("version").line == __version__
     assert aimage()("version", "--json").value == {"version": __version__}
 
@@ -74,7 +78,9 @@ def test_the_verb_version_prints_the_version(aimage):
         (("df", "x"), "got unexpected extra argument", "df"),
     ],
 )
-def test_an_error_of_the_options_has_the_form_of_all_errors(aimage, arguments, message, command):
+def test_an_error_of_the_options_has_the_form_of_all_errors(
+    aimage: Callable[..., Aimage], arguments: tuple[str, ...], message: str, command: str
+) -> None:
     first, second = aimage()(*arguments, code=2).err.splitlines()
     assert first.startswith(f"aimage: {message}")
     assert second == f"  see: aimage {command} --help"
@@ -89,7 +95,9 @@ def test_an_error_of_the_options_has_the_form_of_all_errors(aimage, arguments, m
     ],
     ids=["xterm", "NO_COLOR", "dumb"],
 )
-def test_an_error_has_colours_on_a_terminal_only(aimage, variables, is_coloured):
+def test_an_error_has_colours_on_a_terminal_only(
+    aimage: Callable[..., Aimage], variables: dict[str, str], is_coloured: bool
+) -> None:
     master, slave = pty.openpty()
     environment = {**aimage().env(), "NO_COLOR": "", **variables}
     run([*PROGRAM, "frobnicate"], stderr=slave, env=environment)
@@ -101,7 +109,7 @@ def test_an_error_has_colours_on_a_terminal_only(aimage, variables, is_coloured)
     assert "\x1b" not in run([*PROGRAM, "frobnicate"], env=environment).stderr.decode()
 
 
-def test_an_error_with_json_is_an_event(aimage):
+def test_an_error_with_json_is_an_event(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     (line,) = here("show", "nothing", "--json", code=3).err.splitlines()
     found = json.loads(line)
@@ -113,7 +121,7 @@ def test_an_error_with_json_is_an_event(aimage):
 
 
 @pytest.mark.parametrize("option", ["--concurrency", "--max-workers"])
-def test_options_of_other_tools_are_accepted(aimage, option):
+def test_options_of_other_tools_are_accepted(aimage: Callable[..., Aimage], option: str) -> None:
     here = aimage()
     message = "cannot reach localhost:1"
     assert message in here("pull", "localhost:1/x", option, "2", code=1).err
@@ -121,7 +129,7 @@ def test_options_of_other_tools_are_accepted(aimage, option):
     assert "no such option" in here("ls", option, "2", code=2).err
 
 
-def _completed(here, *words: str) -> list[str]:
+def _completed(here: Aimage, *words: str) -> list[str]:
     """Return what bash completes for the last word of a command line."""
     variables = {
         "_AIMAGE_COMPLETE": "bash_complete",
@@ -133,7 +141,7 @@ def _completed(here, *words: str) -> list[str]:
     return [line.partition(",")[2] for line in done.stdout.splitlines() if line]
 
 
-def test_completion_has_verbs_options_and_names(stocked):
+def test_completion_has_verbs_options_and_names(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     assert _completed(here, "pu") == ["push", "pull"]
     assert "--jobs" in _completed(here, "pull", "--j")
@@ -142,7 +150,9 @@ def test_completion_has_verbs_options_and_names(stocked):
     assert _completed(here, "show", "nothing") == []
 
 
-def test_completion_has_the_tags_of_a_registry(stocked, registry):
+def test_completion_has_the_tags_of_a_registry(
+    stocked: Callable[[], Aimage], registry: RealRegistry
+) -> None:
     here = stocked()
     name = f"{registry.host}/completed/x"
     for tag in ("v1", "v2", "w1"):
@@ -153,13 +163,13 @@ def test_completion_has_the_tags_of_a_registry(stocked, registry):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_names_the_program(aimage, shell):
+def test_the_completion_script_names_the_program(aimage: Callable[..., Aimage], shell: str) -> None:
     script = aimage()("completion", shell).out
     assert f"_AIMAGE_COMPLETE={shell}_complete" in script
     assert "invalid value" in aimage()("completion", "csh", code=2).err
 
 
-def test_every_verb_has_a_module_and_a_first_line(aimage):
+def test_every_verb_has_a_module_and_a_first_line(aimage: Callable[..., Aimage]) -> None:
     for name in VERBS:
         shown = aimage()(name, "--help").out
         assert f"Usage: aimage {name}" in shown

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
@@ -11,12 +13,15 @@ import pytest
 from clowder_aimage.cli.console.example import EXAMPLES
 from clowder_aimage.cli.main import cli
 from tests.docs.test_docs_names import VERBS
+from tests.process import Aimage
 
 DIGEST = f"sha256:{'0' * 64}"
 COMMANDS = {name.removeprefix("aimage "): command for name, command in VERBS.items()}
 
 
-def parse(words: list[str], command: click.Command = cli, parent: click.Context | None = None):
+def parse(
+    words: list[str], command: click.Command = cli, parent: click.Context | None = None
+) -> str:
     """Parse a command line as click does before it calls a verb; return the verb's name."""
     context = command.make_context(parent.info_name if parent else "aimage", words, parent=parent)
     rest = [*getattr(context, "_protected_args", ()), *context.args]
@@ -28,7 +33,7 @@ def parse(words: list[str], command: click.Command = cli, parent: click.Context 
     return ""
 
 
-def test_every_verb_has_examples():
+def test_every_verb_has_examples() -> None:
     groups = {
         name
         for name, command in COMMANDS.items()
@@ -38,7 +43,7 @@ def test_every_verb_has_examples():
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)
-def test_examples_are_valid(verb, tmp_path, monkeypatch):
+def test_examples_are_valid(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sbom.json").touch()
     for line in EXAMPLES[verb]:
@@ -49,12 +54,12 @@ def test_examples_are_valid(verb, tmp_path, monkeypatch):
         assert verb == "aimage" or any(name == verb for name in names), names
 
 
-def test_an_example_with_an_unknown_option_is_found():
+def test_an_example_with_an_unknown_option_is_found() -> None:
     with pytest.raises(click.NoSuchOption):
         parse(["pull", "x", "--nothing"])
 
 
-def test_the_help_shows_the_examples(aimage):
+def test_the_help_shows_the_examples(aimage: Callable[..., Aimage]) -> None:
     for verb, lines in EXAMPLES.items():
         shown = aimage()(*verb.removeprefix("aimage").split(), "--help").out
         assert "\nExamples:\n" + "".join(f"  {line}\n" for line in lines) in shown

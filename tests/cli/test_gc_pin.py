@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from clowder_aimage.layout import ImageLayout
 from tests.content.artifact import put, put_artifact
+from tests.process import Aimage
 
 DAY = 86400
 
 
 @pytest.fixture
-def stored(aimage):
+def stored(aimage: Callable[..., Aimage]) -> Any:
     """Return a store with two names that share a blob, used one and two days ago."""
     here: Any = aimage()
     here.layout = ImageLayout(here.store)
@@ -30,20 +32,20 @@ def stored(aimage):
     return here
 
 
-def names(here):
+def names(here: Any) -> list[Any]:
     return [row["reference"] for row in here("--json", "ls").value]
 
 
-def total(here):
+def total(here: Any) -> Any:
     return sum(path.stat().st_size for path in (here.store / "blobs" / "sha256").iterdir())
 
 
-def own(made):
+def own(made: Any) -> Any:
     """Return the bytes of blobs that only this AImage needs: layer, config and manifest."""
     return 1000 + made.config.size + len(made.raw)
 
 
-def test_gc_reports_removed_and_kept_blobs(stored):
+def test_gc_reports_removed_and_kept_blobs(stored: Any) -> None:
     put(stored.layout, b"of a pull in progress")
     left = total(stored) - own(stored.made["b:v1"])
     stored("rm", "b:v1")
@@ -54,7 +56,7 @@ def test_gc_reports_removed_and_kept_blobs(stored):
     assert stored("gc", "--grace", "0").out == "removed: 1 blob, 21 B\n"
 
 
-def test_gc_json_output(stored):
+def test_gc_json_output(stored: Any) -> None:
     put(stored.layout, b"young")
     freed, left = own(stored.made["b:v1"]), total(stored) - own(stored.made["b:v1"])
     stored("rm", "b:v1")
@@ -71,7 +73,7 @@ def test_gc_json_output(stored):
     assert stored("--json", "gc").value == wanted
 
 
-def test_rm_reports_what_gc_would_free(stored):
+def test_rm_reports_what_gc_would_free(stored: Any) -> None:
     freed = own(stored.made["b:v1"])
     stored("tag", "b:v1", "c:v1")
     assert stored("rm", "c:v1").err == ""  # b:v1 needs all of it
@@ -80,7 +82,7 @@ def test_rm_reports_what_gc_would_free(stored):
     assert stored("--json", "gc").value["size"] == freed
 
 
-def test_rm_with_gc_frees_the_content(stored):
+def test_rm_with_gc_frees_the_content(stored: Any) -> None:
     left = total(stored) - own(stored.made["b:v1"])
     done = stored("rm", "b:v1", "--gc")
     assert (done.out, done.err) == ("b:v1\n", "freed 1.55 kB (3 blobs)\n")
@@ -91,7 +93,7 @@ def test_rm_with_gc_frees_the_content(stored):
     assert stored("gc").out.startswith("removed: 4 blobs")
 
 
-def test_rm_removes_all_names_or_none(stored):
+def test_rm_removes_all_names_or_none(stored: Any) -> None:
     err = stored("rm", "a:v1", "x", "b:v1", "y:v1", code=3).err
     assert "x:latest, y:v1 not found in the store" in err
     assert "nothing was removed" in err
@@ -101,7 +103,7 @@ def test_rm_removes_all_names_or_none(stored):
     assert names(stored) == []
 
 
-def test_max_size_frees_names_that_were_just_pulled(stored):
+def test_max_size_frees_names_that_were_just_pulled(stored: Any) -> None:
     before = total(stored)
     wishes = ("--json", "gc", "--max-size", before - 1)
     assert stored(*wishes, "--dry-run").value["blobs"] == 3
@@ -109,7 +111,7 @@ def test_max_size_frees_names_that_were_just_pulled(stored):
     assert total(stored) == before - own(stored.made["b:v1"])
 
 
-def test_a_dry_run_reports_and_removes_nothing(stored):
+def test_a_dry_run_reports_and_removes_nothing(stored: Any) -> None:
     before = {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")}
     out = stored("gc", "--dry-run", "--grace", "0", "--max-age", "36h").out
     assert "would be removed: b:v1 (not used for 2 days)" in out
@@ -117,40 +119,40 @@ def test_a_dry_run_reports_and_removes_nothing(stored):
     assert {path: path.stat().st_mtime_ns for path in stored.store.rglob("*")} == before
 
 
-def test_max_age_removes_unused_names(stored):
+def test_max_age_removes_unused_names(stored: Any) -> None:
     value = stored("--json", "gc", "--grace", "0", "--max-age", "36h").value
     assert value["forgotten"] == [{"reference": "b:v1", "reason": "not used for 2 days"}]
     assert value["blobs"] == 3
     assert names(stored) == ["a:v1"]
 
 
-def test_max_size_removes_the_least_recently_used_name(stored):
+def test_max_size_removes_the_least_recently_used_name(stored: Any) -> None:
     done = stored("--json", "gc", "--grace", "0", "--max-size", total(stored) - 1)
     assert [one["reference"] for one in done.value["forgotten"]] == ["b:v1"]
     assert done.value["left"] == total(stored)
     assert done.err == ""
 
 
-def test_an_unreachable_max_size_is_reported(stored):
+def test_an_unreachable_max_size_is_reported(stored: Any) -> None:
     stored("pin", "a:v1", "b:v1")
     done = stored("gc", "--grace", "0", "--max-size", "1KB")
     assert "3.61 kB kept, more than 1 kB: 3.61 kB needed by names that are pinned" in done.err
     assert names(stored) == ["a:v1", "b:v1"]
 
 
-def test_kept_names_are_not_removed(stored):
+def test_kept_names_are_not_removed(stored: Any) -> None:
     stored("gc", "--grace", "0", "--max-age", "0", "--keep", "b:*", "--keep", "x*")
     assert names(stored) == ["b:v1"]
 
 
 @pytest.mark.parametrize("wrong", [("--max-size", "lots"), ("--max-age", "7")])
-def test_invalid_limits_are_refused(stored, wrong):
+def test_invalid_limits_are_refused(stored: Any, wrong: tuple[str, str]) -> None:
     assert "expected a value such as" in stored("gc", *wrong, code=2).err
     assert names(stored) == ["a:v1", "b:v1"]
 
 
 @pytest.mark.parametrize("wishes", [(), ("--dry-run",)])
-def test_a_damaged_manifest_stops_gc(stored, wishes):
+def test_a_damaged_manifest_stops_gc(stored: Any, wishes: tuple[str, ...]) -> None:
     stray = put(stored.layout, b"stray")
     path = stored.layout.path(stored.made["b:v1"].descriptor)
     path.chmod(0o644)
@@ -164,7 +166,7 @@ def test_a_damaged_manifest_stops_gc(stored, wishes):
     assert stored.layout.exists(stray)
 
 
-def test_a_missing_manifest_stops_gc_until_it_is_untagged(stored):
+def test_a_missing_manifest_stops_gc_until_it_is_untagged(stored: Any) -> None:
     stray = put(stored.layout, b"stray")
     stored.layout.path(stored.made["b:v1"].descriptor).unlink()
     err = stored("gc", "--grace", "0", code=5).err
@@ -177,7 +179,7 @@ def test_a_missing_manifest_stops_gc_until_it_is_untagged(stored):
     assert stored.layout.exists(stored.made["a:v1"].layers[1])
 
 
-def test_gc_without_a_store(aimage):
+def test_gc_without_a_store(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     assert here("gc").out == "removed: 0 blobs, 0 B\n"
     assert here("--json", "gc", "--max-size", "0", "--max-age", "0").value["left"] == 0
@@ -185,14 +187,14 @@ def test_gc_without_a_store(aimage):
     assert not here.store.exists()
 
 
-def test_gc_of_an_empty_store(aimage):
+def test_gc_of_an_empty_store(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     here.store.mkdir()
     assert here("--json", "gc", "--grace", "0").value["blobs"] == 0
     assert here("ls").code == 0
 
 
-def test_pinned_names_are_not_removed(stored):
+def test_pinned_names_are_not_removed(stored: Any) -> None:
     assert stored("pin", "b:v1").line == "b:v1"
     assert stored("--json", "pin").value == {"pinned": ["b:v1"]}
     stored("gc", "--grace", "0", "--max-age", "0")
@@ -206,7 +208,7 @@ def test_pinned_names_are_not_removed(stored):
     assert names(stored) == []
 
 
-def test_a_pin_protects_the_name_and_not_the_manifest(stored):
+def test_a_pin_protects_the_name_and_not_the_manifest(stored: Any) -> None:
     stored("pin", "a:v1")
     stored("tag", "b:v1", "a:v1")
     stored("gc", "--grace", "0", "--max-age", "0")
@@ -215,14 +217,14 @@ def test_a_pin_protects_the_name_and_not_the_manifest(stored):
     assert found == str(stored.made["b:v1"].digest)
 
 
-def test_a_short_name_is_pinned_in_full(stored):
+def test_a_short_name_is_pinned_in_full(stored: Any) -> None:
     stored("tag", "a:v1", "a")
     assert stored("pin", "a").line == "a:latest"
     stored("rm", "a:latest", code=2)
     stored("unpin", "a:latest")
 
 
-def test_pin_unpin_and_rm_are_atomic(stored):
+def test_pin_unpin_and_rm_are_atomic(stored: Any) -> None:
     stored("pin", "a:v1", "absent:v1", code=3)
     assert stored("pin").out.strip() == ""
     stored("pin", "a:v1")
@@ -232,7 +234,7 @@ def test_pin_unpin_and_rm_are_atomic(stored):
     assert stored("pin").line == "a:v1"
 
 
-def test_a_pinned_name_dropped_by_another_tool_is_restored(stored):
+def test_a_pinned_name_dropped_by_another_tool_is_restored(stored: Any) -> None:
     stored("pin", "a:v1")
     path = stored.store / "index.json"
     path.write_text(json.dumps({"schemaVersion": 2, "manifests": []}))
@@ -240,7 +242,7 @@ def test_a_pinned_name_dropped_by_another_tool_is_restored(stored):
     assert names(stored) == ["a:v1"]
 
 
-def test_tagging_counts_as_use_and_listing_does_not(stored):
+def test_tagging_counts_as_use_and_listing_does_not(stored: Any) -> None:
     """``tag`` updates the time of last use; ``ls`` does not."""
     stored("ls")
     stored("tag", "b:v1", "c:v1")

@@ -6,19 +6,23 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.layout import ImageLayout
 from tests.content.artifact import put_artifact
+from tests.process import Aimage
 
 DAY = 86400
 
 
 @pytest.fixture
-def stored(aimage, tiny):
+def stored(aimage: Callable[..., Aimage], tiny: Path) -> Aimage:
     """Return a store of an AImage with two names, a dated one and an artifact."""
-    here = aimage()
+    here: Any = aimage()
     here("create", "tiny", tiny)
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     here("create", "dated", tiny, "--created", "2020-01-01T00:00:00Z")
@@ -26,7 +30,7 @@ def stored(aimage, tiny):
     return here
 
 
-def test_columns_of_aimages_and_artifacts(stored):
+def test_columns_of_aimages_and_artifacts(stored: Aimage) -> None:
     titles, *rows = (line.split() for line in stored("ls").out.splitlines())
     assert titles == ["NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST"]
     cells = {row[0]: row[1:3] for row in rows}
@@ -37,7 +41,7 @@ def test_columns_of_aimages_and_artifacts(stored):
     assert f" {age} years ago  " in line
 
 
-def test_json_has_absolute_times(stored):
+def test_json_has_absolute_times(stored: Aimage) -> None:
     rows = {row["reference"]: row for row in stored("--json", "ls").value}
     dated = rows["dated:latest"]
     assert (dated["family"], dated["type"]) == ("z-image", "BF16")
@@ -60,7 +64,9 @@ def test_json_has_absolute_times(stored):
         (90 * DAY, "3 months ago"),
     ],
 )
-def test_times_are_relative(stored, monkeypatch, seconds, text):
+def test_times_are_relative(
+    stored: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, text: str
+) -> None:
     path = stored.store / "blobs" / "sha256" / stored.made.digest.encoded
     os.utime(path, (1_700_000_000, 1_700_000_000))
     monkeypatch.setattr(time, "time", lambda: 1_700_000_000 + seconds)
@@ -78,19 +84,19 @@ def test_times_are_relative(stored, monkeypatch, seconds, text):
         (["TINY", "v1"], []),
     ],
 )
-def test_patterns_and_quiet_output(stored, patterns, names):
+def test_patterns_and_quiet_output(stored: Aimage, patterns: list[str], names: list[str]) -> None:
     assert stored("ls", "-q", *patterns).out.splitlines() == names
     assert [row["reference"] for row in stored("ls", "--json", *patterns).value] == names
 
 
-def test_names_that_do_not_match_are_reported(stored):
+def test_names_that_do_not_match_are_reported(stored: Aimage) -> None:
     assert stored("ls", "x*", "y").err == "no names match x* y\n"
     done = stored("ls", "-q", "x*")
     assert (done.out, done.err) == ("", "")
     assert stored("ls", "-q", "--json", "x*").value == []
 
 
-def test_a_missing_and_an_empty_store_are_reported(aimage):
+def test_a_missing_and_an_empty_store_are_reported(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     hint = "'aimage create' and 'aimage pull' add names\n"
     assert here("ls").err == f"no store at {here.store}; {hint}"
@@ -98,7 +104,7 @@ def test_a_missing_and_an_empty_store_are_reported(aimage):
     assert here("ls").err == f"no names in the store {here.store}; {hint}"
 
 
-def test_the_cache_of_an_earlier_version_is_replaced(stored):
+def test_the_cache_of_an_earlier_version_is_replaced(stored: Aimage) -> None:
     (row,) = stored("--json", "ls", "tiny").value
     path = stored.store / ".aimage" / "listing" / row["digest"][7:]
     path.write_text(json.dumps({"size": 1, "kind": "clowder"}))
@@ -106,7 +112,7 @@ def test_the_cache_of_an_earlier_version_is_replaced(stored):
     assert '"BF16"' in path.read_text()
 
 
-def test_an_unreadable_config_leaves_the_other_columns(stored):
+def test_an_unreadable_config_leaves_the_other_columns(stored: Aimage) -> None:
     digest = stored("--json", "ls", "dated").value[0]["digest"]
     manifest = json.loads((stored.store / "blobs" / digest.replace(":", "/")).read_bytes())
     path = stored.store / "blobs" / manifest["config"]["digest"].replace(":", "/")

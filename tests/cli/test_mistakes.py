@@ -8,6 +8,9 @@ import resource
 import signal
 import socket
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +19,9 @@ from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Reference
-from tests.process import PROGRAM, run
-from tests.scripted import ScriptedRegistry, artifact, serving
+from tests.process import PROGRAM, Aimage, run
+from tests.real_registry import RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 
 def _one_sentence(err: str) -> str:
@@ -30,18 +34,20 @@ def _one_sentence(err: str) -> str:
     [(("push", "x"), 2), (("rm", "x"), 3), (("run", "x", "a prompt"), 3)],
     ids=["push", "rm", "run"],
 )
-def test_an_unknown_reference_fails(arguments, code, aimage):
+def test_an_unknown_reference_fails(
+    arguments: tuple[str, ...], code: int, aimage: Callable[..., Aimage]
+) -> None:
     done = aimage()(*arguments, code=code)
     assert "x:latest" in _one_sentence(done.err)
     assert done.out == ""
 
 
-def test_push_of_an_unknown_name_fails(aimage):
+def test_push_of_an_unknown_name_fails(aimage: Callable[..., Aimage]) -> None:
     done = aimage()("push", "localhost:1/x", code=3)
     assert "localhost:1/x:latest not found in the store" in done.err
 
 
-def test_a_local_name_is_never_pulled(aimage):
+def test_a_local_name_is_never_pulled(aimage: Callable[..., Aimage]) -> None:
     done = aimage()("pull", "library/x", code=2)
     assert "has no registry host" in done.err
 
@@ -56,14 +62,16 @@ def test_a_local_name_is_never_pulled(aimage):
         ("x@sha256:abc", "invalid sha256 digest"),
     ],
 )
-def test_invalid_names_are_refused(name, said, aimage, tiny):
+def test_invalid_names_are_refused(
+    name: str, said: str, aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     here = aimage()
     assert said in here("create", name, tiny, code=2).err
     assert said in here("pull", name, code=2).err
     assert not here.store.exists()
 
 
-def test_an_unreachable_registry_fails_at_once(aimage):
+def test_an_unreachable_registry_fails_at_once(aimage: Callable[..., Aimage]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -73,13 +81,13 @@ def test_an_unreachable_registry_fails_at_once(aimage):
     assert f"cannot reach 127.0.0.1:{port}: Connection refused" in done.err
 
 
-def test_an_unknown_host_fails(aimage):
+def test_an_unknown_host_fails(aimage: Callable[..., Aimage]) -> None:
     done = aimage()("pull", "registry.invalid/x", code=1)
     assert "cannot reach registry.invalid" in done.err
 
 
 @pytest.mark.integration
-def test_a_silent_registry_times_out_within_ten_seconds(aimage):
+def test_a_silent_registry_times_out_within_ten_seconds(aimage: Callable[..., Aimage]) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -89,7 +97,9 @@ def test_a_silent_registry_times_out_within_ten_seconds(aimage):
     assert "accepts connections but does not respond" in done.err
 
 
-def test_tls_to_a_plain_http_registry_fails(aimage, registry):
+def test_tls_to_a_plain_http_registry_fails(
+    aimage: Callable[..., Aimage], registry: RealRegistry
+) -> None:
     port = registry.host.rpartition(":")[2]
     # Not a loopback name, although it resolves to this machine.
     done = aimage()("pull", f"localhost.localdomain:{port}/x", code=1)
@@ -97,7 +107,9 @@ def test_tls_to_a_plain_http_registry_fails(aimage, registry):
 
 
 @pytest.mark.integration
-def test_wrong_credentials_fail(aimage, private_registry, tiny):
+def test_wrong_credentials_fail(
+    aimage: Callable[..., Aimage], private_registry: RealRegistry, tiny: Path
+) -> None:
     here = aimage()
     host = private_registry.host
     reference = f"{host}/team/x"
@@ -118,7 +130,9 @@ def test_wrong_credentials_fail(aimage, private_registry, tiny):
 
 
 @pytest.mark.integration
-def test_a_credential_helper_is_used(aimage, private_registry, tiny, tmp_path):
+def test_a_credential_helper_is_used(
+    aimage: Callable[..., Aimage], private_registry: RealRegistry, tiny: Path, tmp_path: Path
+) -> None:
     helpers = tmp_path / "bin"
     helpers.mkdir()
     helper = helpers / "docker-credential-test"
@@ -136,14 +150,14 @@ def test_a_credential_helper_is_used(aimage, private_registry, tiny, tmp_path):
     here("push", f"{host}/helped/x")
 
 
-def test_a_broken_docker_config_fails(aimage):
+def test_a_broken_docker_config_fails(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     (here.home / "docker").mkdir()
     (here.home / "docker" / "config.json").write_text("{")
     assert "config.json" in here("pull", "localhost:1/x", code=1).err
 
 
-def test_a_store_that_is_a_file_fails(aimage, tiny):
+def test_a_store_that_is_a_file_fails(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     here.store.write_text("hello")
     for arguments in (("ls",), ("create", "x", tiny), ("show", "x")):
@@ -152,7 +166,9 @@ def test_a_store_that_is_a_file_fails(aimage, tiny):
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not hasattr(os, "setresuid"), reason="needs a user")
-def test_a_store_without_permission_fails(aimage, tiny, tmp_path):
+def test_a_store_without_permission_fails(
+    aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path
+) -> None:
     here = aimage()
     here.store.mkdir()
     here.store.chmod(0o500)
@@ -161,14 +177,14 @@ def test_a_store_without_permission_fails(aimage, tiny, tmp_path):
     assert "Permission denied" in here("create", "x", tiny, code=1).err
 
 
-def test_an_invalid_index_fails(aimage):
+def test_an_invalid_index_fails(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     here.store.mkdir()
     (here.store / "index.json").write_text("[]")
     assert "is not an OCI index" in here("ls", code=5).err
 
 
-def test_a_full_disk_fails_without_partial_blobs(aimage, tiny):
+def test_a_full_disk_fails_without_partial_blobs(aimage: Callable[..., Aimage], tiny: Path) -> None:
     """A file size limit simulates the full disk: the kernel returns EFBIG or ENOSPC."""
     here = aimage()
     small = _on_small_disk(here)
@@ -186,19 +202,19 @@ def test_a_full_disk_fails_without_partial_blobs(aimage, tiny):
         run(["umount", str(here.store)], check=True)
 
 
-def _on_small_disk(here):
+def _on_small_disk(here: Aimage) -> Path | None:
     here.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(here.store)]
     return here.store if run(mount).returncode == 0 else None
 
 
 @pytest.mark.integration
-def test_ctrl_c_during_a_pull(aimage):
+def test_ctrl_c_during_a_pull(aimage: Callable[..., Aimage]) -> None:
     """The exit code is 130, at once, without incomplete files under final names."""
     manifest, blobs = artifact(b"{}", b"x" * 3_000_000)
     right = serving(manifest, blobs)
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         answer = right(seen)
         if len(answer.body) > 1000 and "bytes=0-" not in seen.headers.get("Range", ""):
             answer.cut, answer.hang = 1000, True  # all but the first chunk stall
@@ -226,7 +242,7 @@ def test_ctrl_c_during_a_pull(aimage):
 
 
 @pytest.mark.integration
-def test_ctrl_c_during_a_create(aimage, tiny, tmp_path):
+def test_ctrl_c_during_a_create(aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path) -> None:
     """A stopped process simulates a slow disk; a pipe as a weight file would block."""
     here = aimage()
     process = here.start("create", "x", tiny)
@@ -243,7 +259,7 @@ def test_ctrl_c_during_a_create(aimage, tiny, tmp_path):
         assert list(layout.tags()) == []
 
 
-def test_a_closed_pipe_is_not_an_error(stocked):
+def test_a_closed_pipe_is_not_an_error(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     shell = " ".join(PROGRAM) + " show x --layers | head -1"
     done = run(
@@ -254,7 +270,7 @@ def test_a_closed_pipe_is_not_an_error(stocked):
     assert done.stderr == ""
 
 
-def test_usage_errors_exit_with_2(aimage):
+def test_usage_errors_exit_with_2(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     for arguments in (("frobnicate",), ("pull",), ("pull", "x", "--jobs", "0"), ("ls", "--what")):
         done = here(*arguments, code=2)
@@ -274,27 +290,31 @@ def test_usage_errors_exit_with_2(aimage):
         (("--size", "64x64", "--width", 64), "--size cannot be combined"),
     ],
 )
-def test_invalid_image_options_are_refused(arguments, said, stocked):
+def test_invalid_image_options_are_refused(
+    arguments: tuple[str | int, ...], said: str, stocked: Callable[[], Aimage]
+) -> None:
     here = stocked()
     done = here("run", "x", "a fox", *arguments, code=2)
     assert said in done.err
     assert not list(here.home.glob("*.png"))
 
 
-def test_a_missing_output_directory_fails(stocked):
+def test_a_missing_output_directory_fails(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
     assert "directory not found: no/such/place" in done.err
 
 
-def test_replay_of_a_file_that_is_not_an_image_fails(aimage):
+def test_replay_of_a_file_that_is_not_an_image_fails(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     (here.home / "x.png").write_bytes(b"not a picture")
     assert "not a valid PNG" in here("replay", "x.png", code=2).err
     assert "y.png not found" in here("replay", "y.png", code=3).err
 
 
-def test_a_damaged_blob_is_detected_before_it_is_pushed(aimage, tiny, repository):
+def test_a_damaged_blob_is_detected_before_it_is_pushed(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     here = aimage()
     here("create", repository, tiny)
     layers = here("show", repository, "--json").value["layers"]
@@ -309,7 +329,7 @@ def test_a_damaged_blob_is_detected_before_it_is_pushed(aimage, tiny, repository
 
 
 @pytest.mark.integration
-def test_run_with_256_open_files(stocked):
+def test_run_with_256_open_files(stocked: Callable[[], Aimage]) -> None:
     """256 open files are the default on macOS."""
     here = stocked()
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))  # noqa: E731
@@ -323,7 +343,7 @@ def test_run_with_256_open_files(stocked):
     assert done.returncode == 0, done.stderr
 
 
-def test_login_without_a_terminal_needs_options(aimage):
+def test_login_without_a_terminal_needs_options(aimage: Callable[..., Aimage]) -> None:
     done = aimage()("login", "localhost:1", code=2)
     assert "use --username" in done.err
     done = aimage()("login", "localhost:1", "-u", "x", code=2)
@@ -341,7 +361,7 @@ def test_login_without_a_terminal_needs_options(aimage):
     ],
     ids=str,
 )
-def test_an_invalid_config_fails(change, stocked):
+def test_an_invalid_config_fails(change: dict[str, Any], stocked: Callable[[], Aimage]) -> None:
     """Configs from a registry neither crash a command nor control the terminal."""
     here = stocked()
     layout = ImageLayout(here.store)
@@ -356,7 +376,7 @@ def test_an_invalid_config_fails(change, stocked):
     assert here("run", "evil", "a fox", "--steps", 1, code=code).code == code
 
 
-def test_a_model_does_not_set_the_prompt_or_the_seed(stocked):
+def test_a_model_does_not_set_the_prompt_or_the_seed(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     layout = ImageLayout(here.store)
     stored = read_aimage(layout, Reference.parse("x"))
@@ -370,7 +390,7 @@ def test_a_model_does_not_set_the_prompt_or_the_seed(stocked):
     assert facts["dtype"] == "float32"
 
 
-def test_an_image_on_a_full_disk_fails(stocked):
+def test_an_image_on_a_full_disk_fails(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     small = here.home / "small"
     small.mkdir()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from clowder_aimage.cli.verbs.node import DEFAULT_NODE, endpoint, lines, state_of, status
 from clowder_aimage.errors import (
+    AImageError,
     FormatError,
     NetworkError,
     NotFoundError,
@@ -20,7 +23,7 @@ from clowder_aimage.errors import (
 )
 from tests.cli.test_startup import HEAVY
 from tests.process import run
-from tests.scripted_worker import Says, ScriptedWorker, says
+from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 
 NOW = datetime(2026, 1, 31, 12, 0, tzinfo=UTC)
 DIGEST, MOVED = "sha256:" + "ab" * 32, "sha256:" + "cd" * 32
@@ -43,11 +46,11 @@ NODE: dict[str, Any] = {
 }
 
 
-def after(seconds):
+def after(seconds: float) -> str:
     return (NOW + timedelta(seconds=seconds)).isoformat()
 
 
-def model(ref="h.io/a:v1", state="present", **facts):
+def model(ref: str = "h.io/a:v1", state: str = "present", **facts: Any) -> dict[Any, Any]:
     return {
         "ref": ref,
         "digest": DIGEST,
@@ -65,15 +68,20 @@ def model(ref="h.io/a:v1", state="present", **facts):
     }
 
 
-def shown(*models, **facts):
+def shown(*models: Any, **facts: Any) -> list[str]:
     return lines(NODE | {"models": list(models)} | facts, NOW)
 
 
-def cells(row):
+def cells(row: str) -> list[Any]:
     return [cell.strip() for cell in row.split("  ") if cell.strip()]
 
 
-def ask_status(answer, *arguments, host=None, **environment):
+def ask_status(
+    answer: dict[Any, Any] | Callable[[Any], Says],
+    *arguments: str,
+    host: str | None = None,
+    **environment: str,
+) -> tuple[Result, list[Asked]]:
     """Return the verb's result, and the requests that the node received."""
     script = answer if callable(answer) else lambda asked: says(answer)
     with ScriptedWorker(script).running() as worker:
@@ -86,13 +94,13 @@ def ask_status(answer, *arguments, host=None, **environment):
 # -- the request
 
 
-def test_one_request_is_sent_with_the_token():
+def test_one_request_is_sent_with_the_token() -> None:
     done, (asked,) = ask_status(NODE, AIMAGE_TOKEN="open-sesame")
     assert (done.exit_code, asked.method, asked.path) == (0, "GET", "/v1/node")
     assert asked.headers["Authorization"] == "Bearer open-sesame"
 
 
-def test_json_is_the_answer_of_the_node():
+def test_json_is_the_answer_of_the_node() -> None:
     answer = NODE | {"models": [model()], "x-later": [1]}
     done, _ = ask_status(answer, "--json")
     assert json.loads(done.stdout) == answer
@@ -109,17 +117,19 @@ def test_json_is_the_answer_of_the_node():
         ("https://node7", "", "https://node7:443"),
     ],
 )
-def test_the_address_of_the_node(monkeypatch, addr, host, place):
+def test_the_address_of_the_node(
+    monkeypatch: pytest.MonkeyPatch, addr: str | None, host: str, place: str
+) -> None:
     monkeypatch.setenv("AIMAGE_HOST", host)
     assert str(endpoint(addr)) == place
 
 
-def test_an_invalid_address_is_a_usage_error():
+def test_an_invalid_address_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
         endpoint("ftp://node7")
 
 
-def test_options_of_this_machine_are_refused(tmp_path):
+def test_options_of_this_machine_are_refused(tmp_path: Path) -> None:
     done, asked = ask_status(NODE, "--store", str(tmp_path))
     assert isinstance(done.exception, UsageError) and asked == []
 
@@ -136,12 +146,12 @@ def test_options_of_this_machine_are_refused(tmp_path):
         (Says([b'{"models": ['], is_cut=True), NetworkError, ""),
     ],
 )
-def test_answers_that_are_not_a_status(answer, error, text):
+def test_answers_that_are_not_a_status(answer: Says, error: type[AImageError], text: str) -> None:
     done, _ = ask_status(lambda asked: answer)
     assert isinstance(done.exception, error) and text in done.exception.message
 
 
-def test_an_unreachable_node_fails(tmp_path):
+def test_an_unreachable_node_fails(tmp_path: Path) -> None:
     done, _ = ask_status(NODE, host=f"unix://{tmp_path}/none.sock")
     assert isinstance(done.exception, NetworkError)
     assert "aimage node" in (done.exception.hint or "")
@@ -172,11 +182,11 @@ def test_an_unreachable_node_fails(tmp_path):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_states_are_printed_as_words(facts, words):
+def test_states_are_printed_as_words(facts: dict[str, Any], words: str) -> None:
     assert state_of(model(**facts), NOW) == words
 
 
-def test_models_are_a_table():
+def test_models_are_a_table() -> None:
     one = model("h.io/b:v1", "pulling", completed=1, total=2, sources={"neighbour": 5})
     other = model("h.io/a:v1", "unknown", digest=None)
     *_, empty, titles, first, second = shown(one, other)
@@ -195,14 +205,14 @@ def test_models_are_a_table():
         ({"mirror": 1, "neighbour": 10**12}, "neighbour 99 %, mirror 1 %"),
     ],
 )
-def test_the_sources_of_a_model_are_printed(sources, words):
+def test_the_sources_of_a_model_are_printed(sources: dict[str, int], words: str) -> None:
     assert cells(shown(model(sources=sources))[-1])[2] == words
 
 
 # -- the node
 
 
-def test_a_ready_node_is_printed():
+def test_a_ready_node_is_printed() -> None:
     neighbour = {"url": "http://10.0.0.2:8050", "id": "ab", "state": "live"}
     assert shown(neighbours=[neighbour]) == [
         "node        3f2a91c0, ready, started 2 h ago",
@@ -214,7 +224,7 @@ def test_a_ready_node_is_printed():
     ]
 
 
-def test_a_node_that_is_not_ready_is_printed_with_reasons():
+def test_a_node_that_is_not_ready_is_printed_with_reasons() -> None:
     reasons = [{"reason": "model missing", "model": "h.io/a:v1"}, {"reason": "store not writable"}]
     assert shown(ready=False, reasons=reasons)[0].endswith(
         "not ready: model missing (h.io/a:v1); store not writable, started 2 h ago"
@@ -236,16 +246,16 @@ def test_a_node_that_is_not_ready_is_printed_with_reasons():
         ({"directory": None, "files": 0, "loaded": None}, "no directory, 0 files"),
     ],
 )
-def test_the_desired_state_is_printed(facts, words):
+def test_the_desired_state_is_printed(facts: dict[str, Any], words: str) -> None:
     assert shown(desired=NODE["desired"] | facts)[1] == f"desired  {words}"
 
 
-def test_a_disk_without_measurements_is_omitted():
+def test_a_disk_without_measurements_is_omitted() -> None:
     disk = {"total": None, "free": None, "used": None, "high": 0.85, "low": 0.8}
     assert not any(line.startswith("disk") for line in shown(disk=disk))
 
 
-def test_unreachable_peers_are_listed():
+def test_unreachable_peers_are_listed() -> None:
     neighbours = [
         {"url": "http://10.0.0.2:8050", "id": "ab", "state": "live", "reason": None},
         {"url": "http://10.0.0.3:8050", "id": None, "state": "silent", "reason": None},
@@ -259,7 +269,7 @@ def test_unreachable_peers_are_listed():
 
 
 @pytest.mark.parametrize("is_json", [False, True])
-def test_warnings_are_on_stderr(is_json):
+def test_warnings_are_on_stderr(is_json: bool) -> None:
     done, _ = ask_status(NODE | {"warnings": ["desired state invalid"]}, *["--json"] * is_json)
     assert ("warning: desired state invalid" in done.stderr) is not is_json
 
@@ -267,7 +277,7 @@ def test_warnings_are_on_stderr(is_json):
 # -- formatting
 
 
-def test_control_characters_are_not_printed():
+def test_control_characters_are_not_printed() -> None:
     evil = "a\x1b[2J\x9b\u202e\r\nready"
     answer = NODE | {
         "warnings": [evil],
@@ -287,11 +297,11 @@ def test_control_characters_are_not_printed():
         *((86399, "23 h ago"), (400 * 86400, "400 d ago")),
     ],
 )
-def test_times_are_relative(seconds, words):
+def test_times_are_relative(seconds: float, words: str) -> None:
     assert cells(shown(model(changed=after(-seconds)))[-1])[3] == words
 
 
-def test_the_verb_starts_fast():
+def test_the_verb_starts_fast() -> None:
     done = run(
         [sys.executable, "-X", "importtime", "-c", "import clowder_aimage.cli.verbs.node"],
         text=True,

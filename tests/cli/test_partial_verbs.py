@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clowder_aimage.content import bytes_body, copy, plan_copy
@@ -14,13 +18,14 @@ from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.pull import _tag_part as name_part
 from clowder_aimage.pull import stored_name
 from tests.memory_store import MemoryStore
+from tests.process import Aimage
 
 NAME = Reference.parse("registry.example.com/model:v1")
 CONFIG = b'{"schemaVersion":1,"components":{}}'
 DATA = {name: name.encode() for name in ("top.json", "net/a", "net/b", "vae/a", "vae/b", "tok/t")}
 
 
-def layer(name, media_type=mediatype.AIMAGE_FILE):
+def layer(name: str, media_type: str = mediatype.AIMAGE_FILE) -> Layer:
     return Layer(Descriptor.of(media_type, DATA.get(name, name.encode())), name)
 
 
@@ -28,7 +33,7 @@ AIMAGE = AImage(CONFIG, tuple(layer(name) for name in DATA))
 MANIFEST, _ = DIALECTS["clowder"].write(AIMAGE)
 
 
-def put(store, *names):
+def put(store: ImageLayout | MemoryStore, *names: str) -> None:
     """Store the manifest, the config and these layers."""
     store.push(MANIFEST.config, bytes_body(CONFIG))
     for name in names:
@@ -37,7 +42,7 @@ def put(store, *names):
 
 
 @pytest.fixture
-def part(aimage):
+def part(aimage: Callable[..., Aimage]) -> Aimage:
     """Return the command line on a store with some layers of NAME."""
     here = aimage()
     layout = ImageLayout(here.store)
@@ -49,20 +54,20 @@ def part(aimage):
 # -- verbs
 
 
-def test_ls_marks_a_partial_aimage(part):
+def test_ls_marks_a_partial_aimage(part: Aimage) -> None:
     assert " (partial)  " in part("ls").out
     (row,) = part("ls", "--json").value
     assert (row["kind"], row["partial"]) == ("clowder", True)
 
 
-def test_a_stale_partial_mark_is_ignored(part):
+def test_a_stale_partial_mark_is_ignored(part: Aimage) -> None:
     """A pull of another name may have completed it."""
     put(ImageLayout(part.store), *DATA)
     (row,) = part("ls", "--json").value
     assert "partial" not in row
 
 
-def test_ls_of_a_partial_name_without_its_manifest(part):
+def test_ls_of_a_partial_name_without_its_manifest(part: Aimage) -> None:
     layout = ImageLayout(part.store)
     part("tag", NAME, "other")
     layout.path(MANIFEST.descriptor).unlink()
@@ -70,7 +75,7 @@ def test_ls_of_a_partial_name_without_its_manifest(part):
     assert all(row["partial"] for row in rows)
 
 
-def test_present_layers_are_kept_and_verified(part):
+def test_present_layers_are_kept_and_verified(part: Aimage) -> None:
     part("gc", "--grace", "0s")
     part("verify")
     layout = ImageLayout(part.store)
@@ -81,7 +86,7 @@ def test_present_layers_are_kept_and_verified(part):
     assert "damaged" in part("verify", code=5).out
 
 
-def test_run_lists_missing_layers(part, tmp_path):
+def test_run_lists_missing_layers(part: Aimage, tmp_path: Path) -> None:
     pytest.importorskip("mlx.core")
     part("tag", NAME, "mine")
     err = part("run", "mine", "a fox", "-o", tmp_path / "x.png", code=3).err
@@ -94,7 +99,7 @@ def test_run_lists_missing_layers(part, tmp_path):
     assert "pull or create it again" in err
 
 
-def test_run_lists_missing_layers_without_the_registry(part):
+def test_run_lists_missing_layers_without_the_registry(part: Aimage) -> None:
     pytest.importorskip("mlx.core")
     part("tag", NAME, "127.0.0.1:1/x:v1")
     err = part("run", "127.0.0.1:1/x:v1", "a fox", code=1).err
@@ -105,12 +110,16 @@ def test_run_lists_missing_layers_without_the_registry(part):
 # -- the selection of a part
 
 
-def chosen(layers, components=(), patterns=()):
+def chosen(
+    layers: list[Layer] | tuple[Layer, ...],
+    components: Any = (),
+    patterns: Any = (),
+) -> list[Any]:
     aimage = AImage(CONFIG, tuple(layers))
     return sorted(LayerSelection(tuple(components), tuple(patterns)).names(aimage, NAME))
 
 
-def test_a_component_includes_top_level_files_without_weights():
+def test_a_component_includes_top_level_files_without_weights() -> None:
     layers = [
         layer("model.gguf", mediatype.AIMAGE_GGUF),
         layer("lora.safetensors", mediatype.AIMAGE_LORA),
@@ -127,7 +136,7 @@ def test_a_component_includes_top_level_files_without_weights():
     ]
 
 
-def test_a_nested_component_is_selected():
+def test_a_nested_component_is_selected() -> None:
     layers = [layer(f"adapters/{name}/w") for name in ("style", "styles", "other")]
     assert chosen(layers, ["adapters/style"]) == ["adapters/style/w"]
     assert chosen(layers, ["adapters/style/"]) == ["adapters/style/w"]
@@ -135,12 +144,12 @@ def test_a_nested_component_is_selected():
 
 
 @pytest.mark.parametrize("name", ["", "top.json", "ne", "NET"])
-def test_unknown_components_are_refused(name):
+def test_unknown_components_are_refused(name: str) -> None:
     with pytest.raises(NotFoundError, match="has no component"):
         chosen(AIMAGE.layers, [name])
 
 
-def test_all_unknown_components_are_listed_up_to_a_limit():
+def test_all_unknown_components_are_listed_up_to_a_limit() -> None:
     layers = [layer(f"part{i:02}/w") for i in range(25)]
     with pytest.raises(NotFoundError) as caught:
         chosen(layers, ["part01", "x"], ["y*", "part02/*"])
@@ -153,7 +162,7 @@ def test_all_unknown_components_are_listed_up_to_a_limit():
 # -- the plan
 
 
-def test_a_partial_plan_does_not_tag(aimage):
+def test_a_partial_plan_does_not_tag(aimage: Callable[..., Aimage]) -> None:
     """Only the caller that marks it as partial may tag it."""
     source, layout = MemoryStore(), ImageLayout(aimage().store)
     put(source, *DATA)
@@ -173,12 +182,14 @@ def test_a_partial_plan_does_not_tag(aimage):
 class _Meanwhile(ImageLayout):
     """A layout that another process completes just before a name is set."""
 
-    def tag(self, content, reference, /, *, is_partial=False):
+    def tag(
+        self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False
+    ) -> None:
         put(ImageLayout(self.root), *DATA)
         super().tag(content, reference, is_partial=is_partial)
 
 
-def test_an_aimage_completed_by_another_pull_is_not_marked(aimage):
+def test_an_aimage_completed_by_another_pull_is_not_marked(aimage: Callable[..., Aimage]) -> None:
     layout = _Meanwhile(aimage().store)
     put(layout, "net/a")
     source = MemoryStore()
@@ -189,7 +200,7 @@ def test_an_aimage_completed_by_another_pull_is_not_marked(aimage):
     assert mediatype.PARTIAL not in layout.resolve(NAME).annotations
 
 
-def test_missing_compressed_layers_are_skipped(aimage):
+def test_missing_compressed_layers_are_skipped(aimage: Callable[..., Aimage]) -> None:
     layout = ImageLayout(aimage().store)
     manifest, config = DIALECTS["container"].write(AIMAGE)
     layout.push(manifest.config, bytes_body(config))

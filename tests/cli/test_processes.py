@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from clowder_aimage.cli.main import VERBS
+from tests.process import Aimage
 
 # verb: arguments and exit code, in an empty store
 CALLS = {
@@ -52,12 +55,12 @@ CALLS = {
 }
 
 
-def test_the_table_lists_every_verb():
+def test_the_table_lists_every_verb() -> None:
     assert CALLS.keys() == VERBS.keys()
 
 
 @pytest.mark.parametrize("verb", CALLS)
-def test_each_verb_runs_as_a_process(verb, aimage):
+def test_each_verb_runs_as_a_process(verb: str, aimage: Callable[..., Aimage]) -> None:
     text, code = CALLS[verb]
     done = aimage().process(verb, *text.split(), code=code)
     assert bool(done.err) == bool(code or verb == "ls")  # a note that there is no store

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
@@ -22,14 +24,14 @@ from clowder_aimage.cli.console.output import duration
 from clowder_aimage.cli.console.progress import BarView, JsonView, LineView, Progress
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from tests.process import PROGRAM, run, spawn
+from tests.process import PROGRAM, Aimage, run, spawn
 
 REFERENCE = Reference.parse("registry.example.com/team/model:v1")
 NEVER = 3600.0  # the tests redraw themselves
 
 
 @pytest.fixture(autouse=True)
-def terminal(monkeypatch):
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return the environment of a terminal of 80 by 24, without colours."""
     for name, value in {"COLUMNS": "80", "LINES": "24", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
@@ -112,7 +114,7 @@ class Watched:
         return [json.loads(line) for line in self.stream.getvalue().splitlines()]
 
 
-def test_many_small_blobs_share_one_line():
+def test_many_small_blobs_share_one_line() -> None:
     watched = Watched(BarView)
     blobs = [blob(i, 10_000) for i in range(1200)]
     frames = []
@@ -132,7 +134,7 @@ def test_many_small_blobs_share_one_line():
     assert watched.stream.screen == []
 
 
-def test_slow_blobs_have_a_line_each_until_they_complete():
+def test_slow_blobs_have_a_line_each_until_they_complete() -> None:
     watched = Watched(BarView)
     named = blob(1, 50_000_000, **{"org.opencontainers.image.title": "vae/weights.safetensors"})
     nameless = blob(2, 50_000_000)
@@ -156,7 +158,7 @@ def test_slow_blobs_have_a_line_each_until_they_complete():
     assert watched.stream.screen == ["pulled 2 blobs, 100 MB in all"]
 
 
-def test_a_stalled_transfer_shows_no_speed():
+def test_a_stalled_transfer_shows_no_speed() -> None:
     watched = Watched(BarView)
     content = blob(1, 100_000_000)
     with watched.progress as progress:
@@ -169,7 +171,7 @@ def test_a_stalled_transfer_shows_no_speed():
         assert "ETA -:--" in watched.after(100)[0]
 
 
-def test_a_retry_does_not_decrease_the_total():
+def test_a_retry_does_not_decrease_the_total() -> None:
     watched = Watched(BarView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
@@ -188,7 +190,7 @@ def test_a_retry_does_not_decrease_the_total():
         assert "7 MB of   10 MB" in watched.after(1)[0]
 
 
-def test_a_retry_does_not_decrease_event_progress():
+def test_a_retry_does_not_decrease_event_progress() -> None:
     """Programs draw bars of events, so repeated bytes have their own event."""
     watched = Watched(JsonView)
     content = blob(1, 10_000_000)
@@ -204,7 +206,7 @@ def test_a_retry_does_not_decrease_event_progress():
     assert [event["lost"] for event in watched.events if event["event"] == "retry"] == [6_000_000]
 
 
-def test_bytes_of_an_earlier_run_do_not_count_as_speed():
+def test_bytes_of_an_earlier_run_do_not_count_as_speed() -> None:
     watched = Watched(BarView)
     content = blob(1, 10_000_000_000)
     with watched.progress as progress:
@@ -215,7 +217,7 @@ def test_bytes_of_an_earlier_run_do_not_count_as_speed():
         assert re.search(r"5 GB of   10 GB +1 MB/s", watched.after(1)[0])
 
 
-def test_a_mounted_blob_counts_once():
+def test_a_mounted_blob_counts_once() -> None:
     watched = Watched(JsonView)
     content = blob(1, 100)
     with watched.progress as progress:
@@ -230,7 +232,7 @@ def test_a_mounted_blob_counts_once():
     assert watched.events[-1]["message"] == "copied 0 blobs, 1 already there, 100 B in all"
 
 
-def test_events_have_stable_names():
+def test_events_have_stable_names() -> None:
     watched = Watched(JsonView)
     named = blob(1, 3_000_000, **{"vnd.clowder.aimage.name": "x\x1b.wei\u202eght"})
     with watched.progress as progress:
@@ -284,7 +286,7 @@ def test_events_have_stable_names():
     ]
 
 
-def test_a_log_file_receives_lines():
+def test_a_log_file_receives_lines() -> None:
     watched = Watched(LineView)
     content = blob(1, 10_000_000)
     with watched.progress as progress:
@@ -296,7 +298,7 @@ def test_a_log_file_receives_lines():
     assert watched.stream.getvalue() == f"{task}: 10%, 1 MB of 10 MB, 200 kB/s, ETA 0:45\n"
 
 
-def test_steps_have_a_position_a_rate_and_an_eta():
+def test_steps_have_a_position_a_rate_and_an_eta() -> None:
     clock, stream = Clock(), Terminal()
     view = BarView(stream)
     view.interval = NEVER
@@ -312,7 +314,7 @@ def test_steps_have_a_position_a_rate_and_an_eta():
     assert stream.screen == []
 
 
-def test_an_interrupt_while_a_bar_starts_is_raised(monkeypatch):
+def test_an_interrupt_while_a_bar_starts_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: threading.Thread) -> None:
         raise KeyboardInterrupt
 
@@ -325,7 +327,7 @@ def test_an_interrupt_while_a_bar_starts_is_raised(monkeypatch):
         progress.begin(3)
 
 
-def test_updates_of_several_threads_are_all_counted():
+def test_updates_of_several_threads_are_all_counted() -> None:
     blobs = [blob(i, 100_000) for i in range(8)]
     with Progress("pulling") as progress:
         progress.on_event(plan(*blobs))
@@ -345,7 +347,7 @@ def test_updates_of_several_threads_are_all_counted():
     assert json.loads(view._line)["done"] == 800_000
 
 
-def test_a_closed_terminal_does_not_stop_the_transfer():
+def test_a_closed_terminal_does_not_stop_the_transfer() -> None:
     read, write = os.pipe()
     os.close(read)
     stream = os.fdopen(write, "w", buffering=1)
@@ -360,7 +362,9 @@ def test_a_closed_terminal_does_not_stop_the_transfer():
 
 
 @pytest.mark.parametrize("columns", [20, 80])
-def test_titles_are_truncated_to_the_terminal(columns, monkeypatch):
+def test_titles_are_truncated_to_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     watched = Watched(BarView)
     titles = ["模型" * 40, "e\u0301" * 60, "[red]\x1b[2J\nb", "long/name" * 30]
@@ -374,7 +378,7 @@ def test_titles_are_truncated_to_the_terminal(columns, monkeypatch):
     assert all(cell_len(line) <= columns and line.isprintable() for line in lines)
 
 
-def test_duration_formats_seconds():
+def test_duration_formats_seconds() -> None:
     assert [duration(s) for s in (0, 59.4, 61, 3700, 1e9, None)] == [
         *("0:00", "0:59", "1:01", "1:01:40", "-:--", "-:--")
     ]
@@ -383,7 +387,7 @@ def test_duration_formats_seconds():
 class OnTerminal:
     """A command whose stderr is a pseudo-terminal of 80 by 24."""
 
-    def __init__(self, here, *arguments: object) -> None:
+    def __init__(self, here: Aimage, *arguments: object) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = spawn(
@@ -419,7 +423,7 @@ class OnTerminal:
         return self.process.returncode, shown(self.text)
 
 
-def test_a_pull_on_a_terminal(aimage, pushed):
+def test_a_pull_on_a_terminal(aimage: Callable[..., Aimage], pushed: str) -> None:
     run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "800k")
     assert run.read_until(r"pulling \d+/293 blobs +[━╸╺ ]* +[\d.]+ .?B of +1.2 MB")
     code, screen = run.end()
@@ -429,7 +433,7 @@ def test_a_pull_on_a_terminal(aimage, pushed):
 
 
 @pytest.mark.integration
-def test_an_interrupt_leaves_the_terminal_clean(aimage, pushed):
+def test_an_interrupt_leaves_the_terminal_clean(aimage: Callable[..., Aimage], pushed: str) -> None:
     run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "20k")
     assert run.read_until(r"pulling \d+/293 blobs")
     run.process.send_signal(signal.SIGINT)
@@ -438,14 +442,16 @@ def test_an_interrupt_leaves_the_terminal_clean(aimage, pushed):
     assert [line for line in screen if line] == ["aimage: interrupted; complete blobs are kept"]
 
 
-def test_an_up_to_date_pull_draws_nothing(aimage, pushed):
+def test_an_up_to_date_pull_draws_nothing(aimage: Callable[..., Aimage], pushed: str) -> None:
     aimage("there")("pull", pushed, "-q")
     done = aimage("there")("pull", pushed)
     assert re.fullmatch("pulled 0 blobs, 293 already there, .* in all\n", done.err)
 
 
 @pytest.mark.integration
-def test_a_dumb_terminal_receives_no_cursor_movements(aimage, pushed):
+def test_a_dumb_terminal_receives_no_cursor_movements(
+    aimage: Callable[..., Aimage], pushed: str
+) -> None:
     here = aimage("there")
     here.environment["TERM"] = "dumb"
     master, slave = pty.openpty()
@@ -459,7 +465,7 @@ def test_a_dumb_terminal_receives_no_cursor_movements(aimage, pushed):
     assert text.splitlines()[-1].startswith("pulled 293 blobs")
 
 
-def test_a_pull_with_json(aimage, pushed):
+def test_a_pull_with_json(aimage: Callable[..., Aimage], pushed: str) -> None:
     done = aimage("there")("pull", pushed, "--json", "-v", "--limit-rate", "2M")
     assert done.value["reference"].startswith(pushed)
     events = [json.loads(line) for line in done.err.splitlines()]
@@ -474,7 +480,9 @@ def test_a_pull_with_json(aimage, pushed):
 
 
 @pytest.mark.integration
-def test_notes_and_summaries_are_events_with_json(aimage, tiny, repository):
+def test_notes_and_summaries_are_events_with_json(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     here = aimage()
     done = here("create", repository, tiny, "--json", "--manifest-type", "custom")
     events = [json.loads(line) for line in done.err.splitlines()]
@@ -488,11 +496,13 @@ def test_notes_and_summaries_are_events_with_json(aimage, tiny, repository):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("options", [("-q",), ("-q", "--json")], ids=" ".join)
-def test_quiet_prints_nothing(options, aimage, pushed):
+def test_quiet_prints_nothing(
+    options: tuple[str, ...], aimage: Callable[..., Aimage], pushed: str
+) -> None:
     assert aimage("there")("pull", pushed, *options).err == ""
 
 
-def test_bars_are_only_imported_on_a_terminal():
+def test_bars_are_only_imported_on_a_terminal() -> None:
     code = "import clowder_aimage.cli.verbs.pull, sys; print('rich' in sys.modules)"
     done = run([sys.executable, "-c", code], text=True, check=True)
     assert done.stdout == "False\n"

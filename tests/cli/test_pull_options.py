@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.process import run
+from tests.process import Aimage, run
+from tests.real_registry import RealRegistry
 
 
 @pytest.mark.integration
-def test_a_dry_run_fetches_only_manifests(aimage, tiny, registry, repository):
+def test_a_dry_run_fetches_only_manifests(
+    aimage: Callable[..., Aimage], tiny: Path, registry: RealRegistry, repository: str
+) -> None:
     here, there = aimage("here"), aimage("there")
     digest = here("create", repository, tiny).line
     here("push", repository)
@@ -28,17 +33,19 @@ def test_a_dry_run_fetches_only_manifests(aimage, tiny, registry, repository):
 
 
 @pytest.mark.integration
-def test_a_rate_limit_is_respected(aimage, pushed):
+def test_a_rate_limit_is_respected(aimage: Callable[..., Aimage], pushed: str) -> None:
     begun = time.monotonic()
     aimage()("pull", pushed, "--limit-rate", "500k")
     assert time.monotonic() - begun > 1.2e6 / 500e3
 
 
-def test_an_invalid_rate_is_refused(aimage):
+def test_an_invalid_rate_is_refused(aimage: Callable[..., Aimage]) -> None:
     assert "invalid rate" in aimage()("pull", "a.example.com/x", "--limit-rate", "0", code=2).err
 
 
-def test_a_pull_without_enough_space_is_not_started(aimage, registry, pushed):
+def test_a_pull_without_enough_space_is_not_started(
+    aimage: Callable[..., Aimage], registry: RealRegistry, pushed: str
+) -> None:
     there = aimage("there")
     there.store.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=17m", "tmpfs", str(there.store)]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pty
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.oci import Digest, mediatype
-from tests.process import PROGRAM, run
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.process import PROGRAM, Aimage, run
+from tests.real_registry import RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 WEIGHTS = Digest.of(b"weights")
@@ -20,20 +23,22 @@ OTHER = "sha256:" + "0" * 64
 
 
 @pytest.fixture
-def model(stocked, repository):
+def model(stocked: Callable[[], Aimage], repository: str) -> tuple[Aimage, str]:
     """Return a command line, and the digest of a model that it has pushed as ``repository:v1``."""
     here = stocked()
     here("tag", "x", f"{repository}:v1")
     return here, here("push", "-q", f"{repository}:v1").line
 
 
-def script(change):
+def script(change: Callable[[Any], Answer | None]) -> Callable[[Any], Any]:
     """Return a correct script; ``change(seen)`` may return another answer."""
     right = serving(MANIFEST, BLOBS)
     return lambda seen: change(seen) or right(seen)
 
 
-def test_resolve_prints_the_digest_by_one_head_request(model, registry, repository):
+def test_resolve_prints_the_digest_by_one_head_request(
+    model: tuple[Aimage, str], registry: RealRegistry, repository: str
+) -> None:
     here, digest = model
     mark = registry.mark()
     assert here("resolve", f"{repository}:v1").line == digest
@@ -55,8 +60,10 @@ def test_resolve_prints_the_digest_by_one_head_request(model, registry, reposito
         {"Docker-Content-Digest": OTHER, "Content-Type": "text/html", "Content-Length": "3"},
     ],
 )
-def test_resolve_falls_back_to_get(aimage, headers):
-    def change(seen):
+def test_resolve_falls_back_to_get(
+    aimage: Callable[..., Aimage], headers: dict[str, str] | None
+) -> None:
+    def change(seen: Any) -> Answer | None:
         if seen.method == "HEAD":
             return Answer(405) if headers is None else Answer(200, dict(headers))
         return None
@@ -65,12 +72,12 @@ def test_resolve_falls_back_to_get(aimage, headers):
         assert aimage()("resolve", f"{registry.host}/x").line == DIGEST
 
 
-def test_resolve_verifies_a_digest(aimage):
+def test_resolve_verifies_a_digest(aimage: Callable[..., Aimage]) -> None:
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         aimage()("resolve", f"{registry.host}/x@{OTHER}", code=5)
 
 
-def test_manifest_fetch_gives_the_bytes(model, repository):
+def test_manifest_fetch_gives_the_bytes(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     raw = here("manifest", "fetch", f"{repository}:v1").out
     assert str(Digest.of(raw.encode())) == digest
@@ -87,13 +94,15 @@ def test_manifest_fetch_gives_the_bytes(model, repository):
     assert "cannot write no/such: No such file or directory" in failed.err
 
 
-def test_a_manifest_is_written_to_a_device(model, repository):
+def test_a_manifest_is_written_to_a_device(model: tuple[Aimage, str], repository: str) -> None:
     here, _ = model
     here("manifest", "fetch", f"{repository}:v1", "-o", os.devnull)
     assert Path(os.devnull).is_char_device()
 
 
-def test_manifest_push_gives_a_manifest_another_tag(model, repository):
+def test_manifest_push_gives_a_manifest_another_tag(
+    model: tuple[Aimage, str], repository: str
+) -> None:
     here, digest = model
     here("manifest", "fetch", f"{repository}:v1", "-o", "m.json")
     assert here("manifest", "push", f"{repository}:v2", "m.json").line == digest
@@ -105,7 +114,7 @@ def test_manifest_push_gives_a_manifest_another_tag(model, repository):
     assert f"m.json has the digest {digest}" in failed.err
 
 
-def test_manifest_push_lists_a_referrer(model, repository):
+def test_manifest_push_lists_a_referrer(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     raw = json.loads(here("manifest", "fetch", f"{repository}:v1").out)
     subject = {"mediaType": mediatype.OCI_MANIFEST, "digest": digest, "size": 1}
@@ -134,21 +143,25 @@ def test_manifest_push_lists_a_referrer(model, repository):
         (" " * (4 << 20) + "{}", 1, "m.json has more than"),
     ],
 )
-def test_manifest_push_refuses_other_files(aimage, repository, text, code, message):
+def test_manifest_push_refuses_other_files(
+    aimage: Callable[..., Aimage], repository: str, text: str | None, code: int, message: str
+) -> None:
     here = aimage()
     if text is not None:
         (here.home / "m.json").write_text(text)
     assert message in here("manifest", "push", f"{repository}:v1", "m.json", code=code).err
 
 
-def test_manifest_push_fails_without_the_blobs(aimage, repository):
+def test_manifest_push_fails_without_the_blobs(
+    aimage: Callable[..., Aimage], repository: str
+) -> None:
     here = aimage()
     (here.home / "m.json").write_bytes(MANIFEST)
     here("manifest", "push", f"{repository}:v1", "m.json", code=1)
     here("resolve", f"{repository}:v1", code=3)
 
 
-def test_blob_fetch_gives_the_bytes(model, repository):
+def test_blob_fetch_gives_the_bytes(model: tuple[Aimage, str], repository: str) -> None:
     here, _ = model
     config = json.loads(here("manifest", "fetch", f"{repository}:v1").out)["config"]["digest"]
     expected = here("manifest", "fetch", f"{repository}:v1", "--config").out
@@ -164,8 +177,8 @@ def test_blob_fetch_gives_the_bytes(model, repository):
     assert not (here.home / "none").exists()
 
 
-def test_a_wrong_blob_leaves_the_old_file(aimage):
-    def change(seen):
+def test_a_wrong_blob_leaves_the_old_file(aimage: Callable[..., Aimage]) -> None:
+    def change(seen: Any) -> Answer | None:
         return Answer(200, {}, b"W") if "/blobs/" in seen.path else None
 
     here = aimage()
@@ -177,7 +190,9 @@ def test_a_wrong_blob_leaves_the_old_file(aimage):
     assert [path.name for path in here.home.iterdir() if path.is_file()] == ["old"]
 
 
-def test_repo_ls_lists_the_repositories(model, registry, repository):
+def test_repo_ls_lists_the_repositories(
+    model: tuple[Aimage, str], registry: RealRegistry, repository: str
+) -> None:
     here, _ = model
     here("copy", "-q", f"{repository}:v1", f"{repository}/below:v1")
     assert repository in here("repo", "ls", registry.host).out.splitlines()
@@ -192,8 +207,8 @@ def test_repo_ls_lists_the_repositories(model, registry, repository):
         here("repo", "ls", wrong, code=2)
 
 
-def test_repo_ls_follows_pages(aimage):
-    def catalog(seen):
+def test_repo_ls_follows_pages(aimage: Callable[..., Aimage]) -> None:
+    def catalog(seen: Seen) -> Answer:
         last = "last=b" in seen.path
         link = {} if last else {"Link": '</v2/_catalog?last=b&n=2>; rel="next"'}
         names = ["c"] if last else ["a", "b"]
@@ -205,13 +220,15 @@ def test_repo_ls_follows_pages(aimage):
 
 
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_registry_without_a_catalog_is_named(aimage, status):
+def test_a_registry_without_a_catalog_is_named(aimage: Callable[..., Aimage], status: int) -> None:
     with ScriptedRegistry(lambda _: Answer(status)).running() as registry:
         failed = aimage()("repo", "ls", registry.host, code=1).err
     assert f"{registry.host} does not list its repositories" in failed
 
 
-def test_tags_with_digests_and_without_generated_tags(model, repository):
+def test_tags_with_digests_and_without_generated_tags(
+    model: tuple[Aimage, str], repository: str
+) -> None:
     here, digest = model
     generated = f"sha256-{digest.removeprefix('sha256:')}"
     for tag in ("v2", generated, f"{generated}.sig"):
@@ -228,7 +245,7 @@ def test_tags_with_digests_and_without_generated_tags(model, repository):
     assert value["manifests"][0]["digest"] == digest
 
 
-def test_show_reads_from_the_registry(model, repository):
+def test_show_reads_from_the_registry(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     shown = here("show", f"{repository}:v1", "--layers").out
     here("rm", f"{repository}:v1")
@@ -240,7 +257,7 @@ def test_show_reads_from_the_registry(model, repository):
     assert "require --remote" in here("show", "x", "--insecure", code=2).err
 
 
-def test_delete_a_manifest_with_all_its_tags(model, repository):
+def test_delete_a_manifest_with_all_its_tags(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     here("copy", "-q", f"{repository}:v1", f"{repository}:v2")
     done = here("delete", f"{repository}@{digest}", "--force")
@@ -252,7 +269,7 @@ def test_delete_a_manifest_with_all_its_tags(model, repository):
     here("delete", f"{repository}@{digest}", "-f", code=3)
 
 
-def test_delete_refuses_without_an_answer(model, repository):
+def test_delete_refuses_without_an_answer(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     failed = here("delete", f"{repository}:v1", code=2).err
     assert f"deleting the tag {repository}:v1 ({digest}) requires an answer" in failed
@@ -264,7 +281,9 @@ def test_delete_refuses_without_an_answer(model, repository):
 
 
 @pytest.mark.parametrize(("answer", "code"), [("n", 1), ("y", 0)])
-def test_delete_asks_on_a_terminal(model, repository, answer, code):
+def test_delete_asks_on_a_terminal(
+    model: tuple[Aimage, str], repository: str, answer: str, code: int
+) -> None:
     here, digest = model
     master, slave = pty.openpty()
     try:
@@ -280,7 +299,7 @@ def test_delete_asks_on_a_terminal(model, repository, answer, code):
     here("resolve", f"{repository}:v1", code=0 if code else 3)
 
 
-def test_delete_a_tag_where_the_registry_supports_it(aimage):
+def test_delete_a_tag_where_the_registry_supports_it(aimage: Callable[..., Aimage]) -> None:
     with ScriptedRegistry(
         script(lambda seen: Answer(202) if seen.method == "DELETE" else None)
     ).running() as registry:
@@ -302,7 +321,9 @@ def test_delete_a_tag_where_the_registry_supports_it(aimage):
         (401, 4, ":v1", "credentials"),
     ],
 )
-def test_a_refused_deletion_is_explained(aimage, status, code, target, message):
+def test_a_refused_deletion_is_explained(
+    aimage: Callable[..., Aimage], status: int, code: int, target: str, message: str
+) -> None:
     refused = script(lambda seen: Answer(status) if seen.method == "DELETE" else None)
     with ScriptedRegistry(refused).running() as registry:
         failed = aimage()("delete", f"{registry.host}/x{target}", "-f", code=code).err
@@ -311,14 +332,16 @@ def test_a_refused_deletion_is_explained(aimage, status, code, target, message):
         assert f"aimage delete {registry.host}/x@{DIGEST}" in failed
 
 
-def test_a_registry_that_deletes_no_tags(model, repository):
+def test_a_registry_that_deletes_no_tags(model: tuple[Aimage, str], repository: str) -> None:
     here, digest = model
     failed = here("delete", f"{repository}:v1", "-f", code=1).err
     assert f"aimage delete {repository}@{digest}" in failed
     assert here("resolve", f"{repository}:v1").line == digest
 
 
-def test_a_deleted_referrer_is_removed_from_the_list(model, repository):
+def test_a_deleted_referrer_is_removed_from_the_list(
+    model: tuple[Aimage, str], repository: str
+) -> None:
     here, _ = model
     (here.home / "x").write_text("x")
     kind = "application/vnd.example.report"
@@ -331,7 +354,9 @@ def test_a_deleted_referrer_is_removed_from_the_list(model, repository):
     assert row["digest"] == second
 
 
-def test_tag_remote_adds_tags_without_fetching_blobs(model, registry, repository):
+def test_tag_remote_adds_tags_without_fetching_blobs(
+    model: tuple[Aimage, str], registry: RealRegistry, repository: str
+) -> None:
     here, digest = model
     mark = registry.mark()
     done = here("tag", "--remote", f"{repository}:v1", "v2", f"{repository}:stable")
@@ -358,14 +383,16 @@ def test_tag_remote_adds_tags_without_fetching_blobs(model, registry, repository
         (["{}:v1"], 2, "DST"),
     ],
 )
-def test_tag_remote_refuses_other_names(model, repository, names, code, message):
+def test_tag_remote_refuses_other_names(
+    model: tuple[Aimage, str], repository: str, names: list[str], code: int, message: str
+) -> None:
     here, _ = model
     words = [name.replace("{}", repository) for name in names]
     assert message in here("tag", "--remote", *words, code=code).err
     assert here("tags", repository).out.split() == ["v1"]
 
 
-def test_tag_takes_several_names_and_no_registry_options(stocked):
+def test_tag_takes_several_names_and_no_registry_options(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     assert len(set(here("tag", "x", "y", "z:2").out.split())) == 1
     assert {"x:latest", "y:latest", "z:2"} <= set(here("ls").out.split())

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from PIL import Image, PngImagePlugin
@@ -62,7 +63,7 @@ def at(aimage: Callable[[], Aimage]) -> Callable[[ScriptedWorker], Aimage]:
 # -- run
 
 
-def test_run_sends_the_given_options(at):
+def test_run_sends_the_given_options(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         here.environment["AIMAGE_TOKEN"] = "open-sesame"
@@ -91,7 +92,7 @@ def test_run_sends_the_given_options(at):
     }
 
 
-def test_run_omits_options_that_were_not_given(at):
+def test_run_omits_options_that_were_not_given(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         said = at(worker)("run", "x", "a fox", "--width", 64)
     asked = worker.asked[0].value
@@ -101,7 +102,7 @@ def test_run_omits_options_that_were_not_given(at):
     assert f"rendering on the worker at http://{worker.host}" in said.err.splitlines()
 
 
-def test_run_writes_the_worker_s_bytes(at):
+def test_run_writes_the_worker_s_bytes(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         value = here("run", "x", "a fox", "--seed", 5, "--json", "-o", "y").value
@@ -110,7 +111,9 @@ def test_run_writes_the_worker_s_bytes(at):
     assert not list(here.home.glob(".y*"))
 
 
-def test_several_images_have_rising_seeds_and_one_bar(at):
+def test_several_images_have_rising_seeds_and_one_bar(
+    at: Callable[[ScriptedWorker], Aimage],
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", "--seed", 5, "-n", 3, "-o", "y.png", "--json")
@@ -122,7 +125,9 @@ def test_several_images_have_rising_seeds_and_one_bar(at):
     assert plans == [{"event": "plan", "level": "info", "task": "rendering", "steps": 6}]
 
 
-def test_finished_images_are_kept_when_the_next_one_fails(at):
+def test_finished_images_are_kept_when_the_next_one_fails(
+    at: Callable[[ScriptedWorker], Aimage],
+) -> None:
     def script(asked: Asked) -> Says:
         busy = says({"error": {"message": "2 requests wait"}}, 503, Retry_After="9")
         return drawing(asked) if asked.value["seed"] == 5 else busy
@@ -135,7 +140,7 @@ def test_finished_images_are_kept_when_the_next_one_fails(at):
     assert len(worker.asked) == 2
 
 
-def test_a_pull_before_the_image_is_displayed(at):
+def test_a_pull_before_the_image_is_displayed(at: Callable[[ScriptedWorker], Aimage]) -> None:
     pull = [event("pull", {"completed": done, "total": 10}) for done in (0, 4, 10)]
 
     def script(_: Asked) -> Says:
@@ -166,7 +171,9 @@ def test_a_pull_before_the_image_is_displayed(at):
         (Says([done(png())], headers={"X-Aimage-Model": "other:latest"}), 3, "other:latest"),
     ],
 )
-def test_a_failing_worker_leaves_no_image(at, answer, code, text):
+def test_a_failing_worker_leaves_no_image(
+    at: Callable[[ScriptedWorker], Aimage], answer: Says, code: int, text: str
+) -> None:
     with ScriptedWorker(lambda _: answer).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", "--seed", 1, code=code)
@@ -180,7 +187,9 @@ def test_a_failing_worker_leaves_no_image(at, answer, code, text):
     ("name", "alias", "code"),
     [("x", "x:latest", 0), ("x", "y:latest", 3), ("x", "", 3)],
 )
-def test_an_alias_of_the_worker_is_accepted(at, name, alias, code):
+def test_an_alias_of_the_worker_is_accepted(
+    at: Callable[[ScriptedWorker], Aimage], name: str, alias: str, code: int
+) -> None:
     def script(asked: Asked) -> Says:
         headers = {"X-Aimage-Model": "team/other:v1", "X-Aimage-Alias": alias}
         return Says(drawing(asked).pieces, headers=headers)
@@ -202,7 +211,9 @@ def test_an_alias_of_the_worker_is_accepted(at, name, alias, code):
         ("-o", "x.gif"),
     ],
 )
-def test_invalid_options_of_run_send_no_request(at, options):
+def test_invalid_options_of_run_send_no_request(
+    at: Callable[[ScriptedWorker], Aimage], options: tuple[str | int, ...]
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         said = here("run", "x", "a fox", *options, code=2)
@@ -212,7 +223,9 @@ def test_invalid_options_of_run_send_no_request(at, options):
     assert not worker.asked
 
 
-def test_an_interrupt_disconnects_and_writes_nothing(at):
+def test_an_interrupt_disconnects_and_writes_nothing(
+    at: Callable[[ScriptedWorker], Aimage],
+) -> None:
     is_drawing = threading.Event()
 
     def for_ever() -> Iterator[bytes]:
@@ -232,13 +245,13 @@ def test_an_interrupt_disconnects_and_writes_nothing(at):
     assert not list(here.home.glob("*.png"))
 
 
-def test_run_is_local_without_a_configured_worker(aimage):
+def test_run_is_local_without_a_configured_worker(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     here.environment |= {"AIMAGE_HOST": " ", "AIMAGE_TOKEN": ""}
     assert "in the store" in here("run", "nothing", "a fox", code=3).err
 
 
-def test_an_unreachable_worker_fails(aimage):
+def test_an_unreachable_worker_fails(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     here.environment["AIMAGE_HOST"] = "127.0.0.1:1"
     for arguments in (
@@ -260,7 +273,7 @@ def test_an_unreachable_worker_fails(aimage):
 
 
 @pytest.mark.parametrize("name", ["AIMAGE_HOST", "AIMAGE_TOKEN"])
-def test_invalid_variables_are_refused(aimage, name):
+def test_invalid_variables_are_refused(aimage: Callable[..., Aimage], name: str) -> None:
     here = aimage()
     here.environment |= {"AIMAGE_HOST": "127.0.0.1:1", name: "a b"}
     assert "aimage: " in here("ps", code=2).err
@@ -273,7 +286,7 @@ def in_seconds(count: int) -> str:
     return (datetime.now(UTC) + timedelta(seconds=count)).isoformat()
 
 
-def test_ps_lists_loaded_models(at):
+def test_ps_lists_loaded_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
     loaded = [
         TINY | {"device": "cpu (openblas)", "expires_at": in_seconds(90)},
         TINY | {"name": "b:1", "details": {"device": "gpu"}, "expires_at": "2400-01-01T00:00:00Z"},
@@ -303,7 +316,7 @@ def test_ps_lists_loaded_models(at):
     assert [row["until"] for row in value[1:3]] == [None, None]
 
 
-def test_empty_model_lists(at):
+def test_empty_model_lists(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         assert at(worker)("ps").out.split() == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]
         assert at(worker)("ls", "--remote", "--json").value == []
@@ -313,14 +326,16 @@ def test_empty_model_lists(at):
     "answer",
     [[], {"models": {}}, {"models": [{"name": "x"}]}],
 )
-def test_an_invalid_list_is_refused(at, answer):
+def test_an_invalid_list_is_refused(
+    at: Callable[[ScriptedWorker], Aimage], answer: list[Any] | dict[str, Any]
+) -> None:
     with ScriptedWorker(lambda _: says(answer)).running() as worker:
         here = at(worker)
         for arguments in (("ps",), ("ls", "--remote"), ("rm", "--remote", "x")):
             assert "did not return a list of models" in here(*arguments, code=5).err
 
 
-def test_stop_unloads_a_model(at):
+def test_stop_unloads_a_model(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"done": True})).running() as worker:
         here = at(worker)
         assert here("stop", "tiny").line == "tiny:latest"
@@ -330,7 +345,7 @@ def test_stop_unloads_a_model(at):
     assert first.value == {"model": "tiny:latest", "prompt": "", "stop": True, "stream": False}
 
 
-def test_stop_of_an_unknown_model_fails(at):
+def test_stop_of_an_unknown_model_fails(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"error": "no x"}, 404)).running() as worker:
         assert "no x" in at(worker)("stop", "x", code=3).err
 
@@ -338,7 +353,7 @@ def test_stop_of_an_unknown_model_fails(at):
 # -- ls, rm, pull
 
 
-def test_ls_lists_the_worker_s_models(at):
+def test_ls_lists_the_worker_s_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
     found = [TINY, TINY | {"name": "a:1", "details": {"family": "z-image"}}]
     with ScriptedWorker(lambda _: says({"models": found})).running() as worker:
         here = at(worker)
@@ -362,7 +377,7 @@ def test_ls_lists_the_worker_s_models(at):
     }
 
 
-def test_rm_removes_the_worker_s_models(at):
+def test_rm_removes_the_worker_s_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
     models = {"models": [TINY, TINY | {"name": "a:1"}]}
     with ScriptedWorker(
         lambda asked: says(models) if asked.method == "GET" else Says()
@@ -390,7 +405,7 @@ def pulling(*last: bytes) -> Says:
     )
 
 
-def test_pull_runs_on_the_worker(at):
+def test_pull_runs_on_the_worker(at: Callable[[ScriptedWorker], Aimage]) -> None:
     name = "localhost:5000/team/x:v1"
     models = {"models": [TINY, TINY | {"name": name, "digest": "ef" * 32}]}
 
@@ -417,7 +432,9 @@ def sizes(said: Done) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [{"size": 1000}, {}], ids=["known", "unknown"])
-def test_the_total_of_a_worker_s_pull_is_updated_rarely(at, size):
+def test_the_total_of_a_worker_s_pull_is_updated_rarely(
+    at: Callable[[ScriptedWorker], Aimage], size: dict[str, int]
+) -> None:
     blobs = [
         line(digest=str(i), total=10, completed=done, **size)
         for i in range(100)
@@ -447,7 +464,9 @@ def test_the_total_of_a_worker_s_pull_is_updated_rarely(at, size):
         (line(status="pulling", digest="x", total="many", completed=None), 1, "disconnected"),
     ],
 )
-def test_a_failing_pull_on_a_worker_fails(at, last, code, text):
+def test_a_failing_pull_on_a_worker_fails(
+    at: Callable[[ScriptedWorker], Aimage], last: bytes, code: int, text: str
+) -> None:
     with ScriptedWorker(lambda _: pulling(last)).running() as worker:
         said = at(worker)("pull", "--remote", "localhost:5000/x", code=code)
     assert text in said.err
@@ -465,7 +484,9 @@ def test_a_failing_pull_on_a_worker_fails(at, last, code, text):
         ("--store", "s", "ls", "--remote"),
     ],
 )
-def test_local_options_are_refused_with_a_worker(at, arguments):
+def test_local_options_are_refused_with_a_worker(
+    at: Callable[[ScriptedWorker], Aimage], arguments: tuple[str | int, ...]
+) -> None:
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         said = at(worker)(*arguments, code=2)
     assert "does not apply to a worker" in said.err
@@ -475,7 +496,9 @@ def test_local_options_are_refused_with_a_worker(at, arguments):
 # -- imports
 
 
-def test_remote_verbs_import_no_heavy_modules(at, monkeypatch):
+def test_remote_verbs_import_no_heavy_modules(
+    at: Callable[[ScriptedWorker], Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         for name, value in at(worker).env().items():
             monkeypatch.setenv(name, value)
@@ -487,7 +510,9 @@ def test_remote_verbs_import_no_heavy_modules(at, monkeypatch):
     assert len(worker.asked) == 4
 
 
-def test_a_local_list_does_not_load_a_client(aimage, monkeypatch):
+def test_a_local_list_does_not_load_a_client(
+    aimage: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AIMAGE_HOST", "127.0.0.1:1")
     modules = imported("--store", str(aimage().store), "ls")
     assert "clowder_aimage.layout.layout" in modules

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from clowder_aimage.cli.console import result_template
 from clowder_aimage.cli.console.result_template import ResultTemplate
 from clowder_aimage.errors import UsageError
+from tests.process import Aimage
 
 
 @pytest.mark.parametrize(
@@ -22,7 +25,7 @@ from clowder_aimage.errors import UsageError
         ("{{ evil }}", "a\N{REPLACEMENT CHARACTER}[31m"),
     ],
 )
-def test_a_template_is_rendered_with_the_fields(template, text):
+def test_a_template_is_rendered_with_the_fields(template: str, text: str) -> None:
     value = {"a": "x", "b": {"c": [1]}, "tags": ["v1", "v2"], "yes": True, "nothing": None}
     assert ResultTemplate(template).render(value | {"evil": "a\x1b[31m"}) == text
 
@@ -37,7 +40,7 @@ def test_a_template_is_rendered_with_the_fields(template, text):
         ("{% include 'x' %}", "invalid template, line 1: no other templates"),
     ],
 )
-def test_an_invalid_template_is_refused(template, message):
+def test_an_invalid_template_is_refused(template: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         ResultTemplate(template)
     assert error.value.message.startswith(message)
@@ -57,21 +60,21 @@ def test_an_invalid_template_is_refused(template, message):
         ("{{ 1 // 0 }}", "line 1 of the template: "),
     ],
 )
-def test_a_template_that_fails_names_the_line(template, message):
+def test_a_template_that_fails_names_the_line(template: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         ResultTemplate(template).render({"a": "x", "c": {}})
     assert message in error.value.message
     assert error.value.hint == "the fields of the result are a, c"
 
 
-def test_the_time_is_limited(monkeypatch):
+def test_the_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_template, "_SECONDS", 0.05)
     loops = "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2
     with pytest.raises(UsageError, match="takes longer than"):
         ResultTemplate(loops).render({})
 
 
-def test_each_element_of_a_list_is_a_line(stocked):
+def test_each_element_of_a_list_is_a_line(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     here("tag", "x", "y")
     assert here("ls", "--format", "{{ reference }}").out == "x:latest\ny:latest\n"
@@ -80,7 +83,7 @@ def test_each_element_of_a_list_is_a_line(stocked):
     assert here("gc", "--format={{ dryRun }}", "--dry-run", "--json").line == "true"
 
 
-def test_an_invalid_template_changes_nothing(stocked):
+def test_an_invalid_template_changes_nothing(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     failed = here("rm", "x", "--format", "{{ x", code=2)
     assert failed.err.startswith("aimage: invalid template, line 1: ")
@@ -91,7 +94,7 @@ def test_an_invalid_template_changes_nothing(stocked):
     assert "y:latest" in here("ls").out
 
 
-def test_the_format_of_create_keeps_its_name(aimage, tiny):
+def test_the_format_of_create_keeps_its_name(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     made = here("create", "x", tiny, "--format", "diffusers", "--template", "{{ digest }}")
     assert made.line == here("ls", "--format", "{{ digest }}").line
@@ -101,7 +104,7 @@ def test_the_format_of_create_keeps_its_name(aimage, tiny):
         assert name in here(verb, "--help").out
 
 
-def test_a_template_shows_what_is_in_a_registry(aimage, pushed):
+def test_a_template_shows_what_is_in_a_registry(aimage: Callable[..., Aimage], pushed: str) -> None:
     here = aimage()
     assert here("tags", pushed.rpartition(":")[0], "--format", "{{ tags | length }}").line == "1"
     digest = here("resolve", pushed).line

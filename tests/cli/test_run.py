@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import subprocess
+from collections.abc import Callable
 
 import pytest
 from PIL import Image
@@ -37,7 +38,9 @@ class Unset(Aimage):
         (("-",), "two red circles\n"),
     ],
 )
-def test_the_prompt_is_joined_or_read(at, words, stdin):
+def test_the_prompt_is_joined_or_read(
+    at: Callable[[ScriptedWorker], Aimage], words: tuple[str, ...], stdin: str
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         at(worker)("run", "x", *words, stdin=stdin)
     assert worker.asked[0].value["prompt"] == "two red circles"
@@ -52,7 +55,9 @@ def test_the_prompt_is_joined_or_read(at, words, stdin):
         (("-",), "a" * (1 << 20) + "a", "exceeds"),
     ],
 )
-def test_a_prompt_that_is_empty_or_too_long_is_refused(at, words, stdin, text):
+def test_a_prompt_that_is_empty_or_too_long_is_refused(
+    at: Callable[[ScriptedWorker], Aimage], words: tuple[str, ...], stdin: str, text: str
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         assert text in here("run", "x", *words, stdin=stdin, code=2).err
@@ -60,20 +65,20 @@ def test_a_prompt_that_is_empty_or_too_long_is_refused(at, words, stdin, text):
     assert not list(here.home.glob("*.png"))
 
 
-def test_a_prompt_that_is_no_text_is_refused(aimage):
+def test_a_prompt_that_is_no_text_is_refused(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     ended = run([*PROGRAM, "run", "x", "-"], input=b"\xff", env=here.env(), cwd=here.home)
     assert ended.returncode == 2
     assert b"not valid UTF-8" in ended.stderr
 
 
-def test_size_is_width_and_height(at):
+def test_size_is_width_and_height(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         at(worker)("run", "x", "a fox", "--size", "32x48")
     assert worker.asked[0].value["size"] == "32x48"
 
 
-def test_the_time_is_printed(at):
+def test_the_time_is_printed(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         last = at(worker)("run", "x", "a", "fox", "-n", 2).err.splitlines()[-1]
         assert re.fullmatch(r"2 pictures in \d+\.\d s", last)
@@ -81,14 +86,14 @@ def test_the_time_is_printed(at):
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [("jpg", "JPEG"), ("JPEG", "JPEG"), ("webp", "WEBP")])
-def test_the_suffix_is_the_format(stocked, suffix, kind):
+def test_the_suffix_is_the_format(stocked: Callable[[], Aimage], suffix: str, kind: str) -> None:
     here = stocked()
     assert here("run", "x", "a fox", *SMALL, "-o", f"y.{suffix}").line == f"y.{suffix}"
     with Image.open(here.home / f"y.{suffix}") as picture:
         assert picture.format == kind
 
 
-def test_a_worker_is_asked_for_the_format(at):
+def test_a_worker_is_asked_for_the_format(at: Callable[[ScriptedWorker], Aimage]) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (16, 16)).save(buffer, "JPEG")
 
@@ -103,7 +108,7 @@ def test_a_worker_is_asked_for_the_format(at):
         assert "expected a WEBP" in here("run", "x", "a fox", "-o", "y.webp", code=5).err
 
 
-def test_a_directory_is_made(at):
+def test_a_directory_is_made(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         assert here("run", "x", "a fox", "--seed", 1, "-o", "a/b/").line == "a/b/a-fox-1.png"
@@ -124,12 +129,14 @@ def test_a_directory_is_made(at):
         ("!?", "picture"),
     ],
 )
-def test_a_picture_is_named_by_its_prompt(at, prompt, name):
+def test_a_picture_is_named_by_its_prompt(
+    at: Callable[[ScriptedWorker], Aimage], prompt: str, name: str
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         assert at(worker)("run", "x", prompt, "--seed", 1).line == f"{name}-1.png"
 
 
-def test_the_bytes_are_written_to_stdout(at):
+def test_the_bytes_are_written_to_stdout(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         command = [*PROGRAM, "run", "x", "a fox", "--seed", "5", "-o", "-"]
@@ -148,7 +155,7 @@ def test_the_bytes_are_written_to_stdout(at):
 
 
 @pytest.mark.parametrize("name", ["./model", "model"])
-def test_a_directory_is_to_be_packed(aimage, name):
+def test_a_directory_is_to_be_packed(aimage: Callable[..., Aimage], name: str) -> None:
     here = aimage()
     (here.home / "model").mkdir()
     said = here("run", name, "a fox", code=2 if name.startswith(".") else 3)
@@ -159,7 +166,9 @@ def test_a_directory_is_to_be_packed(aimage, name):
 
 
 @pytest.fixture
-def default(aimage, monkeypatch):
+def default(
+    aimage: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[ScriptedWorker], Aimage]:
     """Return ``default(worker)``: a command line whose default worker this is."""
 
     def make(worker: ScriptedWorker) -> Aimage:
@@ -174,7 +183,9 @@ def listing(asked: Asked) -> Says:
     return says({"models": [TINY]}) if asked.method == "GET" else drawing(asked)
 
 
-def test_the_default_worker_generates_what_it_has(default):
+def test_the_default_worker_generates_what_it_has(
+    default: Callable[[ScriptedWorker], Aimage],
+) -> None:
     with ScriptedWorker(listing).running() as worker:
         here = default(worker)
         said = here("run", "tiny", "a fox", "--seed", 1)
@@ -193,13 +204,17 @@ def test_the_default_worker_generates_what_it_has(default):
 
 
 @pytest.mark.parametrize("server", ["nginx", "aimagery", ""])
-def test_another_server_at_the_default_address_is_not_used(default, server):
+def test_another_server_at_the_default_address_is_not_used(
+    default: Callable[[ScriptedWorker], Aimage], server: str
+) -> None:
     with ScriptedWorker(listing, server=server).running() as worker:
         default(worker)("run", "tiny", "a fox", code=3)
     assert not worker.asked
 
 
-def test_an_aimage_of_the_same_name_in_the_store_is_preferred(default, stocked):
+def test_an_aimage_of_the_same_name_in_the_store_is_preferred(
+    default: Callable[[ScriptedWorker], Aimage], stocked: Callable[[], Aimage]
+) -> None:
     def script(asked: Asked) -> Says:
         return says({"models": [TINY | {"name": "x:latest"}]})
 
@@ -211,7 +226,7 @@ def test_an_aimage_of_the_same_name_in_the_store_is_preferred(default, stocked):
     assert [asked.method for asked in worker.asked] == ["GET"]
 
 
-def test_remote_verbs_refuse_other_servers(at):
+def test_remote_verbs_refuse_other_servers(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(listing, server="ollama").running() as worker:
         for arguments in (
             ("ps",),
@@ -255,7 +270,7 @@ def typed(here: Aimage, *lines: str) -> tuple[int, str, str]:
     return child.returncode, shown, err.decode()
 
 
-def test_prompts_are_read_on_a_terminal(at):
+def test_prompts_are_read_on_a_terminal(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         code, shown, err = typed(
@@ -299,7 +314,9 @@ def test_prompts_are_read_on_a_terminal(at):
     assert re.search(r"^width +512$", err, re.MULTILINE)
 
 
-def test_an_error_and_the_end_of_the_input_keep_the_loop_in_order(at):
+def test_an_error_and_the_end_of_the_input_keep_the_loop_in_order(
+    at: Callable[[ScriptedWorker], Aimage],
+) -> None:
     def script(asked: Asked) -> Says:
         return (
             says({"error": {"message": "odd"}}, 400)

@@ -9,6 +9,8 @@ import pty
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,22 +19,22 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference, mediatype
 from tests.content import artifact
-from tests.process import PROGRAM, run, spawn
+from tests.process import PROGRAM, Aimage, run, spawn
 
 
 @pytest.fixture
-def here(stocked):
+def here(stocked: Callable[[], Aimage]) -> Any:
     here: Any = stocked()
     here.digest = here("tag", "x", "tiny").line
     here("rm", "x")
     return here
 
 
-def leftovers(directory):
+def leftovers(directory: Any) -> list[Any]:
     return [path.name for path in directory.iterdir() if path.name.startswith(".")]
 
 
-def test_save_and_load_round_trip(here, aimage):
+def test_save_and_load_round_trip(here: Any, aimage: Callable[..., Aimage]) -> None:
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     done = here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "out.tar")
     assert done.line == "out.tar"
@@ -49,7 +51,7 @@ def test_save_and_load_round_trip(here, aimage):
     assert there("--json", "verify").value["problems"] == []
 
 
-def test_save_and_load_json_output(here, aimage):
+def test_save_and_load_json_output(here: Any, aimage: Callable[..., Aimage]) -> None:
     done = here("save", "tiny", "-o", "out.tar", "--json")
     data = (here.home / "out.tar").read_bytes()
     manifest = {"reference": "tiny:latest", "mediaType": mediatype.OCI_MANIFEST}
@@ -67,12 +69,12 @@ def test_save_and_load_json_output(here, aimage):
     assert aimage("there")("load", "out.tar", "--json").value == [manifest]
 
 
-def test_save_and_load_quiet(here, aimage):
+def test_save_and_load_quiet(here: Any, aimage: Callable[..., Aimage]) -> None:
     assert here("save", "tiny", "-o", "out.tar", "-q").err == ""
     assert aimage("there")("load", "out.tar", "-q").err == ""
 
 
-def test_save_pipes_into_load(here, aimage):
+def test_save_pipes_into_load(here: Any, aimage: Callable[..., Aimage]) -> None:
     there = aimage("there")
     save, load = (" ".join(PROGRAM) + f" {verb}" for verb in ("save tiny", "load"))
     shell = f"{save} | tee x.tar | gzip | AIMAGE_STORE={there.store} {load} --json"
@@ -90,7 +92,7 @@ def test_save_pipes_into_load(here, aimage):
     assert (here.home / "x.tar").read_bytes() == (here.home / "y.tar").read_bytes()
 
 
-def test_save_writes_only_the_archive_to_stdout(here):
+def test_save_writes_only_the_archive_to_stdout(here: Any) -> None:
     command = [*PROGRAM, "save", "tiny", "-o", "-", "--json"]
     done = run(command, env=here.env(), timeout=120)
     last = json.loads(done.stderr.splitlines()[-1])
@@ -98,7 +100,7 @@ def test_save_writes_only_the_archive_to_stdout(here):
     assert last["digest"] == f"sha256:{hashlib.sha256(done.stdout).hexdigest()}"
 
 
-def test_a_closed_pipe_fails_a_save(here):
+def test_a_closed_pipe_fails_a_save(here: Any) -> None:
     shell = f"{' '.join(PROGRAM)} save tiny -o - | head -c 1000 | wc -c; exit ${{PIPESTATUS[0]}}"
     done = run(["bash", "-c", shell], env=here.env(), text=True)
     assert (done.returncode, done.stdout.strip()) == (1, "1000")
@@ -109,7 +111,7 @@ def test_a_closed_pipe_fails_a_save(here):
 @pytest.mark.parametrize(
     "arguments", [("save", "tiny"), ("load",), ("load", "-i", "-")], ids=" ".join
 )
-def test_save_to_a_terminal_is_refused(here, arguments):
+def test_save_to_a_terminal_is_refused(here: Any, arguments: tuple[str, ...]) -> None:
     leader, follower = pty.openpty()
     try:
         done = run(
@@ -127,7 +129,7 @@ def test_save_to_a_terminal_is_refused(here, arguments):
     assert "an archive" in done.stderr
 
 
-def test_load_reads_its_input_option_and_stdin(here, aimage):
+def test_load_reads_its_input_option_and_stdin(here: Any, aimage: Callable[..., Aimage]) -> None:
     here("save", "tiny", "-o", "out.tar")
     there = aimage(here.home)
     there.store = here.home / "elsewhere"
@@ -137,7 +139,7 @@ def test_load_reads_its_input_option_and_stdin(here, aimage):
     assert "stdin is not a tar archive" in there("load", code=5, stdin="no archive").err
 
 
-def test_usage_errors_of_save_and_load(here):
+def test_usage_errors_of_save_and_load(here: Any) -> None:
     assert "see: aimage" in here("save", "-o", "x.tar", code=2).err
     assert "is a directory" in here("save", "tiny", "-o", ".", code=2).err
     assert "a tag is needed" in here("load", "x", "--as", f"x@{here.digest}", code=2).err
@@ -146,7 +148,7 @@ def test_usage_errors_of_save_and_load(here):
     assert not (here.home / "x.tar").exists()
 
 
-def test_a_damaged_store_writes_no_archive(here):
+def test_a_damaged_store_writes_no_archive(here: Any) -> None:
     path = max((here.store / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
     path.chmod(0o644)
     data = bytearray(path.read_bytes())
@@ -157,7 +159,7 @@ def test_a_damaged_store_writes_no_archive(here):
     assert (here.home / "x.tar").read_text() == "old"
 
 
-def test_a_damaged_archive_tags_nothing(here, aimage):
+def test_a_damaged_archive_tags_nothing(here: Any, aimage: Callable[..., Aimage]) -> None:
     here("save", "tiny", "-o", "x.tar")
     file = here.home / "x.tar"
     data = bytearray(file.read_bytes())
@@ -171,7 +173,9 @@ def test_a_damaged_archive_tags_nothing(here, aimage):
     assert "x.tar" in there("load", "x.tar", code=5).err
 
 
-def test_intact_names_are_printed_before_the_error(here, aimage):
+def test_intact_names_are_printed_before_the_error(
+    here: Any, aimage: Callable[..., Aimage]
+) -> None:
     layout = ImageLayout(here.store)
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"away")])
     layout.push(away.descriptor, bytes_body(away.raw), Reference.parse("half"))
@@ -182,7 +186,9 @@ def test_intact_names_are_printed_before_the_error(here, aimage):
     assert "half:latest is missing sha256:" in done.err
 
 
-def test_save_of_an_index_reports_omitted_manifests(here, aimage):
+def test_save_of_an_index_reports_omitted_manifests(
+    here: Any, aimage: Callable[..., Aimage]
+) -> None:
     layout = ImageLayout(here.store)
     away = artifact.manifest(artifact.blob(b"{}"), [])
     both = artifact.index([layout.resolve(Reference.parse("tiny")), away.descriptor])
@@ -192,14 +198,14 @@ def test_save_of_an_index_reports_omitted_manifests(here, aimage):
     assert aimage("there")("load", "x.tar").line == f"all:latest {both.digest}"
 
 
-def small_disk(place):
+def small_disk(place: Any) -> None:
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)]
     if run(mount).returncode:
         pytest.skip("no small disk can be mounted here")
 
 
-def test_save_on_a_full_disk_fails(here, aimage):
+def test_save_on_a_full_disk_fails(here: Any, aimage: Callable[..., Aimage]) -> None:
     small = here.home / "small"
     small_disk(small)
     try:
@@ -219,7 +225,7 @@ def test_save_on_a_full_disk_fails(here, aimage):
         run(["umount", str(small)], check=True)
 
 
-def test_ctrl_c_during_a_save_leaves_no_file(here):
+def test_ctrl_c_during_a_save_leaves_no_file(here: Any) -> None:
     """A pipe without a reader keeps the archive incomplete."""
     read_end, write_end = os.pipe()
     layout = ImageLayout(here.store)
@@ -243,7 +249,7 @@ def test_ctrl_c_during_a_save_leaves_no_file(here):
 
 
 @pytest.mark.integration
-def test_ctrl_c_during_a_load_leaves_no_name(here, aimage):
+def test_ctrl_c_during_a_load_leaves_no_name(here: Any, aimage: Callable[..., Aimage]) -> None:
     """The pipe stalls: no partial blob remains, and nothing is tagged."""
     artifact.put_artifact(ImageLayout(here.store), "large", b"1" * 9_000_000)
     here("save", "large", "-o", "x.tar")
@@ -264,7 +270,7 @@ def test_ctrl_c_during_a_load_leaves_no_name(here, aimage):
 
 
 @pytest.mark.integration
-def test_skopeo_reads_a_saved_archive(here, skopeo):
+def test_skopeo_reads_a_saved_archive(here: Any, skopeo: str) -> None:
     here("tag", "tiny", "localhost:5000/team/tiny:v1")
     here("save", "tiny", "localhost:5000/team/tiny:v1", "-o", "x.tar")
     for name in ("tiny:latest", "localhost:5000/team/tiny:v1"):
@@ -284,7 +290,9 @@ def test_skopeo_reads_a_saved_archive(here, skopeo):
 
 
 @pytest.mark.integration
-def test_load_reads_an_archive_of_skopeo(here, aimage, skopeo):
+def test_load_reads_an_archive_of_skopeo(
+    here: Any, aimage: Callable[..., Aimage], skopeo: str
+) -> None:
     for name in (":named:v1", ":v1", ""):
         (here.home / "x.tar").unlink(missing_ok=True)
         source, target = f"oci:{here.store}:tiny:latest", f"oci-archive:x.tar{name}"
@@ -300,7 +308,9 @@ def test_load_reads_an_archive_of_skopeo(here, aimage, skopeo):
 
 
 @pytest.mark.integration
-def test_load_decompresses_layers_of_skopeo(here, aimage, skopeo, tiny):
+def test_load_decompresses_layers_of_skopeo(
+    here: Any, aimage: Callable[..., Aimage], skopeo: str, tiny: Path
+) -> None:
     """As after a pull: an AImage in the container dialect can be run and pushed."""
     here("create", "boxed", tiny, "--dialect", "container")
     source = f"oci:{here.store}:boxed:latest"
@@ -314,7 +324,7 @@ def test_load_decompresses_layers_of_skopeo(here, aimage, skopeo, tiny):
         assert (there.store / "blobs" / "sha256" / layer["digest"][7:]).exists()
 
 
-def test_a_partial_aimage_is_not_saved(aimage, pushed):
+def test_a_partial_aimage_is_not_saved(aimage: Callable[..., Aimage], pushed: str) -> None:
     there = aimage("there")
     there("pull", pushed, "--component", "vae")
     done = there("save", pushed, "-o", "out.tar", code=3)

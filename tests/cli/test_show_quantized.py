@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clowder_aimage.cli.verbs.show import _quantized
 from tests.importer.valued import make_valued
+from tests.process import Aimage
 
 
 def rows(text: str) -> dict[str, str]:
@@ -14,7 +19,9 @@ def rows(text: str) -> dict[str, str]:
     return {line.split()[0]: line for line in table}
 
 
-def test_show_lists_the_quantization_of_components(aimage, tmp_path):
+def test_show_lists_the_quantization_of_components(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     here, model = aimage(), make_valued(tmp_path / "model", "F32")
     here("create", "m", model.directory, "--quantize", "transformer=int8,text_encoder=int4")
     found = rows(here("show", "m").out)
@@ -28,7 +35,9 @@ def test_show_lists_the_quantization_of_components(aimage, tmp_path):
     assert facts["transformer"]["quantization"]["tensors"] == 23
 
 
-def test_show_omits_quantization_of_plain_models(aimage, tmp_path):
+def test_show_omits_quantization_of_plain_models(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     here, model = aimage(), make_valued(tmp_path / "model", "F32")
     here("create", "m", model.directory)
     found = rows(here("show", "m").out)
@@ -46,5 +55,5 @@ def test_show_omits_quantization_of_plain_models(aimage, tmp_path):
         ({"quantization": {"type": "a\nb", "tensors": 3}, "tensors": 3}, "a b (3 of 3 tensors)"),
     ],
 )
-def test_show_accepts_configs_without_quantization_details(part, said):
+def test_show_accepts_configs_without_quantization_details(part: dict[str, Any], said: str) -> None:
     assert _quantized(part) == said

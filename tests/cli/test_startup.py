@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.process import run
+from tests.process import Aimage, run
 
 HEAVY = {
     *("mlx", "numpy", "PIL", "jinja2", "tokenizers", "torch", "safetensors"),
@@ -31,19 +33,19 @@ def imported_by(*arguments: str) -> set[str]:
     [("--help",), ("pull", "--help"), ("run", "--help")],
     ids=" ".join,
 )
-def test_help_imports_no_heavy_modules(arguments):
+def test_help_imports_no_heavy_modules(arguments: tuple[str, ...]) -> None:
     modules = imported(*arguments)
     assert "click" in modules  # the list is not empty
     assert not {m for m in modules if m.partition(".")[0] in HEAVY}
 
 
-def test_version_imports_fewer_modules_than_help():
+def test_version_imports_fewer_modules_than_help() -> None:
     modules = imported("--version")
     assert "click" in modules
     assert "clowder_aimage.oci" not in modules
 
 
-def test_version_imports_little_more_than_click():
+def test_version_imports_little_more_than_click() -> None:
     """The goal is at most 1.2 times the time of importing click (benchmarks/startup.py)."""
     more = imported("--version") - imported_by("-c", "import click, runpy")
     ours = {name for name in more if name.startswith("clowder_aimage")}
@@ -55,7 +57,7 @@ def test_version_imports_little_more_than_click():
     assert not more & {"dataclasses", "difflib", "json", "logging", "pathlib", "urllib.parse"}
 
 
-def test_completing_a_verb_imports_no_verb(monkeypatch):
+def test_completing_a_verb_imports_no_verb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_AIMAGE_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "aimage pu")
     monkeypatch.setenv("COMP_CWORD", "1")
@@ -65,7 +67,7 @@ def test_completing_a_verb_imports_no_verb(monkeypatch):
     assert not {name for name in modules if name.startswith("clowder_aimage.cli.verbs")}
 
 
-def test_store_verbs_import_no_heavy_modules(stocked):
+def test_store_verbs_import_no_heavy_modules(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     store = str(here.store)
     for arguments in (("ls",), ("tag", "x", "y")):
@@ -75,7 +77,9 @@ def test_store_verbs_import_no_heavy_modules(stocked):
 
 
 @pytest.mark.integration
-def test_the_base_install_can_create_push_and_pull(aimage, tiny, repository):
+def test_the_base_install_can_create_push_and_pull(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     """No extra is imported."""
     here = aimage()
     extras = {"mlx", "numpy", "PIL", "jinja2", "tokenizers", "aiohttp"}

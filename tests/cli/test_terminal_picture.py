@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from clowder_aimage.cli.console.terminal_picture import (
     find_protocol,
 )
 from tests.cli.test_remote_verbs import at, drawing
-from tests.process import PROGRAM, spawn
+from tests.process import PROGRAM, Aimage, spawn
 from tests.scripted_worker import ScriptedWorker
 
 __all__ = ["at"]
@@ -55,11 +56,11 @@ def pixels(data: bytes) -> np.ndarray:
         ({}, ""),
     ],
 )
-def test_the_environment_names_the_terminal(environment, protocol):
+def test_the_environment_names_the_terminal(environment: dict[str, str], protocol: str) -> None:
     assert find_protocol(environment) == protocol
 
 
-def test_kitty_is_sent_a_png_in_chunks():
+def test_kitty_is_sent_a_png_in_chunks() -> None:
     data = picture() + bytes(9000)  # what follows the end of a PNG is ignored
     shown = escape_picture(data, KITTY, 80)
     parts = re.findall("\x1b_G([^;]*);([^\x1b]*)\x1b\\\\", shown)
@@ -71,7 +72,7 @@ def test_kitty_is_sent_a_png_in_chunks():
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
-def test_iterm2_is_sent_a_png(kind):
+def test_iterm2_is_sent_a_png(kind: str) -> None:
     shown = escape_picture(picture(kind), ITERM2, 3)
     found = re.fullmatch("\x1b]1337;File=inline=1;size=([0-9]+);width=2;[^:]*:(.*)\x07\n", shown)
     assert found is not None
@@ -107,7 +108,7 @@ def decode_sixel(text: str) -> np.ndarray:
     return canvas[:height]
 
 
-def test_sixels_are_the_picture():
+def test_sixels_are_the_picture() -> None:
     assert (decode_sixel(escape_picture(picture(), SIXEL, 80)) == pixels(picture())).all()
     assert decode_sixel(escape_picture(picture(), SIXEL, 3)).shape == (8, 20, 3)
 
@@ -134,7 +135,7 @@ print("same", termios.tcgetattr(0) == before)
         (b"", ""),
     ],
 )
-def test_a_terminal_is_asked(answer, protocol):
+def test_a_terminal_is_asked(answer: bytes, protocol: str) -> None:
     master, slave = pty.openpty()
     child = spawn(
         [sys.executable, "-c", ASK],
@@ -168,7 +169,9 @@ def read(master: int, answer: bytes = b"") -> str:
 @pytest.mark.parametrize(
     ("options", "is_shown"), [((), True), (("--no-show",), False), (("--json",), False)]
 )
-def test_run_draws_the_picture_in_the_terminal(at, options, is_shown):
+def test_run_draws_the_picture_in_the_terminal(
+    at: Callable[[ScriptedWorker], Aimage], options: tuple[str, ...], is_shown: bool
+) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
         master, slave = pty.openpty()
@@ -190,7 +193,7 @@ def test_run_draws_the_picture_in_the_terminal(at, options, is_shown):
     assert written.name in shown
 
 
-def test_show_without_a_terminal_is_a_warning(at):
+def test_show_without_a_terminal_is_a_warning(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         done = at(worker)("run", "tiny", "a fox", "--show")
     assert "not a terminal that can show pictures" in done.err

@@ -6,14 +6,18 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.oci import Digest, Reference, mediatype
-from clowder_aimage.usage import disk_usage, usage
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.usage import NameUsage, UsageReport, disk_usage, usage
+from tests.process import Aimage
 
 BLOB = "application/vnd.example.blob"
 
@@ -21,68 +25,69 @@ BLOB = "application/vnd.example.blob"
 class Store:
     """A layout written directly, as another tool may write it."""
 
-    def __init__(self, root):
+    def __init__(self, root: Path) -> None:
+        self.entries: list[Any]
         self.root, self.entries = root, []
         (root / "blobs" / "sha256").mkdir(parents=True)
         (root / "oci-layout").write_text('{"imageLayoutVersion":"1.0.0"}')
         self.save()
 
-    def save(self):
+    def save(self) -> None:
         index = {"schemaVersion": 2, "manifests": self.entries}
         (self.root / "index.json").write_text(json.dumps(index))
 
-    def blob(self, data, media_type=BLOB):
+    def blob(self, data: bytes, media_type: str = BLOB) -> dict[Any, Any]:
         digest = Digest.of(data)
         self.path(str(digest)).write_bytes(data)
         return {"mediaType": media_type, "digest": str(digest), "size": len(data)}
 
-    def document(self, value, media_type):
+    def document(self, value: dict[Any, Any], media_type: str) -> Any:
         raw = json.dumps({"schemaVersion": 2, "mediaType": media_type} | value).encode()
         return self.blob(raw, media_type)
 
-    def manifest(self, config, *layers, **fields):
+    def manifest(self, config: Any, *layers: Any, **fields: Any) -> Any:
         value = {"config": config, "layers": list(layers)} | fields
         return self.document(value, mediatype.OCI_MANIFEST)
 
-    def name(self, entry, name=None):
+    def name(self, entry: int | dict[str, Any] | None, name: str | None = None) -> None:
         """Tag it; without a name it is only listed in the index."""
         said = {"annotations": {mediatype.REF_NAME: name}} if name else {}
         self.entries.append(entry | said if isinstance(entry, dict) else entry)
         self.save()
 
-    def path(self, digest):
+    def path(self, digest: str) -> Path:
         return self.root / "blobs" / "sha256" / digest.removeprefix("sha256:")
 
     @property
-    def layout(self):
+    def layout(self) -> ImageLayout:
         return ImageLayout(self.root)
 
     @property
-    def usage(self):
+    def usage(self) -> UsageReport:
         return usage(self.layout, [self.root])
 
-    def share(self, name):
+    def share(self, name: str) -> NameUsage:
         (share,) = [share for share in self.usage.shares if name in share.names]
         return share
 
     @property
-    def sizes(self):
+    def sizes(self) -> dict[Any, Any]:
         """Return the sizes of all blobs by digest."""
         paths = (self.root / "blobs" / "sha256").iterdir()
         return {f"sha256:{path.name}": path.stat().st_size for path in paths}
 
-    def collected(self):
+    def collected(self) -> int:
         """Return the bytes that a collection would free now."""
         return Collector(self.layout, grace=0, dry_run=True).run().size
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
 @pytest.fixture
-def two(stocked, tiny):
+def two(stocked: Callable[[], Aimage], tiny: Path) -> Aimage:
     """Return two AImages that share all layers, one of them with two names."""
     here = stocked()
     here("create", "y", tiny, "--license", "mit")
@@ -90,15 +95,15 @@ def two(stocked, tiny):
     return here
 
 
-def on_disk(here):
+def on_disk(here: Aimage) -> Any:
     return sum(path.stat().st_size for path in (here.store / "blobs" / "sha256").iterdir())
 
 
-def gc_size(here):
+def gc_size(here: Aimage) -> Any:
     return here("--json", "gc", "--dry-run", "--grace", "0").value["size"]
 
 
-def test_each_blob_counts_once_in_the_total(two):
+def test_each_blob_counts_once_in_the_total(two: Aimage) -> None:
     value = two("--json", "du").value
     assert value["total"]["size"] == value["total"]["freed"] == on_disk(two)
     for row in [*value["manifests"], value["total"]]:
@@ -108,14 +113,14 @@ def test_each_blob_counts_once_in_the_total(two):
     assert shared == {value["total"]["shared"]}  # the layers, which both share
 
 
-def test_unique_equals_the_bytes_freed_by_rm_and_gc(two):
+def test_unique_equals_the_bytes_freed_by_rm_and_gc(two: Aimage) -> None:
     (row,) = two("--json", "du", "y").value["manifests"]
     assert 0 < row["unique"] < row["shared"]
     two("rm", "y")
     assert gc_size(two) == row["unique"]
 
 
-def test_two_names_of_one_manifest_are_one_row(two):
+def test_two_names_of_one_manifest_are_one_row(two: Aimage) -> None:
     (row,) = two("--json", "du", "x", "also").value["manifests"]
     assert row["references"] == ["also:latest", "x:latest"]
     two("rm", "x")
@@ -124,14 +129,14 @@ def test_two_names_of_one_manifest_are_one_row(two):
     assert gc_size(two) == row["unique"]
 
 
-def test_several_names_report_what_they_free_together(two):
+def test_several_names_report_what_they_free_together(two: Aimage) -> None:
     total = two("--json", "du", "x", "y").value["total"]
     assert total["freed"] == total["size"] > total["unique"]
     value = two("--json", "du", "x").value
     assert value["total"]["freed"] == value["manifests"][0]["unique"]
 
 
-def test_du_table(two):
+def test_du_table(two: Aimage) -> None:
     lines = two("du").out.splitlines()
     assert lines[0].split() == ["NAME", "SIZE", "UNIQUE", "SHARED"]
     assert lines[lines.index("  and x:latest") - 1].startswith("also:latest  ")
@@ -140,18 +145,18 @@ def test_du_table(two):
     assert "freed if all of these were removed: " in two("du", "x").out.splitlines()[-1]
 
 
-def test_rows_are_sorted_by_unique_size(store):
+def test_rows_are_sorted_by_unique_size(store: Store) -> None:
     config = store.blob(b"{}")
     for name, count in (("b", 500), ("c", 1000), ("a", 500)):
         store.name(store.manifest(config, store.blob(name.encode() * count)), name)
     assert [share.names for share in store.usage.shares] == [("c",), ("a",), ("b",)]
 
 
-def test_du_of_an_unknown_name_fails(two):
+def test_du_of_an_unknown_name_fails(two: Aimage) -> None:
     assert "z:latest not found in the store" in two("du", "x", "z", code=3).err
 
 
-def test_a_missing_store_is_not_created(aimage):
+def test_a_missing_store_is_not_created(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     assert here("--json", "du").value["total"]["size"] == 0
     assert here("du").out.splitlines()[1].split() == ["total", *["0", "B"] * 3]
@@ -161,14 +166,14 @@ def test_a_missing_store_is_not_created(aimage):
     assert not here.store.exists()
 
 
-def test_a_store_that_is_a_file_fails(aimage):
+def test_a_store_that_is_a_file_fails(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     here.store.write_text("?")
     for verb in ("du", "df"):
         assert "is not a directory" in here(verb, code=1).err
 
 
-def test_du_and_df_import_no_network_modules(two):
+def test_du_and_df_import_no_network_modules(two: Aimage) -> None:
     from tests.cli.test_startup import HEAVY, imported
 
     for verb in ("du", "df"):
@@ -180,7 +185,7 @@ def test_du_and_df_import_no_network_modules(two):
 # -- partly pulled
 
 
-def test_missing_layers_are_reported_and_not_counted(two):
+def test_missing_layers_are_reported_and_not_counted(two: Aimage) -> None:
     before = two("--json", "du", "x").value["manifests"][0]
     manifest = json.loads(
         (two.store / "blobs" / "sha256" / before["digest"].partition(":")[2]).read_bytes()
@@ -201,7 +206,7 @@ def test_missing_layers_are_reported_and_not_counted(two):
     assert "  3 blobs, " in table[1]
 
 
-def test_a_missing_manifest_or_config_is_reported(store):
+def test_a_missing_manifest_or_config_is_reported(store: Store) -> None:
     config, layer = store.blob(b"{}" * 50), store.blob(b"layer")
     store.name(store.manifest(config, layer), "x")
     store.path(config["digest"]).unlink()
@@ -212,7 +217,7 @@ def test_a_missing_manifest_or_config_is_reported(store):
     assert (share.size, share.missing, share.missing_size) == (0, 1, manifest["size"])
 
 
-def test_a_truncated_blob_counts_with_its_actual_size(store):
+def test_a_truncated_blob_counts_with_its_actual_size(store: Store) -> None:
     layer = store.blob(b"layer" * 100)
     store.name(store.manifest(store.blob(b"{}"), layer), "x")
     before = store.share("x").size
@@ -223,7 +228,7 @@ def test_a_truncated_blob_counts_with_its_actual_size(store):
 # -- stores of other tools
 
 
-def test_an_index_includes_the_blobs_of_its_children(store):
+def test_an_index_includes_the_blobs_of_its_children(store: Store) -> None:
     config = store.blob(b"{}")
     here = store.manifest(config, store.blob(b"a" * 1000))
     absent = {"mediaType": mediatype.OCI_MANIFEST, "digest": "sha256:" + "b" * 64, "size": 7}
@@ -240,7 +245,7 @@ def test_an_index_includes_the_blobs_of_its_children(store):
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
-def test_nested_indexes_are_counted_in_any_order(outer_first, store):
+def test_nested_indexes_are_counted_in_any_order(outer_first: bool, store: Store) -> None:
     """The result does not depend on the order of the indexes, whatever their depth."""
     document = store.manifest(store.blob(b"{}"), store.blob(b"layer" * 99))
     chain = [document]
@@ -256,7 +261,7 @@ def test_nested_indexes_are_counted_in_any_order(outer_first, store):
         assert store.share(f"n{number}").size == model + sum(sizes[: number + 1])
 
 
-def test_foreign_entries_are_counted(store):
+def test_foreign_entries_are_counted(store: Store) -> None:
     config = store.blob(b"{}")
     kinds = ("application/vnd.example.odd", "", mediatype.DOCKER_MANIFEST)
     for number, kind in enumerate(kinds):
@@ -274,7 +279,7 @@ def test_foreign_entries_are_counted(store):
     assert store.share("text").unique == 19 * 9
 
 
-def test_entries_without_a_name_are_listed(aimage, tmp_path):
+def test_entries_without_a_name_are_listed(aimage: Callable[..., Aimage], tmp_path: Path) -> None:
     here = aimage()
     store = Store(here.store)
     config = store.blob(b"{}")
@@ -292,7 +297,7 @@ def test_entries_without_a_name_are_listed(aimage, tmp_path):
     assert here("--json", "df").value[0]["names"] == 1
 
 
-def test_a_compressed_layer_and_its_decompressed_blob_are_counted(store):
+def test_a_compressed_layer_and_its_decompressed_blob_are_counted(store: Store) -> None:
     """The config references both, and a collection keeps both."""
     plain = store.blob(b"plain" * 99)
     config = store.blob(json.dumps({"rootfs": {"diff_ids": [plain["digest"]]}}).encode())
@@ -300,7 +305,7 @@ def test_a_compressed_layer_and_its_decompressed_blob_are_counted(store):
     assert store.share("x").size == sum(store.sizes.values())
 
 
-def scramble(store, seed):
+def scramble(store: Store, seed: int) -> None:
     """Store documents that reference each other at random; return the names of some."""
     draw = random.Random(seed)
     known = [store.blob(b"%d" % number * draw.randrange(1, 99)) for number in range(25)]
@@ -329,7 +334,7 @@ def scramble(store, seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_unique_equals_the_bytes_freed_by_collect(seed, store):
+def test_unique_equals_the_bytes_freed_by_collect(seed: int, store: Store) -> None:
     """``unique`` is freed when all entries of a manifest are removed, whatever they reference."""
     scramble(store, seed)
     found, entries, before = store.usage, store.entries, store.collected()
@@ -351,14 +356,14 @@ def test_unique_equals_the_bytes_freed_by_collect(seed, store):
     assert store.collected() - before == freed
 
 
-def names_of(found):
+def names_of(found: UsageReport) -> list[Any]:
     return [[name for name in share.names if name] for share in found.shares]
 
 
 # -- the store as a whole
 
 
-def test_df_reports_the_usage_of_a_store(two):
+def test_df_reports_the_usage_of_a_store(two: Aimage) -> None:
     (row,) = two("--json", "df").value
     files = list((two.store / "blobs" / "sha256").iterdir())
     assert row["store"] == str(two.store)
@@ -374,7 +379,7 @@ def test_df_reports_the_usage_of_a_store(two):
     assert text[4].startswith("unneeded    2 blobs, ")
 
 
-def test_a_sparse_blob_allocates_less_than_its_size(store):
+def test_a_sparse_blob_allocates_less_than_its_size(store: Store) -> None:
     path = store.path("sha256:" + "c" * 64)
     with path.open("wb") as file:
         file.truncate(1 << 30)
@@ -383,7 +388,7 @@ def test_a_sparse_blob_allocates_less_than_its_size(store):
     assert found.allocated == path.stat().st_blocks * 512 < 1 << 20
 
 
-def test_df_reports_unfinished_downloads(store):
+def test_df_reports_unfinished_downloads(store: Store) -> None:
     ingest = store.root / ".aimage" / "ingest"
     ingest.mkdir(parents=True)
     with (ingest / ("d" * 64)).open("wb") as file:
@@ -398,7 +403,7 @@ def test_df_reports_unfinished_downloads(store):
     assert 100_000 <= taken < 1 << 20
 
 
-def test_files_that_are_not_blobs_are_not_counted(store):
+def test_files_that_are_not_blobs_are_not_counted(store: Store) -> None:
     blobs = store.root / "blobs"
     store.blob(b"one")
     (blobs / "sha256" / "notes.txt").write_text("x")
@@ -410,7 +415,7 @@ def test_files_that_are_not_blobs_are_not_counted(store):
     assert (disk_usage(store.layout).blobs, disk_usage(store.layout).size) == (1, 3)
 
 
-def test_df_lists_several_stores(aimage, tiny, tmp_path):
+def test_df_lists_several_stores(aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path) -> None:
     first, second = aimage("first"), aimage("second")
     second("create", "x", tiny)
     first("create", "y", tiny, "--license", "mit")
@@ -430,7 +435,7 @@ def test_df_lists_several_stores(aimage, tiny, tmp_path):
 # -- cost
 
 
-def test_each_document_is_read_once(store, monkeypatch):
+def test_each_document_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     config = store.blob(b"{}")
     for number in range(20):
         manifest = store.manifest(config, store.blob(b"%d" % number))
@@ -440,7 +445,7 @@ def test_each_document_is_read_once(store, monkeypatch):
     opened = []
     real = ImageLayout.open
 
-    def record(self, content, *rest):
+    def record(self: ImageLayout, content: Descriptor, *rest: Any) -> Any:
         opened.append(content)
         return real(self, content, *rest)
 
@@ -453,7 +458,7 @@ def test_each_document_is_read_once(store, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_du_of_a_thousand_aimages_with_1200_layers(aimage):
+def test_du_of_a_thousand_aimages_with_1200_layers(aimage: Callable[..., Aimage]) -> None:
     """90 % of the layers are shared: 120,000 blobs, 400 MB of manifests."""
     here = aimage()
     store = Store(here.store)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import encode_header
-from tests.process import PROGRAM, run
+from tests.process import PROGRAM, Aimage, Done, run
 from tests.vectors.vector import HERE
 
 CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
@@ -23,17 +25,17 @@ MEDIA_TYPES = {"clowder": mediatype.AIMAGE_CONFIG, "container": mediatype.OCI_CO
 
 
 @pytest.fixture
-def here(aimage):
+def here(aimage: Callable[..., Aimage]) -> Aimage:
     return aimage()
 
 
-def document(here, name, text):
+def document(here: Aimage, name: str, text: str) -> Path:
     path = here.home / name
     path.write_text(text)
     return path
 
 
-def named(here, name, manifest, *blobs):
+def named(here: Aimage, name: str, manifest: Any, *blobs: bytes) -> Descriptor:
     """Return a store in which ``name`` is a manifest (bytes or a value) with those blobs."""
     data = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     layout = ImageLayout(here.store)
@@ -44,24 +46,26 @@ def named(here, name, manifest, *blobs):
     return content
 
 
-def written(dialect="clowder", config=CONFIG, layers=(FILE,)):
+def written(
+    dialect: str = "clowder", config: bytes = CONFIG, layers: tuple[Layer, ...] = (FILE,)
+) -> tuple[Any, bytes]:
     manifest, config = DIALECTS[dialect].write(AImage(config, layers))
     return json.loads(manifest.raw), config
 
 
-def pointers(done):
+def pointers(done: Done) -> list[Any]:
     return [one["pointer"] for one in done.value["violations"]]
 
 
 # -- files
 
 
-def test_a_valid_file_passes(here):
+def test_a_valid_file_passes(here: Aimage) -> None:
     done = here("validate", HERE / "oci-manifest.json")
     assert (done.line, done.err) == (f"{HERE / 'oci-manifest.json'}: valid oci-manifest", "")
 
 
-def test_all_violations_are_listed_with_line_and_path(here):
+def test_all_violations_are_listed_with_line_and_path(here: Aimage) -> None:
     path = document(
         here,
         "config.json",
@@ -84,7 +88,7 @@ def test_all_violations_are_listed_with_line_and_path(here):
     assert done.err == ""
 
 
-def test_violations_as_json(here):
+def test_violations_as_json(here: Aimage) -> None:
     path = document(here, "c.json", '{"schemaVersion": 1, "components": {},\n "context": 0}')
     done = here("validate", path, "--json", code=5)
     assert done.value == {
@@ -107,19 +111,19 @@ def test_violations_as_json(here):
     assert (good["valid"], good["schema"], good["violations"]) == (True, "oci-index", [])
 
 
-def test_stdin_is_validated(here):
+def test_stdin_is_validated(here: Aimage) -> None:
     done = here("validate", "-", stdin='{"schemaVersion":1,\n"components":[]}', code=5)
     assert done.line == "stdin:2:1: /components: [] is not of type 'object'"
     assert here("validate", "-", stdin=CONFIG.decode()).line == "stdin: valid aimage-config"
 
 
-def test_a_file_that_is_not_json_fails(here):
+def test_a_file_that_is_not_json_fails(here: Aimage) -> None:
     path = document(here, "it.json", '{\n  "a": 1\n  "b": 2\n}')
     done = here("validate", path, code=5)
     assert (done.line, done.err) == (f"{path}:3:3: not valid JSON: Expecting ',' delimiter", "")
 
 
-def test_a_duplicate_key_is_located(here):
+def test_a_duplicate_key_is_located(here: Aimage) -> None:
     text = (
         '{"schemaVersion": 1,\n "components": {"vae": {"size": 1,\n "size": 2}},\n'
         ' "components": {}}'
@@ -131,12 +135,12 @@ def test_a_duplicate_key_is_located(here):
     ]
 
 
-def test_a_pointer_is_escaped(here):
+def test_a_pointer_is_escaped(here: Aimage) -> None:
     path = document(here, "it.json", '{"schemaVersion":1,"components":{"a/b~c":{}}}')
     assert pointers(here("validate", path, "--json", code=5)) == ["/components/a~1b~0c"]
 
 
-def test_two_layers_of_one_name_are_reported(here):
+def test_two_layers_of_one_name_are_reported(here: Aimage) -> None:
     manifest, _ = written(layers=(FILE, Layer(FILE.descriptor, "vae/other.json")))
     manifest["layers"][1]["annotations"][mediatype.NAME] = FILE.name
     done = here("validate", document(here, "m.json", json.dumps(manifest)), code=5)
@@ -144,7 +148,7 @@ def test_two_layers_of_one_name_are_reported(here):
     assert "/layers/0/" in done.line
 
 
-def test_the_schema_can_be_given(here):
+def test_the_schema_can_be_given(here: Aimage) -> None:
     path = document(here, "it.json", "{}")
     done = here("validate", path, code=2)
     assert (done.out, "matches no known schema" in done.err) == ("", True)
@@ -153,7 +157,7 @@ def test_the_schema_can_be_given(here):
     assert len(here("validate", path, "--schema", "aimage-config", code=5).out.splitlines()) == 2
 
 
-def test_an_unknown_schema_fails(here):
+def test_an_unknown_schema_fails(here: Aimage) -> None:
     path = document(here, "it.json", "{}")
     for name in ("nonsense", "../config", ""):
         done = here("validate", path, "--schema", name, code=2)
@@ -163,7 +167,7 @@ def test_an_unknown_schema_fails(here):
     )
 
 
-def test_the_schema_of_a_damaged_document_is_detected(here):
+def test_the_schema_of_a_damaged_document_is_detected(here: Aimage) -> None:
     """The violation is reported rather than an unknown document."""
     manifest, _ = written()
     for key, new in (("mediaType", "application/wrong"), ("artifactType", 7), ("config", None)):
@@ -173,20 +177,20 @@ def test_the_schema_of_a_damaged_document_is_detected(here):
         assert pointers(done) == [f"/{key}"]
 
 
-def test_an_oversized_manifest_is_reported(here):
+def test_an_oversized_manifest_is_reported(here: Aimage) -> None:
     manifest, _ = written()
     manifest["x"] = "x" * (4 << 20)
     done = here("validate", document(here, "m.json", json.dumps(manifest)), code=5)
     assert "registries accept at most 4194304" in done.line
 
 
-def test_an_endless_file_is_not_read_in_full(here):
+def test_an_endless_file_is_not_read_in_full(here: Aimage) -> None:
     if not Path("/dev/zero").exists():
         pytest.skip("no /dev/zero")
     assert "too large for a document" in here("validate", "/dev/zero", code=5).line
 
 
-def test_a_named_pipe_is_validated(here):
+def test_a_named_pipe_is_validated(here: Aimage) -> None:
     command = " ".join([*PROGRAM, "validate", "<(cat oci.json)"])
     document(here, "oci.json", (HERE / "oci-index.json").read_text())
     done = run(
@@ -202,7 +206,7 @@ def test_a_named_pipe_is_validated(here):
 # -- safetensors
 
 
-def test_a_safetensors_file_passes(here, tiny):
+def test_a_safetensors_file_passes(here: Aimage, tiny: Path) -> None:
     (path,) = (tiny / "vae").glob("*.safetensors")
     assert here("validate", path).line == f"{path}: valid safetensors"
     blob = here.home / "blob"  # the layer's name is not used
@@ -218,7 +222,7 @@ def test_a_safetensors_file_passes(here, tiny):
         (encode_header([("a", "F32", [2])]) + b"1234", "the tensors have 8 bytes"),
     ],
 )
-def test_a_damaged_safetensors_file_fails(here, data, why):
+def test_a_damaged_safetensors_file_fails(here: Aimage, data: bytes, why: str) -> None:
     path = here.home / "model.safetensors"
     path.write_bytes(data)
     done = here("validate", path, code=5)
@@ -228,7 +232,7 @@ def test_a_damaged_safetensors_file_fails(here, data, why):
 # -- names
 
 
-def test_a_name_is_validated_with_its_config(here, tiny):
+def test_a_name_is_validated_with_its_config(here: Aimage, tiny: Path) -> None:
     here("create", "tiny", tiny)
     done = here("validate", "tiny", "--json")
     assert done.value["document"] == "tiny:latest"
@@ -239,7 +243,7 @@ def test_a_name_is_validated_with_its_config(here, tiny):
     assert len(here("validate", "tiny").out.splitlines()) == 2
 
 
-def test_a_violation_in_a_config_is_reported_with_its_digest(here):
+def test_a_violation_in_a_config_is_reported_with_its_digest(here: Aimage) -> None:
     manifest, config = written(config=b'{"schemaVersion":1,"components":{},"context":0}')
     named(here, "bad", manifest, config)
     done = here("validate", "bad", code=5)
@@ -247,7 +251,7 @@ def test_a_violation_in_a_config_is_reported_with_its_digest(here):
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
-def test_an_aimage_config_embedded_in_another_is_validated(here, dialect):
+def test_an_aimage_config_embedded_in_another_is_validated(here: Aimage, dialect: str) -> None:
     manifest, config = written(dialect, b'{"schemaVersion":1,"components":{},"context":0}')
     named(here, "bad", manifest, config)
     done = here("validate", "bad", "--json", code=5)
@@ -256,7 +260,7 @@ def test_an_aimage_config_embedded_in_another_is_validated(here, dialect):
     assert wrong["document"] == f"vnd.clowder.aimage.config in {manifest['config']['digest']}"
 
 
-def test_a_container_with_layers_missing_in_its_config_fails(here):
+def test_a_container_with_layers_missing_in_its_config_fails(here: Aimage) -> None:
     manifest, config = written("container")
     manifest["layers"][0]["digest"] = "sha256:" + "0" * 64
     manifest["layers"].append(manifest["layers"][0])
@@ -265,7 +269,7 @@ def test_a_container_with_layers_missing_in_its_config_fails(here):
     assert "must have one diff_id for each layer" in here("validate", "bad", code=5).line
 
 
-def test_a_foreign_container_image_passes(here):
+def test_a_foreign_container_image_passes(here: Aimage) -> None:
     config = b'{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":[]}}'
     manifest = {
         "schemaVersion": 2,
@@ -279,7 +283,7 @@ def test_a_foreign_container_image_passes(here):
     assert "not checked, no schema for application/vnd.oci.image.config" in lines[1]
 
 
-def test_a_config_of_another_size_and_digest_fails(here):
+def test_a_config_of_another_size_and_digest_fails(here: Aimage) -> None:
     manifest, config = written()
     named(here, "bad", manifest, config)
     path = here.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
@@ -288,7 +292,7 @@ def test_a_config_of_another_size_and_digest_fails(here):
     assert pointers(here("validate", "bad", "--json", code=5)) == ["/config/size", "/config/digest"]
 
 
-def test_a_damaged_manifest_in_the_store_fails(here):
+def test_a_damaged_manifest_in_the_store_fails(here: Aimage) -> None:
     manifest, config = written()
     content = named(here, "bad", manifest, config)
     path = here.store / "blobs" / str(content.digest).replace(":", "/")
@@ -299,7 +303,7 @@ def test_a_damaged_manifest_in_the_store_fails(here):
     assert "digest mismatch" in done.value["violations"][1]["message"]
 
 
-def test_an_index_is_validated_with_its_manifests(here):
+def test_an_index_is_validated_with_its_manifests(here: Aimage) -> None:
     good, config = written()
     bad, other = written(config=b'{"schemaVersion":1,"components":{},"size":-1}')
     blobs = [json.dumps(value).encode() for value in (good, bad)]
@@ -325,7 +329,7 @@ def test_an_index_is_validated_with_its_manifests(here):
     ]
 
 
-def test_an_index_that_references_itself_terminates(here):
+def test_an_index_that_references_itself_terminates(here: Aimage) -> None:
     """No digest can do so, but a damaged blob may."""
     index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
     content = named(here, "loop", index)
@@ -337,7 +341,7 @@ def test_an_index_that_references_itself_terminates(here):
     assert len(done.value["documents"]) == 1
 
 
-def test_an_unknown_name_fails(here):
+def test_an_unknown_name_fails(here: Aimage) -> None:
     done = here("validate", "nothing", code=3)
     assert (done.out, "nothing:latest not found in the store" in done.err) == ("", True)
     assert "file not found: nothing" in done.err
@@ -346,14 +350,14 @@ def test_an_unknown_name_fails(here):
         assert f"file not found: {what}" in done.err
 
 
-def test_a_file_takes_precedence_over_a_name(here, tiny):
+def test_a_file_takes_precedence_over_a_name(here: Aimage, tiny: Path) -> None:
     here("create", "tiny", tiny)
     document(here, "tiny", CONFIG.decode())
     assert here("validate", "tiny").line == "tiny: valid aimage-config"
     assert here("validate", "tiny:latest").out.startswith("tiny:latest: valid aimage-manifest")
 
 
-def test_schema_is_refused_with_a_name(here, tiny):
+def test_schema_is_refused_with_a_name(here: Aimage, tiny: Path) -> None:
     here("create", "tiny", tiny)
     assert "--schema" in here("validate", "tiny", "--schema", "oci-manifest", code=2).err
 
@@ -361,7 +365,7 @@ def test_schema_is_refused_with_a_name(here, tiny):
 # -- layouts
 
 
-def test_a_layout_passes(here, tiny):
+def test_a_layout_passes(here: Aimage, tiny: Path) -> None:
     here("create", "tiny", tiny)
     lines = here("validate", here.store).out.splitlines()
     assert [line.rpartition(" ")[2] for line in lines] == [
@@ -374,7 +378,7 @@ def test_a_layout_passes(here, tiny):
     assert f"{here.store}/blobs/sha256/" in lines[2]
 
 
-def test_a_violation_in_the_index_is_located(here):
+def test_a_violation_in_the_index_is_located(here: Aimage) -> None:
     manifest, config = written()
     content = named(here, "tiny", manifest, config)
     path = here.store / "index.json"
@@ -389,7 +393,7 @@ def test_a_violation_in_the_index_is_located(here):
     assert str(content.digest.encoded) in done.value["documents"][2]["document"]
 
 
-def test_a_layout_without_its_files_fails(here):
+def test_a_layout_without_its_files_fails(here: Aimage) -> None:
     place = here.home / "layout"
     place.mkdir()
     (place / "index.json").write_text("{")
@@ -398,7 +402,7 @@ def test_a_layout_without_its_files_fails(here):
     assert lines[1].startswith(f"{place}/index.json:1:2: not valid JSON")
 
 
-def test_a_layout_with_a_named_pipe_does_not_block(here):
+def test_a_layout_with_a_named_pipe_does_not_block(here: Aimage) -> None:
     """The pipe has no writer: reading it would block forever."""
     place = here.home / "layout"
     place.mkdir()
@@ -407,19 +411,19 @@ def test_a_layout_with_a_named_pipe_does_not_block(here):
     assert "index.json: missing file" in here("validate", place, code=5).line
 
 
-def test_an_oversized_config_is_not_read(here):
+def test_an_oversized_config_is_not_read(here: Aimage) -> None:
     manifest, _ = written()
     manifest["config"]["size"] = 1 << 40
     named(here, "large", manifest)
     assert "not checked, too large" in here("validate", "large").out
 
 
-def test_a_directory_that_is_not_a_layout_fails(here, tiny):
+def test_a_directory_that_is_not_a_layout_fails(here: Aimage, tiny: Path) -> None:
     done = here("validate", tiny, code=2)
     assert "is a directory, but not an OCI image layout" in done.err
 
 
-def test_validate_writes_nothing(here):
+def test_validate_writes_nothing(here: Aimage) -> None:
     manifest, config = written()
     named(here, "tiny", manifest, config)
     before = sorted((path, path.stat().st_mtime_ns) for path in here.store.rglob("*"))
@@ -428,14 +432,14 @@ def test_validate_writes_nothing(here):
     assert sorted((path, path.stat().st_mtime_ns) for path in here.store.rglob("*")) == before
 
 
-def test_control_characters_of_a_document_are_not_printed(here):
+def test_control_characters_of_a_document_are_not_printed(here: Aimage) -> None:
     path = document(
         here, "it.json", json.dumps({"schemaVersion": 1, "components": {"\x1b[2J": {}}})
     )
     assert "\x1b" not in here("validate", path, code=5).out
 
 
-def test_help_does_not_import_jsonschema(here):
+def test_help_does_not_import_jsonschema(here: Aimage) -> None:
     code = (
         "import sys, clowder_aimage.cli.verbs.validate as v, clowder_aimage.validate;"
         "print([m for m in sys.modules if m.startswith(('jsonschema', 'requests', 'mlx'))])"

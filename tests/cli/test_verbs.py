@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
+from tests.process import Aimage
 
-def test_stdout_is_only_the_digest(aimage, tiny):
+
+def test_stdout_is_only_the_digest(aimage: Callable[..., Aimage], tiny: Path) -> None:
     done = aimage()("create", "x", tiny)
     assert done.line.startswith("sha256:")
     assert "284 tensors" in done.err
     assert "0 of 292 blobs" in done.err
 
 
-def test_quiet_prints_nothing(aimage, tiny):
+def test_quiet_prints_nothing(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     assert here("create", "x", tiny, "-q").err == ""
     assert here("-q", "create", "y", tiny).err == ""
 
 
-def test_common_options_are_accepted_before_and_after_the_verb(aimage, tiny):
+def test_common_options_are_accepted_before_and_after_the_verb(
+    aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     here = aimage()
     elsewhere = here.home / "elsewhere"
     here("--store", elsewhere, "create", "x", tiny)
@@ -35,14 +41,18 @@ def test_common_options_are_accepted_before_and_after_the_verb(aimage, tiny):
         assert [row["reference"] for row in here(*arguments).value] == ["x:latest"]
 
 
-def test_the_default_store_is_the_platform_s_data_directory(aimage, tiny):
+def test_the_default_store_is_the_platform_s_data_directory(
+    aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     here = aimage()
     here.environment["AIMAGE_STORE"] = ""
     here("create", "x", tiny)
     assert (here.home / "data" / "aimage" / "index.json").is_file()
 
 
-def test_create_defaults_to_the_current_directory(aimage, tiny, tmp_path):
+def test_create_defaults_to_the_current_directory(
+    aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path
+) -> None:
     here = aimage()
     plain = here("create", "x", tiny).line
     here.home = tiny
@@ -50,7 +60,7 @@ def test_create_defaults_to_the_current_directory(aimage, tiny, tmp_path):
     assert here("create", "x").line == plain
 
 
-def test_the_created_time_is_only_set_when_given(aimage, tiny):
+def test_the_created_time_is_only_set_when_given(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     plain = here("create", "x", tiny).line
     here.environment["SOURCE_DATE_EPOCH"] = "1700000000"
@@ -63,14 +73,14 @@ def test_the_created_time_is_only_set_when_given(aimage, tiny):
         assert "--created" in here("create", "x", tiny, "--created", nonsense, code=2).err
 
 
-def test_create_stores_license_and_source(aimage, tiny):
+def test_create_stores_license_and_source(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     here("create", "x", tiny, "--license", "MIT", "--source", "https://example.com/model")
     config = here("show", "x", "--json").value["config"]
     assert (config["license"], config["source"]) == ("MIT", "https://example.com/model")
 
 
-def test_show_prints_a_model(aimage, tiny):
+def test_show_prints_a_model(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     digest = here("create", "x", tiny).line
     value = here("show", "x", "--json").value
@@ -85,7 +95,7 @@ def test_show_prints_a_model(aimage, tiny):
     assert "292 layers" in text
 
 
-def test_ls_tag_and_rm(aimage, tiny):
+def test_ls_tag_and_rm(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     assert here("ls", "--json").value == []
     digest = here("create", "x", tiny).line
@@ -98,7 +108,7 @@ def test_ls_tag_and_rm(aimage, tiny):
     assert "localhost:5000/team/x:v1" in here("ls").out
 
 
-def test_run_writes_images(aimage, tiny):
+def test_run_writes_images(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     here("create", "team/x:v2", tiny)
     done = here("run", "team/x:v2", "a fox", "--seed", 5, "--steps", 1, "-n", 2, "--json")
@@ -121,7 +131,7 @@ def test_run_writes_images(aimage, tiny):
     assert (here.home / "named-2.png").exists()
 
 
-def test_a_random_seed_is_printed(stocked):
+def test_a_random_seed_is_printed(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "one.png")
     (seed,) = [line.split()[1] for line in done.err.splitlines() if line.startswith("seed ")]
@@ -129,7 +139,7 @@ def test_a_random_seed_is_printed(stocked):
     assert (here.home / "one.png").read_bytes() == (here.home / "two.png").read_bytes()
 
 
-def test_replay_detects_a_changed_image(stocked):
+def test_replay_detects_a_changed_image(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     path = here.home / here("run", "x", "a fox", "--steps", 2, "--width", 96).line
     assert here("replay", path).line == "equal"
@@ -150,7 +160,7 @@ def test_replay_detects_a_changed_image(stocked):
     assert "by up to 8/255" in here("replay", path, code=5).out
 
 
-def test_progress_is_plain_text_without_a_terminal(stocked):
+def test_progress_is_plain_text_without_a_terminal(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "--seed", 1)
     assert "\r" not in done.err

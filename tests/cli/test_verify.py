@@ -6,7 +6,9 @@ import errno
 import json
 import os
 import shutil
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,12 +17,13 @@ from clowder_aimage.cli.main import cli
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
+from tests.process import Aimage
 
 GONE = "127.0.0.1:1"  # an unused port
 
 
 @pytest.fixture
-def stored(aimage, pushed_store):
+def stored(aimage: Callable[..., Aimage], pushed_store: tuple[Path, str]) -> Any:
     """Return a store with an AImage under two names that its registry has too."""
     here: Any = aimage()
     store, here.name = pushed_store
@@ -29,20 +32,20 @@ def stored(aimage, pushed_store):
     return here
 
 
-def blobs(here):
+def blobs(here: Any) -> list[Any]:
     manifest = json.loads((here.store / "blobs" / "sha256" / digest(here)).read_bytes())
     return [layer["digest"].removeprefix("sha256:") for layer in manifest["layers"]]
 
 
-def digest(here):
+def digest(here: Any) -> Any:
     return here("--json", "show", here.name).value["digest"].removeprefix("sha256:")
 
 
-def path_of(here, encoded):
+def path_of(here: Any, encoded: str) -> Any:
     return here.store / "blobs" / "sha256" / encoded
 
 
-def flip(path):
+def flip(path: Any) -> None:
     """Flip one bit, keeping the file's size and time."""
     times = path.stat()
     path.chmod(0o644)
@@ -53,18 +56,18 @@ def flip(path):
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def kinds(done):
+def kinds(done: Any) -> list[Any]:
     return sorted((problem["kind"], problem["what"][:19]) for problem in done.value["problems"])
 
 
-def test_an_intact_store_passes(stored):
+def test_an_intact_store_passes(stored: Any) -> None:
     done = stored("--json", "verify")
     assert done.value["problems"] == []
     assert done.value["blobs"] == len(set(blobs(stored))) + 2  # the config and the manifest
     assert "blobs intact" in stored("verify", "mine").line
 
 
-def test_a_flipped_bit_is_reported(stored):
+def test_a_flipped_bit_is_reported(stored: Any) -> None:
     encoded = blobs(stored)[7]
     flip(path_of(stored, encoded))
     done = stored("--json", "verify", code=5)
@@ -72,7 +75,7 @@ def test_a_flipped_bit_is_reported(stored):
     assert done.value["problems"][0]["names"] == [stored.name, "mine:latest"]
 
 
-def test_only_the_named_aimages_are_verified(stored, tiny):
+def test_only_the_named_aimages_are_verified(stored: Any, tiny: Path) -> None:
     stored("create", "other", tiny, "--license", "mit")
     flip(path_of(stored, digest(stored)))  # its manifest differs from the other's
     stored("verify", "other")
@@ -80,7 +83,7 @@ def test_only_the_named_aimages_are_verified(stored, tiny):
 
 
 @pytest.mark.parametrize("what", ["layer", "config", "manifest"])
-def test_repair_fetches_missing_blobs(stored, what):
+def test_repair_fetches_missing_blobs(stored: Any, what: str) -> None:
     manifest = json.loads(path_of(stored, digest(stored)).read_bytes())
     encoded = {
         "layer": blobs(stored)[0],
@@ -94,7 +97,7 @@ def test_repair_fetches_missing_blobs(stored, what):
     assert stored("--json", "verify").value["problems"] == []
 
 
-def test_repair_fetches_by_digest_when_the_tag_has_moved(stored, tiny):
+def test_repair_fetches_by_digest_when_the_tag_has_moved(stored: Any, tiny: Path) -> None:
     encoded = blobs(stored)[3]
     before = digest(stored)
     elsewhere = stored.home / "elsewhere"
@@ -106,7 +109,7 @@ def test_repair_fetches_by_digest_when_the_tag_has_moved(stored, tiny):
     stored("verify")
 
 
-def test_a_blob_missing_in_every_registry_is_reported(stocked):
+def test_a_blob_missing_in_every_registry_is_reported(stocked: Callable[[], Aimage]) -> None:
     here: Any = stocked()
     here.name = "x"
     path_of(here, blobs(here)[0]).unlink()
@@ -114,7 +117,7 @@ def test_a_blob_missing_in_every_registry_is_reported(stocked):
     assert "has no registry host" in done.out
 
 
-def test_a_damaged_blob_that_nothing_needs_is_removed(stored):
+def test_a_damaged_blob_that_nothing_needs_is_removed(stored: Any) -> None:
     stray = "ab" * 32
     path_of(stored, stray).write_bytes(b"something else")
     path_of(stored, stray).chmod(0o444)
@@ -129,7 +132,7 @@ def test_a_damaged_blob_that_nothing_needs_is_removed(stored):
 # -- repairs that fail
 
 
-def set_aside(store):
+def set_aside(store: Any) -> list[Any]:
     """Return damaged blobs that were moved away and not restored."""
     return list((store / ".aimage").glob("damaged.*"))
 
@@ -137,7 +140,9 @@ def set_aside(store):
 @pytest.mark.parametrize(
     ("name", "what"), [(f"{GONE}/team/x:v1", "layer"), ("x", "config"), ("x", "manifest")]
 )
-def test_a_damaged_blob_missing_in_every_registry_is_kept(name, what, aimage, tiny):
+def test_a_damaged_blob_missing_in_every_registry_is_kept(
+    name: str, what: str, aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     here: Any = aimage()
     here("create", name, tiny)
     here.name = name
@@ -157,7 +162,7 @@ def test_a_damaged_blob_missing_in_every_registry_is_kept(name, what, aimage, ti
     assert set_aside(here.store) == []
 
 
-def test_repair_continues_after_a_blob_that_cannot_be_fetched(stored, tiny):
+def test_repair_continues_after_a_blob_that_cannot_be_fetched(stored: Any, tiny: Path) -> None:
     """The registry lost one of two blobs."""
     other = f"{GONE}/team/other:v1"
     stored("create", other, tiny, "--license", "mit")
@@ -176,7 +181,9 @@ def test_repair_continues_after_a_blob_that_cannot_be_fetched(stored, tiny):
     assert kinds(stored("--json", "verify", code=5)) == [("damaged", f"sha256:{theirs[:12]}")]
 
 
-def test_a_damaged_blob_is_restored_when_its_repair_fails(stocked, monkeypatch):
+def test_a_damaged_blob_is_restored_when_its_repair_fails(
+    stocked: Callable[[], Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
     here: Any = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
@@ -185,7 +192,7 @@ def test_a_damaged_blob_is_restored_when_its_repair_fails(stocked, monkeypatch):
     layout = ImageLayout(here.store)
     report = verify.verify(layout)
 
-    def fetch(*_):
+    def fetch(*_: Any) -> NoReturn:
         assert not path.exists()  # the damaged blob was moved away
         raise KeyboardInterrupt
 
@@ -197,16 +204,16 @@ def test_a_damaged_blob_is_restored_when_its_repair_fails(stocked, monkeypatch):
 
 
 @pytest.fixture
-def refused(stocked, monkeypatch):
+def refused(stocked: Callable[[], Aimage], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a store with an intact blob that cannot be opened: ``refused(errno)``."""
     here: Any = stocked()
     here.name = "x"
 
-    def refuse(code, what="layer"):
+    def refuse(code: Any, what: str = "layer") -> tuple[Any, Any]:
         path = path_of(here, blobs(here)[5] if what == "layer" else digest(here))
         real = os.open
 
-        def opened(name, *arguments, **options):
+        def opened(name: str | bytes | os.PathLike[Any], *arguments: Any, **options: Any) -> int:
             if str(name) == str(path):
                 raise OSError(code, os.strerror(code))
             return real(name, *arguments, **options)
@@ -225,21 +232,23 @@ def refused(stocked, monkeypatch):
     ],
     ids=["permission", "disk"],
 )
-def test_an_unreadable_blob_is_reported(code, kind, refused):
+def test_an_unreadable_blob_is_reported(code: int, kind: str, refused: Any) -> None:
     store, path = refused(code)
     (problem,) = verify.verify(ImageLayout(store)).problems
     assert (problem.kind, problem.what) == (kind, f"sha256:{path.name}")
     assert os.strerror(code) in problem.message
 
 
-def test_an_unreadable_manifest_is_reported(refused):
+def test_an_unreadable_manifest_is_reported(refused: Any) -> None:
     store, path = refused(errno.EACCES, "manifest")
     problems = verify.verify(ImageLayout(store)).problems
     assert ("unreadable", f"sha256:{path.name}") in [(one.kind, one.what) for one in problems]
 
 
 @pytest.mark.parametrize("repair", [[], ["--repair"]], ids=["look", "repair"])
-def test_repair_leaves_a_blob_without_permission(repair, refused, capsys):
+def test_repair_leaves_a_blob_without_permission(
+    repair: list[str], refused: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     store, path = refused(errno.EACCES)
     before = path.stat()
     arguments = ["--store", str(store), "--json", "verify", *repair]
@@ -251,7 +260,7 @@ def test_repair_leaves_a_blob_without_permission(repair, refused, capsys):
     assert set_aside(store) == []
 
 
-def test_a_directory_in_place_of_a_blob_is_kept(stocked):
+def test_a_directory_in_place_of_a_blob_is_kept(stocked: Callable[[], Aimage]) -> None:
     here: Any = stocked()
     here.name = "x"
     path = path_of(here, blobs(here)[5])
@@ -267,7 +276,7 @@ def test_a_directory_in_place_of_a_blob_is_kept(stocked):
 # -- other files
 
 
-def test_a_file_that_is_not_a_blob_is_reported_and_kept(stored):
+def test_a_file_that_is_not_a_blob_is_reported_and_kept(stored: Any) -> None:
     (stored.store / "blobs" / "sha256" / "README").write_text("hello")
     done = stored("verify")
     assert "README" in done.out
@@ -275,7 +284,7 @@ def test_a_file_that_is_not_a_blob_is_reported_and_kept(stored):
     assert (stored.store / "blobs" / "sha256" / "README").exists()
 
 
-def test_a_symlink_among_the_blobs_is_not_followed(stored):
+def test_a_symlink_among_the_blobs_is_not_followed(stored: Any) -> None:
     secret = stored.home / "secret"
     secret.write_text("x")
     path_of(stored, "cd" * 32).symlink_to(secret)
@@ -283,15 +292,15 @@ def test_a_symlink_among_the_blobs_is_not_followed(stored):
     assert [problem["kind"] for problem in done.value["problems"]] == ["foreign"]
 
 
-def test_verify_of_an_unknown_name_fails(stored):
+def test_verify_of_an_unknown_name_fails(stored: Any) -> None:
     stored("verify", "nothing", code=3)
 
 
-def test_verify_of_an_empty_store(aimage):
+def test_verify_of_an_empty_store(aimage: Callable[..., Aimage]) -> None:
     assert aimage()("--json", "verify").value == {"blobs": 0, "size": 0, "problems": []}
 
 
-def test_writable_blobs_are_reported_and_made_read_only(stored):
+def test_writable_blobs_are_reported_and_made_read_only(stored: Any) -> None:
     path = path_of(stored, blobs(stored)[0])
     path.chmod(0o644)
     done = stored("--json", "verify")
@@ -301,7 +310,7 @@ def test_writable_blobs_are_reported_and_made_read_only(stored):
     assert stored("--json", "verify").value["problems"] == []
 
 
-def test_a_partial_aimage_may_lack_blobs(stored):
+def test_a_partial_aimage_may_lack_blobs(stored: Any) -> None:
     layout = ImageLayout(stored.store)
     reference = Reference.parse(stored.name)
     layout.untag(Reference.parse("mine"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from clowder_aimage.content.chunk import LOOK, PLENTY, BlobTransfer
@@ -14,25 +16,27 @@ SIZE = 8 * 1024**3
 class Ingest(MemoryIngest):
     """An ingest of ``SIZE`` missing bytes."""
 
-    def missing(self):
+    def missing(self) -> list[Any]:
         return [(0, SIZE)]
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
     monkeypatch.setattr("clowder_aimage.content.chunk.time.monotonic", lambda: now[0])
     return now
 
 
 @pytest.fixture
-def blob(clock):
+def blob(clock: list[float]) -> BlobTransfer:
     made = BlobTransfer(Descriptor("x/y", Digest("sha256", "ab" * 32), SIZE), Ingest({}, None))
     made.readers = 1
     return made
 
 
-def test_no_connection_joins_before_the_speed_is_known(blob, clock):
+def test_no_connection_joins_before_the_speed_is_known(
+    blob: BlobTransfer, clock: list[float]
+) -> None:
     taken = blob.claim(3)
     assert taken is not None
     clock[0] += 5  # the registry was slow to respond
@@ -44,7 +48,7 @@ def test_no_connection_joins_before_the_speed_is_known(blob, clock):
     assert blob.may_be_joined
 
 
-def test_an_unthrottled_connection_is_not_joined(blob, clock):
+def test_an_unthrottled_connection_is_not_joined(blob: Any, clock: list[float]) -> None:
     taken = blob.claim(3)
     blob.began(ranges=True)
     clock[0] += 1
@@ -56,7 +60,9 @@ def test_an_unthrottled_connection_is_not_joined(blob, clock):
     assert blob.may_be_joined
 
 
-def test_a_third_connection_does_not_join_a_fast_link(blob, clock):
+def test_a_third_connection_does_not_join_a_fast_link(
+    blob: BlobTransfer, clock: list[float]
+) -> None:
     first, second = blob.claim(3), blob.claim(3)
     assert first is not None and second is not None
     blob.readers = 2
@@ -69,7 +75,7 @@ def test_a_third_connection_does_not_join_a_fast_link(blob, clock):
     assert not blob.may_be_joined
 
 
-def test_a_blob_without_ranges_is_never_joined(blob, clock):
+def test_a_blob_without_ranges_is_never_joined(blob: BlobTransfer, clock: list[float]) -> None:
     blob.claim(3)
     blob.began(ranges=False)
     clock[0] += 60

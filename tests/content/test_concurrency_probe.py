@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from clowder_aimage.content.chunk import START, ConcurrencyProbe
@@ -9,7 +12,9 @@ from clowder_aimage.content.chunk import START, ConcurrencyProbe
 MIB = 1024 * 1024
 
 
-def run(limit, rate_of, seconds=20.0):
+def run(
+    limit: int, rate_of: Callable[[Any], Any], seconds: float = 20.0
+) -> tuple[ConcurrencyProbe, list[int], float]:
     """Return blocks of 1 MiB from ``width`` connections with the total rate ``rate_of(width)``."""
     width, now = ConcurrencyProbe(limit), 0.0
     seen = [width.value]
@@ -21,32 +26,32 @@ def run(limit, rate_of, seconds=20.0):
 
 
 @pytest.mark.parametrize("limit", [4, 64])
-def test_capped_connections_are_all_used(limit):
+def test_capped_connections_are_all_used(limit: int) -> None:
     width, seen, now = run(limit, lambda n: n * 20 * MIB)
     assert width.value == max(seen) == limit
     assert now < 5
 
 
 @pytest.mark.parametrize("limit", [4, 16])
-def test_connections_are_not_added_to_a_full_link(limit):
+def test_connections_are_not_added_to_a_full_link(limit: int) -> None:
     width, seen, _ = run(limit, lambda _: 100 * MIB)
     assert width.value == START
     assert width.settled
     assert max(seen) == min(limit, 2 * START)  # another connection was tried
 
 
-def test_unthrottled_connections_are_not_increased():
+def test_unthrottled_connections_are_not_increased() -> None:
     width, seen, _ = run(16, lambda n: n * 500 * MIB)
     assert max(seen) == START
     assert width.settled
 
 
-def test_six_connections_that_fill_the_link_are_kept():
+def test_six_connections_that_fill_the_link_are_kept() -> None:
     width, _, _ = run(16, lambda n: min(n, 6) * 50 * MIB)
     assert 4 <= width.value <= 6
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_a_small_budget_limits_the_connections(limit):
+def test_a_small_budget_limits_the_connections(limit: int) -> None:
     width = ConcurrencyProbe(limit)
     assert (width.value, width.settled) == (limit, True)

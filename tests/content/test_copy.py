@@ -7,6 +7,9 @@ import io
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,21 +34,26 @@ from tests.content.artifact import (
 )
 from tests.memory_store import MemoryStore
 
+if TYPE_CHECKING:
+    from clowder_aimage.content.copy_option import CopyEvent
+    from clowder_aimage.content.store import Body, Reader
+
+
 NAME = Reference.parse("a:v1")
 
 
-def watched(source, target, **options):
+def watched(source: MemoryStore, target: Recorder | MemoryStore, **options: Any) -> list[Any]:
     """Copy and return the events as well."""
-    events = []
+    events: list[Any] = []
     copy(source, NAME, target, on_event=events.append, **options)
     return events
 
 
-def total(events, *kinds):
+def total(events: Any, *kinds: str) -> Any:
     return sum(event.count for event in events if event.kind in kinds)
 
 
-def test_copy_transfers_all_blobs_and_tags_last():
+def test_copy_transfers_all_blobs_and_tags_last() -> None:
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"one", b"two")
     found = copy(source, NAME, target)
@@ -57,7 +65,7 @@ def test_copy_transfers_all_blobs_and_tags_last():
     assert target.resolve(NAME) == made.descriptor
 
 
-def test_copy_under_another_name():
+def test_copy_under_another_name() -> None:
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"one")
     copy(source, NAME, target, Reference.parse("b:v2"))
@@ -66,7 +74,7 @@ def test_copy_under_another_name():
         target.resolve(NAME)
 
 
-def test_existing_blobs_are_skipped_and_counted():
+def test_existing_blobs_are_skipped_and_counted() -> None:
     source, target = MemoryStore(), Recorder()
     put_artifact(source, "a:v1", b"x" * 1000, b"y" * 500, b"z" * 70)
     put(target, b"y" * 500)
@@ -82,7 +90,7 @@ def test_existing_blobs_are_skipped_and_counted():
     assert 500 not in {content.size for content in target.pushed}
 
 
-def test_a_repeated_copy_transfers_only_the_root():
+def test_a_repeated_copy_transfers_only_the_root() -> None:
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"one", b"two")
     copy(source, NAME, target)
@@ -91,7 +99,7 @@ def test_a_repeated_copy_transfers_only_the_root():
     assert target.pushed == [made.descriptor]
 
 
-def test_a_repeated_digest_is_copied_once():
+def test_a_repeated_digest_is_copied_once() -> None:
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"same", b"same", b"other", b"same")
     events = watched(source, target)
@@ -101,7 +109,7 @@ def test_a_repeated_digest_is_copied_once():
 
 
 @pytest.mark.parametrize("sizes", [(4, 5), (5, 4)])
-def test_a_digest_with_two_sizes_is_refused(sizes):
+def test_a_digest_with_two_sizes_is_refused(sizes: tuple[int, int]) -> None:
     """The correct size must not hide the wrong one, whatever their order."""
     source, target = MemoryStore(), MemoryStore()
     data = put(source, b"four")
@@ -113,7 +121,7 @@ def test_a_digest_with_two_sizes_is_refused(sizes):
     assert not target.exists(made.descriptor)
 
 
-def test_large_blobs_are_copied_first():
+def test_large_blobs_are_copied_first() -> None:
     source, target = MemoryStore(), Recorder()
     put_artifact(source, "a:v1", b"1" * 1, b"2" * 200, b"3" * 30)
     copy(source, NAME, target, concurrency=1)
@@ -129,14 +137,16 @@ class Failing(MemoryStore):
         self.bad = blob(bad)
         self.opened: list[Descriptor] = []
 
-    def open(self, content, offset=0, length=None, /):
+    def open(
+        self, content: Descriptor, offset: int = 0, length: int | None = None, /
+    ) -> io.BufferedReader[Any] | Reader:
         self.opened.append(content)
         if content.digest == self.bad.digest:
             return io.BufferedReader(Broken(b"x", NetworkError("the line is dead")))
         return super().open(content, offset, length)
 
 
-def test_the_first_failure_stops_the_copy_without_a_tag():
+def test_the_first_failure_stops_the_copy_without_a_tag() -> None:
     source, target = Failing(b"x" * 1000), Recorder()
     made = put_artifact(source, "a:v1", *(bytes([i]) * i for i in range(1, 100)), b"x" * 1000)
     with pytest.raises(NetworkError, match="the line is dead"):
@@ -149,7 +159,7 @@ def test_the_first_failure_stops_the_copy_without_a_tag():
     assert copy(source, NAME, target) == made.descriptor
 
 
-def test_damage_in_the_source_is_detected():
+def test_damage_in_the_source_is_detected() -> None:
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"true")
     source._blobs[made.layers[0].digest] = b"fals"
@@ -158,7 +168,7 @@ def test_damage_in_the_source_is_detected():
     assert not target.exists(made.layers[0])
 
 
-def test_a_damaged_manifest_fails_before_any_transfer():
+def test_a_damaged_manifest_fails_before_any_transfer() -> None:
     source, target = MemoryStore(), Recorder()
     made = put_artifact(source, "a:v1", b"one")
     source._blobs[made.digest] = made.raw.replace(b"2", b"3", 1)
@@ -167,7 +177,7 @@ def test_a_damaged_manifest_fails_before_any_transfer():
     assert target.pushed == []
 
 
-def test_a_missing_layer_raises_not_found():
+def test_a_missing_layer_raises_not_found() -> None:
     source, target = MemoryStore(), MemoryStore()
     made = manifest(put(source, b"{}"), [blob(b"absent")])
     source.push(made.descriptor, bytes_body(made.raw), NAME)
@@ -176,7 +186,7 @@ def test_a_missing_layer_raises_not_found():
     assert not target.exists(made.descriptor)
 
 
-def tree(source: MemoryStore):
+def tree(source: MemoryStore) -> tuple[Manifest, Manifest, Index, Index]:
     """Return an index of a manifest and of an index with the same manifest and another."""
     one = put_artifact(source, "x:one", b"one", b"common")
     two = put_artifact(source, "x:two", b"two", b"common")
@@ -187,7 +197,7 @@ def tree(source: MemoryStore):
     return one, two, inner, outer
 
 
-def test_an_index_is_copied_children_first_and_each_once():
+def test_an_index_is_copied_children_first_and_each_once() -> None:
     source, target = MemoryStore(), Recorder()
     one, two, inner, outer = tree(source)
     copy(source, NAME, target)
@@ -200,7 +210,7 @@ def test_an_index_is_copied_children_first_and_each_once():
             assert place[child.digest] < place[parent.digest]
 
 
-def test_a_child_of_unknown_type_is_copied_unchanged():
+def test_a_child_of_unknown_type_is_copied_unchanged() -> None:
     source, target = MemoryStore(), MemoryStore()
     odd = put(source, b"?", "application/vnd.example.manifest.v9")
     made = index([odd])
@@ -209,7 +219,7 @@ def test_a_child_of_unknown_type_is_copied_unchanged():
     assert target.exists(odd)
 
 
-def test_a_layer_with_a_manifest_media_type_is_copied_as_a_blob():
+def test_a_layer_with_a_manifest_media_type_is_copied_as_a_blob() -> None:
     source, target = MemoryStore(), Recorder()
     odd = put(source, b"not JSON at all", mediatype.OCI_MANIFEST)
     made = manifest(put(source, b"{}"), [odd])
@@ -229,7 +239,7 @@ def nested(source: MemoryStore, depth: int) -> None:
     source.tag(document.descriptor, NAME)
 
 
-def test_nested_indexes_are_read_once_each_up_to_a_depth():
+def test_nested_indexes_are_read_once_each_up_to_a_depth() -> None:
     source, target = MemoryStore(), MemoryStore()
     nested(source, 5)
     assert target.exists(copy(source, NAME, target))
@@ -238,17 +248,17 @@ def test_nested_indexes_are_read_once_each_up_to_a_depth():
         copy(source, NAME, target)
 
 
-def test_an_interrupt_stops_the_copy_between_two_reads():
+def test_an_interrupt_stops_the_copy_between_two_reads() -> None:
     """Ctrl-C in the caller's thread: each transfer ends with its current read."""
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"x" * 100, b"x" * 50)
     reading, left, reads = threading.Barrier(3), threading.Event(), []
 
     class Hanging(io.RawIOBase):
-        def readable(self):
+        def readable(self) -> bool:
             return True
 
-        def readinto(self, buffer):
+        def readinto(self, buffer: Any) -> int:
             reads.append(1)
             reading.wait(10)
             assert left.wait(10)
@@ -256,15 +266,17 @@ def test_an_interrupt_stops_the_copy_between_two_reads():
             return 1
 
     class Slow(MemoryStore):
-        def open(self, content, offset=0, length=None, /):
+        def open(
+            self, content: Descriptor, offset: int = 0, length: int | None = None, /
+        ) -> io.RawIOBase | Reader:
             return Hanging() if content.media_type == BLOB else source.open(content, offset, length)
 
-        def resolve(self, reference, /):
+        def resolve(self, reference: Reference, /) -> Descriptor:
             return source.resolve(reference)
 
     waits = []
 
-    def wait(futures, **options):
+    def wait(futures: Iterable[Future[Any]], **options: Any) -> Any:
         waits.append(options)
         if len(waits) == 1:
             reading.wait(10)
@@ -281,7 +293,7 @@ def test_an_interrupt_stops_the_copy_between_two_reads():
     assert not any(target.exists(child) for child in (made.descriptor, *made.layers))
 
 
-def test_a_failure_among_many_blobs_is_raised_at_once():
+def test_a_failure_among_many_blobs_is_raised_at_once() -> None:
     """Cancelled transfers are not awaited."""
     source = Failing(b"x" * 1000)
     put_artifact(source, "a:v1", *(bytes([i]) * i for i in range(1, 50)), b"x" * 1000)
@@ -291,12 +303,14 @@ def test_a_failure_among_many_blobs_is_raised_at_once():
     assert time.monotonic() - start < 0.9
 
 
-def test_a_retry_reduces_the_progress():
+def test_a_retry_reduces_the_progress() -> None:
     source = MemoryStore()
     made = put_artifact(source, "a:v1", b"x" * 100)
 
     class Retrying(MemoryStore):
-        def push(self, content, body, reference=None, /):
+        def push(
+            self, content: Descriptor, body: Body, reference: Reference | None = None, /
+        ) -> None:
             if content.size == 100:
                 with body() as file:
                     file.read(60)
@@ -310,11 +324,11 @@ def test_a_retry_reduces_the_progress():
     assert sum(counts) == 100
 
 
-def test_a_failing_observer_fails_the_copy():
+def test_a_failing_observer_fails_the_copy() -> None:
     source, target = MemoryStore(), MemoryStore()
     made = put_artifact(source, "a:v1", b"x")
 
-    def on_event(event):
+    def on_event(event: CopyEvent) -> None:
         if event.kind == "start":
             raise AImageError("enough")
 
@@ -323,7 +337,7 @@ def test_a_failing_observer_fails_the_copy():
     assert not target.exists(made.descriptor)
 
 
-def test_an_overlay_store_reads_its_documents_and_the_base():
+def test_an_overlay_store_reads_its_documents_and_the_base() -> None:
     below = MemoryStore()
     made = put_artifact(below, "a:v1", b"layer")
     other = manifest(blob(b"config", "application/x"), made.layers)

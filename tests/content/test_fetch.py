@@ -11,7 +11,8 @@ import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -25,10 +26,16 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 from tests.content.artifact import BLOB, blob
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from clowder_aimage.layout.ingest import FileIngest
+
+
 MIB = 1024 * 1024
 
 
-def noise(size, seed=b"seed"):
+def noise(size: int, seed: bytes = b"seed") -> bytes:
     """Return bytes without repetition."""
     return hashlib.shake_128(seed).digest(size)
 
@@ -43,9 +50,9 @@ class Counted(Source):
     ``together`` readers must be open before any except the first receives a byte.
     """
 
-    def __init__(self, *blobs, together=1, ranges=True):
+    def __init__(self, *blobs: bytes, together: int = 1, ranges: bool = True) -> None:
         self.blobs = {Digest.of(data): data for data in blobs}
-        self.opened = []  # (digest, offset, length)
+        self.opened: list[Any] = []  # (digest, offset, length)
         self.bytes: Counter[object] = Counter()
         self.busiest = 0
         # called with (digest, offset) before bytes are returned
@@ -54,15 +61,15 @@ class Counted(Source):
         self.under_way = 0
         self.together = together
         self.ranges = ranges
-        self.whole = set()  # digests that are sent from the start instead of a range
+        self.whole: set[Any] = set()  # digests that are sent from the start instead of a range
 
     def resolve(self, reference: object, /) -> NoReturn:
         raise NotFoundError(f"no {reference}")
 
-    def exists(self, content, /):
+    def exists(self, content: Descriptor, /) -> bool:
         return content.digest in self.blobs
 
-    def open(self, content, offset=0, length=None, /):
+    def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         with self.lock:
             self.opened.append((content.digest, offset, length))
             self.under_way += 1
@@ -71,26 +78,28 @@ class Counted(Source):
         end = content.size if length is None else offset + length
         return Reader(self, content, offset, end, first=len(self.opened) == 1)
 
-    def give(self, content, start, end):
+    def give(self, content: Descriptor, start: int, end: int) -> bytes:
         data = self.blobs[content.digest]
         return data[start:end]
 
-    def supports_ranges(self, content, /):
+    def supports_ranges(self, content: Descriptor, /) -> bool:
         return content.digest not in self.whole
 
-    def lengths(self, content):
+    def lengths(self, content: Descriptor) -> list[Any]:
         return [length for digest, _, length in self.opened if digest == content.digest]
 
 
 class Zeros(Counted):
     """Blobs of zeros of any size."""
 
-    def give(self, content, start, end):
+    def give(self, content: Descriptor, start: int, end: int) -> bytes:
         return bytes(end - start)
 
 
 class Reader(io.RawIOBase):
-    def __init__(self, source, content, offset, end, first):
+    def __init__(
+        self, source: Counted, content: Descriptor, offset: int, end: int, first: bool
+    ) -> None:
         self.source, self.content, self.offset, self.end = source, content, offset, end
         self.first = first
         is_part = (offset, end) != (0, content.size) or content.size > SMALL
@@ -98,10 +107,10 @@ class Reader(io.RawIOBase):
             source.whole.add(content.digest)
             source.bytes[content.digest] += offset
 
-    def readable(self):
+    def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer):
+    def readinto(self, buffer: Any) -> int:
         source = self.source
         if source.fail:
             source.fail(self.content.digest, self.offset)
@@ -115,7 +124,7 @@ class Reader(io.RawIOBase):
             source.bytes[self.content.digest] += len(data)
         return len(data)
 
-    def close(self):
+    def close(self) -> None:
         if not self.closed:
             with self.source.lock:
                 self.source.under_way -= 1
@@ -125,39 +134,46 @@ class Reader(io.RawIOBase):
 class Watch:
     """Sums events, and verifies that progress is consistent."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sums: Counter[object] = Counter()
         self.least = 0
 
-    def __call__(self, event):
+    def __call__(self, event: Any) -> None:
         with self.lock:
             self.sums[event.kind] += event.count
             self.least = min(self.least, event.count, self.sums["progress"])
 
     @property
-    def done(self):
+    def done(self) -> int:
         return self.sums["progress"] + self.sums["skip"]
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture
-def slow_network(monkeypatch):
+def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent connections from being fast enough to keep a blob to themselves."""
     monkeypatch.setattr(parts, "PLENTY", math.inf)
 
 
-def fetch(source, layout, *contents, connections=4, watch=None, rate=None):
+def fetch(
+    source: Counted,
+    layout: ImageLayout,
+    *contents: Descriptor,
+    connections: int = 4,
+    watch: Watch | None = None,
+    rate: Rate | None = None,
+) -> Watch:
     watch = watch or Watch()
     BlobDownload(source, layout, contents, CopyOptions(connections, watch, rate)).run()
     return watch
 
 
-def left_over(layout):
+def left_over(layout: ImageLayout) -> list[Any]:
     directory = layout.root / ".aimage" / "ingest"
     return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
@@ -165,7 +181,7 @@ def left_over(layout):
 # -- distribution of connections
 
 
-def test_idle_connections_join_the_largest_blob(layout, slow_network):
+def test_idle_connections_join_the_largest_blob(layout: ImageLayout, slow_network: None) -> None:
     source = Counted(BIG, together=3)
     watch = fetch(source, layout, CONTENT, connections=4)
     assert source.busiest >= 3  # they waited for each other; otherwise the source fails
@@ -176,7 +192,7 @@ def test_idle_connections_join_the_largest_blob(layout, slow_network):
     assert left_over(layout) == []
 
 
-def test_parts_shrink_towards_the_end(layout, slow_network):
+def test_parts_shrink_towards_the_end(layout: ImageLayout, slow_network: None) -> None:
     source = Counted(BIG, together=3)
     fetch(source, layout, CONTENT, connections=4)
     lengths = source.lengths(CONTENT)
@@ -186,14 +202,16 @@ def test_parts_shrink_towards_the_end(layout, slow_network):
     assert len(lengths) <= CONTENT.size // SMALLEST_PART + 1
 
 
-def test_half_of_a_slow_connection_s_rest_is_taken_over(layout, monkeypatch):
+def test_half_of_a_slow_connection_s_rest_is_taken_over(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each blob has a connection; the first free one joins the slow one."""
     monkeypatch.setattr(parts, "WORTH_SHARING", 0.01)
     smalls = [noise(1000, bytes([i])) for i in range(3)]
     source = Counted(BIG, *smalls, together=2)
     begun, joined = threading.Event(), threading.Event()
 
-    def fail(digest, offset):
+    def fail(digest: Any, offset: Any) -> None:
         if digest != CONTENT.digest:
             assert begun.wait(20)  # so that there is work left when the large one starts
         elif offset > 20 * MIB:
@@ -211,7 +229,7 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(layout, monkeypatch):
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
 
 
-def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(layout):
+def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(layout: ImageLayout) -> None:
     blobs = [noise(500_000, bytes([i])) for i in range(12)]
     source = Counted(*blobs, together=3)
     contents = [blob(data) for data in blobs]
@@ -222,7 +240,7 @@ def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(layout):
 
 
 @pytest.mark.parametrize("connections", [1, 3])
-def test_the_budget_is_never_exceeded(connections, layout):
+def test_the_budget_is_never_exceeded(connections: int, layout: ImageLayout) -> None:
     blobs = [BIG[: 9 * MIB], BIG[: 5 * MIB], *(noise(1000, bytes([i])) for i in range(20))]
     source = Counted(*blobs, together=connections)
     watch = fetch(source, layout, *(blob(data) for data in blobs), connections=connections)
@@ -231,14 +249,16 @@ def test_the_budget_is_never_exceeded(connections, layout):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_parts_received_out_of_order_are_hashed_correctly(algorithm, layout):
+def test_parts_received_out_of_order_are_hashed_correctly(
+    algorithm: str, layout: ImageLayout
+) -> None:
     """The connection with the first part arrives last."""
     content = Descriptor(BLOB, Digest.of(BIG, algorithm), len(BIG))
     source = Counted(BIG, together=3)
     source.blobs = {content.digest: BIG}
     behind = threading.Event()
 
-    def fail(_, offset):
+    def fail(_: Any, offset: Any) -> None:
         if offset >= 20 * MIB:
             behind.set()
         elif offset == MIB:
@@ -249,7 +269,7 @@ def test_parts_received_out_of_order_are_hashed_correctly(algorithm, layout):
     assert layout.path(content).read_bytes() == BIG
 
 
-def test_memory_is_independent_of_the_blob_size(layout):
+def test_memory_is_independent_of_the_blob_size(layout: ImageLayout) -> None:
     peaks = []
     for size in (20 * MIB, 80 * MIB):
         hasher = hashlib.sha256()
@@ -268,7 +288,7 @@ def test_memory_is_independent_of_the_blob_size(layout):
     assert peaks[1] < 16 * MIB  # for four connections: a buffer each, and the source's data
 
 
-def test_an_empty_blob_is_not_requested(layout):
+def test_an_empty_blob_is_not_requested(layout: ImageLayout) -> None:
     source = Counted(b"")
     fetch(source, layout, blob(b""))
     assert source.opened == []
@@ -278,7 +298,7 @@ def test_an_empty_blob_is_not_requested(layout):
 # -- servers without ranges
 
 
-def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout):
+def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout: ImageLayout) -> None:
     """At most the first part is sent twice, as the whole blob is requested after it."""
     source = Counted(BIG, ranges=False)
     watch = fetch(source, layout, CONTENT, connections=8)
@@ -288,11 +308,11 @@ def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout):
     assert watch.done == CONTENT.size
 
 
-def test_a_source_that_starts_to_ignore_ranges(layout):
+def test_a_source_that_starts_to_ignore_ranges(layout: ImageLayout) -> None:
     """One server behind a load balancer may differ from the others."""
     source = Counted(BIG, together=3)
 
-    def fail(_, offset):
+    def fail(_: Any, offset: Any) -> None:
         if offset >= 8 * MIB:
             source.ranges = False
 
@@ -309,19 +329,19 @@ def test_a_source_that_starts_to_ignore_ranges(layout):
 class Failing:
     """Delivers ``count`` bytes of a blob, then fails for every reader."""
 
-    def __init__(self, count, error):
+    def __init__(self, count: int, error: NetworkError | OSError | KeyboardInterrupt) -> None:
         self.left = count
         self.error = error
         self.lock = threading.Lock()
 
-    def __call__(self, digest, offset):
+    def __call__(self, digest: Any, offset: Any) -> None:
         with self.lock:
             self.left -= MIB
             if self.left < 0:
                 raise self.error
 
 
-def test_a_fetch_after_a_failure_requests_only_missing_bytes(layout):
+def test_a_fetch_after_a_failure_requests_only_missing_bytes(layout: ImageLayout) -> None:
     source, watch = Counted(BIG, together=3), Watch()
     source.fail = Failing(25 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError, match="gone"):
@@ -337,7 +357,7 @@ def test_a_fetch_after_a_failure_requests_only_missing_bytes(layout):
     assert left_over(layout) == []
 
 
-def test_a_failed_small_blob_leaves_no_partial(layout):
+def test_a_failed_small_blob_leaves_no_partial(layout: ImageLayout) -> None:
     data = BIG[: 3 * MIB]
     source = Counted(data)
     source.fail = Failing(2 * MIB, NetworkError("gone"))
@@ -346,7 +366,7 @@ def test_a_failed_small_blob_leaves_no_partial(layout):
     assert left_over(layout) == []
 
 
-def test_a_finished_fetch_leaves_the_partial_of_another_blob(layout):
+def test_a_finished_fetch_leaves_the_partial_of_another_blob(layout: ImageLayout) -> None:
     source = Counted(BIG)
     source.fail = Failing(25 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError):
@@ -358,7 +378,7 @@ def test_a_finished_fetch_leaves_the_partial_of_another_blob(layout):
     assert left_over(layout) == partial
 
 
-def test_wrong_bytes_are_discarded(layout):
+def test_wrong_bytes_are_discarded(layout: ImageLayout) -> None:
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
     with pytest.raises(VerificationError, match="digest mismatch"):
@@ -369,7 +389,7 @@ def test_wrong_bytes_are_discarded(layout):
     assert layout.exists(CONTENT)
 
 
-def test_wrong_bytes_are_not_requested_twice(layout):
+def test_wrong_bytes_are_not_requested_twice(layout: ImageLayout) -> None:
     """There is no other source."""
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
@@ -378,7 +398,7 @@ def test_wrong_bytes_are_not_requested_twice(layout):
     assert source.bytes[CONTENT.digest] == CONTENT.size
 
 
-def resumed(layout, data):
+def resumed(layout: ImageLayout, data: bytes) -> None:
     """Return the remains of an earlier fetch of the large blob."""
     ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(0, data)
@@ -386,7 +406,7 @@ def resumed(layout, data):
     assert left_over(layout)
 
 
-def test_a_damaged_partial_is_fetched_again_at_once(layout):
+def test_a_damaged_partial_is_fetched_again_at_once(layout: ImageLayout) -> None:
     resumed(layout, b"?" * (25 * MIB))
     source = Counted(BIG)
     watch = fetch(source, layout, CONTENT)
@@ -396,7 +416,7 @@ def test_a_damaged_partial_is_fetched_again_at_once(layout):
     assert left_over(layout) == []
 
 
-def test_a_complete_but_damaged_partial_is_fetched_again(layout):
+def test_a_complete_but_damaged_partial_is_fetched_again(layout: ImageLayout) -> None:
     resumed(layout, b"?" * CONTENT.size)
     source = Counted(BIG)
     fetch(source, layout, CONTENT)
@@ -404,7 +424,7 @@ def test_a_complete_but_damaged_partial_is_fetched_again(layout):
     assert source.bytes[CONTENT.digest] == CONTENT.size
 
 
-def test_a_damaged_partial_of_a_wrong_blob_is_fetched_again_once(layout):
+def test_a_damaged_partial_of_a_wrong_blob_is_fetched_again_once(layout: ImageLayout) -> None:
     resumed(layout, b"?" * (25 * MIB))
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
@@ -414,7 +434,7 @@ def test_a_damaged_partial_of_a_wrong_blob_is_fetched_again_once(layout):
     assert left_over(layout) == []
 
 
-def test_an_empty_blob_of_another_digest_is_refused(layout):
+def test_an_empty_blob_of_another_digest_is_refused(layout: ImageLayout) -> None:
     """A manifest may declare any digest with size zero."""
     content = Descriptor(BLOB, Digest.of(b"something"), 0)
     engine = BlobDownload(Counted(), layout, [content], CopyOptions(2, Watch()))
@@ -422,11 +442,11 @@ def test_an_empty_blob_of_another_digest_is_refused(layout):
         ended(engine)
 
 
-def ended(engine):
+def ended(engine: BlobDownload) -> None:
     """Run an engine to its end; raise AssertionError on a timeout."""
     errors = []
 
-    def run():
+    def run() -> None:
         try:
             engine.run()
         except BaseException as error:
@@ -444,7 +464,7 @@ def ended(engine):
         raise error
 
 
-def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
+def test_a_connection_that_joins_too_late_finishes_the_blob(layout: ImageLayout) -> None:
     """Bytes were left when it joined, and none when it took its part.
 
     The connections that received them have ended by then.
@@ -452,7 +472,7 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
     late = threading.Event()
 
     class Late(BlobDownload):
-        def _fetch_chunk(self, blob, buffer):
+        def _fetch_chunk(self, blob: parts.BlobTransfer, buffer: memoryview[int]) -> None:
             with self._changed:
                 if blob.readers == 2 and not late.is_set():
                     late.set()
@@ -460,7 +480,7 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
                     assert self._changed.wait_for(gone, 10), "it is not alone"
             super()._fetch_chunk(blob, buffer)
 
-    def fail(_, offset):
+    def fail(_: Any, offset: Any) -> None:
         assert not offset or late.wait(10), "nobody joined"
 
     source, watch = Counted(BIG), Watch()
@@ -471,18 +491,20 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(layout):
     assert left_over(layout) == []
 
 
-def test_a_source_that_ends_early_fails(layout):
+def test_a_source_that_ends_early_fails(layout: ImageLayout) -> None:
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-5]
     with pytest.raises(VerificationError, match="ended after"):
         fetch(source, layout, CONTENT)
 
 
-def test_a_full_disk_keeps_journaled_bytes(layout, monkeypatch):
+def test_a_full_disk_keeps_journaled_bytes(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is full for data and journal; earlier journal entries remain valid."""
     real, writes = os.pwrite, Failing(30 * MIB, OSError(errno.ENOSPC, "No space left on device"))
 
-    def pwrite(fd, data, offset):
+    def pwrite(fd: int, data: Buffer, offset: int) -> int:
         writes(None, offset)
         return real(fd, data, offset)
 
@@ -498,11 +520,13 @@ def test_a_full_disk_keeps_journaled_bytes(layout, monkeypatch):
     assert layout.path(CONTENT).read_bytes() == BIG
 
 
-def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(layout, monkeypatch):
+def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No blob stays locked: the same process may retry."""
     other = noise(20 * MIB, b"other")
 
-    def full(_):
+    def full(_: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     source = Counted(BIG, other, together=2)
@@ -517,7 +541,7 @@ def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(layout, monke
     assert layout.path(blob(other)).read_bytes() == other
 
 
-def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(layout):
+def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(layout: ImageLayout) -> None:
     source = Counted(BIG)
 
     class Interrupt(KeyboardInterrupt):
@@ -534,7 +558,7 @@ def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(layout):
 # -- shared downloads
 
 
-def test_two_fetches_of_one_blob_share_a_download(layout):
+def test_two_fetches_of_one_blob_share_a_download(layout: ImageLayout) -> None:
     source, waits = Counted(BIG), threading.Event()
     source.fail = lambda _, offset: waits.wait(20) if offset == 16 * MIB else None
     watches = [Watch(), Watch()]
@@ -560,13 +584,13 @@ def test_two_fetches_of_one_blob_share_a_download(layout):
     assert watches[1].sums["skip"] == CONTENT.size  # bytes of the other process count as existing
 
 
-def test_a_waiting_fetch_reports_the_progress_of_the_other(layout):
+def test_a_waiting_fetch_reports_the_progress_of_the_other(layout: ImageLayout) -> None:
     at_work = layout.ingest(CONTENT.digest.encoded, CONTENT)
     at_work.write_at(0, BIG[: 8 * MIB])
     seen, source, watch = threading.Event(), Counted(BIG), Watch()
 
     class Seeing(Watch):
-        def __call__(self, event):
+        def __call__(self, event: Any) -> None:
             super().__call__(event)
             watch(event)
             if watch.done >= 8 * MIB:
@@ -584,11 +608,11 @@ def test_a_waiting_fetch_reports_the_progress_of_the_other(layout):
     assert layout.exists(CONTENT)
 
 
-def test_the_second_fetch_takes_over_when_the_first_fails(layout):
+def test_the_second_fetch_takes_over_when_the_first_fails(layout: Any) -> None:
     first, second = Counted(BIG), Counted(BIG)
     reached, fails = threading.Event(), threading.Event()
 
-    def fail(_, offset):
+    def fail(_: Any, offset: Any) -> None:
         if offset >= 20 * MIB:
             reached.set()
             assert fails.wait(20)
@@ -597,7 +621,7 @@ def test_the_second_fetch_takes_over_when_the_first_fails(layout):
     first.fail = fail
     errors = []
 
-    def run():
+    def run() -> None:
         try:
             fetch(first, layout, CONTENT, connections=1)
         except NetworkError as error:
@@ -609,7 +633,7 @@ def test_the_second_fetch_takes_over_when_the_first_fails(layout):
     busy, spins = threading.Event(), threading.Event()
     ingest, looks = layout.ingest, []
 
-    def watched(*arguments):
+    def watched(*arguments: Any) -> FileIngest:
         looks.append(arguments)
         try:
             return ingest(*arguments)
@@ -638,19 +662,19 @@ def test_the_second_fetch_takes_over_when_the_first_fails(layout):
 
 
 class Clock:
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 100.0
-        self.waits = []
+        self.waits: list[Any] = []
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
-    def sleep(self, seconds):
+    def sleep(self, seconds: float) -> None:
         self.waits.append(seconds)
         self.now += seconds
 
 
-def test_a_rate_holds_on_average():
+def test_a_rate_holds_on_average() -> None:
     clock = Clock()
     rate = Rate(1000, clock=clock, sleep=clock.sleep)
     for _ in range(50):
@@ -659,7 +683,7 @@ def test_a_rate_holds_on_average():
     assert max(clock.waits) == pytest.approx(0.1)  # short fair delays
 
 
-def test_idle_time_gives_no_credit():
+def test_idle_time_gives_no_credit() -> None:
     clock = Clock()
     rate = Rate(1000, clock=clock, sleep=clock.sleep)
     rate.passed(1000)
@@ -668,7 +692,7 @@ def test_idle_time_gives_no_credit():
     assert clock.now == pytest.approx(162)
 
 
-def test_a_fetch_respects_the_rate(layout):
+def test_a_fetch_respects_the_rate(layout: ImageLayout) -> None:
     clock = Clock()
     limit = 4 * MIB
     rate = Rate(limit, clock=clock, sleep=clock.sleep)

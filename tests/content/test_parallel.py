@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import wait
+from typing import NoReturn
 
 import pytest
 
@@ -12,15 +13,15 @@ from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.errors import NetworkError
 
 
-def test_no_call_starts_after_a_failure(monkeypatch):
+def test_no_call_starts_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the waiting thread notices late."""
     stopped, begun = threading.Event(), []
     monkeypatch.setattr(parallel, "wait", lambda futures, **_: wait(futures, timeout=10))
 
-    def fail():
+    def fail() -> NoReturn:
         raise NetworkError("gone")
 
-    def next_one():
+    def next_one() -> None:
         if not stopped.is_set():
             begun.append(1)
 
@@ -29,14 +30,14 @@ def test_no_call_starts_after_a_failure(monkeypatch):
     assert begun == []
 
 
-def test_the_failure_is_raised_rather_than_a_cancellation():
+def test_the_failure_is_raised_rather_than_a_cancellation() -> None:
     stopped, both = threading.Event(), threading.Barrier(2)
 
-    def fail():
+    def fail() -> NoReturn:
         both.wait(10)
         raise NetworkError("gone")
 
-    def other():
+    def other() -> NoReturn:
         both.wait(10)
         assert stopped.wait(10)
         raise ParallelStoppedError
@@ -45,11 +46,11 @@ def test_the_failure_is_raised_rather_than_a_cancellation():
         in_parallel([other, fail], 2, stopped.set)
 
 
-def test_concurrency_is_limited():
+def test_concurrency_is_limited() -> None:
     lock, under_way, most, done = threading.Lock(), [], [], []
     full = threading.Barrier(3)
 
-    def call():
+    def call() -> None:
         with lock:
             under_way.append(1)
             most.append(len(under_way))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Drip(RawReader):
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(1, 50)), st.integers(1, 64))
-def test_correct_bytes_pass_in_reads_of_any_size(data, sizes, size):
+def test_correct_bytes_pass_in_reads_of_any_size(data: bytes, sizes: list[Any], size: int) -> None:
     with VerifyingReader(Drip(data, sizes), blob(data)) as reader:
         parts = []
         while part := reader.read(size):
@@ -37,7 +38,7 @@ def test_correct_bytes_pass_in_reads_of_any_size(data, sizes, size):
 
 
 @given(st.binary(max_size=50), st.binary(max_size=50))
-def test_wrong_bytes_fail_before_the_end(promised, sent):
+def test_wrong_bytes_fail_before_the_end(promised: bytes, sent: bytes) -> None:
     if promised == sent:
         return
     with (
@@ -47,7 +48,7 @@ def test_wrong_bytes_fail_before_the_end(promised, sent):
         reader.readall()
 
 
-def test_at_most_one_excess_byte_is_read():
+def test_at_most_one_excess_byte_is_read() -> None:
     content = blob(b"x" * 10)
     source = io.BytesIO(b"x" * 1000)
     with VerifyingReader(source, content) as reader:
@@ -57,25 +58,25 @@ def test_at_most_one_excess_byte_is_read():
         assert source.tell() == 11
 
 
-def test_the_error_of_a_short_source_has_both_sizes():
+def test_the_error_of_a_short_source_has_both_sizes() -> None:
     reader = VerifyingReader(io.BytesIO(b"xx"), blob(b"xxx"))
     with pytest.raises(VerificationError, match="has 2 bytes, expected 3"):
         reader.readall()
 
 
-def test_a_read_of_zero_bytes_is_not_the_end():
+def test_a_read_of_zero_bytes_is_not_the_end() -> None:
     with VerifyingReader(io.BytesIO(b"abc"), blob(b"abc")) as reader:
         assert reader.read(0) == b""
         assert reader.read(3) == b"abc"
 
 
-def test_closing_closes_the_source():
+def test_closing_closes_the_source() -> None:
     source = io.BytesIO(b"")
     VerifyingReader(source, blob(b"")).close()
     assert source.closed
 
 
-def test_read_all_refuses_a_huge_size_before_reading():
+def test_read_all_refuses_a_huge_size_before_reading() -> None:
     class Untouchable(io.BytesIO):
         def readinto(self, buffer: object) -> int:
             raise AssertionError("it was read")
@@ -88,7 +89,7 @@ def test_read_all_refuses_a_huge_size_before_reading():
     assert read_all(io.BytesIO(b"123"), blob(b"123"), 3) == b"123"
 
 
-def test_read_all_stops_at_an_endless_source():
+def test_read_all_stops_at_an_endless_source() -> None:
     class Endless(io.BytesIO):
         given = 0
 
@@ -103,7 +104,7 @@ def test_read_all_stops_at_an_endless_source():
     assert source.given < 10_000_000
 
 
-def test_bodies_can_be_opened_repeatedly_at_any_offset(tmp_path):
+def test_bodies_can_be_opened_repeatedly_at_any_offset(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
     for body in (file_body(path), bytes_body(b"0123456789")):

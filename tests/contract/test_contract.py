@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,13 @@ DATA = bytes(range(256)) * 20
 LARGE = bytes(range(251)) * 13_000  # over three mebibytes: more than one buffer
 
 
-def read(store, content, *span):
+def read(store: Any, content: Descriptor, *span: Any) -> Any:
     with store.open(content, *span) as file:
         return file.read()
 
 
 @pytest.mark.parametrize("data", [b"", DATA, LARGE], ids=["empty", "some", "large"])
-def test_pushed_content_exists(target, data):
+def test_pushed_content_exists(target: Any, data: bytes) -> None:
     for algorithm in ("sha256", "sha512"):
         content = Descriptor(BLOB, Digest.of(data, algorithm), len(data))
         assert not target.exists(content)
@@ -34,14 +35,14 @@ def test_pushed_content_exists(target, data):
         assert not target.exists(replace(content, size=content.size + 1))
 
 
-def test_open_reads_any_part(target):
+def test_open_reads_any_part(target: Any) -> None:
     content = put(target, DATA)
     for offset, length in ((0, None), (5120, None), (0, 0), (5000, 500)):
         end = None if length is None else offset + length
         assert read(target, content, offset, length) == DATA[offset:end]
 
 
-def test_an_open_file_fills_a_buffer(target):
+def test_an_open_file_fills_a_buffer(target: Any) -> None:
     content = put(target, DATA)
     buffer = bytearray(len(DATA))
     with target.open(content, 20) as file:
@@ -51,7 +52,7 @@ def test_an_open_file_fills_a_buffer(target):
     assert bytes(buffer[:filled]) == DATA[20:]
 
 
-def test_absent_content_is_not_found(target):
+def test_absent_content_is_not_found(target: Any) -> None:
     put(target, b"something else")
     absent = blob(b"absent")
     assert not target.exists(absent)
@@ -68,7 +69,7 @@ def test_absent_content_is_not_found(target):
         pytest.param(broken_body(DATA, NetworkError("the line is dead")), id="broken-at-the-end"),
     ],
 )
-def test_push_of_other_content_leaves_nothing(target, body):
+def test_push_of_other_content_leaves_nothing(target: Any, body: Any) -> None:
     content = blob(DATA)
     with pytest.raises((VerificationError, NetworkError)):
         target.push(content, body)
@@ -79,7 +80,7 @@ def test_push_of_other_content_leaves_nothing(target, body):
     assert read(target, content) == DATA
 
 
-def test_a_manifest_is_named_as_it_is_pushed(target, name):
+def test_a_manifest_is_named_as_it_is_pushed(target: Any, name: str) -> None:
     """Its bytes are kept, with fields that are not known."""
     made = put_artifact(target, f"{name}:v1", b"layer", **{"x-mine": [1.50, {"a": None}]})
     for reference in (f"{name}:v1", f"{name}@{made.digest}"):
@@ -89,14 +90,14 @@ def test_a_manifest_is_named_as_it_is_pushed(target, name):
         assert read(target, found) == made.raw
 
 
-def test_the_digest_wins_over_the_tag(target, name):
+def test_the_digest_wins_over_the_tag(target: Any, name: str) -> None:
     first = put_artifact(target, f"{name}:v1", b"one")
     put_artifact(target, f"{name}:v2", b"two")
     found = target.resolve(Reference.parse(f"{name}:v2@{first.digest}"))
     assert found.digest == first.digest
 
 
-def test_a_wrong_manifest_is_not_named(target, name):
+def test_a_wrong_manifest_is_not_named(target: Any, name: str) -> None:
     config = put(target, b"{}")
     made = manifest(config, [])
     with pytest.raises(VerificationError):
@@ -105,14 +106,14 @@ def test_a_wrong_manifest_is_not_named(target, name):
         target.resolve(Reference.parse(f"{name}:v1"))
 
 
-def test_unknown_names_are_not_found(target, name):
+def test_unknown_names_are_not_found(target: Any, name: str) -> None:
     put_artifact(target, f"{name}:v1")
     for text in (f"{name}:v2", f"{name}@{Digest.of(b'other')}"):
         with pytest.raises(NotFoundError):
             target.resolve(Reference.parse(text))
 
 
-def test_a_name_can_be_added_and_moved(target, name):
+def test_a_name_can_be_added_and_moved(target: Any, name: str) -> None:
     first = put_artifact(target, f"{name}:v1", b"one")
     second = put_artifact(target, f"{name}:v2", b"two")
     latest = Reference.parse(f"{name}:latest")
@@ -123,7 +124,7 @@ def test_a_name_can_be_added_and_moved(target, name):
     assert target.resolve(Reference.parse(f"{name}:v1")).digest == first.digest
 
 
-def test_tag_refuses_an_absent_manifest(target, name):
+def test_tag_refuses_an_absent_manifest(target: Any, name: str) -> None:
     absent = manifest(blob(b"{}"), [])
     with pytest.raises(NotFoundError):
         target.tag(absent.descriptor, Reference.parse(f"{name}:v1"))
@@ -131,7 +132,7 @@ def test_tag_refuses_an_absent_manifest(target, name):
         target.resolve(Reference.parse(f"{name}:v1"))
 
 
-def test_an_index_can_be_named_too(target, name):
+def test_an_index_can_be_named_too(target: Any, name: str) -> None:
     one = put_artifact(target, f"{name}:one", b"one")
     two = put_artifact(target, f"{name}:two", b"two")
     both = index([one.descriptor, two.descriptor])
@@ -140,7 +141,7 @@ def test_an_index_can_be_named_too(target, name):
     assert (found.digest, found.media_type) == (both.digest, both.media_type)
 
 
-def test_many_pushes_of_one_content_at_once(target):
+def test_many_pushes_of_one_content_at_once(target: Any) -> None:
     content = blob(LARGE)
     failures: list[BaseException] = []
 
@@ -159,7 +160,7 @@ def test_many_pushes_of_one_content_at_once(target):
     assert read(target, content) == LARGE
 
 
-def test_a_copy_from_and_to_it_is_whole(target, name):
+def test_a_copy_from_and_to_it_is_whole(target: Any, name: str) -> None:
     made = put_artifact(target, f"{name}:v1", b"one", LARGE, b"")
     memory = MemoryStore()
     reference = Reference.parse(f"{name}:v1")

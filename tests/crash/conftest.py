@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,12 @@ def remote(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
-def make_job(request: pytest.FixtureRequest, template: Path, machines: Machines, tmp_path_factory):
+def make_job(
+    request: pytest.FixtureRequest,
+    template: Path,
+    machines: Machines,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Job]:
     """Return ``make_job(verb)``: a command with a record of its undisturbed run."""
     made: dict[str, Job] = {}
     places = Places(tmp_path_factory.mktemp("measured"), machines)
@@ -102,6 +107,6 @@ def sampled(verbs: list[str], *sample: str) -> list[Any]:
 
 
 @pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "pull"))
-def job(request: pytest.FixtureRequest, make_job) -> Job:
+def job(request: pytest.FixtureRequest, make_job: Callable[[str], Job]) -> Job:
     """Return each of the commands."""
     return make_job(request.param)

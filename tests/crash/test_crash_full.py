@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -23,7 +24,7 @@ TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
 
 
 @pytest.fixture(params=sampled(VERBS, "tag"))
-def writer(request, make_job) -> Job:
+def writer(request: pytest.FixtureRequest, make_job: Callable[[str], Job]) -> Job:
     """Return each of the commands that allocate space."""
     return make_job(request.param)
 
@@ -60,11 +61,11 @@ def fill_up_at(job: Job, places: Places, numbers: range) -> None:
     assert codes[NO_SPACE] > codes[0]
 
 
-def test_a_full_disk_at_sampled_calls(writer, places):
+def test_a_full_disk_at_sampled_calls(writer: Job, places: Places) -> None:
     stride = max(1, writer.allocations // FEW)
     fill_up_at(writer, places, range(random.randrange(stride), writer.allocations, stride))
 
 
 @pytest.mark.slow
-def test_a_full_disk_at_every_call(writer, places):
+def test_a_full_disk_at_every_call(writer: Job, places: Places) -> None:
     fill_up_at(writer, places, range(writer.allocations))

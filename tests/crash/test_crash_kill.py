@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -31,7 +33,7 @@ def break_off(job: Job, places: Places, number: int, *, torn: bool = False) -> N
     places.drop(place)
 
 
-def test_kill_at_sampled_calls(job, places):
+def test_kill_at_sampled_calls(job: Job, places: Places) -> None:
     """Calls are sampled evenly over the command, with a random start."""
     stride = max(1, job.calls // FEW)
     numbers = range(random.randrange(stride), job.calls, stride)
@@ -39,7 +41,7 @@ def test_kill_at_sampled_calls(job, places):
 
 
 @pytest.mark.slow
-def test_kill_at_every_call(job, places):
+def test_kill_at_every_call(job: Job, places: Places) -> None:
     for torn in (False, True):
         side_by_side([partial(break_off, job, places, n, torn=torn) for n in range(job.calls)])
 
@@ -47,7 +49,7 @@ def test_kill_at_every_call(job, places):
 # -- random kills
 
 
-def live_through(places: Places, make_job, seed: int, kills: int) -> None:
+def live_through(places: Places, make_job: Any, seed: int, kills: int) -> None:
     """Kill commands on one store in succession, without repeating any of them at once."""
     draw = random.Random(seed)
     place = places.new(make_job("tag").template)
@@ -96,7 +98,7 @@ def live_through(places: Places, make_job, seed: int, kills: int) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kills", [25, pytest.param(200, marks=pytest.mark.slow)])
-def test_kill_at_random(places, make_job, kills):
+def test_kill_at_random(places: Places, make_job: Callable[[str], Job], kills: int) -> None:
     """Half of the kills in each of two stores."""
     halves = (kills // 2, kills - kills // 2)
     for verb in ("pull-new", "create-new", "tag"):

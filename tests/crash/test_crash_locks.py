@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.verify import verify
 from tests.crash.scene import (
     KILLED,
+    Job,
     Machines,
     Place,
     Places,
@@ -28,14 +31,14 @@ PROCESSES, NAMES = 4, 4
 
 
 @pytest.fixture(scope="module")
-def crowd(tmp_path_factory) -> Iterator[Machines]:
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     made = Machines(tmp_path_factory.mktemp("crowd"), PROCESSES + 1)
     yield made
     made.close()
 
 
 @pytest.fixture
-def place(tmp_path, crowd, template) -> Place:
+def place(tmp_path: Path, crowd: Machines, template: Path) -> Place:
     return Places(tmp_path, crowd).new(template)
 
 
@@ -45,11 +48,11 @@ def run(place: Place, *argv: str) -> Done:
     return done
 
 
-def together(*calls) -> None:
+def together(*calls: Callable[..., Done | None]) -> None:
     """Start all at the same time, each in its own thread."""
     barrier = threading.Barrier(len(calls))
 
-    def one(call) -> None:
+    def one(call: Any) -> None:
         barrier.wait()
         call()
 
@@ -61,7 +64,9 @@ def together(*calls) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("locks", [True, False])
-def test_an_ineffective_lock_uses_anonymous_ingests(place: Place, make_job, locks):
+def test_an_ineffective_lock_uses_anonymous_ingests(
+    place: Place, make_job: Callable[[str], Job], locks: bool
+) -> None:
     """A precondition of the other tests: a blob then has a private ingest file."""
     job = make_job("pull")
     assert place.run(*job.argv, kill=job.calls // 2, locks=locks).code == KILLED
@@ -70,7 +75,9 @@ def test_an_ineffective_lock_uses_anonymous_ingests(place: Place, make_job, lock
 
 
 @pytest.mark.integration
-def test_concurrent_tags_and_pulls_without_locks(place, remote, make_job):
+def test_concurrent_tags_and_pulls_without_locks(
+    place: Place, remote: str, make_job: Callable[[str], Job]
+) -> None:
     before = place.names()
     pulled = make_job("pull-new").wanted
 
@@ -91,7 +98,7 @@ def test_concurrent_tags_and_pulls_without_locks(place, remote, make_job):
     assert {entry["reference"] for entry in listed} == wanted.keys()
 
 
-def collect_beside(place: Place, *arguments: str, pull) -> None:
+def collect_beside(place: Place, *arguments: str, pull: Callable[[], Done]) -> None:
     """Collect repeatedly until four processes have done ``pull``."""
     ended = threading.Event()
 
@@ -109,7 +116,9 @@ def collect_beside(place: Place, *arguments: str, pull) -> None:
 
 
 @pytest.mark.integration
-def test_concurrent_collections_and_pulls_without_locks(place, remote, make_job):
+def test_concurrent_collections_and_pulls_without_locks(
+    place: Place, remote: str, make_job: Callable[[str], Job]
+) -> None:
     """With the default grace period."""
     wanted = place.names() | make_job("pull-new").wanted
     collect_beside(place, pull=lambda: run(place, "-q", "pull", remote))
@@ -117,7 +126,9 @@ def test_concurrent_collections_and_pulls_without_locks(place, remote, make_job)
 
 
 @pytest.mark.integration
-def test_blobs_taken_by_collections_without_grace_are_fetched_again(place, remote, make_job):
+def test_blobs_taken_by_collections_without_grace_are_fetched_again(
+    place: Place, remote: str, make_job: Callable[[str], Job]
+) -> None:
     """Nothing stops a collection from missing a pull that starts meanwhile."""
     before = place.names()
     collect_beside(place, "--grace", "0", pull=lambda: place.run("-q", "pull", remote, locks=False))

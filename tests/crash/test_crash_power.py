@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,13 @@ from tests.crash.power import (
     violations,
     write_down,
 )
-from tests.crash.scene import Job, Places, side_by_side
+from tests.crash.scene import Job, Place, Places, side_by_side
 
 FEW = 1  # call numbers of a command
 STATES = ["pessimistic", "torn", "empty"]
 
 
-def record(job: Job, places: Places):
+def record(job: Job, places: Places) -> tuple[Place, Disk, list[tuple[dict[str, Any], bytes]]]:
     """Return a command's calls, and the disk before them."""
     place = places.new(job.template)
     disk, log = Disk.of(place.top), place.directory / "log"
@@ -36,7 +37,7 @@ def record(job: Job, places: Places):
     return place, disk, read_log(log)
 
 
-def test_a_power_cut_breaks_no_guarantee(job, places):
+def test_a_power_cut_breaks_no_guarantee(job: Job, places: Places) -> None:
     """For the recorded calls, which are complete."""
     place, disk, calls = record(job, places)
     assert calls
@@ -46,7 +47,7 @@ def test_a_power_cut_breaks_no_guarantee(job, places):
     check_replayed(disk, place.top)
 
 
-def cut(job: Job, places: Places, before: Disk, calls, number: int, state: str) -> None:
+def cut(job: Job, places: Places, before: Disk, calls: Any, number: int, state: str) -> None:
     """Cut the power before a call; then run the same command again."""
     disk = copy.deepcopy(before)
     for call, data in calls[:number]:
@@ -73,12 +74,12 @@ def cut_at(job: Job, places: Places, numbers: range | list[int]) -> None:
     )
 
 
-def test_the_command_completes_after_a_power_cut(job, places):
+def test_the_command_completes_after_a_power_cut(job: Job, places: Places) -> None:
     cut_at(job, places, random.sample(range(job.calls + 1), FEW))
 
 
 @pytest.mark.slow
-def test_the_command_completes_after_a_power_cut_at_any_call(job, places):
+def test_the_command_completes_after_a_power_cut_at_any_call(job: Job, places: Places) -> None:
     cut_at(job, places, range(job.calls + 1))
 
 
@@ -92,26 +93,26 @@ class Calls:
         self.calls: list[Any] = []
         self._numbers: dict[str, int] = {}
 
-    def add(self, op, path, data=b"", **more):
+    def add(self, op: str, path: str, data: bytes = b"", **more: Any) -> None:
         if path in self._numbers:
             more["ino"] = self._numbers[path]
         self.calls.append(({"op": op, "path": path, **more}, data))
 
-    def make(self, op, path):
+    def make(self, op: Any, path: str) -> None:
         self._numbers[path] = 1 + max(self._numbers.values(), default=0)
         self.add(op, path, mode=0o755)
 
-    def write(self, path, data, offset=0):
+    def write(self, path: str, data: bytes, offset: int = 0) -> None:
         if path not in self._numbers:
             self.make("create", path)
         self.add("write", path, data, offset=offset)
 
-    def rename(self, path, to):
+    def rename(self, path: str, to: str) -> None:
         self.add("rename", path, to=to)
         self._numbers[to] = self._numbers.pop(path)
 
 
-def digest(data):
+def digest(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
@@ -129,14 +130,14 @@ PLACED = [blob_path(digest(data)) for data in (CHILD, CONFIG, MANIFEST)]
 RECORD = record_path("a:v1")
 
 
-def replace_index(made, data=INDEX):
+def replace_index(made: Calls, data: bytes = INDEX) -> None:
     made.write(f"{INGEST}/index", data)
     made.add("sync", f"{INGEST}/index")
     made.rename(f"{INGEST}/index", "store/index.json")
     made.add("sync", "store")
 
 
-def prepare(made):
+def prepare(made: Calls) -> None:
     for path in DIRECTORIES[1:]:
         made.make("mkdir", path)
     made.write("store/oci-layout", b"{}")
@@ -144,7 +145,7 @@ def prepare(made):
         made.add("sync", path)
 
 
-def name_one():
+def name_one() -> Calls:
     """Write an artifact and its name in the right order."""
     made = Calls()
     prepare(made)
@@ -160,7 +161,7 @@ def name_one():
     return made
 
 
-def name_and_forget():
+def name_and_forget() -> Calls:
     made = name_one()
     made.add("unlink", RECORD)
     made.add("sync", NAMES)
@@ -169,11 +170,11 @@ def name_and_forget():
     return made
 
 
-def found(calls):
+def found(calls: list[Any]) -> list[str]:
     return violations(Disk(), calls)
 
 
-def test_the_right_order_breaks_no_guarantee():
+def test_the_right_order_breaks_no_guarantee() -> None:
     assert found(name_one().calls) == []
     assert found(name_and_forget().calls) == []
 
@@ -184,7 +185,9 @@ SPARE = {(INGEST, 0), (BLOBS, 0), (NAMES, 0)}  # the directories were empty
 @pytest.mark.parametrize(
     ("make", "spare"), [(name_one, SPARE), (name_and_forget, {*SPARE, ("store", 1)})]
 )
-def test_every_omitted_synchronisation_is_a_violation(make, spare):
+def test_every_omitted_synchronisation_is_a_violation(
+    make: Callable[[], Calls], spare: set[tuple[str, int]]
+) -> None:
     calls = make().calls
     times: Counter[str] = Counter()
     for number, (call, _) in enumerate(calls):
@@ -196,7 +199,7 @@ def test_every_omitted_synchronisation_is_a_violation(make, spare):
         assert bool(left) != (place in spare), f"{place}: {left}"
 
 
-def test_one_call_may_synchronise_everything():
+def test_one_call_may_synchronise_everything() -> None:
     calls = name_one().calls
     place = next(n for n, (call, _) in enumerate(calls) if call["path"] == RECORD)
     rest = [one for one in calls[:place] if one[0]["op"] != "sync"]
@@ -217,13 +220,13 @@ def test_one_call_may_synchronise_everything():
     ],
     ids=["written", "blob removed", "manifest removed", "forgotten", "index in place"],
 )
-def test_violations_names_the_broken_guarantee(change, said):
+def test_violations_names_the_broken_guarantee(change: Callable[[Any], Any], said: str) -> None:
     made = name_one()
     change(made)
     assert any(said in text for text in found(made.calls))
 
 
-def test_violations_names_a_blob_under_another_name():
+def test_violations_names_a_blob_under_another_name() -> None:
     made = Calls()
     prepare(made)
     made.write(f"{INGEST}/x", b"other")
@@ -243,7 +246,7 @@ def test_violations_names_a_blob_under_another_name():
         ("data sync data note", "the journal notes 0-10"),
     ],
 )
-def test_a_journal_entry_requires_synchronised_data(order, said):
+def test_a_journal_entry_requires_synchronised_data(order: str, said: str) -> None:
     made = Calls()
     prepare(made)
     for step in order.split():
@@ -259,7 +262,7 @@ def test_a_journal_entry_requires_synchronised_data(order, said):
     assert said in str(told) if said else told == []
 
 
-def test_possible_states_after_a_power_cut():
+def test_possible_states_after_a_power_cut() -> None:
     disk, made = Disk(), Calls()
     prepare(made)
     made.write(PARTIAL, b"01234")
@@ -278,7 +281,7 @@ def test_possible_states_after_a_power_cut():
     assert left["torn"][f"{INGEST}/y"] == bytes(5)
 
 
-def test_a_rename_is_durable_with_both_entries_or_neither():
+def test_a_rename_is_durable_with_both_entries_or_neither() -> None:
     disk, made = Disk(), Calls()
     prepare(made)
     made.write(PARTIAL, CHILD)

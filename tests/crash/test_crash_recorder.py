@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def top(tmp_path: Path) -> Path:
     return path
 
 
-def record(top: Path, program: str, **order) -> subprocess.CompletedProcess[str]:
+def record(top: Path, program: str, **order: Any) -> subprocess.CompletedProcess[str]:
     order |= {"top": str(top)}
     return run(
         [sys.executable, "-c", BEGIN + program, json.dumps(order), str(top)],
@@ -77,7 +78,7 @@ def record(top: Path, program: str, **order) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_every_write_is_recorded(top, tmp_path):
+def test_every_write_is_recorded(top: Path, tmp_path: Path) -> None:
     done = record(top, EVERYTHING, log=str(tmp_path / "log"))
     assert done.returncode == 0, done.stderr
     disk, calls = Disk(), read_log(tmp_path / "log")
@@ -88,7 +89,7 @@ def test_every_write_is_recorded(top, tmp_path):
     assert len(calls) > 30
 
 
-def test_unrecorded_calls_are_refused(top):
+def test_unrecorded_calls_are_refused(top: Path) -> None:
     done = record(top, "os.writev(os.open('x', os.O_WRONLY | os.O_CREAT), [b'x'])")
     assert "AssertionError: writev is not watched" in done.stderr
 
@@ -100,7 +101,9 @@ def test_unrecorded_calls_are_refused(top):
         ({"kill": 3, "torn": True}, b"012345"),
     ],
 )
-def test_kill_ends_the_process_before_a_call(top, order, left):
+def test_kill_ends_the_process_before_a_call(
+    top: Path, order: dict[str, int], left: bytes | None
+) -> None:
     program = """
 fd = os.open("x", os.O_WRONLY | os.O_CREAT)
 os.write(fd, b"0123")
@@ -118,7 +121,7 @@ os.write(fd, b"4567")
         ({"full": 1, "ever": True}, "2 28 28"),
     ],
 )
-def test_full_fails_a_call(top, order, said):
+def test_full_fails_a_call(top: Path, order: dict[str, int], said: str) -> None:
     program = """
 def write():
     try:

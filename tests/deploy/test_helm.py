@@ -98,13 +98,17 @@ def test_helm_accepts_the_chart() -> None:
     assert "ERROR" not in helm("lint", "--strict", CHART)
 
 
-def test_rendered_pods_are_as_restricted_as_those_of_the_kustomizations(rendered) -> None:
+def test_rendered_pods_are_as_restricted_as_those_of_the_kustomizations(
+    rendered: list[dict[str, Any]],
+) -> None:
     found = pods(rendered)
     assert {pod.name for pod in found} >= {"x-node", "x-worker"}
     assert [(pod.name, complaints(pod)) for pod in found if complaints(pod)] == []
 
 
-def test_rendered_services_and_policies_select_pods_and_ports(rendered) -> None:
+def test_rendered_services_and_policies_select_pods_and_ports(
+    rendered: list[dict[str, Any]],
+) -> None:
     found = pods(rendered)
     for service in of_kind("Service", rendered):
         (pod,) = [pod for pod in found if is_selected(pod, service["spec"]["selector"])]
@@ -119,6 +123,6 @@ def test_rendered_services_and_policies_select_pods_and_ports(rendered) -> None:
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
-def test_the_program_accepts_the_rendered_commands(rendered) -> None:
+def test_the_program_accepts_the_rendered_commands(rendered: list[dict[str, Any]]) -> None:
     for pod in pods(rendered):
         check_arguments(pod.name, pod.containers[0]["args"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from clowder_aimage.cli.main import ALIASES
 from tests.deploy.test_deploy import output, tool
 from tests.deploy.written import DEPLOY, ROOT
 from tests.docs.test_docs_names import VERBS, mentioned, options
-from tests.process import run
+from tests.process import Aimage, run
 
 pytest.importorskip("hatchling", reason="hatchling is not installed")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -32,7 +33,7 @@ def files() -> dict[str, str]:
     return found
 
 
-def test_every_verb_has_a_man_page_with_its_options(files):
+def test_every_verb_has_a_man_page_with_its_options(files: dict[str, str]) -> None:
     for verb, command in VERBS.items():
         page = files[f"man/man1/{verb.replace(' ', '-')}.1"].replace("\\-", "-")
         assert page.startswith(f'.TH "{verb.upper().replace(" ", "-")}" 1 ')
@@ -42,7 +43,7 @@ def test_every_verb_has_a_man_page_with_its_options(files):
     assert not any(f"man/man1/aimage-{alias}.1" in files for alias in ALIASES)
 
 
-def test_the_man_pages_are_rendered_without_warnings(files, tmp_path):
+def test_the_man_pages_are_rendered_without_warnings(files: dict[str, str], tmp_path: Path) -> None:
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     pages = []
@@ -55,7 +56,9 @@ def test_the_man_pages_are_rendered_without_warnings(files, tmp_path):
     assert "aimage pull registry.example.com/team/shapes:v1" in done.stdout
 
 
-def test_the_wheel_has_the_completion_of_each_shell(files, aimage):
+def test_the_wheel_has_the_completion_of_each_shell(
+    files: dict[str, str], aimage: Callable[..., Aimage]
+) -> None:
     for shell, name in {
         "bash": "bash-completion/completions/aimage",
         "zsh": "zsh/site-functions/_aimage",
@@ -65,7 +68,7 @@ def test_the_wheel_has_the_completion_of_each_shell(files, aimage):
     assert files["zsh/site-functions/_aimage"].startswith("#compdef aimage\n")
 
 
-def test_the_help_needs_no_package_but_click():
+def test_the_help_needs_no_package_but_click() -> None:
     """The build has no other."""
     code = (
         "import sys\nfrom tests.docs.test_docs_names import VERBS\n"
@@ -79,11 +82,11 @@ def test_the_help_needs_no_package_but_click():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_matches_its_schema(path):
+def test_a_workflow_matches_its_schema(path: Path) -> None:
     output(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", path)
 
 
-def test_the_workflow_fills_in_the_formula(tmp_path):
+def test_the_workflow_fills_in_the_formula(tmp_path: Path) -> None:
     """Run its own commands."""
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text("utf-8"))
@@ -102,7 +105,7 @@ def test_the_workflow_fills_in_the_formula(tmp_path):
     assert "@" not in text.replace("python@", "").partition("class")[2]
 
 
-def test_the_formula_links_the_files_of_the_wheel(files):
+def test_the_formula_links_the_files_of_the_wheel(files: dict[str, str]) -> None:
     text = FORMULA.read_text("utf-8")
     for name in files:
         if not name.startswith("man/"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -111,21 +112,21 @@ PINNED = {
 }
 
 
-def test_the_pins_are_of_all_dialects():
+def test_the_pins_are_of_all_dialects() -> None:
     assert set(PINNED) == set(DIALECTS)
     assert list(DIALECTS) == ["custom", "clowder", "ollama", "container", "modelpack"]
     assert DEFAULT == "clowder"
     assert all(name == dialect.name for name, dialect in READABLE.items())
 
 
-def test_the_ladder_has_the_dialects_that_may_replace_each_other():
+def test_the_ladder_has_the_dialects_that_may_replace_each_other() -> None:
     assert LADDER == ("custom", "clowder", "ollama", "container")
     assert set(READABLE) == {*DIALECTS, "docker", "kitops"}
     assert list(READABLE)[-1] == "container"  # looks like many others: asked last
 
 
 @pytest.mark.parametrize("name", DIALECTS)
-def test_the_bytes_are_pinned(name):
+def test_the_bytes_are_pinned(name: str) -> None:
     manifest, config = DIALECTS[name].write(AIMAGE)
     expected, expected_config = PINNED[name]
     assert manifest.raw.decode() == expected
@@ -201,7 +202,7 @@ aimages = st.builds(
 
 
 @given(aimages, st.sampled_from(sorted(DIALECTS)))
-def test_write_then_read_gives_the_same_aimage(aimage, name):
+def test_write_then_read_gives_the_same_aimage(aimage: AImage, name: Any) -> None:
     manifest, config = DIALECTS[name].write(aimage)
     assert detect(manifest) is DIALECTS[name]
     assert DIALECTS[name].read(manifest, config) == aimage
@@ -211,7 +212,9 @@ def test_write_then_read_gives_the_same_aimage(aimage, name):
 
 @settings(max_examples=40)
 @given(aimages, st.permutations(sorted(DIALECTS)))
-def test_any_way_through_the_dialects_ends_at_the_digest_of_create(aimage, way):
+def test_any_way_through_the_dialects_ends_at_the_digest_of_create(
+    aimage: AImage, way: list[Any]
+) -> None:
     created, created_config = DIALECTS["clowder"].write(aimage)
     manifest, config = created, created_config
     for name in [*way, "clowder"]:
@@ -221,7 +224,7 @@ def test_any_way_through_the_dialects_ends_at_the_digest_of_create(aimage, way):
     assert (manifest.digest, config) == (created.digest, created_config)
 
 
-def test_oci_annotations_repeat_the_config():
+def test_oci_annotations_repeat_the_config() -> None:
     def annotations(**fields: object) -> object:
         config = json.dumps({"schemaVersion": 1, "components": {}, **fields}).encode()
         manifest, _ = DIALECTS["clowder"].write(AImage(config, (TENSOR,)))
@@ -250,14 +253,14 @@ def refuses(name: str) -> bool:
     return False
 
 
-def test_check_name_refuses_paths_that_climb():
+def test_check_name_refuses_paths_that_climb() -> None:
     assert [name for name in CLIMBING if not refuses(name)] == []
     unusual = ["a", "a b/ü 重.json", "a..b", "...", "x" * 1024, "-", "a:b"]
     assert [name for name in unusual if refuses(name)] == []
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_read_refuses_a_name_that_climbs(dialect):
+def test_read_refuses_a_name_that_climbs(dialect: str) -> None:
     manifest, config = DIALECTS[dialect].write(AIMAGE)
     raw, config = (data.replace(b'"vae/w"', b'"../x"') for data in (manifest.raw, config))
     with pytest.raises(FormatError, match="invalid layer name"):
@@ -265,7 +268,7 @@ def test_read_refuses_a_name_that_climbs(dialect):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_a_name_twice_is_refused(dialect):
+def test_a_name_twice_is_refused(dialect: str) -> None:
     twice = AImage(CONFIG, (TENSOR, replace(FILE, name=TENSOR.name)))
     manifest, config = DIALECTS[dialect].write(twice)
     with pytest.raises(FormatError, match="duplicate layer name"):
@@ -277,12 +280,12 @@ def test_a_name_twice_is_refused(dialect):
     ["[1", "[1.5]", "[true]", "null", "[" * 9999, [-1]],
     ids=lambda value: repr(value)[:20],
 )
-def test_parse_shape_refuses(value):
+def test_parse_shape_refuses(value: str | list[int]) -> None:
     with pytest.raises(FormatError, match="invalid shape"):
         parse_shape(value)
 
 
-def test_shapes_and_dtypes():
+def test_shapes_and_dtypes() -> None:
     assert parse_shape("[]") == parse_shape([]) == ()
     assert parse_shape("[2, 0]") == parse_shape([2, 0]) == (2, 0)
     assert parse_shape(None) is None
@@ -293,7 +296,7 @@ def test_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize("field", ["name", "dtype", "shape"])
-def test_ollama_fields_of_odd_types_are_refused(field):
+def test_ollama_fields_of_odd_types_are_refused(field: str) -> None:
     manifest, config = DIALECTS["ollama"].write(AIMAGE)
     document = json.loads(manifest.raw)
     document["layers"][1][field] = {"a": 1}
@@ -302,21 +305,21 @@ def test_ollama_fields_of_odd_types_are_refused(field):
 
 
 @pytest.mark.parametrize("config", [b"", b"[]", b"{}", b'{"vnd.clowder.aimage.config":1}'])
-def test_a_genuine_ollama_config_carries_nothing(config):
+def test_a_genuine_ollama_config_carries_nothing(config: bytes) -> None:
     manifest, _ = DIALECTS["ollama"].write(AIMAGE)
     aimage = DIALECTS["ollama"].read(manifest, config)
     assert aimage.layers == AIMAGE.layers
     assert aimage.properties == {"schemaVersion": 1, "components": {"vae": {}}}
 
 
-def test_a_carried_config_that_is_not_text_is_refused():
+def test_a_carried_config_that_is_not_text_is_refused() -> None:
     manifest, _ = DIALECTS["ollama"].write(AIMAGE)
     with pytest.raises(FormatError, match="not Unicode"):
         DIALECTS["ollama"].read(manifest, b'{"vnd.clowder.aimage.config":"\\ud800"}')
 
 
 @pytest.mark.parametrize("config", [b"\xff\xfe{}", b"[]", b"[" * 100_000])
-def test_a_broken_aimage_config_is_our_error(config):
+def test_a_broken_aimage_config_is_our_error(config: bytes) -> None:
     aimage = AImage(config, (TENSOR,))
     with pytest.raises(FormatError, match="AImage config"):
         _ = aimage.properties
@@ -325,12 +328,12 @@ def test_a_broken_aimage_config_is_our_error(config):
             DIALECTS[name].write(aimage)
 
 
-def test_a_config_that_is_not_utf8_cannot_travel_in_another():
+def test_a_config_that_is_not_utf8_cannot_travel_in_another() -> None:
     with pytest.raises(FormatError, match="not UTF-8"):
         DIALECTS["container"].write(AImage(b"\xff", (TENSOR,)))
 
 
-def test_a_gguf_model_in_ollamas_dialect_is_found_again():
+def test_a_gguf_model_in_ollamas_dialect_is_found_again() -> None:
     """It has no layer that ollama has a word for; the names of all its layers tell."""
     gguf = Layer(replace(TENSOR.descriptor, media_type=mediatype.AIMAGE_GGUF), "model.gguf")
     manifest, config = DIALECTS["ollama"].write(AImage(CONFIG, (gguf,)))
@@ -355,7 +358,7 @@ def recompressed(strip: bool) -> tuple[Manifest, bytes, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("strip", [True, False])
-def test_a_recompressed_container_is_read_by_its_diff_ids(strip):
+def test_a_recompressed_container_is_read_by_its_diff_ids(strip: bool) -> None:
     manifest, config, blobs = recompressed(strip)
     aimage = DIALECTS["container"].read(manifest, config)
     assert [(layer.name, layer.descriptor.digest) for layer in aimage.layers] == [
@@ -366,7 +369,7 @@ def test_a_recompressed_container_is_read_by_its_diff_ids(strip):
     assert aimage.config == CONFIG
 
 
-def test_a_container_without_the_table_is_read_by_its_annotations():
+def test_a_container_without_the_table_is_read_by_its_annotations() -> None:
     manifest, config = DIALECTS["container"].write(AIMAGE)
     value = json.loads(config)
     del value["vnd.clowder.aimage.layers"]
@@ -386,20 +389,20 @@ def test_a_container_without_the_table_is_read_by_its_annotations():
     ],
     ids=str,
 )
-def test_a_container_config_that_contradicts_its_layers_is_refused(change):
+def test_a_container_config_that_contradicts_its_layers_is_refused(change: dict[str, Any]) -> None:
     manifest, config = DIALECTS["container"].write(AIMAGE)
     with pytest.raises(FormatError):
         DIALECTS["container"].read(manifest, json.dumps(json.loads(config) | change).encode())
 
 
 @pytest.mark.parametrize("config", [b"", b"[]", b"[" * 100_000])
-def test_a_container_config_without_an_object_is_refused(config):
+def test_a_container_config_without_an_object_is_refused(config: bytes) -> None:
     manifest, _ = DIALECTS["container"].write(AIMAGE)
     with pytest.raises(FormatError, match=r"no rootfs\.diff_ids"):
         DIALECTS["container"].read(manifest, config)
 
 
-def test_a_plain_container_image_is_not_an_aimage():
+def test_a_plain_container_image_is_not_an_aimage() -> None:
     manifest = Manifest.build(
         {
             "schemaVersion": 2,
@@ -412,7 +415,7 @@ def test_a_plain_container_image_is_not_an_aimage():
         detect(manifest).read(manifest, config)
 
 
-def test_layers_are_found_by_name_and_component():
+def test_layers_are_found_by_name_and_component() -> None:
     top = Layer(FILE.descriptor, "model_index.json")
     aimage = AImage(CONFIG, (top, FILE, TENSOR))
     assert aimage.layer("vae/w") is TENSOR

@@ -86,7 +86,7 @@ def spoilt(draw: st.DrawFn, vector: str) -> bytes:
 @pytest.mark.parametrize("vector", VECTORS)
 @settings(max_examples=40)
 @given(st.data())
-def test_a_config_with_a_wrong_value_is_read_without_it(vector, data):
+def test_a_config_with_a_wrong_value_is_read_without_it(vector: str, data: st.DataObject) -> None:
     config = data.draw(spoilt(vector) | json_values.map(lambda one: json.dumps(one).encode()))
     try:
         aimage = read(Manifest.parse(raw(vector)), config)
@@ -99,7 +99,7 @@ def test_a_config_with_a_wrong_value_is_read_without_it(vector, data):
 
 
 @pytest.mark.parametrize("vector", VECTORS)
-def test_a_config_that_is_not_an_object_is_read_as_empty(vector):
+def test_a_config_that_is_not_an_object_is_read_as_empty(vector: str) -> None:
     for config in (b"", b"[]", b"[" * 9999, b'{"a":1,"a":1}'):
         aimage = read(Manifest.parse(raw(vector)), config)
         validate("aimage-config", aimage.properties)
@@ -108,7 +108,7 @@ def test_a_config_that_is_not_an_object_is_read_as_empty(vector):
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\x1b[2J", "x" * 1025, " ", 1])
-def test_a_name_that_cannot_be_printed_is_left_out(name):
+def test_a_name_that_cannot_be_printed_is_left_out(name: str | int) -> None:
     config = value("modelpack-config")
     config["descriptor"] |= {"name": name, "title": name}
     aimage = read(Manifest.parse(raw("modelpack")), json.dumps(config).encode())
@@ -117,7 +117,7 @@ def test_a_name_that_cannot_be_printed_is_left_out(name):
 
 
 @pytest.mark.parametrize("vector", VECTORS)
-def test_the_subject_is_passed_on(vector):
+def test_the_subject_is_passed_on(vector: str) -> None:
     def add(document: Any) -> None:
         document["subject"] = SUBJECT.to_json()
 
@@ -127,7 +127,7 @@ def test_the_subject_is_passed_on(vector):
 
 
 @pytest.mark.parametrize("name", ["docker", "kitops"])
-def test_read_only_dialects_refuse_to_write(name):
+def test_read_only_dialects_refuse_to_write(name: str) -> None:
     with pytest.raises(UsageError, match="can only be read"):
         READABLE[name].write(AImage(EMPTY, ()))
     assert name not in DIALECTS
@@ -141,26 +141,26 @@ def test_read_only_dialects_refuse_to_write(name):
     ],
 )
 @pytest.mark.parametrize("path", ["a/../../x", "/x"])
-def test_a_path_that_climbs_is_refused(config, layer, path):
+def test_a_path_that_climbs_is_refused(config: str, layer: str, path: str) -> None:
     manifest = made(f"application/vnd.{config}+json", (f"application/vnd.{layer}", path))
     with pytest.raises(FormatError, match="invalid layer name"):
         read(manifest)
 
 
-def test_a_kitfile_that_climbs_is_refused():
+def test_a_kitfile_that_climbs_is_refused() -> None:
     config = value("kitops-config")
     config["docs"][0]["path"] = "../x"
     with pytest.raises(FormatError, match="invalid layer name"):
         read(Manifest.parse(raw("kitops")), json.dumps(config).encode())
 
 
-def test_a_path_twice_is_refused():
+def test_a_path_twice_is_refused() -> None:
     layers = [("application/vnd.cncf.model.weight.v1.raw", path) for path in ("a", "./a")]
     with pytest.raises(FormatError, match="duplicate layer name: 'a'"):
         read(made("application/vnd.cncf.model.config.v1+json", *layers))
 
 
-def test_read_count():
+def test_read_count() -> None:
     cases: list[tuple[object, int | None]] = [
         ("8B", 8 * 10**9),
         ("361.82 M", 361_820_000),
@@ -186,7 +186,7 @@ def test_read_count():
     assert [read_count(text) for text, _ in cases] == [count for _, count in cases]
 
 
-def test_files_of_a_modelpack_by_their_names():
+def test_files_of_a_modelpack_by_their_names() -> None:
     weight, config = (
         "application/vnd.cncf.model.weight.v1",
         "application/vnd.cncf.model.weight.config",
@@ -220,7 +220,7 @@ def test_files_of_a_modelpack_by_their_names():
     ]
 
 
-def test_a_modelpack_from_before_the_cncf_is_read():
+def test_a_modelpack_from_before_the_cncf_is_read() -> None:
     layers = [(f"application/vnd.cnai.model.weight.v1{form}", "m.gguf") for form in ("", ".tar")]
     manifest = made(
         "application/vnd.cnai.model.config.v1+json",
@@ -233,14 +233,14 @@ def test_a_modelpack_from_before_the_cncf_is_read():
     assert aimage.layer("m.gguf").descriptor.media_type == mediatype.AIMAGE_GGUF
 
 
-def test_several_licenses_are_not_made_one():
+def test_several_licenses_are_not_made_one() -> None:
     config = value("modelpack-config")
     config["descriptor"]["licenses"] = ["MIT", "Apache-2.0"]
     aimage = read(Manifest.parse(raw("modelpack")), json.dumps(config).encode())
     assert "license" not in aimage.properties
 
 
-def test_pieces_and_paths_of_docker_model_runner():
+def test_pieces_and_paths_of_docker_model_runner() -> None:
     docker = "application/vnd.docker.ai."
     split = made(f"{docker}model.config.v0.1+json", *[(f"{docker}safetensors", "")] * 2)
     assert names(read(split)) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -275,14 +275,14 @@ def test_pieces_and_paths_of_docker_model_runner():
     ],
     ids=str,
 )
-def test_names_that_are_made_up_go_around_paths(paths, wanted):
+def test_names_that_are_made_up_go_around_paths(paths: tuple[str, ...], wanted: list[str]) -> None:
     kind = "application/vnd.docker.ai.gguf.v3"
     layers = [(kind, path) for path in paths]
     config = "application/vnd.docker.ai.model.config.v0.2+json"
     assert names(read(made(config, *layers))) == wanted
 
 
-def test_the_licences_of_a_model_go_around_a_directory_of_licences():
+def test_the_licences_of_a_model_go_around_a_directory_of_licences() -> None:
     docker = "application/vnd.docker.ai."
     layers = [
         (f"{docker}license", ""),
@@ -296,7 +296,7 @@ def test_the_licences_of_a_model_go_around_a_directory_of_licences():
 
 
 @pytest.mark.parametrize(("title", "is_taken"), [("a", True), ("a/b/c", True), ("a/c", False)])
-def test_a_title_that_collides_with_a_directory_is_not_used(title, is_taken):
+def test_a_title_that_collides_with_a_directory_is_not_used(title: str, is_taken: bool) -> None:
     first = Layer(Descriptor("application/vnd.x.ep", Digest.of(b"1"), 1), "a/b")
     other = Layer(Descriptor("application/vnd.x.ep", Digest.of(b"2"), 1), "z")
     manifest, config = DIALECTS["clowder"].write(AImage(EMPTY, (first, other)))
@@ -306,7 +306,7 @@ def test_a_title_that_collides_with_a_directory_is_not_used(title, is_taken):
     assert found == ["a/b", "ep.1" if is_taken else title]
 
 
-def test_the_config_of_dockers_specification_is_read():
+def test_the_config_of_dockers_specification_is_read() -> None:
     config = {
         "config": {
             "format": "gguf",
@@ -328,7 +328,7 @@ def test_the_config_of_dockers_specification_is_read():
     }
 
 
-def test_layers_of_an_older_kitfile_are_matched_by_order():
+def test_layers_of_an_older_kitfile_are_matched_by_order() -> None:
     config = value("kitops-config")
     config["model"] |= {"parts": [{"path": "a"}, {"path": "b"}], "path": "./model/"}
     del config["model"]["digest"]
@@ -346,7 +346,7 @@ def test_layers_of_an_older_kitfile_are_matched_by_order():
     assert found == ["a.tar", "model.tar", "b.tar", "local.csv.tar", "dataset.4"]
 
 
-def test_parts_and_unknown_layers_of_an_ollama_model():
+def test_parts_and_unknown_layers_of_an_ollama_model() -> None:
     ollama = "application/vnd.ollama.image."
     layers = [f"{ollama}model", f"{ollama}model", f"{ollama}adapter", f"{ollama}adapter"]
     manifest = made(mediatype.DOCKER_CONFIG, *((kind, "") for kind in [*layers, f"{ollama}new"]))
@@ -361,7 +361,7 @@ def test_parts_and_unknown_layers_of_an_ollama_model():
     assert aimage.layers[4].descriptor.media_type == f"{ollama}new"
 
 
-def test_a_container_image_is_not_taken_for_a_neighbour():
+def test_a_container_image_is_not_taken_for_a_neighbour() -> None:
     manifest = Manifest.parse(raw("docker-manifest"))
     assert detect(manifest).name == "container"
 
@@ -382,7 +382,7 @@ LAYERS = (
 )
 
 
-def test_files_are_put_where_a_modelpack_has_them():
+def test_files_are_put_where_a_modelpack_has_them() -> None:
     manifest, _ = DIALECTS["modelpack"].write(AImage(EMPTY, LAYERS))
     prefix = "application/vnd.cncf.model."
     assert [
@@ -416,7 +416,7 @@ def written(**properties: object) -> Any:
     return json.loads(DIALECTS["modelpack"].write(AImage(said, LAYERS[4:5]))[1])
 
 
-def test_a_modelpack_config_repeats_the_aimage_config():
+def test_a_modelpack_config_repeats_the_aimage_config() -> None:
     found = written(
         created="2026-01-31T12:00:00Z",
         family="z-image",
@@ -450,7 +450,7 @@ def test_a_modelpack_config_repeats_the_aimage_config():
     }
 
 
-def test_a_modelpack_config_leaves_out_unknown_values():
+def test_a_modelpack_config_leaves_out_unknown_values() -> None:
     odd = {"name": 1, "license": [], "parameters": "8B", "created": "", "source": "team/heron"}
     assert written(**odd) | {"modelfs": None} == {"descriptor": {}, "modelfs": None, "config": {}}
 
@@ -465,16 +465,16 @@ def test_a_modelpack_config_leaves_out_unknown_values():
         (3, None),
     ],
 )
-def test_the_size_of_a_modelpack(count, text):
+def test_the_size_of_a_modelpack(count: int, text: str | None) -> None:
     assert written(parameters=count)["config"].get("paramSize") == text
 
 
-def test_a_modelpack_has_a_layer():
+def test_a_modelpack_has_a_layer() -> None:
     with pytest.raises(FormatError, match="at least one layer"):
         DIALECTS["modelpack"].write(AImage(EMPTY, ()))
 
 
-def test_a_written_modelpack_is_read_without_annotations():
+def test_a_written_modelpack_is_read_without_annotations() -> None:
     """Another tool may have dropped them: what the standard says is enough to go on."""
     manifest, config = DIALECTS["modelpack"].write(AImage(EMPTY, LAYERS))
     document = json.loads(manifest.raw)
@@ -489,7 +489,7 @@ def test_a_written_modelpack_is_read_without_annotations():
     validate("aimage-config", aimage.properties)
 
 
-def test_a_generated_name_is_unique():
+def test_a_generated_name_is_unique() -> None:
     ep = Layer(Descriptor("application/vnd.clowder.aimage.ep.layer.v1", Digest.of(b"1"), 1), "ep.1")
     other = replace(ep, name="ep.x")
     manifest, config = DIALECTS["clowder"].write(AImage(EMPTY, (ep, other)))

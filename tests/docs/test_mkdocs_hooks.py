@@ -50,29 +50,33 @@ def references(hooks: ModuleType) -> dict[str, str]:
         ("cli.md", "```\n[a](../LICENSE)\n```", "```\n[a](../LICENSE)\n```"),
     ],
 )
-def test_a_link_leads_to_its_place_in_the_site(hooks, page, link, expected):
+def test_a_link_leads_to_its_place_in_the_site(
+    hooks: ModuleType, page: str, link: str, expected: str
+) -> None:
     assert hooks.rewritten(link, page) == expected
 
 
-def test_files_that_pages_link_to_are_in_the_site(hooks):
+def test_files_that_pages_link_to_are_in_the_site(hooks: ModuleType) -> None:
     assert {"LICENSE", "deploy/docker/Dockerfile"} <= hooks.copies()
     assert all((ROOT / name).is_file() for name in hooks.copies())
 
 
-def test_every_verb_and_option_is_in_the_generated_reference(references):
+def test_every_verb_and_option_is_in_the_generated_reference(references: dict[str, str]) -> None:
     text = references["reference/cli.md"]
     for verb, command in VERBS.items():
         section = text.partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
         assert not options(command) - mentioned(section), verb
 
 
-def test_every_route_is_in_the_generated_reference(references):
+def test_every_route_is_in_the_generated_reference(references: dict[str, str]) -> None:
     document = json.loads((ROOT / "clowder_aimage/api/openapi.json").read_text("utf-8"))
     for path in document["paths"]:
         assert path in references["reference/api.md"]
 
 
-def test_every_key_of_the_configuration_is_in_the_generated_reference(references):
+def test_every_key_of_the_configuration_is_in_the_generated_reference(
+    references: dict[str, str],
+) -> None:
     schema = json.loads((ROOT / "schemas" / "config.schema.json").read_text("utf-8"))
     text = references["reference/configuration.md"]
     for value in (schema, *schema["$defs"].values()):
@@ -80,14 +84,14 @@ def test_every_key_of_the_configuration_is_in_the_generated_reference(references
             assert f"\n| `{key}` | " in text
 
 
-def test_every_public_name_is_in_the_generated_reference(references):
+def test_every_public_name_is_in_the_generated_reference(references: dict[str, str]) -> None:
     text = references["reference/python.md"]
     for name in clowder_aimage.__all__:
         place = "clowder_aimage.errors" if name == "AImageError" else f".{name}\n"
         assert place in text
 
 
-def test_every_page_is_in_the_navigation(hooks):
+def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
     yaml = pytest.importorskip("yaml")
     text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text("utf-8"))
     config: dict[str, Any] = hooks.on_config(yaml.safe_load(text))
@@ -106,5 +110,5 @@ def test_every_page_is_in_the_navigation(hooks):
         ('<a href="https://example.com">x</a><script src="assets/x.js"></script>', False),
     ],
 )
-def test_requests_to_other_hosts_are_found(hooks, text, is_request):
+def test_requests_to_other_hosts_are_found(hooks: ModuleType, text: str, is_request: bool) -> None:
     assert bool(hooks._REQUEST.search(text)) is is_request

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,15 +17,15 @@ from clowder_aimage.oci.manifest import encode
 from clowder_aimage.push import transfer
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.process import Aimage
-from tests.real_registry import PASSWORD, USER
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.real_registry import PASSWORD, USER, RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 BLOBS = 6  # the model's blobs: three tensors, two files, the config
 SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the host of an ``aimage registry serve``, which has the referrers API."""
     home = tmp_path_factory.mktemp("served")
     command = ("registry", "serve", "--addr", "127.0.0.1:0")
@@ -37,20 +39,20 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def served(server, repository):
+def served(server: str, repository: str) -> str:
     """Return a repository of this test in the served registry."""
     return f"{server}/{repository.partition('/')[2]}"
 
 
 @pytest.fixture
-def pushed(aimage, llm, repository):
+def pushed(aimage: Callable[..., Aimage], llm: Path, repository: str) -> str:
     """Return the digest of a model in the real registry as ``repository:v1``."""
     here = aimage("first")
     here("create", f"{repository}:v1", llm)
     return here("push", f"{repository}:v1").line
 
 
-def raw_manifest(reference):
+def raw_manifest(reference: str) -> Any:
     name = Reference.parse(reference)
     url = f"http://{name.registry}/v2/{name.repository}/manifests/{name.target}"
     request = urllib.request.Request(url, headers={"Accept": mediatype.OCI_MANIFEST})
@@ -62,7 +64,9 @@ def blobs(store: Path) -> int:
     return sum(path.is_file() for path in (store / "blobs").rglob("*"))
 
 
-def test_a_copy_within_one_registry_transfers_no_bytes(aimage, registry, repository, pushed):
+def test_a_copy_within_one_registry_transfers_no_bytes(
+    aimage: Callable[..., Aimage], registry: RealRegistry, repository: str, pushed: str
+) -> None:
     there = aimage("there")
     mark = registry.mark()
     done = there("copy", f"{repository}:v1", f"{repository}-copy:v2")
@@ -78,7 +82,9 @@ def test_a_copy_within_one_registry_transfers_no_bytes(aimage, registry, reposit
     assert there("pull", f"{repository}-copy:v2").line == pushed
 
 
-def test_a_copy_to_another_registry_and_back(aimage, registry, repository, pushed, served):
+def test_a_copy_to_another_registry_and_back(
+    aimage: Callable[..., Aimage], registry: RealRegistry, repository: str, pushed: str, served: str
+) -> None:
     there = aimage("there")
     done = there("copy", f"{repository}:v1", f"{served}/team/x:v1", "--json")
     assert done.value["digest"] == pushed
@@ -97,7 +103,9 @@ def test_a_copy_to_another_registry_and_back(aimage, registry, repository, pushe
     assert there("tags", repository).out.splitlines() == ["v1", "back"]
 
 
-def test_a_copy_of_an_index(registry, repository, served, tmp_path):
+def test_a_copy_of_an_index(
+    registry: RealRegistry, repository: str, served: str, tmp_path: Path
+) -> None:
     raw, parts = artifact(b"{}", b"one layer")
     index = {
         "schemaVersion": 2,
@@ -119,11 +127,11 @@ def test_a_copy_of_an_index(registry, repository, served, tmp_path):
         assert place.resolve(target.with_digest(Descriptor.of("", raw).digest)).size == len(raw)
 
 
-def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
+def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path: Path) -> None:
     raw, parts = artifact(b"{}", b"one layer")
     right = serving(raw, parts)
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.method == "PUT":
             return Answer(415, {}, b'{"errors": [{"code": "MANIFEST_INVALID"}]}')
         return Answer(201) if seen.method == "POST" else right(seen)
@@ -136,7 +144,7 @@ def test_a_refused_manifest_is_not_rewritten_by_a_copy(tmp_path):
     assert len(host.asked("PUT")) == 1
 
 
-def test_copy_refuses_invalid_names(aimage, repository):
+def test_copy_refuses_invalid_names(aimage: Callable[..., Aimage], repository: str) -> None:
     there = aimage()
     done = there("copy", "tiny", f"{repository}:v1", code=2)
     assert f"aimage push {repository}:v1" in done.err
@@ -146,7 +154,9 @@ def test_copy_refuses_invalid_names(aimage, repository):
 
 
 @pytest.mark.integration
-def test_a_copy_to_a_registry_with_credentials(aimage, llm, private_registry):
+def test_a_copy_to_a_registry_with_credentials(
+    aimage: Callable[..., Aimage], llm: Path, private_registry: RealRegistry
+) -> None:
     if private_registry.log is None:
         pytest.skip("no access log")
     here = aimage()
@@ -161,7 +171,9 @@ def test_a_copy_to_a_registry_with_credentials(aimage, llm, private_registry):
 
 
 @pytest.mark.integration
-def test_a_push_under_another_name_mounts_blobs(aimage, llm, registry, repository):
+def test_a_push_under_another_name_mounts_blobs(
+    aimage: Callable[..., Aimage], llm: Path, registry: RealRegistry, repository: str
+) -> None:
     here = aimage()
     here("create", f"{repository}:v1", llm)
     digest = here("push", f"{repository}:v1").line
@@ -176,7 +188,9 @@ def test_a_push_under_another_name_mounts_blobs(aimage, llm, registry, repositor
     assert aimage("there")("pull", f"{repository}-two:v1").line == digest
 
 
-def test_a_push_whose_sibling_was_never_pushed_sends_all_blobs(aimage, llm, registry, repository):
+def test_a_push_whose_sibling_was_never_pushed_sends_all_blobs(
+    aimage: Callable[..., Aimage], llm: Path, registry: RealRegistry, repository: str
+) -> None:
     here = aimage()
     here("create", f"{repository}-never:v1", llm)
     here("tag", f"{repository}-never:v1", f"{repository}:v1")
@@ -186,7 +200,9 @@ def test_a_push_whose_sibling_was_never_pushed_sends_all_blobs(aimage, llm, regi
     assert counts["POST blob"] == counts["PUT blob"] == BLOBS  # no additional request
 
 
-def test_attach_and_referrers_without_the_api(aimage, registry, repository, pushed):
+def test_attach_and_referrers_without_the_api(
+    aimage: Callable[..., Aimage], registry: RealRegistry, repository: str, pushed: str
+) -> None:
     check_attached(aimage(), f"{repository}:v1", pushed)
     here = aimage()
     tag = f"sha256-{pushed.removeprefix('sha256:')}"
@@ -197,14 +213,16 @@ def test_attach_and_referrers_without_the_api(aimage, registry, repository, push
     }
 
 
-def test_attach_and_referrers_with_the_api(aimage, repository, pushed, served):
+def test_attach_and_referrers_with_the_api(
+    aimage: Callable[..., Aimage], repository: str, pushed: str, served: str
+) -> None:
     here = aimage()
     here("copy", f"{repository}:v1", f"{served}/team/x:v1")
     check_attached(here, f"{served}/team/x:v1", pushed)
     assert here("tags", f"{served}/team/x").line == "v1"  # the API keeps the list, no tag does
 
 
-def check_attached(here, reference, subject):
+def check_attached(here: Aimage, reference: str, subject: str) -> None:
     """Attach two artifacts to ``reference``, and list them."""
     name = reference.rpartition(":")[0]
     assert here("referrers", reference, "--json").value == []
@@ -242,7 +260,9 @@ def check_attached(here, reference, subject):
     assert raw_manifest(reference) == raw_manifest(f"{name}@{subject}")  # REF is unchanged
 
 
-def test_a_copied_artifact_is_listed_as_a_referrer(aimage, repository, pushed, served):
+def test_a_copied_artifact_is_listed_as_a_referrer(
+    aimage: Callable[..., Aimage], repository: str, pushed: str, served: str
+) -> None:
     """A manifest with a subject is listed as a referrer, whichever verb transferred it."""
     here = aimage()
     (here.home / "x").write_text("x")
@@ -253,7 +273,9 @@ def test_a_copied_artifact_is_listed_as_a_referrer(aimage, repository, pushed, s
     assert row["digest"] == digest
 
 
-def test_invalid_arguments_of_copy_and_attach(aimage, repository):
+def test_invalid_arguments_of_copy_and_attach(
+    aimage: Callable[..., Aimage], repository: str
+) -> None:
     here = aimage()
     (here.home / "x").write_text("x")
     assert "aimage tags" in here("tags", f"{repository}:v1", code=2).err
@@ -271,7 +293,9 @@ def test_invalid_arguments_of_copy_and_attach(aimage, repository):
 
 
 @pytest.fixture
-def signed(aimage, repository, pushed):
+def signed(
+    aimage: Callable[..., Aimage], repository: str, pushed: str
+) -> tuple[Aimage, str, str, str]:
     """Return a command line, and the digests of an artifact of ``v1`` and of its signature."""
     here = aimage()
     (here.home / "sbom.json").write_text("the contents")
@@ -281,7 +305,7 @@ def signed(aimage, repository, pushed):
     return here, pushed, sbom, report
 
 
-def test_referrers_of_referrers(signed, repository):
+def test_referrers_of_referrers(signed: tuple[Aimage, str, str, str], repository: str) -> None:
     here, digest, sbom, report = signed
     lines = here("referrers", f"{repository}:v1", "--recursive").out.splitlines()[1:]
     assert [line.split()[0] for line in lines] == [sbom, report]
@@ -292,7 +316,9 @@ def test_referrers_of_referrers(signed, repository):
     assert row["digest"] == report
 
 
-def test_a_recursive_copy_has_what_is_attached(signed, repository, served):
+def test_a_recursive_copy_has_what_is_attached(
+    signed: tuple[Aimage, str, str, str], repository: str, served: str
+) -> None:
     here, digest, sbom, report = signed
     for target in (f"{repository}-copy", f"{served}/copied"):  # without and with the API
         assert here("copy", "-q", f"{repository}:v1", f"{target}:v1").line == digest
@@ -307,8 +333,8 @@ def test_a_recursive_copy_has_what_is_attached(signed, repository, served):
 
 
 def test_a_recursive_copy_has_what_is_attached_to_the_parts_of_an_index(
-    signed, repository, served, tmp_path
-):
+    signed: tuple[Aimage, str, str, str], repository: str, served: str, tmp_path: Path
+) -> None:
     here, digest, sbom, report = signed
     source = Reference.parse(f"{repository}:all")
     with Repository(source, ClientOptions(docker_config=tmp_path)) as place:
@@ -325,7 +351,9 @@ def test_a_recursive_copy_has_what_is_attached_to_the_parts_of_an_index(
     assert [row["digest"] for row in found] == [sbom, report]
 
 
-def test_a_copy_of_all_tags(signed, repository, served):
+def test_a_copy_of_all_tags(
+    signed: tuple[Aimage, str, str, str], repository: str, served: str
+) -> None:
     here, digest, sbom, _ = signed
     here("copy", "-q", f"{repository}:v1", f"{repository}:v2")
     done = here("copy", "--all-tags", repository, f"{served}/all")
@@ -343,7 +371,7 @@ def test_a_copy_of_all_tags(signed, repository, served):
     here("copy", "-a", f"{repository}-nothing", f"{served}/all", code=3)
 
 
-def test_attached_files_are_fetched(signed, repository):
+def test_attached_files_are_fetched(signed: tuple[Aimage, str, str, str], repository: str) -> None:
     here, _, sbom, _ = signed
     done = here("attach", f"{repository}@{sbom}", "--get", "-o", "deep/files")
     assert done.line == "deep/files/sbom.json"
@@ -373,7 +401,9 @@ def test_attached_files_are_fetched(signed, repository):
         (("a", "b"), b"owt", "digest mismatch"),
     ],
 )
-def test_hostile_attached_files_are_refused_and_leave_nothing(aimage, titles, second, message):
+def test_hostile_attached_files_are_refused_and_leave_nothing(
+    aimage: Callable[..., Aimage], titles: tuple[str, str], second: bytes, message: str
+) -> None:
     raw, parts = artifact(b"{}", b"one", b"two")
     document = json.loads(raw)
     for layer, title in zip(document["layers"], titles, strict=True):
@@ -386,7 +416,9 @@ def test_hostile_attached_files_are_refused_and_leave_nothing(aimage, titles, se
     assert not [path for path in here.home.rglob("*") if path.is_file()]
 
 
-def test_several_names_are_pushed_and_pulled(aimage, llm, repository):
+def test_several_names_are_pushed_and_pulled(
+    aimage: Callable[..., Aimage], llm: Path, repository: str
+) -> None:
     here, there = aimage("first"), aimage("there")
     names = [f"{repository}:{tag}" for tag in ("v1", "v2")]
     for name in names:

@@ -10,16 +10,26 @@ import base64
 import gzip
 import hashlib
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.content import bytes_body, copy
-from clowder_aimage.errors import FormatError, NetworkError, RegistryError, VerificationError
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NetworkError,
+    RegistryError,
+    VerificationError,
+)
 from clowder_aimage.layout import ImageLayout, ingest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, download
-from tests.proxy import Proxy, Reply
-from tests.real_registry import PASSWORD, USER
+from tests.process import Aimage
+from tests.proxy import Passed, Proxy, Reply
+from tests.real_registry import PASSWORD, USER, RealRegistry
 from tests.scripted import skip_waiting
 
 MIB = 1024 * 1024
@@ -45,12 +55,12 @@ MANIFEST = Manifest.parse(
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the delay between retries."""
     skip_waiting(monkeypatch)
 
 
-def publish(host, directory):
+def publish(host: str, directory: Path) -> None:
     name = Reference.parse(f"{host}/{PATH}:v1")
     with Repository(name, ClientOptions(docker_config=directory)) as target:
         target.push(CONFIG, bytes_body(b"{}"))
@@ -59,57 +69,57 @@ def publish(host, directory):
 
 
 @pytest.fixture(scope="module")
-def published(registry, tmp_path_factory):
+def published(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> RealRegistry:
     publish(registry.host, tmp_path_factory.mktemp("docker"))
     return registry
 
 
 @pytest.fixture
-def proxy(published):
+def proxy(published: RealRegistry) -> Iterator[Proxy]:
     with Proxy(published.host).running() as running:
         yield running
 
 
-def layout_of(tmp_path):
+def layout_of(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def left_over(tmp_path):
+def left_over(tmp_path: Path) -> list[Any]:
     """Return the remains of unfinished downloads."""
     return list((tmp_path / "store" / ".aimage" / "ingest").glob("*"))
 
 
-def names(tmp_path):
+def names(tmp_path: Path) -> list[Any]:
     return [name for name, _ in layout_of(tmp_path).tags()]
 
 
-def pull(proxy, tmp_path, tail=":v1", **options):
+def pull(proxy: Proxy, tmp_path: Path, tail: str = ":v1", **options: Any) -> None:
     """Pull over one connection, so that the requests show what had arrived."""
     name = Reference.parse(f"{proxy.host}/{PATH}{tail}")
     with Repository(name, ClientOptions(docker_config=tmp_path, **options)) as source:
         copy(source, name, layout_of(tmp_path), concurrency=1)
 
 
-def arrived(tmp_path):
+def arrived(tmp_path: Path) -> None:
     layout = layout_of(tmp_path)
     assert layout.path(LAYER).read_bytes() == BLOB
     assert layout.path(MANIFEST.descriptor).read_bytes() == MANIFEST.raw
     assert left_over(tmp_path) == []
 
 
-def is_big(passed):
+def is_big(passed: Passed) -> bool:
     return passed.is_blob and DIGEST in passed.path
 
 
-def is_manifest(passed):
+def is_manifest(passed: Passed) -> bool:
     return "/manifests/" in passed.path
 
 
-def first(condition):
+def first(condition: Any) -> Callable[[Any], bool]:
     """Return whether it is the first request that satisfies the condition."""
     found: list[int] = []
 
-    def is_first(passed):
+    def is_first(passed: Any) -> bool:
         if not found and condition(passed):
             found.append(passed.number)
         return passed.number in found
@@ -117,7 +127,7 @@ def first(condition):
     return is_first
 
 
-def starts(proxy):
+def starts(proxy: Proxy) -> list[Any]:
     """Return the start of each request for the blob."""
     spans = proxy.asked(DIGEST)
     return [int((span or "bytes=0-").removeprefix("bytes=").partition("-")[0]) for span in spans]
@@ -129,7 +139,7 @@ def starts(proxy):
 @pytest.mark.parametrize(
     ("at", "reset"), [(0, True), (1, False), (3 * MIB + 1, True), (SIZE - 1, False)]
 )
-def test_an_interrupted_body_is_resumed(at, reset, proxy, tmp_path):
+def test_an_interrupted_body_is_resumed(at: int, reset: bool, proxy: Proxy, tmp_path: Path) -> None:
     breaks = first(is_big)
     proxy.cut, proxy.reset = lambda p: at if breaks(p) else None, reset
     pull(proxy, tmp_path)
@@ -141,7 +151,9 @@ def test_an_interrupted_body_is_resumed(at, reset, proxy, tmp_path):
 
 
 @pytest.mark.parametrize("reset", [True, False], ids=["reset", "short"])
-def test_a_failed_pull_keeps_the_received_bytes(reset, proxy, tmp_path, monkeypatch):
+def test_a_failed_pull_keeps_the_received_bytes(
+    reset: bool, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four attempts without progress end the pull; the next pull requests the rest."""
     monkeypatch.setattr(ingest, "JOURNALED", MIB)  # large enough for a journal
     proxy.reset = reset
@@ -158,14 +170,16 @@ def test_a_failed_pull_keeps_the_received_bytes(reset, proxy, tmp_path, monkeypa
     assert kept <= 3 * MIB if reset else kept == 3 * MIB
 
 
-def test_a_dripping_connection_is_replaced(proxy, tmp_path, monkeypatch):
+def test_a_dripping_connection_is_replaced(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rate is below any real network's: another connection continues at its offset."""
     monkeypatch.setattr(download, "_WINDOW", 0.2)
     monkeypatch.setattr(download, "_SLOWEST", 4 * MIB)
     proxy.pace = MIB / 2
     drips = first(is_big)
 
-    def instead(passed):
+    def instead(passed: Any) -> None:
         if is_big(passed) and not drips(passed):
             proxy.pace = None
 
@@ -177,7 +191,9 @@ def test_a_dripping_connection_is_replaced(proxy, tmp_path, monkeypatch):
     assert proxy.sent(DIGEST) <= SIZE + BUFFERS
 
 
-def test_a_slow_connection_is_not_replaced(proxy, tmp_path, monkeypatch):
+def test_a_slow_connection_is_not_replaced(
+    proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(download, "_WINDOW", 0.1)
     proxy.pace = 16 * MIB
     pull(proxy, tmp_path)
@@ -189,10 +205,10 @@ def test_a_slow_connection_is_not_replaced(proxy, tmp_path, monkeypatch):
 # -- ranges
 
 
-def lying(span):
+def lying(span: str) -> Callable[[Any, Any], None]:
     """Return the treatment of the Content-Range header."""
 
-    def change(passed, reply):
+    def change(passed: Any, reply: Any) -> None:
         if reply.status == 206:
             reply.headers["Content-Range"] = span
 
@@ -200,7 +216,7 @@ def lying(span):
 
 
 @pytest.mark.parametrize("span", [f"bytes 7-{SIZE - 1}/{SIZE}", ""])
-def test_a_wrong_content_range_is_refused(span, proxy, tmp_path):
+def test_a_wrong_content_range_is_refused(span: str, proxy: Proxy, tmp_path: Path) -> None:
     """The blob is then read from the start, up to the current offset."""
     breaks = first(is_big)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
@@ -212,7 +228,9 @@ def test_a_wrong_content_range_is_refused(span, proxy, tmp_path):
 
 
 @pytest.mark.parametrize("ranges", ["ignored", "wrong", 416])
-def test_a_refused_range_falls_back_to_the_whole_blob(ranges, proxy, tmp_path):
+def test_a_refused_range_falls_back_to_the_whole_blob(
+    ranges: str | int, proxy: Proxy, tmp_path: Path
+) -> None:
     breaks = first(is_big)
     proxy.cut, proxy.ranges = lambda p: 3 * MIB if breaks(p) else None, ranges
     pull(proxy, tmp_path)
@@ -224,7 +242,9 @@ def test_a_refused_range_falls_back_to_the_whole_blob(ranges, proxy, tmp_path):
 
 
 @pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
-def test_a_transient_error_is_retried(what, proxy, tmp_path):
+def test_a_transient_error_is_retried(
+    what: Callable[[Passed], bool], proxy: Proxy, tmp_path: Path
+) -> None:
     fails = first(what)
     proxy.instead = lambda p: Reply(503) if fails(p) else None
     pull(proxy, tmp_path)
@@ -233,7 +253,7 @@ def test_a_transient_error_is_retried(what, proxy, tmp_path):
     assert proxy.sent(DIGEST) == SIZE
 
 
-def test_a_transient_error_on_resumption_is_retried(proxy, tmp_path):
+def test_a_transient_error_on_resumption_is_retried(proxy: Proxy, tmp_path: Path) -> Any:
     breaks, fails = first(is_big), first(lambda p: is_big(p) and p.range)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
     proxy.instead = lambda p: Reply(500) if fails(p) else None
@@ -244,10 +264,12 @@ def test_a_transient_error_on_resumption_is_retried(proxy, tmp_path):
 
 
 @pytest.mark.parametrize("what", [is_manifest, is_big], ids=["manifest", "blob"])
-def test_retry_after_is_respected(what, proxy, tmp_path):
+def test_retry_after_is_respected(
+    what: Callable[[Passed], bool], proxy: Proxy, tmp_path: Path
+) -> None:
     slept, now = [], [NOW]
 
-    def sleep(seconds):
+    def sleep(seconds: Any) -> None:
         slept.append(seconds)
         now[0] += seconds
 
@@ -260,8 +282,10 @@ def test_retry_after_is_respected(what, proxy, tmp_path):
 
 
 @pytest.mark.parametrize(("status", "code"), [(401, 4), (404, 3), (500, 1), (507, 1), (None, 5)])
-def test_exit_codes_of_a_failed_pull(status, code, proxy, aimage):
-    def change(passed, reply):
+def test_exit_codes_of_a_failed_pull(
+    status: int | None, code: int, proxy: Proxy, aimage: Callable[..., Aimage]
+) -> None:
+    def change(passed: Any, reply: Any) -> None:
         if is_big(passed):
             reply.body = reply.body[:-1] + b"?"
 
@@ -281,11 +305,11 @@ def test_exit_codes_of_a_failed_pull(status, code, proxy, aimage):
 # -- wrong bytes
 
 
-def test_wrong_bytes_of_the_right_length_are_discarded(proxy, tmp_path):
+def test_wrong_bytes_of_the_right_length_are_discarded(proxy: Proxy, tmp_path: Path) -> None:
     """Nothing is kept, and the next pull starts from the beginning."""
     spoils = first(is_big)
 
-    def change(passed, reply):
+    def change(passed: Any, reply: Any) -> None:
         if spoils(passed):
             reply.body = reply.body[: 5 * MIB] + b"?" + reply.body[5 * MIB + 1 :]
 
@@ -300,12 +324,12 @@ def test_wrong_bytes_of_the_right_length_are_discarded(proxy, tmp_path):
     assert proxy.sent(DIGEST) == 2 * SIZE
 
 
-def test_wrong_bytes_after_a_disconnect_are_detected(proxy, tmp_path):
+def test_wrong_bytes_after_a_disconnect_are_detected(proxy: Proxy, tmp_path: Path) -> None:
     """A wrong part is detected when the whole blob is verified."""
     breaks = first(is_big)
     proxy.cut = lambda p: 3 * MIB if breaks(p) else None
 
-    def change(passed, reply):
+    def change(passed: Any, reply: Any) -> None:
         if passed.range:
             reply.body = bytes(len(reply.body))
 
@@ -316,10 +340,10 @@ def test_wrong_bytes_after_a_disconnect_are_detected(proxy, tmp_path):
     assert left_over(tmp_path) == []
 
 
-def test_a_compressed_blob_is_not_decompressed(proxy, tmp_path):
+def test_a_compressed_blob_is_not_decompressed(proxy: Proxy, tmp_path: Path) -> None:
     """The digest covers the exact bytes, whatever encoding a proxy added."""
 
-    def change(passed, reply):
+    def change(passed: Any, reply: Any) -> None:
         if is_big(passed):
             reply.headers["Content-Encoding"] = "gzip"
             reply.put(gzip.compress(BLOB, 1)[:SIZE].ljust(SIZE, b"\0"))
@@ -331,36 +355,36 @@ def test_a_compressed_blob_is_not_decompressed(proxy, tmp_path):
     assert left_over(tmp_path) == []
 
 
-def for_manifests(alter):
+def for_manifests(alter: Any) -> Callable[[Any, Any], Any]:
     return lambda passed, reply: alter(reply) if is_manifest(passed) else None
 
 
-def shorter(reply):
+def shorter(reply: Any) -> None:
     reply.put(reply.body[:-20])
 
 
-def longer(reply):
+def longer(reply: Any) -> None:
     reply.put(reply.body + b" ")
 
 
-def says_less(reply):
+def says_less(reply: Any) -> None:
     reply.headers["Content-Length"] = str(len(reply.body) - 20)
 
 
-def says_more(reply):
+def says_more(reply: Any) -> None:
     reply.headers |= {"Content-Length": str(len(reply.body) + 20), "Connection": "close"}
 
 
-def endless(reply):
+def endless(reply: Any) -> None:
     reply.put(reply.body + b" " * 5 * MIB)
 
 
-def packed(reply):
+def packed(reply: Any) -> None:
     reply.headers["Content-Encoding"] = "gzip"
     reply.put(gzip.compress(reply.body + b" " * 20 * MIB))
 
 
-def other_kind(reply):
+def other_kind(reply: Any) -> None:
     reply.headers["Content-Type"] = "application/vnd.oci.image.index.v1+json"
 
 
@@ -380,7 +404,14 @@ BY_DIGEST = f"@{MANIFEST.descriptor.digest}"
     ],
     ids=lambda it: getattr(it, "__name__", ""),
 )
-def test_a_wrong_manifest_fetches_nothing(alter, error, said, tail, proxy, tmp_path):
+def test_a_wrong_manifest_fetches_nothing(
+    alter: Callable[[Any], None],
+    error: type[AImageError],
+    said: str,
+    tail: str,
+    proxy: Proxy,
+    tmp_path: Path,
+) -> None:
     """Longer or shorter than declared, compressed, or with another digest."""
     proxy.change = for_manifests(alter)
     with pytest.raises(error, match=said):
@@ -393,7 +424,9 @@ def test_a_wrong_manifest_fetches_nothing(alter, error, said, tail, proxy, tmp_p
 
 
 @pytest.mark.parametrize("more", [-1, 1 << 40])
-def test_a_manifest_of_another_size_than_in_its_index_is_refused(more, published, proxy, tmp_path):
+def test_a_manifest_of_another_size_than_in_its_index_is_refused(
+    more: int, published: RealRegistry, proxy: Proxy, tmp_path: Path
+) -> None:
     entry = MANIFEST.descriptor.to_json() | {"size": len(MANIFEST.raw) + more}
     kind = "application/vnd.oci.image.index.v1+json"
     document = {"schemaVersion": 2, "mediaType": kind, "manifests": [entry]}
@@ -413,13 +446,14 @@ def test_a_manifest_of_another_size_than_in_its_index_is_refused(more, published
 class Tokens:
     """A token service and its check in a proxy; tokens are valid until ``revoke()``."""
 
-    def __init__(self, proxy):
+    def __init__(self, proxy: Proxy) -> None:
         self.proxy = proxy
+        self.good: set[Any]
         self.good, self.count = set(), 0
         self.body = lambda token: Reply(200, {}, json.dumps({"token": token}).encode())
         proxy.instead = self
 
-    def __call__(self, passed):
+    def __call__(self, passed: Any) -> Reply | None:
         if passed.path.startswith("/token"):
             self.count += 1
             self.good.add(f"t0k3n-{self.count}")
@@ -430,12 +464,12 @@ class Tokens:
         return Reply(401, {"WWW-Authenticate": realm})
 
 
-def test_a_token_that_expires_during_a_download_is_renewed(proxy, tmp_path):
+def test_a_token_that_expires_during_a_download_is_renewed(proxy: Proxy, tmp_path: Path) -> None:
     """Received bytes are kept, and the rest is requested with a new token."""
     tokens = Tokens(proxy)
     breaks = first(is_big)
 
-    def cut(passed):
+    def cut(passed: Any) -> int | None:
         if breaks(passed) and passed.sent >= 3 * MIB:
             tokens.good.clear()
         return 3 * MIB if breaks(passed) else None
@@ -448,7 +482,7 @@ def test_a_token_that_expires_during_a_download_is_renewed(proxy, tmp_path):
     assert proxy.sent(DIGEST) == SIZE
 
 
-def test_a_compressed_token_response_is_not_decompressed(proxy, tmp_path):
+def test_a_compressed_token_response_is_not_decompressed(proxy: Proxy, tmp_path: Path) -> None:
     tokens = Tokens(proxy)
     bomb = gzip.compress(b'{"token": "' + b"x" * 20 * MIB + b'"}')
     tokens.body = lambda token: Reply(200, {"Content-Encoding": "gzip"}, bomb)
@@ -459,7 +493,9 @@ def test_a_compressed_token_response_is_not_decompressed(proxy, tmp_path):
 
 
 @pytest.fixture
-def content_network(private_registry, tmp_path):
+def content_network(
+    private_registry: RealRegistry, tmp_path: Path
+) -> Iterator[tuple[Proxy, Proxy]]:
     """Return a registry with a password, and the CDN of its blobs without one."""
     (tmp_path / "config.json").write_text(
         json.dumps({"auths": {private_registry.host: {"auth": BASIC}}})
@@ -473,7 +509,7 @@ def content_network(private_registry, tmp_path):
         cdn.adds = {"Authorization": f"Basic {BASIC}"}
         there = cdn.host.replace("127.0.0.1", "localhost")
 
-        def instead(passed):
+        def instead(passed: Any) -> Reply | None:
             if passed.is_blob and "Authorization" in passed.headers:
                 return Reply(307, {"Location": f"http://{there}{passed.path}?sig=s1gnature"})
             return None
@@ -482,7 +518,7 @@ def content_network(private_registry, tmp_path):
         yield proxy, cdn
 
 
-def test_blobs_are_fetched_from_a_cdn(content_network, tmp_path):
+def test_blobs_are_fetched_from_a_cdn(content_network: tuple[Proxy, Proxy], tmp_path: Path) -> None:
     """The CDN gets the range without the password; every request starts at the registry."""
     proxy, cdn = content_network
     breaks = first(is_big)
@@ -498,7 +534,9 @@ def test_blobs_are_fetched_from_a_cdn(content_network, tmp_path):
         assert BASIC not in "".join(passed.headers.values())
 
 
-def test_an_expired_cdn_signature_fails(content_network, tmp_path):
+def test_an_expired_cdn_signature_fails(
+    content_network: tuple[Proxy, Proxy], tmp_path: Path
+) -> None:
     """A 403 of the CDN is not reported as the registry's."""
     proxy, cdn = content_network
     cdn.instead = lambda p: Reply(403, {}, b"<Error>ExpiredToken</Error>")
@@ -508,7 +546,7 @@ def test_an_expired_cdn_signature_fails(content_network, tmp_path):
     assert "s1gnature" not in str(getattr(raised.value, "hint", ""))
 
 
-def test_a_failing_cdn_is_retried(content_network, tmp_path):
+def test_a_failing_cdn_is_retried(content_network: tuple[Proxy, Proxy], tmp_path: Path) -> None:
     proxy, cdn = content_network
     fails = first(is_big)
     cdn.instead = lambda p: Reply(503) if fails(p) else None
@@ -517,8 +555,8 @@ def test_a_failing_cdn_is_retried(content_network, tmp_path):
     assert cdn.sent(DIGEST) == SIZE
 
 
-def test_endless_redirects_fail(proxy, tmp_path):
-    def instead(passed):
+def test_endless_redirects_fail(proxy: Proxy, tmp_path: Path) -> None:
+    def instead(passed: Any) -> Reply | None:
         return Reply(307, {"Location": passed.path}) if is_big(passed) else None
 
     proxy.instead = instead

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests.process import run
+from tests.process import Aimage, run
+from tests.real_registry import RealRegistry
 
 PROMPT = "a red fox"
 
 
-def test_create_push_pull_run_replay(aimage, tiny, repository):
+def test_create_push_pull_run_replay(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     here, there = aimage("here"), aimage("there")
     reference = f"{repository}:v1"
     created = here("create", reference, tiny).line
@@ -23,7 +30,9 @@ def test_create_push_pull_run_replay(aimage, tiny, repository):
 
 
 @pytest.mark.integration
-def test_run_and_replay_pull_missing_blobs(aimage, tiny, repository):
+def test_run_and_replay_pull_missing_blobs(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     here, there, elsewhere = aimage("here"), aimage("there"), aimage("elsewhere")
     here("create", repository, tiny)
     here("push", repository)
@@ -34,8 +43,8 @@ def test_run_and_replay_pull_missing_blobs(aimage, tiny, repository):
 
 
 def test_a_repeated_push_sends_nothing_and_a_repeated_pull_one_request(
-    aimage, llm, registry, repository
-):
+    aimage: Callable[..., Aimage], llm: Path, registry: RealRegistry, repository: str
+) -> None:
     here, there = aimage("here"), aimage("there")
     here("create", repository, llm)
     here("push", repository)
@@ -51,7 +60,13 @@ def test_a_repeated_push_sends_nothing_and_a_repeated_pull_one_request(
 
 
 @pytest.mark.integration
-def test_models_share_common_blobs(aimage, tiny, registry, repository, tmp_path):
+def test_models_share_common_blobs(
+    aimage: Callable[..., Aimage],
+    tiny: Path,
+    registry: RealRegistry,
+    repository: str,
+    tmp_path: Path,
+) -> None:
     """A push of a second model with the same text encoder sends only new blobs."""
     here = aimage("here")
     other = tmp_path / "other"
@@ -81,7 +96,9 @@ def test_models_share_common_blobs(aimage, tiny, registry, repository, tmp_path)
 
 @pytest.mark.integration
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
-def test_every_dialect_round_trips(dialect, aimage, tiny, repository):
+def test_every_dialect_round_trips(
+    dialect: str, aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     here, there = aimage("here"), aimage("there")
     created = here("create", repository, tiny).line
     pushed = here("push", repository, "--dialect", dialect).line
@@ -96,7 +113,9 @@ def test_every_dialect_round_trips(dialect, aimage, tiny, repository):
     assert there("push", f"{repository}:back", "--dialect", "clowder").line == created
 
 
-def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, llm, repository):
+def test_a_refused_manifest_falls_back_on_the_real_registry(
+    aimage: Callable[..., Aimage], llm: Path, repository: str
+) -> None:
     here, there = aimage("here"), aimage("there")
     custom = here("create", repository, llm, "--manifest-type", "custom").line
     refused = here("push", repository, "--no-fallback", code=1)
@@ -110,7 +129,9 @@ def test_a_refused_manifest_falls_back_on_the_real_registry(aimage, llm, reposit
     assert pushed.line == plain
 
 
-def test_a_push_by_digest_never_falls_back(aimage, llm, repository):
+def test_a_push_by_digest_never_falls_back(
+    aimage: Callable[..., Aimage], llm: Path, repository: str
+) -> None:
     here = aimage("here")
     custom = here("create", repository, llm, "--manifest-type", "custom").line
     done = here("push", f"{repository}@{custom}", code=1)
@@ -120,7 +141,7 @@ def test_a_push_by_digest_never_falls_back(aimage, llm, repository):
     assert "push by tag" in done.err
 
 
-def test_pull_by_digest(aimage, llm, repository):
+def test_pull_by_digest(aimage: Callable[..., Aimage], llm: Path, repository: str) -> None:
     here, there = aimage("here"), aimage("there")
     digest = here("create", repository, llm).line
     assert here("push", f"{repository}@{digest}").line == digest
@@ -130,7 +151,9 @@ def test_pull_by_digest(aimage, llm, repository):
 
 
 @pytest.mark.integration
-def test_skopeo_reads_the_layout_and_the_registry(aimage, tiny, repository, skopeo, tmp_path):
+def test_skopeo_reads_the_layout_and_the_registry(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str, skopeo: str, tmp_path: Path
+) -> None:
     here = aimage("here")
     digest = here("create", repository, tiny).line
     here("push", repository)
@@ -145,7 +168,9 @@ def test_skopeo_reads_the_layout_and_the_registry(aimage, tiny, repository, skop
 
 
 @pytest.mark.integration
-def test_a_container_compressed_by_skopeo_is_restored(aimage, tiny, repository, skopeo):
+def test_a_container_compressed_by_skopeo_is_restored(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str, skopeo: str
+) -> None:
     """skopeo gzips the layers and drops their annotations; the AImage is still restored."""
     here, there = aimage("here"), aimage("there")
     here("create", f"{repository}:dressed", tiny, "--dialect", "container")
@@ -162,7 +187,9 @@ def test_a_container_compressed_by_skopeo_is_restored(aimage, tiny, repository, 
     there("run", f"{repository}:squeezed", PROMPT, "--seed", 1, "--steps", 1, "-o", "x.png")
 
 
-def test_a_foreign_manifest_survives_byte_for_byte(aimage, registry, repository):
+def test_a_foreign_manifest_survives_byte_for_byte(
+    aimage: Callable[..., Aimage], registry: RealRegistry, repository: str
+) -> None:
     """Unknown fields, unknown types and unusual spacing are not normalised."""
     import requests
 
@@ -203,7 +230,7 @@ def test_a_foreign_manifest_survives_byte_for_byte(aimage, registry, repository)
     assert "not an AImage" in here("run", f"{repository}:foreign", "x", code=5).err
 
 
-def _upload(requests, base, data):
+def _upload(requests: ModuleType, base: str, data: bytes) -> str:
     import hashlib
 
     digest = "sha256:" + hashlib.sha256(data).hexdigest()
@@ -215,7 +242,7 @@ def _upload(requests, base, data):
     return digest
 
 
-def _skopeo(skopeo, *arguments):
+def _skopeo(skopeo: str, *arguments: str) -> Any:
     done = run([skopeo, *arguments], timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout

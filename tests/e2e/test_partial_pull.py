@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clowder_aimage.content import bytes_body
-from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.dialect import DIALECTS, AImage, Dialect, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
@@ -19,6 +21,7 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.tensor import encode_header
 from tests.process import Aimage
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
 
 MIB = 1024 * 1024
 BUFFERS = 4 * MIB  # bytes that may be in flight when a connection ends
@@ -44,7 +47,7 @@ class Pushed:
 
 
 @pytest.fixture(scope="module")
-def pushed(registry, tiny, tmp_path_factory):
+def pushed(registry: RealRegistry, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Pushed:
     here = Aimage(tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("made") / "store")
     name = f"{registry.host}/{PATH}"
     digest = here("create", name, tiny).line
@@ -56,17 +59,17 @@ def pushed(registry, tiny, tmp_path_factory):
 
 
 @pytest.fixture
-def proxy(registry):
+def proxy(registry: RealRegistry) -> Iterator[Proxy]:
     with Proxy(registry.host).running() as running:
         yield running
 
 
 @pytest.fixture
-def name(proxy):
+def name(proxy: Proxy) -> str:
     return f"{proxy.host}/{PATH}"
 
 
-def got(proxy, since=0):
+def got(proxy: Proxy, since: int = 0) -> dict[str, int]:
     """Return the bytes sent of each requested blob."""
     asked = [passed for passed in proxy.seen[since:] if passed.is_blob]
     found = dict.fromkeys((passed.path.rpartition("/")[2] for passed in asked), 0)
@@ -75,12 +78,12 @@ def got(proxy, since=0):
     return found
 
 
-def row(here, name):
+def row(here: Aimage, name: str) -> Any:
     (found,) = [row for row in here("ls", "--json").value if row["reference"] == name]
     return found
 
 
-def is_marked(here, name):
+def is_marked(here: Aimage, name: str) -> bool:
     layout = ImageLayout(here.store)
     return layout.resolve(Reference.parse(name)).annotations.get(mediatype.PARTIAL) == "true"
 
@@ -88,7 +91,9 @@ def is_marked(here, name):
 # -- selection
 
 
-def test_a_component_is_fetched_with_top_level_files_only(aimage, pushed, proxy, name):
+def test_a_component_is_fetched_with_top_level_files_only(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     done = here("pull", name, "--component", "vae", "--component", "scheduler", "--json")
     assert got(proxy) == pushed.blobs("vae/", "scheduler/", "model_index.json")
@@ -102,7 +107,9 @@ def test_a_component_is_fetched_with_top_level_files_only(aimage, pushed, proxy,
     here("verify")
 
 
-def test_a_full_pull_completes_a_part_and_removes_its_mark(aimage, pushed, proxy, name):
+def test_a_full_pull_completes_a_part_and_removes_its_mark(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     said = here("pull", name, "--component", "vae").err
     assert f"left out; to complete it: aimage pull {name}" in said
@@ -119,7 +126,9 @@ def test_a_full_pull_completes_a_part_and_removes_its_mark(aimage, pushed, proxy
     assert "is missing" in here("verify", code=5).out
 
 
-def test_a_second_part_is_added_to_the_first(aimage, pushed, proxy, name):
+def test_a_second_part_is_added_to_the_first(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     here("pull", name, "--include", "vae/*")
     assert got(proxy) == pushed.blobs("vae/")
@@ -133,7 +142,9 @@ def test_a_second_part_is_added_to_the_first(aimage, pushed, proxy, name):
     assert "partial" not in row(here, name)
 
 
-def test_a_pattern_matches_whole_names_including_slashes(aimage, pushed, proxy, name):
+def test_a_pattern_matches_whole_names_including_slashes(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     here("pull", name, "--include", "*.json", "--include", "transformer/all_*weight")
     chosen = [
@@ -147,7 +158,9 @@ def test_a_pattern_matches_whole_names_including_slashes(aimage, pushed, proxy, 
     assert got(proxy) == config | blobs
 
 
-def test_a_partial_pull_of_a_complete_aimage_keeps_it_complete(aimage, pushed, proxy, name):
+def test_a_partial_pull_of_a_complete_aimage_keeps_it_complete(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     here("pull", name)
     mark = len(proxy.seen)
@@ -157,7 +170,9 @@ def test_a_partial_pull_of_a_complete_aimage_keeps_it_complete(aimage, pushed, p
     assert not is_marked(here, name)
 
 
-def test_blobs_of_another_store_are_not_missing(aimage, pushed, proxy, name):
+def test_blobs_of_another_store_are_not_missing(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     other, here = aimage("other"), aimage("here")
     other("pull", name)
     mark = len(proxy.seen)
@@ -167,7 +182,9 @@ def test_blobs_of_another_store_are_not_missing(aimage, pushed, proxy, name):
     assert got(proxy, mark) == {}
 
 
-def test_an_interrupted_partial_pull_is_resumed(aimage, registry, proxy):
+def test_an_interrupted_partial_pull_is_resumed(
+    aimage: Callable[..., Aimage], registry: RealRegistry, proxy: Proxy
+) -> None:
     data = encode_header([("w", "U8", (24 * MIB,))])
     data += hashlib.shake_128(b"part").digest(24 * MIB)
     big, small = (Descriptor.of(mediatype.AIMAGE_SAFETENSORS, d) for d in (data, data[:-5]))
@@ -192,7 +209,9 @@ def test_an_interrupted_partial_pull_is_resumed(aimage, registry, proxy):
 # -- dry runs and errors
 
 
-def test_a_dry_run_of_a_partial_pull(aimage, pushed, proxy, name):
+def test_a_dry_run_of_a_partial_pull(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     value = here("pull", name, "--component", "vae", "--dry-run", "--json").value
     wanted = pushed.blobs("vae/", "model_index.json")
@@ -220,7 +239,14 @@ def test_a_dry_run_of_a_partial_pull(aimage, pushed, proxy, name):
         (["--component", ""], "no component ''"),
     ],
 )
-def test_unknown_components_are_refused(options, said, aimage, pushed, proxy, name):
+def test_unknown_components_are_refused(
+    options: list[str],
+    said: str,
+    aimage: Callable[..., Aimage],
+    pushed: Pushed,
+    proxy: Proxy,
+    name: str,
+) -> None:
     here = aimage()
     err = here("pull", name, *options, code=3).err
     assert said in err
@@ -230,13 +256,15 @@ def test_unknown_components_are_refused(options, said, aimage, pushed, proxy, na
     assert got(proxy).keys() == {pushed.config["digest"]}
 
 
-def test_a_whole_index_has_no_parts(aimage):
+def test_a_whole_index_has_no_parts(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     err = here("pull", "localhost:1/x", "--whole", "--include", "*", code=2).err
     assert "--whole cannot be combined with --component" in err
 
 
-def test_another_kind_of_artifact_has_no_parts(aimage, registry, proxy):
+def test_another_kind_of_artifact_has_no_parts(
+    aimage: Callable[..., Aimage], registry: RealRegistry, proxy: Proxy
+) -> None:
     config = Descriptor.of("application/vnd.example.config", b"{}")
     document = {
         "schemaVersion": 2,
@@ -257,7 +285,7 @@ def test_another_kind_of_artifact_has_no_parts(aimage, registry, proxy):
 # -- dialects and indexes
 
 
-def put(registry, path, manifest, contents):
+def put(registry: RealRegistry, path: str, manifest: Manifest, contents: dict[Any, Any]) -> None:
     """Upload blobs and a manifest to the registry."""
     name = Reference.parse(f"{registry.host}/{path}")
     with Repository(name, ClientOptions()) as target:
@@ -266,13 +294,15 @@ def put(registry, path, manifest, contents):
         target.push(manifest.descriptor, bytes_body(manifest.raw), name)
 
 
-def keep(registry, path, dialect, made, contents):
+def keep(
+    registry: RealRegistry, path: str, dialect: Dialect, made: AImage, contents: dict[Any, Any]
+) -> Manifest:
     manifest, config = dialect.write(made)
     put(registry, path, manifest, contents | {manifest.config: config})
     return manifest
 
 
-def small_aimage():
+def small_aimage() -> tuple[AImage, dict[Descriptor, bytes]]:
     """Return an AImage of two components and the content of its blobs."""
     contents, layers = {}, []
     for name, data in (
@@ -289,7 +319,9 @@ def small_aimage():
 
 
 @pytest.mark.parametrize("dialect", [n for n in DIALECTS if n != "custom"])
-def test_every_dialect_can_be_pulled_in_part(dialect, aimage, registry, proxy):
+def test_every_dialect_can_be_pulled_in_part(
+    dialect: Any, aimage: Callable[..., Aimage], registry: RealRegistry, proxy: Proxy
+) -> None:
     made, contents = small_aimage()
     path = f"tests/partial-{dialect}:v1"
     manifest = keep(registry, path, DIALECTS[dialect], made, contents)
@@ -302,7 +334,9 @@ def test_every_dialect_can_be_pulled_in_part(dialect, aimage, registry, proxy):
     assert not is_marked(here, name)
 
 
-def test_compressed_layers_are_selected_by_their_diff_id(aimage, registry, proxy):
+def test_compressed_layers_are_selected_by_their_diff_id(
+    aimage: Callable[..., Aimage], registry: RealRegistry, proxy: Proxy
+) -> None:
     """A tool that compresses container image layers leaves them like this."""
     made, contents = small_aimage()
     manifest, config = DIALECTS["container"].write(made)
@@ -318,7 +352,7 @@ def test_compressed_layers_are_selected_by_their_diff_id(aimage, registry, proxy
     here, name = aimage(), f"{proxy.host}/{path}"
     layout = ImageLayout(here.store)
 
-    def there():
+    def there() -> list[Any]:
         return [layer.name for layer in made.layers if layout.exists(layer.descriptor)]
 
     here("pull", name, "--component", "net")
@@ -333,7 +367,9 @@ def test_compressed_layers_are_selected_by_their_diff_id(aimage, registry, proxy
         assert layout.path(content).read_bytes() == data
 
 
-def test_a_partial_pull_from_an_index(aimage, registry, proxy):
+def test_a_partial_pull_from_an_index(
+    aimage: Callable[..., Aimage], registry: RealRegistry, proxy: Proxy
+) -> None:
     made, contents = small_aimage()
     manifest, config = DIALECTS["clowder"].write(made)
     other = Manifest.build(json.loads(manifest.raw) | {"annotations": {"x": "y"}})
@@ -362,7 +398,9 @@ def test_a_partial_pull_from_an_index(aimage, registry, proxy):
 # -- verbs on a part
 
 
-def test_a_part_is_pushed_to_a_registry_with_the_rest(aimage, pushed, proxy, name):
+def test_a_part_is_pushed_to_a_registry_with_the_rest(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     """To its own repository, and by mounts to another one of that registry."""
     here = aimage()
     here("pull", name, "--component", "vae")
@@ -373,7 +411,9 @@ def test_a_part_is_pushed_to_a_registry_with_the_rest(aimage, pushed, proxy, nam
     assert aimage("there")("pull", f"{proxy.host}/tests/partial-beside:v1").line == pushed.digest
 
 
-def test_a_push_of_a_part_fails_without_the_rest(aimage, pushed, registry, name):
+def test_a_push_of_a_part_fails_without_the_rest(
+    aimage: Callable[..., Aimage], pushed: Pushed, registry: RealRegistry, name: str
+) -> None:
     here = aimage()
     here("pull", name, "--component", "vae")
     with Proxy(registry.host).running() as elsewhere:
@@ -388,7 +428,9 @@ def test_a_push_of_a_part_fails_without_the_rest(aimage, pushed, registry, name)
         assert elsewhere.received() == 0
 
 
-def test_run_completes_a_partial_aimage(aimage, pushed, proxy, name, tmp_path):
+def test_run_completes_a_partial_aimage(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str, tmp_path: Path
+) -> None:
     pytest.importorskip("mlx.core")
     here = aimage()
     here("pull", name, "--component", "transformer")
@@ -412,7 +454,9 @@ def test_run_completes_a_partial_aimage(aimage, pushed, proxy, name, tmp_path):
     assert not any("partial" in row for row in rows.values())  # the other names as well
 
 
-def test_repair_of_a_part_fetches_only_damaged_blobs(aimage, pushed, proxy, name):
+def test_repair_of_a_part_fetches_only_damaged_blobs(
+    aimage: Callable[..., Aimage], pushed: Pushed, proxy: Proxy, name: str
+) -> None:
     here = aimage()
     here("pull", name, "--component", "vae")
     path = ImageLayout(here.store).path(
@@ -434,7 +478,9 @@ def test_repair_of_a_part_fetches_only_damaged_blobs(aimage, pushed, proxy, name
     here("verify")
 
 
-def test_a_part_requires_its_manifest_and_config(aimage, tiny, repository):
+def test_a_part_requires_its_manifest_and_config(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     here, there = aimage(), aimage("there")
     name = f"{repository}:v1"
     here("create", name, tiny)

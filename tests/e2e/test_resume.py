@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import subprocess
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,9 @@ from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, repository
+from tests.process import Aimage
 from tests.proxy import Passed, Proxy
+from tests.real_registry import RealRegistry
 
 MIB = 1024 * 1024
 BIG = hashlib.shake_128(b"big").digest(64 * MIB)
@@ -37,7 +43,7 @@ class Artifact:
 
 
 @pytest.fixture(scope="module")
-def artifact(registry, tmp_path_factory):
+def artifact(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     config = Descriptor.of("application/vnd.example.config", b"{}")
     blob = Descriptor.of("application/vnd.example.blob", BIG)
     document = {
@@ -58,16 +64,16 @@ def artifact(registry, tmp_path_factory):
 
 
 @pytest.fixture
-def proxy(registry):
+def proxy(registry: RealRegistry) -> Iterator[Proxy]:
     with Proxy(registry.host).running() as running:
         yield running
 
 
 @pytest.fixture
-def pull_here(artifact, proxy, tmp_path):
+def pull_here(artifact: Artifact, proxy: Proxy, tmp_path: Path) -> Callable[..., None]:
     """Pull in this process over that number of connections."""
 
-    def pull(connections=3, on_event=lambda _: None):
+    def pull(connections: int = 3, on_event: Callable[[Any], None] = lambda _: None) -> None:
         layout = ImageLayout(tmp_path / "store")
         name = Reference.parse(f"{proxy.host}/{artifact.path}")
         connection = ClientOptions(docker_config=tmp_path, jobs_override=connections)
@@ -78,17 +84,17 @@ def pull_here(artifact, proxy, tmp_path):
     return pull
 
 
-def check(layout, artifact):
+def check(layout: ImageLayout, artifact: Artifact) -> None:
     """Verify that the blob is complete and nothing else is left."""
     assert layout.path(artifact.blob).read_bytes() == BIG
     assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
 
 
-def store(aimage):
+def store(aimage: Aimage) -> ImageLayout:
     return ImageLayout(aimage.store)
 
 
-def ended(process, code):
+def ended(process: subprocess.Popen[str], code: int) -> str:
     out, err = process.communicate(timeout=30)
     assert process.returncode == code, f"{process.returncode}: {out}\n{err}"
     assert "Traceback" not in err
@@ -98,7 +104,9 @@ def ended(process, code):
 # -- interrupted and resumed
 
 
-def test_capped_connections_are_joined_and_every_byte_is_sent_once(aimage, artifact, proxy):
+def test_capped_connections_are_joined_and_every_byte_is_sent_once(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     """With slow connections, the whole budget ends up at the one blob.
 
     A connection whose second half is taken over may have a little of it in flight.
@@ -113,7 +121,9 @@ def test_capped_connections_are_joined_and_every_byte_is_sent_once(aimage, artif
 
 
 @pytest.mark.integration
-def test_a_pull_after_kill_9_refetches_at_most_one_part_per_connection(aimage, artifact, proxy):
+def test_a_pull_after_kill_9_refetches_at_most_one_part_per_connection(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     process = here.start("pull", name, "--jobs", 2)
@@ -129,7 +139,9 @@ def test_a_pull_after_kill_9_refetches_at_most_one_part_per_connection(aimage, a
 
 
 @pytest.mark.integration
-def test_a_pull_after_an_interrupt_refetches_nothing(aimage, artifact, proxy):
+def test_a_pull_after_an_interrupt_refetches_nothing(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     proxy.pace = 40 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     process = here.start("pull", name, "--jobs", 2)
@@ -143,7 +155,9 @@ def test_a_pull_after_an_interrupt_refetches_nothing(aimage, artifact, proxy):
 
 
 @pytest.mark.integration
-def test_an_interrupt_on_a_stalled_network_ends_within_a_second(aimage, artifact, proxy):
+def test_an_interrupt_on_a_stalled_network_ends_within_a_second(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     """The connections block in reads and cannot report what they have."""
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
@@ -159,7 +173,9 @@ def test_an_interrupt_on_a_stalled_network_ends_within_a_second(aimage, artifact
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_a_pull_after_a_failure_refetches_nothing(aimage, artifact, proxy):
+def test_a_pull_after_a_failure_refetches_nothing(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     proxy.cut = lambda passed: passed.sent if proxy._blob_bytes > 40 * MIB else None
     err = here("pull", name, "--jobs", 2, code=1).err
@@ -172,7 +188,9 @@ def test_a_pull_after_a_failure_refetches_nothing(aimage, artifact, proxy):
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_a_complete_partial_is_verified_without_requests(aimage, artifact, proxy):
+def test_a_complete_partial_is_verified_without_requests(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     here = aimage()
     ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
     ingest.write_at(0, BIG)
@@ -182,7 +200,9 @@ def test_a_complete_partial_is_verified_without_requests(aimage, artifact, proxy
     assert proxy.asked(artifact.digest) == []
 
 
-def test_a_damaged_partial_is_discarded(aimage, artifact, proxy):
+def test_a_damaged_partial_is_discarded(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     """The same pull fetches all of it again."""
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     ingest = store(here).ingest(artifact.blob.digest.encoded, artifact.blob)
@@ -196,12 +216,14 @@ def test_a_damaged_partial_is_discarded(aimage, artifact, proxy):
 # -- two processes
 
 
-def manifests(proxy):
+def manifests(proxy: Proxy) -> int:
     return len([passed for passed in proxy.seen if "/manifests/" in passed.path])
 
 
 @pytest.mark.integration
-def test_the_second_pull_continues_when_the_first_is_killed(aimage, artifact, proxy):
+def test_the_second_pull_continues_when_the_first_is_killed(
+    aimage: Callable[..., Aimage], artifact: Artifact, proxy: Proxy
+) -> None:
     proxy.hold = 56 * MIB
     here, name = aimage(), f"{proxy.host}/{artifact.path}"
     first = here.start("pull", name, "--jobs", 2)
@@ -224,7 +246,9 @@ def test_the_second_pull_continues_when_the_first_is_killed(aimage, artifact, pr
 
 
 @pytest.mark.parametrize("ranges", ["ignored", "wrong", 416])
-def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, pull_here):
+def test_without_ranges_at_most_one_part_is_sent_twice(
+    ranges: str | int, artifact: Artifact, proxy: Proxy, pull_here: Callable[..., None]
+) -> None:
     """The first connection detects it before others join, and continues from the start."""
     proxy.ranges = ranges
     counts = []
@@ -235,8 +259,8 @@ def test_without_ranges_at_most_one_part_is_sent_twice(ranges, artifact, proxy, 
 
 
 def test_a_resumed_pull_without_ranges_skips_the_received_bytes(
-    artifact, proxy, pull_here, tmp_path
-):
+    artifact: Artifact, proxy: Proxy, pull_here: Callable[..., None], tmp_path: Path
+) -> None:
     layout = ImageLayout(tmp_path / "store")
     ingest = layout.ingest(artifact.blob.digest.encoded, artifact.blob)
     ingest.write_at(0, BIG[: 20 * MIB])
@@ -246,11 +270,16 @@ def test_a_resumed_pull_without_ranges_skips_the_received_bytes(
     assert proxy.sent(artifact.digest) <= SIZE + 20 * MIB + NOTED + BUFFERS
 
 
-def test_a_stalled_connection_is_replaced(artifact, proxy, pull_here, monkeypatch):
+def test_a_stalled_connection_is_replaced(
+    artifact: Artifact,
+    proxy: Proxy,
+    pull_here: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(repository, "STALL", 1.5)
     stalled: list[Passed] = []
 
-    def cut(passed):
+    def cut(passed: Any) -> int | None:
         if passed.is_blob and artifact.digest in passed.path and not stalled:
             stalled.append(passed)
         return 3 * MIB if passed in stalled else None
@@ -266,14 +295,18 @@ def test_a_stalled_connection_is_replaced(artifact, proxy, pull_here, monkeypatc
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_repeated_disconnects_with_progress_do_not_fail_a_pull(artifact, proxy, pull_here):
+def test_repeated_disconnects_with_progress_do_not_fail_a_pull(
+    artifact: Artifact, proxy: Proxy, pull_here: Callable[..., None]
+) -> None:
     """The pull continues while each connection delivers bytes, and no byte is sent twice."""
     proxy.cut = lambda passed: 3 * MIB if passed.is_blob else None
     pull_here(3)
     assert proxy.sent(artifact.digest) <= SIZE + BUFFERS
 
 
-def test_wrong_bytes_of_the_registry_are_not_requested_twice(aimage, artifact, registry, proxy):
+def test_wrong_bytes_of_the_registry_are_not_requested_twice(
+    aimage: Callable[..., Aimage], artifact: Artifact, registry: RealRegistry, proxy: Proxy
+) -> None:
     place = registry.blob(artifact.digest)
     place.write_bytes(BIG[:-1] + b"?")
     here, name = aimage(), f"{proxy.host}/{artifact.path}"

@@ -7,12 +7,16 @@ import json
 import shutil
 import struct
 import zipfile
+from collections.abc import Callable
 from itertools import cycle
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import LLM, write_llm
 from tests.importer.conftest import safetensors
+from tests.process import Aimage
 
 DIALECTS = ("clowder", "modelpack", "container")
 LORA = [
@@ -21,7 +25,7 @@ LORA = [
 ]
 
 
-def gguf(path):
+def gguf(path: Path) -> Path:
     package = pytest.importorskip("gguf")
     numpy = pytest.importorskip("numpy")
     writer = package.GGUFWriter(path / "small.gguf", "llama")
@@ -34,13 +38,13 @@ def gguf(path):
     return path / "small.gguf"
 
 
-def opened_gguf(path):
+def opened_gguf(path: Path) -> None:
     reader = pytest.importorskip("gguf").GGUFReader(path / "small.gguf")
     (tensor,) = reader.tensors
     assert tensor.data.reshape(-1).tolist() == [float(n) for n in range(64)]
 
 
-def onnx(path):
+def onnx(path: Any) -> Any:
     package = pytest.importorskip("onnx")
     numpy = pytest.importorskip("numpy")
     helper = package.helper
@@ -58,7 +62,7 @@ def onnx(path):
     return path / "net.onnx"
 
 
-def opened_onnx(path):
+def opened_onnx(path: Any) -> None:
     package = pytest.importorskip("onnx")
     model = package.load(path / "net.onnx")
     package.checker.check_model(model)
@@ -66,7 +70,7 @@ def opened_onnx(path):
     assert package.numpy_helper.to_array(weight).tolist() == [float(n) for n in range(64)]
 
 
-def torchscript(path):
+def torchscript(path: Any) -> Any:
     with zipfile.ZipFile(path / "net.pt", "w") as archive:
         for name, data in {
             "version": b"3\n",
@@ -78,7 +82,7 @@ def torchscript(path):
     return path / "net.pt"
 
 
-def savedmodel(path):
+def savedmodel(path: Any) -> Any:
     model = path / "saved"
     (model / "variables").mkdir(parents=True)
     (model / "assets").mkdir()
@@ -90,7 +94,7 @@ def savedmodel(path):
     return model
 
 
-def lora(path):
+def lora(path: Any) -> Any:
     model = path / "peft"
     model.mkdir()
     (model / "adapter_model.safetensors").write_bytes(safetensors(LORA))
@@ -111,7 +115,7 @@ FORMATS = {
 }
 
 
-def files(path):
+def files(path: Path) -> dict[Any, Any]:
     """Return the bytes of all files below a path, or of one file and its siblings."""
     root = path if path.is_dir() else path.parent
     return {
@@ -123,7 +127,9 @@ def files(path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("name", "dialect"), [*zip(FORMATS, cycle(DIALECTS), strict=False)])
-def test_every_format_and_dialect_round_trips(name, dialect, aimage, repository, tmp_path):
+def test_every_format_and_dialect_round_trips(
+    name: str, dialect: str, aimage: Callable[..., Aimage], repository: str, tmp_path: Path
+) -> None:
     make, options, opened = FORMATS[name]
     if "zstd" in name:
         pytest.importorskip("zstandard")
@@ -147,7 +153,9 @@ def test_every_format_and_dialect_round_trips(name, dialect, aimage, repository,
         opened(tmp_path / "out")
 
 
-def test_every_tensor_blob_round_trips_bit_for_bit(aimage, tmp_path):
+def test_every_tensor_blob_round_trips_bit_for_bit(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     source = tmp_path / "source"
     source.mkdir()
     path = write_llm(source)

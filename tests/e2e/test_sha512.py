@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.process import Aimage
 
 
-def test_only_the_manifest_has_a_sha256_digest(aimage, llm):
+def test_only_the_manifest_has_a_sha256_digest(aimage: Callable[..., Aimage], llm: Path) -> None:
     here = aimage()
     digest = here("create", "x", llm, "--digest", "sha512").line
     manifest = here.store / "blobs" / "sha256" / digest.removeprefix("sha256:")
@@ -22,7 +26,9 @@ def test_only_the_manifest_has_a_sha256_digest(aimage, llm):
     here("verify", "other")
 
 
-def test_sha512_aimages_support_dialects_and_repair(aimage, llm, repository):
+def test_sha512_aimages_support_dialects_and_repair(
+    aimage: Callable[..., Aimage], llm: Path, repository: str
+) -> None:
     here, there, back = aimage(), aimage("there"), aimage("back")
     digest = here("create", repository, llm, "--digest", "sha512").line
     here("push", repository)

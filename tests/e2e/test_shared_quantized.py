@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
+from tests.process import Aimage
+from tests.real_registry import RealRegistry
 
 
 @pytest.fixture
-def here(aimage, repository, tiny):
+def here(aimage: Callable[..., Aimage], repository: str, tiny: Path) -> Aimage:
     """Return the command line with both in its store: ``plain`` and ``small``."""
     run = aimage()
     run("create", f"{repository}:plain", tiny)
@@ -18,14 +24,16 @@ def here(aimage, repository, tiny):
     return run
 
 
-def blobs_of(store, name):
+def blobs_of(store: Path, name: str) -> dict[Any, Any]:
     """Return the layers' blobs by name."""
     aimage = read_aimage(ImageLayout(store), Reference.parse(name)).aimage
     return {layer.name: str(layer.descriptor.digest) for layer in aimage.layers}
 
 
 @pytest.mark.integration
-def test_shared_tensors_are_stored_and_sent_once(here, aimage, repository, registry):
+def test_shared_tensors_are_stored_and_sent_once(
+    here: Aimage, aimage: Callable[..., Aimage], repository: str, registry: RealRegistry
+) -> None:
     plain, small = (blobs_of(here.store, f"{repository}:{tag}") for tag in ("plain", "small"))
     changed = {name for name in plain if plain[name] != small[name]}
     assert changed

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
+import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,12 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.content.artifact import blob, manifest
 from tests.process import Aimage
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
 
 MIB = 1024 * 1024
 BIG = hashlib.shake_128(b"big").digest(48 * MIB)
@@ -29,7 +33,7 @@ PULLERS, ROUNDS = 3, 2
 pytestmark = pytest.mark.integration  # each test starts several processes
 
 
-def put_in(registry, docker, path, *layers):
+def put_in(registry: RealRegistry, docker: Path, path: str, *layers: bytes) -> Manifest:
     """Push an artifact of those layers to a registry."""
     config = blob(b"{}", "application/vnd.example.config")
     made = manifest(config, [blob(layer) for layer in layers])
@@ -43,18 +47,18 @@ def put_in(registry, docker, path, *layers):
 
 
 @pytest.fixture(scope="module")
-def artifact(registry, tmp_path_factory):
+def artifact(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """Return an artifact of a large blob and many small ones."""
     return put_in(registry, tmp_path_factory.mktemp("docker"), "shared/big:v1", BIG, *SMALL)
 
 
 @pytest.fixture
-def proxy(registry):
+def proxy(registry: RealRegistry) -> Iterator[Proxy]:
     with Proxy(registry.host).running() as running:
         yield running
 
 
-def check(here, made):
+def check(here: Any, made: Manifest) -> None:
     """Verify that the artifact is complete and nothing else is left."""
     layout = ImageLayout(here.store)
     wanted = {content.digest for content in (made.descriptor, *made.children)}
@@ -66,12 +70,12 @@ def check(here, made):
 
 
 @pytest.fixture
-def here(aimage):
+def here(aimage: Callable[..., Aimage]) -> Iterator[Any]:
     """Return the command line; its processes end with the test."""
     made: Any = aimage()
     started = []
 
-    def start(*arguments, **options):
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
         started.append(Aimage.start(made, *arguments, **options))
         return started[-1]
 
@@ -83,24 +87,26 @@ def here(aimage):
             process.communicate()
 
 
-def leases(here):
+def leases(here: Any) -> list[Any]:
     return list((here.store / ".aimage" / "lease").glob("*"))
 
 
-def ended(process, code=0):
+def ended(process: Any, code: int = 0) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, f"{process.returncode}: {out}\n{err}"
     assert "Traceback" not in err
 
 
-def manifests(proxy):
+def manifests(proxy: Proxy) -> int:
     return len([passed for passed in proxy.seen if "/manifests/" in passed.path])
 
 
 # -- shared downloads
 
 
-def test_pulls_started_later_share_the_download(here, artifact, proxy):
+def test_pulls_started_later_share_the_download(
+    here: Any, artifact: Manifest, proxy: Proxy
+) -> None:
     proxy.hold = 8 * MIB
     name = f"{proxy.host}/shared/big:v1"
     first = here.start("pull", name, "--jobs", 1)
@@ -116,7 +122,9 @@ def test_pulls_started_later_share_the_download(here, artifact, proxy):
     assert len(json.loads((here.store / "index.json").read_bytes())["manifests"]) == 1
 
 
-def test_pulls_started_together_share_one_download(here, artifact, proxy):
+def test_pulls_started_together_share_one_download(
+    here: Any, artifact: Manifest, proxy: Proxy
+) -> None:
     """A connection whose second half is taken over may have some of it in flight."""
     name = f"{proxy.host}/shared/big:v1"
     for process in [here.start("pull", name) for _ in range(4)]:
@@ -129,7 +137,7 @@ def test_pulls_started_together_share_one_download(here, artifact, proxy):
 
 
 @pytest.fixture
-def family(registry, repository, tmp_path):
+def family(registry: RealRegistry, repository: str, tmp_path: Path) -> dict[Any, Any]:
     """Return artifacts with most blobs in common, and their names by content."""
     path = repository.partition("/")[2]
     common = SMALL[:16]
@@ -141,11 +149,11 @@ def family(registry, repository, tmp_path):
     }
 
 
-def test_concurrent_collections_pulls_and_removals(here, family):
+def test_concurrent_collections_pulls_and_removals(here: Any, family: Any) -> None:
     """After each pull the artifact is complete, whatever was collected meanwhile."""
     failed, removed = [], []
 
-    def pull_and_remove(name):
+    def pull_and_remove(name: Any) -> None:
         try:
             for _ in range(ROUNDS):
                 here("-q", "pull", name)
@@ -174,7 +182,9 @@ def test_concurrent_collections_pulls_and_removals(here, family):
     assert leases(here) == []
 
 
-def test_a_collection_after_a_killed_pull_keeps_resumable_downloads(here, artifact, proxy):
+def test_a_collection_after_a_killed_pull_keeps_resumable_downloads(
+    here: Any, artifact: Manifest, proxy: Proxy
+) -> None:
     """Finished blobs of the killed pull are collected; its partial blob is kept."""
     proxy.hold = 40 * MIB
     name = f"{proxy.host}/shared/big:v1"

@@ -13,9 +13,10 @@ import hashlib
 import json
 import math
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
@@ -36,9 +37,14 @@ from clowder_aimage.registry import (
     transport,
     upload,
 )
+from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
-from tests.real_registry import PASSWORD, USER
+from tests.real_registry import PASSWORD, USER, RealRegistry
 from tests.scripted import skip_waiting
+
+if TYPE_CHECKING:
+    from clowder_aimage.content.copy_option import CopyEvent
+
 
 MIB = 1024 * 1024
 SIZE = 24 * MIB
@@ -47,13 +53,13 @@ NOW = 1_800_000_000.0
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the delay between retries."""
     skip_waiting(monkeypatch)
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 8, 2 and 1 MiB in place of 64, 16, 4 and 1."""
     monkeypatch.setattr(upload, "FIRST_CHUNK", 8 * MIB)
 
@@ -68,10 +74,12 @@ class Store:
     content: bytes = field(repr=False)
     counts: list[int] = field(default_factory=list)
 
-    def push(self, name, connection, origins=None):
+    def push(
+        self, name: Reference, connection: ClientOptions, origins: MountOrigins | None = None
+    ) -> None:
         """Push in this process; record the totals of progress events."""
 
-        def on_event(event):
+        def on_event(event: CopyEvent) -> None:
             if (
                 event.kind == "progress"
                 and event.content
@@ -83,13 +91,13 @@ class Store:
         with Repository(name, connection, origins) as target:
             copy(self.layout, here, target, name, concurrency=1, on_event=on_event)
 
-    def most(self):
+    def most(self) -> int:
         """Return the highest number of bytes reported as sent."""
         return max(sum(self.counts[: i + 1]) for i in range(len(self.counts)))
 
 
 @pytest.fixture
-def store(tmp_path, repository):
+def store(tmp_path: Path, repository: str) -> Store:
     """Return a store with a blob unique to the test: the registry shares blobs across tests."""
     content = hashlib.shake_128(repository.encode()).digest(SIZE)
     config = Descriptor.of("application/vnd.example.config", b"{}")
@@ -109,7 +117,7 @@ def store(tmp_path, repository):
 
 
 @pytest.fixture
-def proxy(registry):
+def proxy(registry: RealRegistry) -> Iterator[Proxy]:
     with Proxy(registry.host).running() as running:
         yield running
 
@@ -123,12 +131,14 @@ class Way:
     connection: ClientOptions
 
     @property
-    def name(self):
+    def name(self) -> Reference:
         return Reference.parse(f"{self.proxy.host}/{self.path}:v1")
 
 
 @pytest.fixture(params=["kernel", "tls"])
-def way(request, registry, repository, tmp_path):
+def way(
+    request: pytest.FixtureRequest, registry: RealRegistry, repository: str, tmp_path: Path
+) -> Iterator[Way]:
     """With plain HTTP the kernel sends the file; with TLS it is read and encrypted."""
     path = repository.partition("/")[2]
     options: dict[str, Any] = {"docker_config": tmp_path}
@@ -146,21 +156,21 @@ def way(request, registry, repository, tmp_path):
 
 
 @pytest.fixture
-def plain(proxy, repository, tmp_path):
+def plain(proxy: Proxy, repository: str, tmp_path: Path) -> Way:
     """Use plain HTTP where TLS makes no difference."""
     return Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
 
 
-def is_big(passed):
+def is_big(passed: Passed) -> bool:
     """Return whether a request carries the large blob or a chunk of it."""
     return passed.is_upload and int(passed.headers.get("Content-Length") or 0) > MIB // 2
 
 
-def first(condition, count=1):
+def first(condition: Callable[[Passed], bool], count: int = 1) -> Callable[[Any], bool]:
     """Return whether it is one of the first ``count`` requests that satisfy the condition."""
     found: list[int] = []
 
-    def is_first(passed):
+    def is_first(passed: Any) -> bool:
         if passed.number not in found and len(found) < count and condition(passed):
             found.append(passed.number)
         return passed.number in found
@@ -168,18 +178,18 @@ def first(condition, count=1):
     return is_first
 
 
-def bodies(proxy):
+def bodies(proxy: Proxy) -> list[Any]:
     """Return the bytes received in each request for the large blob."""
     return [p.received for p in proxy.uploads() if is_big(p)]
 
 
-def steps(proxy):
+def steps(proxy: Proxy) -> list[Any]:
     """Return the requests of the large blob's upload, with their statuses."""
     (begin, *_) = [p.number for p in proxy.uploads() if is_big(p)]
     return [(p.method, p.status) for p in proxy.seen[begin:] if "/blobs/" in p.path]
 
 
-def arrived(store, registry, way):
+def arrived(store: Store, registry: RealRegistry, way: Way) -> None:
     """Verify the blob's bytes, the reported progress, and that the local store is unchanged."""
     assert registry.blob(str(store.blob.digest)).read_bytes() == store.content
     with Repository(way.name, way.connection) as there:
@@ -191,7 +201,9 @@ def arrived(store, registry, way):
 # -- disconnects
 
 
-def test_a_broken_put_restarts_when_the_registry_lost_the_upload(store, registry, plain):
+def test_a_broken_put_restarts_when_the_registry_lost_the_upload(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """The offset query reports an unknown upload, and the blob is sent in a new one."""
     breaks = first(is_big)
     plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
@@ -202,7 +214,9 @@ def test_a_broken_put_restarts_when_the_registry_lost_the_upload(store, registry
 
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["passing", "buffering"])
-def test_an_interrupted_patch_is_restarted(buffers, store, registry, plain, monkeypatch):
+def test_an_interrupted_patch_is_restarted(
+    buffers: bool, store: Store, registry: RealRegistry, plain: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A large blob is sent by PATCH; this registry loses a broken one."""
     monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
     breaks = first(is_big)
@@ -216,7 +230,9 @@ def test_an_interrupted_patch_is_restarted(buffers, store, registry, plain, monk
 
 
 @pytest.mark.usefixtures("small")
-def test_a_broken_chunk_continues_at_the_registry_s_offset(store, registry, way):
+def test_a_broken_chunk_continues_at_the_registry_s_offset(
+    store: Store, registry: RealRegistry, way: Way
+) -> None:
     """Only the bytes that the proxy did not forward are sent again."""
     way.proxy.buffers = True
     refuse(way.proxy, 8 * MIB)
@@ -230,13 +246,15 @@ def test_a_broken_chunk_continues_at_the_registry_s_offset(store, registry, way)
 
 
 @pytest.mark.usefixtures("small")
-def test_a_push_with_progress_on_each_attempt_succeeds(store, registry, plain):
+def test_a_push_with_progress_on_each_attempt_succeeds(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """Every chunk breaks twice, far more often than attempts without progress may fail."""
     plain.proxy.buffers = True
     refuse(plain.proxy, 2 * MIB)
     broken: dict[str, list[int]] = {}
 
-    def lost(passed):
+    def lost(passed: Any) -> int | None:
         span = passed.headers.get("Content-Range", "")
         broken.setdefault(span, [])
         if span and passed.number not in broken[span]:
@@ -251,7 +269,9 @@ def test_a_push_with_progress_on_each_attempt_succeeds(store, registry, plain):
     assert len(bodies(plain.proxy)) > 3 * pieces
 
 
-def test_a_push_without_progress_fails(store, plain, aimage):
+def test_a_push_without_progress_fails(
+    store: Store, plain: Way, aimage: Callable[..., Aimage]
+) -> None:
     plain.proxy.lost = lambda passed: 3 * MIB if is_big(passed) else None
     here = aimage("store")
     here("tag", "x:v1", plain.name)
@@ -262,11 +282,13 @@ def test_a_push_without_progress_fails(store, plain, aimage):
     assert not [p for p in plain.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
 
 
-def test_a_lost_final_response_does_not_repeat_the_upload(store, registry, plain):
+def test_a_lost_final_response_does_not_repeat_the_upload(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """The blob exists and the upload does not: nothing is sent again."""
     loses = first(is_big)
 
-    def change(passed, reply):
+    def change(passed: Any, reply: Any) -> None:
         if loses(passed):
             reply.status, reply.headers = 504, {"Content-Length": "0"}
 
@@ -277,13 +299,15 @@ def test_a_lost_final_response_does_not_repeat_the_upload(store, registry, plain
     assert steps(plain.proxy)[:3] == [("PUT", 504), ("GET", 404), ("HEAD", 200)]
 
 
-def test_a_stalled_registry_is_waited_for(store, registry, way, monkeypatch):
+def test_a_stalled_registry_is_waited_for(
+    store: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be busy with received bytes, so the upload is not restarted."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT", 0.2)
     rests = first(lambda p: is_big(p) and p.received >= MIB)
     rested: list[Passed] = []
 
-    def lull(passed):
+    def lull(passed: Any) -> float:
         if rests(passed) and not rested:
             rested.append(passed)
             return 0.6
@@ -296,7 +320,9 @@ def test_a_stalled_registry_is_waited_for(store, registry, way, monkeypatch):
     assert bodies(way.proxy) == [SIZE]
 
 
-def test_a_permanently_stalled_connection_is_replaced(store, registry, way, monkeypatch):
+def test_a_permanently_stalled_connection_is_replaced(
+    store: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another connection is tried after the timeout."""
     monkeypatch.setattr(transport, "SEND_TIMEOUT", 0.3, raising=False)
     stands = first(lambda p: is_big(p) and p.received >= MIB)
@@ -312,7 +338,9 @@ def test_a_permanently_stalled_connection_is_replaced(store, registry, way, monk
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
-def test_a_transient_error_is_retried(method, store, registry, plain):
+def test_a_transient_error_is_retried(
+    method: str, store: Store, registry: RealRegistry, plain: Way
+) -> None:
     fails = first(
         lambda p: p.method == method and "/blobs/" in p.path and (method != "PUT" or is_big(p))
     )
@@ -324,7 +352,9 @@ def test_a_transient_error_is_retried(method, store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_transient_error_on_a_chunk_is_retried(store, registry, plain):
+def test_a_transient_error_on_a_chunk_is_retried(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """Only that chunk is sent again."""
     refuse(plain.proxy, 8 * MIB)
     inner = plain.proxy.instead
@@ -337,7 +367,9 @@ def test_a_transient_error_on_a_chunk_is_retried(store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_transient_error_on_the_offset_query_is_retried(store, registry, plain):
+def test_a_transient_error_on_the_offset_query_is_retried(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """Received bytes are not discarded."""
     plain.proxy.buffers = True
     refuse(plain.proxy, 8 * MIB)
@@ -353,10 +385,10 @@ def test_a_transient_error_on_the_offset_query_is_retried(store, registry, plain
     assert bodies(plain.proxy) == [0, 8 * MIB, MIB, 8 * MIB, 8 * MIB]
 
 
-def test_retry_after_is_respected(store, registry, plain):
+def test_retry_after_is_respected(store: Store, registry: RealRegistry, plain: Way) -> None:
     slept, now = [], [NOW]
 
-    def sleep(seconds):
+    def sleep(seconds: Any) -> None:
         slept.append(seconds)
         now[0] += seconds
 
@@ -374,7 +406,7 @@ def test_retry_after_is_respected(store, registry, plain):
 
 
 @pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
-def test_an_error_response_during_the_body_is_read(abruptly, store, way):
+def test_an_error_response_during_the_body_is_read(abruptly: bool, store: Store, way: Way) -> None:
     body = json.dumps({"errors": [{"code": "DENIED", "message": "not for you"}]}).encode()
     way.proxy.instead = lambda p: (
         Reply(403, {}, body, after=MIB, abruptly=abruptly) if is_big(p) else None
@@ -389,7 +421,7 @@ def test_an_error_response_during_the_body_is_read(abruptly, store, way):
 # -- too large
 
 
-def refuse(proxy, limit):
+def refuse(proxy: Proxy, limit: int) -> None:
     """Make the proxy refuse bodies of more than ``limit`` bytes at once, like nginx."""
     proxy.instead = lambda p: (
         Reply(413, after=0)
@@ -400,7 +432,9 @@ def refuse(proxy, limit):
 
 @pytest.mark.parametrize(("limit", "piece"), [(3 * MIB, 2), (MIB, 1)])
 @pytest.mark.usefixtures("small")
-def test_smaller_chunks_are_sent_when_one_is_too_large(limit, piece, store, registry, plain):
+def test_smaller_chunks_are_sent_when_one_is_too_large(
+    limit: int, piece: int, store: Store, registry: RealRegistry, plain: Way
+) -> None:
     refuse(plain.proxy, limit)
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
@@ -412,7 +446,9 @@ def test_smaller_chunks_are_sent_when_one_is_too_large(limit, piece, store, regi
 
 
 @pytest.mark.usefixtures("small")
-def test_a_registry_that_refuses_every_chunk_size_fails(store, plain, monkeypatch):
+def test_a_registry_that_refuses_every_chunk_size_fails(
+    store: Store, plain: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse(plain.proxy, 1000)
     with pytest.raises(RegistryError, match="413"):
         store.push(plain.name, plain.connection)
@@ -425,13 +461,14 @@ def test_a_registry_that_refuses_every_chunk_size_fails(store, plain, monkeypatc
 class Tokens:
     """A token service and its check in a proxy; tokens are valid until ``revoke()``."""
 
-    def __init__(self, proxy, then=lambda passed: None):
+    def __init__(self, proxy: Proxy, then: Callable[[Any], None] = lambda passed: None) -> None:
         self.proxy = proxy
         self.then: Callable[[Passed], Reply | None] = then
+        self.good: set[Any]
         self.good, self.count = set(), 0
         proxy.instead = self
 
-    def __call__(self, passed):
+    def __call__(self, passed: Any) -> Reply | None:
         if passed.path.startswith("/token"):
             self.count += 1
             token = f"t0k3n-{self.count}"
@@ -443,11 +480,13 @@ class Tokens:
         realm = f'Bearer realm="http://{self.proxy.host}/token",service="test"'
         return Reply(401, {"WWW-Authenticate": realm}, after=MIB)
 
-    def revoke(self):
+    def revoke(self) -> None:
         self.good.clear()
 
 
-def test_a_token_that_expires_before_the_body_is_renewed(store, registry, plain):
+def test_a_token_that_expires_before_the_body_is_renewed(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """The 401 arrives during the body, and the upload continues with a new token."""
     tokens = Tokens(plain.proxy)
     expires = first(is_big)
@@ -459,12 +498,14 @@ def test_a_token_that_expires_before_the_body_is_renewed(store, registry, plain)
 
 
 @pytest.mark.usefixtures("small")
-def test_a_token_that_expires_between_two_chunks_is_renewed(store, registry, plain):
+def test_a_token_that_expires_between_two_chunks_is_renewed(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """Received bytes are kept; only the refused chunk is sent again."""
     tokens = Tokens(plain.proxy)
     expires = first(lambda p: "16777216-" in p.headers.get("Content-Range", ""))
 
-    def then(passed):
+    def then(passed: Passed) -> Reply | None:
         if expires(passed):
             tokens.revoke()
         if passed.is_upload and int(passed.headers.get("Content-Length") or 0) > 8 * MIB:
@@ -477,12 +518,14 @@ def test_a_token_that_expires_between_two_chunks_is_renewed(store, registry, pla
     assert bodies(plain.proxy) == [0, 8 * MIB, 8 * MIB, MIB, 8 * MIB]
 
 
-def private(aimage_home, proxy):
+def private(aimage_home: Path, proxy: Proxy) -> None:
     """Return a docker config with the password of the registry behind a proxy."""
     (aimage_home / "config.json").write_text(json.dumps({"auths": {proxy.host: {"auth": BASIC}}}))
 
 
-def test_a_401_during_an_upload_is_retried(store, private_registry, repository, tmp_path):
+def test_a_401_during_an_upload_is_retried(
+    store: Store, private_registry: RealRegistry, repository: str, tmp_path: Path
+) -> None:
     """The registry challenges once more, and receives the credentials and the blob."""
     with Proxy(private_registry.host).running() as proxy:
         way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
@@ -497,7 +540,13 @@ def test_a_401_during_an_upload_is_retried(store, private_registry, repository, 
     assert bodies(proxy) == [5 * MIB, SIZE]
 
 
-def test_a_repeated_401_fails(store, private_registry, repository, aimage, tmp_path):
+def test_a_repeated_401_fails(
+    store: Store,
+    private_registry: RealRegistry,
+    repository: str,
+    aimage: Callable[..., Aimage],
+    tmp_path: Path,
+) -> None:
     """The error is reported as one of credentials."""
     with Proxy(private_registry.host).running() as proxy:
         here = aimage("store")
@@ -512,8 +561,8 @@ def test_a_repeated_401_fails(store, private_registry, repository, aimage, tmp_p
     assert len(bodies(proxy)) <= 4
 
 
-def test_a_relative_location_is_followed(store, registry, plain):
-    def change(passed, reply):
+def test_a_relative_location_is_followed(store: Store, registry: RealRegistry, plain: Way) -> None:
+    def change(passed: Any, reply: Any) -> None:
         if reply.headers.get("Location"):
             reply.headers["Location"] = "/" + reply.headers["Location"].split("/", 3)[3]
 
@@ -524,7 +573,9 @@ def test_a_relative_location_is_followed(store, registry, plain):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_location_on_another_host_gets_no_password(store, private_registry, repository, tmp_path):
+def test_a_location_on_another_host_gets_no_password(
+    store: Store, private_registry: RealRegistry, repository: str, tmp_path: Path
+) -> None:
     """Bodies and offset queries go to the other host, without our password."""
     with (
         Proxy(private_registry.host).running() as proxy,
@@ -538,7 +589,7 @@ def test_a_location_on_another_host_gets_no_password(store, private_registry, re
         other.lost = lambda p: MIB if breaks(p) else None
         there = other.host.replace("127.0.0.1", "localhost")
 
-        def change(passed, reply):
+        def change(passed: Any, reply: Any) -> None:
             if passed.method == "POST" and passed.status == 0:
                 reply.headers["Location"] = reply.headers.get("Location", "").replace(
                     proxy.host, there
@@ -553,7 +604,9 @@ def test_a_location_on_another_host_gets_no_password(store, private_registry, re
     assert [p for p in proxy.seen if "Authorization" in p.headers]
 
 
-def test_a_202_response_to_a_mount_is_used_as_the_upload(store, registry, plain):
+def test_a_202_response_to_a_mount_is_used_as_the_upload(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """The real registry answers 202, and no second POST is sent."""
     store.push(plain.name, plain.connection, MountOrigins(lambda digest: ["tests/never-was"]))
     arrived(store, registry, plain)
@@ -566,13 +619,13 @@ def test_a_202_response_to_a_mount_is_used_as_the_upload(store, registry, plain)
 # -- damaged local blobs
 
 
-def spoil(store, change):
+def spoil(store: Store, change: Any) -> None:
     path = store.layout.path(store.blob)
     path.chmod(0o644)
     path.write_bytes(change(store.content))
 
 
-def test_a_damaged_blob_is_not_tagged(store, registry, way):
+def test_a_damaged_blob_is_not_tagged(store: Store, registry: RealRegistry, way: Way) -> None:
     """The registry detects it and keeps nothing, and the error names the local copy."""
     spoil(store, lambda content: content[: 5 * MIB] + b"?" + content[5 * MIB + 1 :])
     with pytest.raises(VerificationError, match="digest mismatch") as raised:
@@ -586,7 +639,9 @@ def test_a_damaged_blob_is_not_tagged(store, registry, way):
 @pytest.mark.parametrize(
     "change", [lambda content: content[:-1], lambda content: content + b"?"], ids=["cut", "grown"]
 )
-def test_a_blob_of_another_size_is_not_sent(change, store, registry, plain):
+def test_a_blob_of_another_size_is_not_sent(
+    change: Callable[[Any], Any], store: Store, registry: RealRegistry, plain: Way
+) -> None:
     spoil(store, change)
     with pytest.raises(VerificationError, match=f"expected {SIZE}"):
         store.push(plain.name, plain.connection)
@@ -594,7 +649,9 @@ def test_a_blob_of_another_size_is_not_sent(change, store, registry, plain):
     assert not registry.blob(str(store.blob.digest)).exists()
 
 
-def test_the_command_reports_a_damaged_blob(store, registry, plain, aimage):
+def test_the_command_reports_a_damaged_blob(
+    store: Store, registry: RealRegistry, plain: Way, aimage: Callable[..., Aimage]
+) -> None:
     spoil(store, lambda content: b"?" + content[1:])
     here = aimage("store")
     here("tag", "x:v1", plain.name)
@@ -602,7 +659,9 @@ def test_the_command_reports_a_damaged_blob(store, registry, plain, aimage):
     assert not registry.blob(str(store.blob.digest)).exists()
 
 
-def test_a_resumed_push_of_a_damaged_blob_fails(store, registry, plain):
+def test_a_resumed_push_of_a_damaged_blob_fails(
+    store: Store, registry: RealRegistry, plain: Way
+) -> None:
     """The rest alone cannot be verified locally; the registry verifies the whole."""
     spoil(store, lambda content: b"?" + content[1:])
     breaks = first(is_big)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from clowder_aimage.export import export
 from clowder_aimage.importer import Provenance
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from tests.exporter.conftest import files_in
 from tests.importer import formats_protobuf as pb
 from tests.importer.conftest import safetensors
@@ -55,18 +57,18 @@ TRANSFORMERS = {"config.json": CONFIG, "model.safetensors": WEIGHTS}
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def write(root, files):
+def write(root: Path, files: dict[Any, Any]) -> Path:
     for name, data in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
     return root
 
 
-def again(store, tmp_path, source, **options):
+def again(store: ImageLayout, tmp_path: Path, source: Path, **options: Any) -> dict[str, bytes]:
     """Return the files of an export, after verifying that packing them gives the same digest."""
     made = create(store, ONE, source, **options)
     shutil.rmtree(source) if source.is_dir() else source.unlink()
@@ -81,7 +83,9 @@ def again(store, tmp_path, source, **options):
 @pytest.mark.parametrize(
     ("name", "license_"), [*((name, "mit") for name in FILES), ("said.gguf", None), ("style", None)]
 )
-def test_single_file_models_round_trip(store, tmp_path, name, license_):
+def test_single_file_models_round_trip(
+    store: ImageLayout, tmp_path: Path, name: str, license_: str | None
+) -> None:
     source = write(tmp_path / "source", {name: FILES[name]}) / name
     card = {"README.md": MIT} if license_ else {}
     if name == "said.gguf":
@@ -92,26 +96,30 @@ def test_single_file_models_round_trip(store, tmp_path, name, license_):
 
 
 @pytest.mark.parametrize("license_", ["mit", None])
-def test_savedmodel_round_trips(store, tmp_path, license_):
+def test_savedmodel_round_trips(store: ImageLayout, tmp_path: Path, license_: str | None) -> None:
     source = write(tmp_path / "source", SAVED)
     found = again(store, tmp_path, source, provenance=Provenance(license=license_))
     assert found == SAVED | ({"README.md": MIT} if license_ else {})
 
 
 @pytest.mark.parametrize("card", [CARD, b"# Words\n"])
-def test_savedmodel_with_a_card_round_trips(store, tmp_path, card):
+def test_savedmodel_with_a_card_round_trips(
+    store: ImageLayout, tmp_path: Path, card: bytes
+) -> None:
     source = write(tmp_path / "source", SAVED | {"README.md": card})
     assert again(store, tmp_path, source) == SAVED | {"README.md": card}
 
 
 @pytest.mark.parametrize("compression", ["", "gzip"])
-def test_directory_of_whole_files_round_trips(store, tmp_path, compression):
+def test_directory_of_whole_files_round_trips(
+    store: ImageLayout, tmp_path: Path, compression: str
+) -> None:
     source = write(tmp_path / "source", TRANSFORMERS | {"README.md": CARD})
     form = ModelForm(whole_files=True, compression=compression)
     assert again(store, tmp_path, source, form=form) == TRANSFORMERS | {"README.md": MIT}
 
 
-def test_peft_adapter_round_trips(store, tmp_path):
+def test_peft_adapter_round_trips(store: ImageLayout, tmp_path: Path) -> None:
     source = write(tmp_path / "source", PEFT | {"README.md": CARD})
     assert again(store, tmp_path, source) == PEFT | {"README.md": MIT}
 
@@ -129,7 +137,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("kind", ["gguf", "nested", "savedmodel", "transformers", "lora"])
-def test_models_with_adapters_round_trip(store, tmp_path, kind):
+def test_models_with_adapters_round_trip(store: ImageLayout, tmp_path: Path, kind: str) -> None:
     """Of PEFT's directory, and a lone file of any name."""
     source = write(tmp_path / "source", SOURCES[kind])
     write(tmp_path / "style", PEFT)
@@ -143,13 +151,15 @@ def test_models_with_adapters_round_trip(store, tmp_path, kind):
     assert facts["adapters"]["style"]["alpha"] == 4
 
 
-def _config(store):
+def _config(store: ImageLayout) -> Descriptor:
     from clowder_aimage.layout.stored_aimage import read_aimage
 
     return read_aimage(store, TWO).manifest.config
 
 
-def test_diffusers_model_with_an_adapter_round_trips(store, tmp_path, tiny):
+def test_diffusers_model_with_an_adapter_round_trips(
+    store: ImageLayout, tmp_path: Path, tiny: Path
+) -> None:
     lora = [
         ("transformer.layers.0.attention.to_q.lora_A.weight", "F32", (2, 48)),
         ("transformer.layers.0.attention.to_q.lora_B.weight", "F32", (48, 2)),
@@ -176,7 +186,9 @@ def test_diffusers_model_with_an_adapter_round_trips(store, tmp_path, tiny):
     ],
     ids=["file", "lora", "words", "two", "pickled", "name"],
 )
-def test_create_refuses_malformed_adapter_directories(store, tmp_path, kind, files, said):
+def test_create_refuses_malformed_adapter_directories(
+    store: ImageLayout, tmp_path: Path, kind: str, files: dict[str, bytes], said: str
+) -> None:
     source = write(tmp_path / "source", SOURCES[kind] | files)
     with pytest.raises(ModelError, match=said) as caught:
         create(store, ONE, source)
@@ -184,7 +196,7 @@ def test_create_refuses_malformed_adapter_directories(store, tmp_path, kind, fil
     assert list(store.tags()) == []
 
 
-def test_empty_directory_of_adapters_is_refused(store, tmp_path):
+def test_empty_directory_of_adapters_is_refused(store: ImageLayout, tmp_path: Path) -> None:
     source = write(tmp_path / "source", TRANSFORMERS)
     (source / "adapters").mkdir()
     with pytest.raises(ModelError, match="it is empty"):
@@ -192,7 +204,7 @@ def test_empty_directory_of_adapters_is_refused(store, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["transformers", "savedmodel"])
-def test_damaged_adapter_is_refused(store, tmp_path, kind):
+def test_damaged_adapter_is_refused(store: ImageLayout, tmp_path: Path, kind: str) -> None:
     broken = {"adapters/style/adapter_model.safetensors": LORA[:-1]}
     source = write(tmp_path / "source", SOURCES[kind] | broken)
     if kind == "savedmodel":  # each of its files is its own
@@ -202,7 +214,7 @@ def test_damaged_adapter_is_refused(store, tmp_path, kind):
         create(store, ONE, source)
 
 
-def test_other_files_in_adapters_belong_to_the_model(store, tmp_path):
+def test_other_files_in_adapters_belong_to_the_model(store: ImageLayout, tmp_path: Path) -> None:
     files = {"model.onnx": pb.plain_model(), "adapters/small/model.onnx": pb.plain_model()}
     source = write(tmp_path / "source", files)
     assert again(store, tmp_path, source) == files
@@ -212,7 +224,7 @@ def test_other_files_in_adapters_belong_to_the_model(store, tmp_path):
     assert files_in(tmp_path / "third") == saved
 
 
-def test_adapter_link_out_of_the_directory_is_refused(store, tmp_path):
+def test_adapter_link_out_of_the_directory_is_refused(store: ImageLayout, tmp_path: Path) -> None:
     write(tmp_path / "style", PEFT)
     source = write(tmp_path / "source", TRANSFORMERS)
     (source / "adapters").mkdir()
@@ -221,7 +233,7 @@ def test_adapter_link_out_of_the_directory_is_refused(store, tmp_path):
         create(store, ONE, source)
 
 
-def test_given_adapter_name_must_not_exist_in_the_model(store, tmp_path):
+def test_given_adapter_name_must_not_exist_in_the_model(store: ImageLayout, tmp_path: Path) -> None:
     files = {f"adapters/style/{name}": data for name, data in PEFT.items()}
     source = write(tmp_path / "source", TRANSFORMERS | files)
     write(tmp_path / "style", PEFT)
@@ -229,7 +241,7 @@ def test_given_adapter_name_must_not_exist_in_the_model(store, tmp_path):
         create(store, ONE, source, form=ModelForm(adapters=(("style", tmp_path / "style"),)))
 
 
-def test_adapter_for_another_model_is_refused(store, tmp_path):
+def test_adapter_for_another_model_is_refused(store: ImageLayout, tmp_path: Path) -> None:
     lora = [
         ("layers.0.to_q.lora_A.weight", "F32", (2, 9)),
         ("layers.0.to_q.lora_B.weight", "F32", (4, 2)),

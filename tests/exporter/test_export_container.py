@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 
@@ -13,7 +15,7 @@ from clowder_aimage.errors import FormatError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
-from tests.exporter.conftest import NAME, tensors_in
+from tests.exporter.conftest import NAME, Artifact, tensors_in
 
 DATA = bytes(range(256)) * 9000
 ZEROS = bytes(65 << 20)
@@ -29,11 +31,13 @@ def pack(data: bytes, kind: str) -> bytes:
 
 
 @pytest.fixture(params=[mediatype.OCI_LAYER_TAR_GZIP, mediatype.OCI_LAYER_TAR_ZSTD])
-def kind(request) -> str:
+def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def recompressed(artifact, kind, change=lambda data: data):
+def recompressed(
+    artifact: Artifact, kind: str, change: Callable[[Any], Any] = lambda data: data
+) -> Artifact:
     """Return a store after such a tool copied it: no blob is unchanged."""
     artifact.finish("container")
     document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
@@ -52,7 +56,7 @@ def recompressed(artifact, kind, change=lambda data: data):
 
 
 @pytest.fixture
-def full(artifact, kind):
+def full(artifact: Artifact, kind: str) -> Artifact:
     """Return an artifact of a tensor, two files, one of them compressed twice, and a tar."""
     artifact.config |= {"format": "transformers"}
     artifact.add_tensors("x", {"x": SHAPE})
@@ -62,15 +66,18 @@ def full(artifact, kind):
     return recompressed(artifact, kind)
 
 
-def check(artifact, found):
+def check(artifact: Artifact, found: dict[str, bytes]) -> None:
     assert tensors_in(artifact.out / "model.safetensors") == {"x": SHAPE}
     del found["model.safetensors"]
     assert found == {"config.json": CONFIG, "notes.txt": DATA, "kit/a": DATA}
 
 
 @pytest.mark.parametrize("links", [False, True])
-def test_compressed_layers_are_unpacked_without_changing_the_store(full, links):
+def test_compressed_layers_are_unpacked_without_changing_the_store(
+    full: Artifact, links: bool
+) -> None:
     before = set((full.store.root / "blobs/sha256").iterdir())
+    counted: list[Any]
     planned, counted = [], []
     found = full.exported(
         links=links, on_plan=lambda plan: planned.append(plan.size), on_written=counted.append
@@ -80,10 +87,10 @@ def test_compressed_layers_are_unpacked_without_changing_the_store(full, links):
     assert planned == [sum(counted)]
 
 
-def test_export_reads_a_read_only_store(full, monkeypatch):
+def test_export_reads_a_read_only_store(full: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are made to fail instead of removing permissions, which root ignores."""
 
-    def refuse(*_, **__):
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise PermissionError(errno.EACCES, "Permission denied", ".aimage")
 
     for name in ("push", "ingest", "tag"):
@@ -91,7 +98,7 @@ def test_export_reads_a_read_only_store(full, monkeypatch):
     check(full, full.exported())
 
 
-def test_inflate_restores_compressed_layers(full):
+def test_inflate_restores_compressed_layers(full: Artifact) -> None:
     inflate(full.store, read_aimage(full.store, NAME))
     for layer in full.layers:
         assert full.store.exists(layer.descriptor)
@@ -99,7 +106,7 @@ def test_inflate_restores_compressed_layers(full):
 
 
 @pytest.mark.parametrize("kind", [f"{DOCKER}.gzip", f"{DOCKER}.zstd"])
-def test_two_layers_of_one_blob_are_exported(artifact, kind):
+def test_two_layers_of_one_blob_are_exported(artifact: Artifact, kind: str) -> None:
     artifact.add("one", DATA)
     artifact.add("two", DATA)
     recompressed(artifact, kind)
@@ -108,7 +115,7 @@ def test_two_layers_of_one_blob_are_exported(artifact, kind):
     assert artifact.store.exists(artifact.layers[0].descriptor)
 
 
-def test_inflate_of_known_size_has_no_ratio_limit(artifact, kind):
+def test_inflate_of_known_size_has_no_ratio_limit(artifact: Artifact, kind: str) -> None:
     """With a known size, the compression ratio is not checked."""
     artifact.add("zeros", ZEROS)
     recompressed(artifact, kind)
@@ -117,7 +124,9 @@ def test_inflate_of_known_size_has_no_ratio_limit(artifact, kind):
 
 
 @pytest.mark.parametrize(("cut", "is_exported"), [(0, False), (-1, True)])
-def test_truncated_layers_are_refused(artifact, kind, cut, is_exported):
+def test_truncated_layers_are_refused(
+    artifact: Artifact, kind: str, cut: int, is_exported: bool
+) -> None:
     artifact.add("notes.txt", DATA)
     recompressed(artifact, kind, lambda data: data[:cut])
     with pytest.raises(FormatError, match="is truncated"):
@@ -134,7 +143,9 @@ def test_truncated_layers_are_refused(artifact, kind, cut, is_exported):
     [(DATA[:-1], False), (DATA[::-1], False), (ZEROS, True)],
     ids=["shorter", "other", "bomb exported"],
 )
-def test_layers_of_other_content_are_refused(artifact, kind, other, is_exported):
+def test_layers_of_other_content_are_refused(
+    artifact: Artifact, kind: str, other: bytes, is_exported: bool
+) -> None:
     artifact.add("notes.txt", DATA)
     recompressed(artifact, kind, lambda _: pack(other, kind))
     with pytest.raises(VerificationError):
@@ -147,7 +158,7 @@ def test_layers_of_other_content_are_refused(artifact, kind, other, is_exported)
 
 
 @pytest.mark.parametrize("is_exported", [False, True])
-def test_unknown_compression_is_refused(artifact, is_exported):
+def test_unknown_compression_is_refused(artifact: Artifact, is_exported: bool) -> None:
     artifact.add("notes.txt", DATA)
     recompressed(artifact, mediatype.OCI_LAYER_TAR_GZIP)
     document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
@@ -162,7 +173,7 @@ def test_unknown_compression_is_refused(artifact, is_exported):
     assert caught.value.hint
 
 
-def test_missing_layers_are_reported(full):
+def test_missing_layers_are_reported(full: Artifact) -> None:
     for came in read_aimage(full.store, NAME).manifest.layers:
         full.store.path(came).unlink()
     with pytest.raises(NotFoundError, match="is incomplete in the store"):

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -26,14 +28,14 @@ from clowder_aimage.export import export
 from clowder_aimage.exporter import directory as place
 from clowder_aimage.oci import Reference, mediatype
 from tests.content.artifact import index, put_artifact
-from tests.exporter.conftest import NAME, files_in
+from tests.exporter.conftest import NAME, Artifact, files_in
 from tests.process import spawn
 
 DATA = bytes(range(256)) * 8192
 
 
 @pytest.fixture
-def full(artifact):
+def full(artifact: Artifact) -> Artifact:
     """Return an artifact with a layer of each kind."""
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip", DATA)
@@ -48,7 +50,7 @@ NAMES = ["kit/a", "kit/b", "packed", "unet/config.json", "unet/model.safetensors
 # -- the directory
 
 
-def test_export_keeps_an_existing_empty_directory(full):
+def test_export_keeps_an_existing_empty_directory(full: Artifact) -> None:
     full.out.mkdir(mode=0o700)
     before = full.out.stat()
     assert sorted(full.exported()) == NAMES
@@ -58,7 +60,7 @@ def test_export_keeps_an_existing_empty_directory(full):
     full.check_nothing_left(["out"])
 
 
-def test_failed_export_keeps_a_filled_directory(full):
+def test_failed_export_keeps_a_filled_directory(full: Artifact) -> None:
     full.out.mkdir()
     (full.out / ".hidden").write_text("mine")
     with pytest.raises(UsageError, match="is not empty") as caught:
@@ -67,27 +69,27 @@ def test_failed_export_keeps_a_filled_directory(full):
     assert files_in(full.out) == {".hidden": b"mine"}
 
 
-def test_export_refuses_a_filled_directory(full):
+def test_export_refuses_a_filled_directory(full: Artifact) -> None:
     full.export()
     with pytest.raises(UsageError, match="is not empty"):
         full.export()
     assert sorted(files_in(full.out)) == NAMES
 
 
-def test_export_refuses_a_file_as_directory(full):
+def test_export_refuses_a_file_as_directory(full: Artifact) -> None:
     full.out.write_text("mine")
     with pytest.raises(UsageError, match="out is a file"):
         full.export()
     assert full.out.read_text() == "mine"
 
 
-def test_export_needs_an_existing_parent(full):
+def test_export_needs_an_existing_parent(full: Artifact) -> None:
     with pytest.raises(UsageError, match="no such directory"):
         export(full.store, NAME, full.home / "no" / "where")
     full.check_nothing_left()
 
 
-def test_export_follows_a_link_to_an_empty_directory(full):
+def test_export_follows_a_link_to_an_empty_directory(full: Artifact) -> None:
     target = full.home / "target"
     target.mkdir()
     full.out.symlink_to(target)
@@ -96,8 +98,8 @@ def test_export_follows_a_link_to_an_empty_directory(full):
     assert sorted(files_in(target)) == NAMES
 
 
-def test_export_refuses_a_path_created_meanwhile(full):
-    def take(_):
+def test_export_refuses_a_path_created_meanwhile(full: Artifact) -> None:
+    def take(_: Any) -> None:
         full.out.mkdir(exist_ok=True)
         (full.out / "mine").write_text("mine")
 
@@ -107,14 +109,14 @@ def test_export_refuses_a_path_created_meanwhile(full):
     full.check_nothing_left(["out"])
 
 
-def test_export_refuses_a_directory_filled_meanwhile(full):
+def test_export_refuses_a_directory_filled_meanwhile(full: Artifact) -> None:
     full.out.mkdir()
     with pytest.raises(UsageError, match="is not empty"):
         full.export(on_plan=lambda _: (full.out / "mine").write_text("mine"))
     assert files_in(full.out) == {"mine": b"mine"}
 
 
-def test_export_respects_the_umask(full):
+def test_export_respects_the_umask(full: Artifact) -> None:
     before = os.umask(0o077)
     try:
         full.export()
@@ -127,7 +129,7 @@ def test_export_respects_the_umask(full):
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_export_removes_leftovers_of_killed_ones(full, is_there):
+def test_export_removes_leftovers_of_killed_ones(full: Artifact, is_there: bool) -> None:
     if is_there:
         full.out.mkdir()
     parent = full.out if is_there else full.home
@@ -139,7 +141,7 @@ def test_export_removes_leftovers_of_killed_ones(full, is_there):
     assert sorted(files_in(full.out)) == NAMES
 
 
-def test_export_leaves_locked_directories(full):
+def test_export_leaves_locked_directories(full: Artifact) -> None:
     own = full.home / ".out.export-0123456789abcdef"
     lock = place._create(own)
     full.export()
@@ -153,13 +155,13 @@ def test_export_leaves_locked_directories(full):
 class Full:
     """A disk that becomes full after some calls."""
 
-    def __init__(self, left, number=errno.ENOSPC):
+    def __init__(self, left: int, number: int = errno.ENOSPC) -> None:
         self.left = left
         self.number = number
         self.lock = threading.Lock()
 
-    def __call__(self, real):
-        def call(*arguments, **options):
+    def __call__(self, real: Any) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
             with self.lock:
                 self.left -= 1
                 if self.left < 0:
@@ -179,7 +181,9 @@ class Full:
         ("fsync", 1, False),
     ],
 )
-def test_full_disk_leaves_nothing(full, monkeypatch, name, left, is_there):
+def test_full_disk_leaves_nothing(
+    full: Artifact, monkeypatch: pytest.MonkeyPatch, name: str, left: int, is_there: bool
+) -> None:
     if is_there:
         full.out.mkdir()
     called = getattr(os, name)
@@ -197,7 +201,9 @@ def test_full_disk_leaves_nothing(full, monkeypatch, name, left, is_there):
 
 
 @pytest.mark.parametrize("name", ["mkdir", "rename"])
-def test_unwritable_directory_is_reported(full, monkeypatch, name):
+def test_unwritable_directory_is_reported(
+    full: Artifact, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     from pathlib import Path
 
     disk = Full(1 if name == "mkdir" else 0, errno.EACCES)
@@ -208,7 +214,9 @@ def test_unwritable_directory_is_reported(full, monkeypatch, name):
     full.check_nothing_left()
 
 
-def test_partially_moved_files_are_moved_back(full, monkeypatch):
+def test_partially_moved_files_are_moved_back(
+    full: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pathlib import Path
 
     full.out.mkdir()
@@ -222,21 +230,21 @@ def test_partially_moved_files_are_moved_back(full, monkeypatch):
     assert list(full.out.iterdir()) == []
 
 
-def test_free_space_is_checked_first(full, monkeypatch):
+def test_free_space_is_checked_first(full: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 4 * len(DATA)
 
-    def usage(_):
+    def usage(_: Any) -> shutil._ntuple_diskusage:
         return shutil._ntuple_diskusage(1, 1, needed - 1)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    heard = []
+    heard: list[Any] = []
     with pytest.raises(NoSpaceError, match=f"requires {needed / 1e6:.1f} MB"):
         full.export(on_written=heard.append)
     assert heard == []
     full.check_nothing_left()
 
 
-def test_linked_files_need_no_space(artifact, monkeypatch):
+def test_linked_files_need_no_space(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA) - 1)
@@ -247,7 +255,9 @@ def test_linked_files_need_no_space(artifact, monkeypatch):
     assert (artifact.out / "w.gguf").read_bytes() == DATA
 
 
-def test_content_of_unknown_size_is_bounded_by_the_disk(artifact, monkeypatch):
+def test_content_of_unknown_size_is_bounded_by_the_disk(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
     artifact.finish()
     usage = shutil._ntuple_diskusage(1, 1, len(DATA))
@@ -258,12 +268,12 @@ def test_content_of_unknown_size_is_bounded_by_the_disk(artifact, monkeypatch):
 
 
 @pytest.mark.parametrize(("moment", "is_there"), [(0, False), (1, True), (3, False)])
-def test_an_interrupt_leaves_nothing(full, is_there, moment):
+def test_an_interrupt_leaves_nothing(full: Artifact, is_there: bool, moment: int) -> None:
     if is_there:
         full.out.mkdir()
     moments = iter(range(100))
 
-    def interrupt(_):
+    def interrupt(_: Any) -> None:
         if next(moments) == moment:
             raise KeyboardInterrupt
 
@@ -290,7 +300,7 @@ main()
 """
 
 
-def test_keyboard_interrupt_leaves_nothing(full):
+def test_keyboard_interrupt_leaves_nothing(full: Artifact) -> None:
     """The process is interrupted while its threads work, one of which never ends."""
     read, told = os.pipe()
     verb = ["--store", full.home / "store", "export", "model", full.out]
@@ -314,7 +324,7 @@ def test_keyboard_interrupt_leaves_nothing(full):
 # -- missing content
 
 
-def test_missing_layers_are_named(full):
+def test_missing_layers_are_named(full: Artifact) -> None:
     gone = [layer for layer in full.layers if layer.name in ("w.gguf", "unet/x")]
     for layer in gone:
         full.store.path(layer.descriptor).unlink()
@@ -329,7 +339,7 @@ def test_missing_layers_are_named(full):
     full.check_nothing_left()
 
 
-def test_missing_layers_suggest_a_pull(full):
+def test_missing_layers_suggest_a_pull(full: Artifact) -> None:
     name = Reference.parse("registry.example.com/team/model:v1")
     full.store.tag(full.store.resolve(NAME), name)
     full.store.path(full.layers[0].descriptor).unlink()
@@ -338,12 +348,12 @@ def test_missing_layers_suggest_a_pull(full):
     assert advice(caught.value) == "to complete it: aimage pull registry.example.com/team/model:v1"
 
 
-def test_unknown_name_is_reported(artifact):
+def test_unknown_name_is_reported(artifact: Artifact) -> None:
     with pytest.raises(NotFoundError):
         artifact.export()
 
 
-def test_foreign_artifact_is_refused(artifact):
+def test_foreign_artifact_is_refused(artifact: Artifact) -> None:
     put_artifact(artifact.store, "model", b"layer")
     with pytest.raises(FormatError, match="is not an AImage") as caught:
         artifact.export()
@@ -351,7 +361,7 @@ def test_foreign_artifact_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_index_of_several_manifests_is_refused(artifact):
+def test_index_of_several_manifests_is_refused(artifact: Artifact) -> None:
     one = put_artifact(artifact.store, "one", b"layer")
     both = index([one.descriptor])
     artifact.store.push(both.descriptor, bytes_body(both.raw), NAME)
@@ -360,10 +370,10 @@ def test_index_of_several_manifests_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_blobs_are_leased_during_an_export(full):
+def test_blobs_are_leased_during_an_export(full: Artifact) -> None:
     from clowder_aimage.layout.lease import leased
 
-    held = []
+    held: list[Any] = []
     full.export(on_plan=lambda _: held.extend(leased(full.store.root, remove=False)))
     assert {layer.descriptor.digest for layer in full.layers} <= set(held)
     assert leased(full.store.root, remove=False) == set()

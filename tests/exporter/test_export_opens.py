@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,27 +13,27 @@ from clowder_aimage.create import create
 from clowder_aimage.export import export
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from tests.exporter.conftest import tensors_in
+from tests.exporter.conftest import Artifact, tensors_in
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 NAME = Reference.parse("model")
 
 
 @pytest.fixture(params=[10**9, 100_000], ids=["one file", "shards"])
-def exported(tiny, tmp_path, request):
+def exported(tiny: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     store = ImageLayout(tmp_path / "store")
     create(store, NAME, tiny)
     export(store, NAME, tmp_path / "out", shard=request.param)
     return tmp_path / "out"
 
 
-def loaded(make):
+def loaded(make: Callable[..., Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
 
 
-def state(module):
+def state(module: Any) -> dict[Any, Any]:
     """Return the bits of all tensors of a network."""
     import torch
 
@@ -40,7 +43,7 @@ def state(module):
     }
 
 
-def test_diffusers_loads_the_same_pipeline(exported, tiny):
+def test_diffusers_loads_the_same_pipeline(exported: Path, tiny: Path) -> None:
     torch = pytest.importorskip("torch")
     diffusers = pytest.importorskip("diffusers")
     pytest.importorskip("transformers")
@@ -58,7 +61,7 @@ def test_diffusers_loads_the_same_pipeline(exported, tiny):
         assert ours
 
 
-def test_transformers_loads_the_same_encoder(exported, tiny):
+def test_transformers_loads_the_same_encoder(exported: Path, tiny: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     ours, theirs = (
@@ -73,7 +76,7 @@ def test_transformers_loads_the_same_encoder(exported, tiny):
     assert tokens[0] == tokens[1]
 
 
-def test_transformers_opens_a_model_of_tensors_at_the_top(artifact, tiny):
+def test_transformers_opens_a_model_of_tensors_at_the_top(artifact: Artifact, tiny: Path) -> None:
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     artifact.config |= {"format": "transformers"}
@@ -89,7 +92,7 @@ def test_transformers_opens_a_model_of_tensors_at_the_top(artifact, tiny):
     assert state(ours) == state(theirs)
 
 
-def test_safetensors_maps_dtypes_of_every_width(artifact):
+def test_safetensors_maps_dtypes_of_every_width(artifact: Artifact) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
@@ -106,7 +109,7 @@ def test_safetensors_maps_dtypes_of_every_width(artifact):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_peft_opens_an_adapter_and_computes_the_same(tmp_path):
+def test_peft_opens_an_adapter_and_computes_the_same(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -119,7 +122,7 @@ def test_peft_opens_an_adapter_and_computes_the_same(tmp_path):
         num_key_value_heads=2,
     )
 
-    def base():
+    def base() -> Any:
         torch.manual_seed(0)
         return transformers.LlamaForCausalLM(config).eval()
 

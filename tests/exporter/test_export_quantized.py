@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from clowder_aimage.create import create
+from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import ModelError
-from clowder_aimage.export import export
+from clowder_aimage.export import ExportSummary, export
 from clowder_aimage.exporter.export_plan import MLX, MODELOPT
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
-from tests.exporter.conftest import files_in, tensors_in
+from tests.exporter.conftest import Artifact, files_in, tensors_in
 from tests.importer.test_importer_experts import moe
 from tests.importer.test_importer_prequantized import CONFIGS, NAME, REST, STEM, mlx
 from tests.importer.valued import as_dtype, make_valued
+
+if TYPE_CHECKING:
+    from clowder_aimage.importer import PackedModel
+
 
 MODEL = Reference.parse("m")
 STATED: dict[str, Any] = {**CONFIGS}
@@ -26,11 +32,13 @@ KINDS = ["int8", "int4", "mxfp8", "nvfp4"]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 
 
-def layers_of(store, name=MODEL):
+def layers_of(store: Any, name: Reference = MODEL) -> tuple[Layer, ...]:
     return read_aimage(ImageLayout(store), name).aimage.layers
 
 
-def round_trip(tmp_path, store, number=1, name=MODEL):
+def round_trip(
+    tmp_path: Path, store: Path, number: int = 1, name: Reference = MODEL
+) -> tuple[ExportSummary, Path, Path, PackedModel]:
     """Export; return the directory, and the AImage that create makes of it in its own store."""
     out, other = tmp_path / f"out-{number}", tmp_path / f"store-{number}"
     exported = export(ImageLayout(store), name, out)
@@ -38,7 +46,7 @@ def round_trip(tmp_path, store, number=1, name=MODEL):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_quantization_round_trips_to_the_same_blobs(tmp_path, kind):
+def test_own_quantization_round_trips_to_the_same_blobs(tmp_path: Path, kind: str) -> None:
     model = make_valued(tmp_path / "model")
     made = model.make(quantize=kind)
     exported, out, _, again = round_trip(tmp_path, model.store)
@@ -53,7 +61,7 @@ def test_own_quantization_round_trips_to_the_same_blobs(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_second_round_trip_has_the_same_manifest(tmp_path, kind):
+def test_second_round_trip_has_the_same_manifest(tmp_path: Path, kind: str) -> None:
     """config.json then declares the quantization, and no option is needed."""
     make_valued(tmp_path / "model").make(quantize=kind)
     _, first, store, made = round_trip(tmp_path, tmp_path / "store")
@@ -67,7 +75,7 @@ def test_second_round_trip_has_the_same_manifest(tmp_path, kind):
     ("kind", "key"),
     [*((kind, "quantization") for kind in STATED), ("int8", "quantization_config")],
 )
-def test_mlx_quantization_round_trips(tmp_path, kind, key):
+def test_mlx_quantization_round_trips(tmp_path: Path, kind: str, key: str) -> None:
     model = make_valued(tmp_path / "model", transformer=mlx(kind) | REST)
     model.write("transformer/config.json", {"dim": 4, key: STATED[kind]})
     made = model.make()
@@ -79,7 +87,7 @@ def test_mlx_quantization_round_trips(tmp_path, kind, key):
 
 
 @pytest.mark.parametrize("said", [{"quantization": {"group_size": 64, "bits": 4}}, {"x": 1}])
-def test_wrong_quantization_in_a_config_is_corrected(tmp_path, said):
+def test_wrong_quantization_in_a_config_is_corrected(tmp_path: Path, said: dict[str, Any]) -> None:
     model = make_valued(tmp_path / "model")
     model.write("transformer/config.json", said)
     model.make(quantize="int8")
@@ -88,7 +96,7 @@ def test_wrong_quantization_in_a_config_is_corrected(tmp_path, said):
     assert config == said | {"quantization": {"group_size": 64, "bits": 8, "mode": "affine"}}
 
 
-def test_several_quantizations_in_one_component(tmp_path):
+def test_several_quantizations_in_one_component(tmp_path: Path) -> None:
     """The most common one is the default, and the others are listed by module."""
     one, other = mlx("int8"), mlx("mxfp4")
     tensors = one | {name.replace("to_q", "to_k"): tensor for name, tensor in one.items()}
@@ -119,7 +127,7 @@ def test_several_quantizations_in_one_component(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["int8", "nvfp4"])
-def test_quantized_experts_give_their_members_back(tmp_path, kind):
+def test_quantized_experts_give_their_members_back(tmp_path: Path, kind: str) -> None:
     model = make_valued(tmp_path / "model", text_encoder=as_dtype(moe(), "BF16"))
     made = model.make(quantize=f"text_encoder={kind}")
     _, out, _, again = round_trip(tmp_path, model.store)
@@ -129,7 +137,7 @@ def test_quantized_experts_give_their_members_back(tmp_path, kind):
     assert "model.layers.0.mlp.experts.2.up_proj.scales" in found
 
 
-def test_mlx_reads_the_exported_quantized_values(tmp_path):
+def test_mlx_reads_the_exported_quantized_values(tmp_path: Path) -> None:
     mx = pytest.importorskip("mlx.core")
     model = make_valued(tmp_path / "model")
     model.make(quantize="int8")
@@ -145,7 +153,7 @@ def test_mlx_reads_the_exported_quantized_values(tmp_path):
 # -- ModelOpt
 
 
-def modelopt(factor=0.25, shape=()):
+def modelopt(factor: float = 0.25, shape: tuple[int, ...] = ()) -> dict[Any, Any]:
     rng = np.random.default_rng(7)
     data = np.full(shape, factor, "<f4").tobytes()
     return {
@@ -156,7 +164,9 @@ def modelopt(factor=0.25, shape=()):
 
 
 @pytest.mark.parametrize("shape", [(), (16, 1)], ids=str)
-def test_nvfp4_with_a_global_scale_is_written_for_modelopt(tmp_path, shape):
+def test_nvfp4_with_a_global_scale_is_written_for_modelopt(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
     said = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     model = make_valued(tmp_path / "model", transformer=modelopt(shape=shape) | REST)
     model.write("transformer/config.json", said)
@@ -167,7 +177,7 @@ def test_nvfp4_with_a_global_scale_is_written_for_modelopt(tmp_path, shape):
     assert again.descriptor == made.descriptor
 
 
-def test_nvfp4_of_compressed_tensors_is_converted_to_modelopt(tmp_path):
+def test_nvfp4_of_compressed_tensors_is_converted_to_modelopt(tmp_path: Path) -> None:
     """Its divisor became a factor, whose reciprocal may differ in bits."""
     codes, scale, _ = modelopt().values()
     tensors = {
@@ -196,7 +206,7 @@ def test_nvfp4_of_compressed_tensors_is_converted_to_modelopt(tmp_path):
     assert packed == [layer for layer in again.aimage.layers if layer.is_tensor]
 
 
-def test_a_quantized_tensor_that_is_not_a_weight_is_refused(artifact):
+def test_a_quantized_tensor_that_is_not_a_weight_is_refused(artifact: Artifact) -> None:
     name = "layers.0.mlp.experts.gate_up_proj"
     parts = {
         name: ("U32", (2, 16), bytes(128)),
@@ -210,7 +220,7 @@ def test_a_quantized_tensor_that_is_not_a_weight_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_codes_in_separate_layers_are_joined(artifact):
+def test_codes_in_separate_layers_are_joined(artifact: Artifact) -> None:
     codes, scales, biases = mlx("int4").values()
     for name, tensor in ((NAME, codes), (f"{STEM}.scales", scales), (f"{STEM}.biases", biases)):
         artifact.add_tensors(f"transformer/{name}", {name: tensor})
@@ -223,7 +233,7 @@ def test_codes_in_separate_layers_are_joined(artifact):
     assert exported.tensors == 1
 
 
-def test_outdated_quantization_config_is_removed(artifact):
+def test_outdated_quantization_config_is_removed(artifact: Artifact) -> None:
     """Otherwise no library would read the directory, as the weights changed their format."""
     codes, scales = mlx("mxfp8").values()
     parts = {NAME: codes, f"{NAME}.scale": scales}
@@ -235,7 +245,7 @@ def test_outdated_quantization_config_is_removed(artifact):
     assert config == {"dim": 4, "quantization": STATED["mxfp8"]}
 
 
-def test_a_component_without_a_configuration_gets_one(artifact):
+def test_a_component_without_a_configuration_gets_one(artifact: Artifact) -> None:
     codes, scales = mlx("mxfp8").values()
     parts = {NAME: codes, f"{NAME}.scale": scales}
     artifact.add_tensors(f"transformer/{NAME}", parts, quant_type="mxfp8", group_size="32")
@@ -243,7 +253,7 @@ def test_a_component_without_a_configuration_gets_one(artifact):
     assert json.loads(files["transformer/config.json"]) == {"quantization": STATED["mxfp8"]}
 
 
-def test_a_whole_model_of_transformers_can_be_quantized(artifact):
+def test_a_whole_model_of_transformers_can_be_quantized(artifact: Artifact) -> None:
     codes, scales = mlx("mxfp8").values()
     parts = {NAME: codes, f"{NAME}.scale": scales}
     artifact.add_tensors(NAME, parts, quant_type="mxfp8", group_size="32")

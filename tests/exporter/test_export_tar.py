@@ -7,6 +7,7 @@ import json
 import tarfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,20 +17,24 @@ from clowder_aimage.exporter import tar_layer as untar
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, mediatype
 from tests.content.artifact import manifest
-from tests.exporter.conftest import KIT, NAME, blob, files_in, tar_of
+from tests.exporter.conftest import KIT, NAME, Artifact, blob, files_in, tar_of
 
 PACK = "application/vnd.cncf.model.weight.v1.tar"
 
 
-def entry(name, kind=tarfile.REGTYPE, target="", size=0, mode=0o644):
+def entry(
+    name: str, kind: bytes = tarfile.REGTYPE, target: str = "", size: int = 0, mode: int = 0o644
+) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type, info.linkname, info.size, info.mode = kind, target, size, mode
     return info
 
 
 def refused(
-    artifact, *members, said="layer kit|is a file|duplicate|case-insensitive|invalid layer name"
-):
+    artifact: Artifact,
+    *members: Any,
+    said: str = "layer kit|is a file|duplicate|case-insensitive|invalid layer name",
+) -> None:
     artifact.add_tar(*members)
     with pytest.raises(FormatError, match=said) as caught:
         artifact.finish().export()
@@ -38,7 +43,7 @@ def refused(
 
 
 @pytest.mark.parametrize(("kind", "compression"), [(KIT, "gzip"), (PACK, "zstd"), (PACK, "")])
-def test_tar_layers_are_unpacked(artifact, kind, compression):
+def test_tar_layers_are_unpacked(artifact: Artifact, kind: str, compression: str) -> None:
     long = "d" * 120 + "/" + "n" * 200
     members = [("Kitfile", b"manifest"), ("./model/w.gguf", b"weights" * 9999), (long, b"long")]
     data = tar_of(entry("./", tarfile.DIRTYPE), entry("model/", tarfile.DIRTYPE), *members)
@@ -52,7 +57,7 @@ def test_tar_layers_are_unpacked(artifact, kind, compression):
     assert (exported.files, exported.size) == (3, sum(len(text) for _, text in members))
 
 
-def test_a_modelkit_of_kitops_is_unpacked(artifact):
+def test_a_modelkit_of_kitops_is_unpacked(artifact: Artifact) -> None:
     """Its tars hold paths relative to the kit, with their parent directories.
 
     See kitops-ml/kitops, pkg/lib/filesystem/tar.go at 35919cd68f5d.
@@ -75,7 +80,9 @@ def test_a_modelkit_of_kitops_is_unpacked(artifact):
 CARD = b"---\nlicense: mit\n---\n"
 
 
-def neighbour(artifact, dialect, licensed, *layers):
+def neighbour(
+    artifact: Artifact, dialect: str, licensed: str, *layers: tuple[str, str, bytes]
+) -> Artifact:
     """Return an artifact of another tool with these layers: kind, path and bytes of each."""
     rows = []
     for kind, path, data in layers:
@@ -116,7 +123,9 @@ SAFETENSORS = blob({"x": ("U8", (1,), b"x")})
         ("docker", "docker.ai.safetensors", "docker.ai.dir.tar", "notes.md"),
     ],
 )
-def test_foreign_models_keep_their_own_card_or_none(artifact, dialect, weights, docs, card):
+def test_foreign_models_keep_their_own_card_or_none(
+    artifact: Artifact, dialect: str, weights: str, docs: str, card: str
+) -> None:
     layers = [
         (f"application/vnd.{weights}", "model.safetensors", SAFETENSORS),
         (f"application/vnd.{docs}", "docs", tar_of((card, b"# Theirs"))),
@@ -127,62 +136,62 @@ def test_foreign_models_keep_their_own_card_or_none(artifact, dialect, weights, 
     assert made.exported() == {"model.safetensors": SAFETENSORS, card: b"# Theirs"}
 
 
-def test_foreign_models_without_a_tar_get_no_card(artifact):
+def test_foreign_models_without_a_tar_get_no_card(artifact: Artifact) -> None:
     layer = ("application/vnd.cncf.model.weight.v1.raw", "model.safetensors", SAFETENSORS)
     assert neighbour(artifact, "modelpack", "mit", layer).exported().keys() == {"model.safetensors"}
 
 
 @pytest.mark.parametrize("dialect", ["clowder", "modelpack", "container"])
-def test_own_models_get_a_card_if_the_name_is_free(artifact, dialect):
+def test_own_models_get_a_card_if_the_name_is_free(artifact: Artifact, dialect: str) -> None:
     artifact.config |= {"format": "torchscript", "license": "mit"}
     artifact.add("model.pt", b"weights", mediatype.AIMAGE_TORCHSCRIPT)
     assert artifact.finish(dialect).exported() == {"model.pt": b"weights", "README.md": CARD}
 
 
 @pytest.mark.parametrize("name", ["readme.MD", "README.md/inside"])
-def test_a_card_does_not_replace_a_file(artifact, name):
+def test_a_card_does_not_replace_a_file(artifact: Artifact, name: str) -> None:
     artifact.config |= {"format": "onnx", "license": "mit"}
     artifact.add(name, b"mine")
     assert artifact.finish().exported() == {name: b"mine"}
 
 
-def test_a_card_is_not_written_beside_a_tar(artifact):
+def test_a_card_is_not_written_beside_a_tar(artifact: Artifact) -> None:
     artifact.config |= {"format": "onnx", "license": "mit"}
     artifact.add_tar(("a", b"1"))
     assert artifact.finish().exported() == {"a": b"1"}
 
 
-def test_a_member_with_an_overlong_name_is_refused(artifact):
+def test_a_member_with_an_overlong_name_is_refused(artifact: Artifact) -> None:
     name = "d/" + "n" * 256
     refused(artifact, (name, b"x"), said=r"has \d+ bytes; the limit is 255")
     assert name not in (path.name for path in artifact.home.iterdir())
 
 
 @pytest.mark.parametrize("kind", [tarfile.DIRTYPE, tarfile.SYMTYPE])
-def test_other_members_with_overlong_names_are_refused(artifact, kind):
+def test_other_members_with_overlong_names_are_refused(artifact: Artifact, kind: bytes) -> None:
     refused(artifact, entry("n" * 256, kind, "x"), said="has 256 bytes")
 
 
-def test_overlong_link_target_is_refused(artifact):
+def test_overlong_link_target_is_refused(artifact: Artifact) -> None:
     refused(
         artifact, entry("link", tarfile.SYMTYPE, "x/" * 2500 + "x"), said="the link target has more"
     )
 
 
-def test_many_members_are_unpacked(artifact):
+def test_many_members_are_unpacked(artifact: Artifact) -> None:
     members = [(f"d{n % 7}/{n}", b"%d" % n) for n in range(60)]
     artifact.add_tar(*members)
     assert artifact.finish().exported() == dict(members)
 
 
-def test_several_tars_share_directories(artifact):
+def test_several_tars_share_directories(artifact: Artifact) -> None:
     artifact.add_tar(entry("a", tarfile.DIRTYPE), ("a/one", b"1"), name="first", packed=True)
     artifact.add_tar(entry("a", tarfile.DIRTYPE), ("a/two", b"2"), name="second")
     artifact.add("a/three", b"3")
     assert artifact.finish().exported() == {"a/one": b"1", "a/two": b"2", "a/three": b"3"}
 
 
-def test_only_the_executable_bit_is_kept(artifact):
+def test_only_the_executable_bit_is_kept(artifact: Artifact) -> None:
     artifact.add_tar(
         entry("run.sh", mode=0o6777), entry("data", mode=0o600), entry("d", tarfile.DIRTYPE, mode=0)
     )
@@ -191,7 +200,7 @@ def test_only_the_executable_bit_is_kept(artifact):
     assert modes == {"run.sh": 0o755, "data": 0o644, "d": 0o755}
 
 
-def test_links_inside_the_directory_are_unpacked(artifact):
+def test_links_inside_the_directory_are_unpacked(artifact: Artifact) -> None:
     artifact.add_tar(
         ("blobs/one", b"content"),
         entry("snapshots/x/file", tarfile.SYMTYPE, "../../blobs/one"),
@@ -205,7 +214,7 @@ def test_links_inside_the_directory_are_unpacked(artifact):
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/..", "a\\b", "x" * 2000])
-def test_member_names_that_lead_out_are_refused(artifact, name):
+def test_member_names_that_lead_out_are_refused(artifact: Artifact, name: str) -> None:
     refused(artifact, (name, b"evil"))
 
 
@@ -221,12 +230,14 @@ def test_member_names_that_lead_out_are_refused(artifact, name):
         ("d/link", "../d/../x"),
     ],
 )
-def test_symbolic_links_out_of_the_directory_are_refused(artifact, name, target):
+def test_symbolic_links_out_of_the_directory_are_refused(
+    artifact: Artifact, name: str, target: str
+) -> None:
     refused(artifact, entry(name, tarfile.SYMTYPE, target), said="outside the directory")
 
 
 @pytest.mark.parametrize("target", ["../x", "missing", "link", "d"])
-def test_hard_links_to_other_places_are_refused(artifact, target):
+def test_hard_links_to_other_places_are_refused(artifact: Artifact, target: str) -> None:
     refused(
         artifact,
         entry("d", tarfile.DIRTYPE),
@@ -235,21 +246,21 @@ def test_hard_links_to_other_places_are_refused(artifact, target):
     )
 
 
-def test_a_hard_link_does_not_reach_the_store(artifact):
+def test_a_hard_link_does_not_reach_the_store(artifact: Artifact) -> None:
     refused(artifact, entry("hard", tarfile.LNKTYPE, str(artifact.home / "store/index.json")))
 
 
-def test_nothing_is_written_through_a_link(artifact):
+def test_nothing_is_written_through_a_link(artifact: Artifact) -> None:
     members = [entry("d", tarfile.SYMTYPE, "other"), ("d/file", b"evil")]
     refused(artifact, *members)
 
 
-def test_a_link_does_not_replace_a_directory(artifact):
+def test_a_link_does_not_replace_a_directory(artifact: Artifact) -> None:
     refused(artifact, ("d/file", b"x"), entry("d", tarfile.SYMTYPE, "e"), said="is a file, but")
 
 
 @pytest.mark.parametrize("kind", [tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z"])
-def test_devices_and_pipes_are_refused(artifact, kind):
+def test_devices_and_pipes_are_refused(artifact: Artifact, kind: bytes) -> None:
     refused(artifact, entry("x", kind), said="not a file, directory or link")
 
 
@@ -264,16 +275,18 @@ def test_devices_and_pipes_are_refused(artifact, kind):
     ],
     ids=str,
 )
-def test_colliding_member_names_are_refused(artifact, members):
+def test_colliding_member_names_are_refused(
+    artifact: Artifact, members: list[tuple[str, bytes]]
+) -> None:
     refused(artifact, *members)
 
 
-def test_a_tar_does_not_replace_a_file_of_another_layer(artifact):
+def test_a_tar_does_not_replace_a_file_of_another_layer(artifact: Artifact) -> None:
     artifact.add("readme", b"ours")
     refused(artifact, ("README", b"theirs"), said="case-insensitive")
 
 
-def test_a_sparse_file_is_refused(artifact):
+def test_a_sparse_file_is_refused(artifact: Artifact) -> None:
     info = entry("sparse", tarfile.GNUTYPE_SPARSE, size=512)
     raw = bytearray(info.tobuf(tarfile.GNU_FORMAT))
     raw[386:410] = b"00000000000\x0000000001000\x00"
@@ -286,7 +299,7 @@ def test_a_sparse_file_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_false_member_size_is_refused(artifact):
+def test_false_member_size_is_refused(artifact: Artifact) -> None:
     data = entry("big", size=1 << 40).tobuf() + bytes(4096)
     artifact.add("kit", data, KIT)
     with pytest.raises(FormatError, match="the limit is"):
@@ -295,14 +308,14 @@ def test_false_member_size_is_refused(artifact):
 
 
 @pytest.mark.parametrize("cut", [100, 512, 700])
-def test_a_truncated_archive_is_refused(artifact, cut):
+def test_a_truncated_archive_is_refused(artifact: Artifact, cut: int) -> None:
     artifact.add("kit", tar_of(("a", b"x" * 600), ("b", b"y"))[:cut], KIT)
     with pytest.raises(FormatError):
         artifact.finish().export()
     artifact.check_nothing_left()
 
 
-def test_damaged_header_is_refused(artifact):
+def test_damaged_header_is_refused(artifact: Artifact) -> None:
     data = bytearray(tar_of(("a", b"x"), ("b", b"y")))
     data[1024:1536] = b"?" * 512
     artifact.add("kit", bytes(data), KIT)
@@ -311,14 +324,14 @@ def test_damaged_header_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_files_that_are_not_tars_are_refused(artifact):
+def test_files_that_are_not_tars_are_refused(artifact: Artifact) -> None:
     artifact.add("kit", b"not a tar" * 200, KIT)
     with pytest.raises(FormatError, match="layer kit is not a tar archive"):
         artifact.finish().export()
     artifact.check_nothing_left()
 
 
-def test_a_damaged_tar_is_refused(artifact):
+def test_a_damaged_tar_is_refused(artifact: Artifact) -> None:
     layer = artifact.add_tar(("a", b"x" * 100_000))
     artifact.finish().damage(layer)
     with pytest.raises(VerificationError):
@@ -326,7 +339,7 @@ def test_a_damaged_tar_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_an_endless_header_takes_no_memory(artifact):
+def test_an_endless_header_takes_no_memory(artifact: Artifact) -> None:
     info = entry("x" * 90, tarfile.GNUTYPE_LONGNAME, size=1 << 30)
     artifact.add("kit", gzip.compress(info.tobuf() + bytes(1 << 20)), f"{KIT}+gzip")
     with pytest.raises(FormatError, match="a header of more than 65536 bytes"):
@@ -334,12 +347,12 @@ def test_an_endless_header_takes_no_memory(artifact):
     artifact.check_nothing_left()
 
 
-def test_too_many_members_are_refused(artifact, monkeypatch):
+def test_too_many_members_are_refused(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(untar, "MAX_MEMBERS", 3)
     refused(artifact, *((str(n), b"") for n in range(4)), said="more than 3 members")
 
 
-def test_a_tar_bomb_is_refused(artifact):
+def test_a_tar_bomb_is_refused(artifact: Artifact) -> None:
     zeros = gzip.compress(bytes(16 << 20))
     data = gzip.compress(entry("big", size=1 << 28).tobuf()) + 16 * zeros
     artifact.add("kit", data, f"{KIT}+gzip")

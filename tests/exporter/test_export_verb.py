@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from tests.process import Aimage
 
 
 @pytest.fixture(scope="module")
-def made(tiny, tmp_path_factory):
+def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with the embedded model as ``tiny``."""
     home = tmp_path_factory.mktemp("made")
     Aimage(home, home / "store")("create", "tiny", tiny)
@@ -20,7 +22,7 @@ def made(tiny, tmp_path_factory):
 
 
 @pytest.fixture
-def here(aimage, made):
+def here(aimage: Callable[..., Aimage], made: Path) -> Aimage:
     """Return the command line on a copy of that store."""
     found = aimage()
     shutil.copytree(made, found.store)
@@ -28,14 +30,14 @@ def here(aimage, made):
 
 
 @pytest.fixture
-def model(tiny, tmp_path):
+def model(tiny: Path, tmp_path: Path) -> Path:
     """Return a copy of the embedded model, which tests delete."""
     copy = tmp_path / "model"
     shutil.copytree(tiny, copy)
     return copy
 
 
-def check_same(tiny, out):
+def check_same(tiny: Path, out: Path) -> None:
     """Compare tensors bit by bit and other files byte by byte; of the card, the licence."""
     before, after = files_in(tiny), files_in(out)
     assert after.keys() == before.keys()
@@ -48,7 +50,9 @@ def check_same(tiny, out):
     assert after["README.md"] == b"---\nlicense: apache-2.0\n---\n"
 
 
-def test_saved_loaded_and_exported_elsewhere(aimage, model, tiny, tmp_path):
+def test_saved_loaded_and_exported_elsewhere(
+    aimage: Callable[..., Aimage], model: Path, tiny: Path, tmp_path: Path
+) -> None:
     here, there, third = aimage("here"), aimage("there"), aimage("third")
     digest = here("create", "tiny", model).line
     here("save", "tiny", "-o", "tiny.tar")
@@ -63,7 +67,9 @@ def test_saved_loaded_and_exported_elsewhere(aimage, model, tiny, tmp_path):
 
 
 @pytest.mark.integration
-def test_pushed_pulled_and_exported_elsewhere(aimage, model, tiny, tmp_path, repository):
+def test_pushed_pulled_and_exported_elsewhere(
+    aimage: Callable[..., Aimage], model: Path, tiny: Path, tmp_path: Path, repository: str
+) -> None:
     here, there = aimage("here"), aimage("there")
     name = f"{repository}:v1"
     digest = here("create", name, model).line
@@ -77,7 +83,9 @@ def test_pushed_pulled_and_exported_elsewhere(aimage, model, tiny, tmp_path, rep
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container", "custom"])
-def test_every_dialect_exports_the_same_directory(aimage, tiny, tmp_path, dialect):
+def test_every_dialect_exports_the_same_directory(
+    aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path, dialect: str
+) -> None:
     here = aimage()
     options = ["--manifest-type", "custom"] if dialect == "custom" else ["--dialect", dialect]
     here("create", "tiny", tiny, *options)
@@ -85,7 +93,7 @@ def test_every_dialect_exports_the_same_directory(aimage, tiny, tmp_path, dialec
     check_same(tiny, tmp_path / "out")
 
 
-def test_export_json_output(here, tmp_path):
+def test_export_json_output(here: Aimage, tmp_path: Path) -> None:
     digest = here("show", "tiny", "--json").value["digest"]
     done = here("export", "tiny", "out", "--json")
     assert done.value == {
@@ -111,7 +119,7 @@ def test_export_json_output(here, tmp_path):
     assert events[-1]["event"] == "note"
 
 
-def test_export_with_links(here, tiny, tmp_path):
+def test_export_with_links(here: Aimage, tiny: Path, tmp_path: Path) -> None:
     done = here("export", "tiny", "out", "--links")
     linked = sum(path.stat().st_nlink == 2 for path in (tmp_path / "out").rglob("*.json"))
     if linked:
@@ -126,12 +134,12 @@ def test_export_with_links(here, tiny, tmp_path):
     check_same(tiny, tmp_path / "out")
 
 
-def test_export_quiet(here):
+def test_export_quiet(here: Aimage) -> None:
     done = here("export", "tiny", "out", "-q")
     assert (done.out, done.err) == ("out\n", "")
 
 
-def test_export_of_a_quantized_model(aimage, tiny):
+def test_export_of_a_quantized_model(aimage: Callable[..., Aimage], tiny: Path) -> None:
     pytest.importorskip("mlx.core")
     here = aimage()
     here("create", "q", tiny, "--quantize", "transformer=int8,text_encoder=int4")
@@ -143,7 +151,7 @@ def test_export_of_a_quantized_model(aimage, tiny):
     }
 
 
-def test_usage_errors_of_export(here):
+def test_usage_errors_of_export(here: Aimage) -> None:
     (here.home / "full").mkdir()
     (here.home / "full/mine").touch()
     for arguments, code, message in (
@@ -160,7 +168,7 @@ def test_usage_errors_of_export(here):
     assert [path for path in here.home.iterdir() if ".export-" in path.name] == []
 
 
-def test_export_of_a_damaged_blob_fails(here):
+def test_export_of_a_damaged_blob_fails(here: Aimage) -> None:
     layers = here("show", "tiny", "--json").value["layers"]
     digest = next(x["digest"] for x in layers if x["name"].endswith("to_q.weight"))
     path = here.store / "blobs/sha256" / digest.removeprefix("sha256:")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.export import export
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from tests.exporter.conftest import blob, files_in, tensors_in
+from tests.exporter.conftest import Artifact, blob, files_in, tensors_in
 from tests.importer.conftest import WEIGHTS, Model, data_of, weights_name
 from tests.importer.test_importer_experts import moe
 from tests.importer.valued import as_dtype, make_valued
@@ -19,11 +21,11 @@ from tests.importer.valued import as_dtype, make_valued
 NAME = Reference.parse("model")
 
 
-def model_at(directory) -> Model:
+def model_at(directory: Path) -> Model:
     return Model(directory / "model", directory / "store").fill()
 
 
-def test_a_model_round_trips(tmp_path):
+def test_a_model_round_trips(tmp_path: Path) -> None:
     model = model_at(tmp_path)
     made = model.create()
     before, out = files_in(model.directory), tmp_path / "out"
@@ -42,7 +44,7 @@ def test_a_model_round_trips(tmp_path):
     assert again.descriptor == made.descriptor
 
 
-def test_the_same_aimage_gives_the_same_bytes(tmp_path):
+def test_the_same_aimage_gives_the_same_bytes(tmp_path: Path) -> None:
     model = model_at(tmp_path)
     model.create()
     for name in ("one", "two"):
@@ -50,7 +52,7 @@ def test_the_same_aimage_gives_the_same_bytes(tmp_path):
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
 
 
-def test_weight_files_have_the_names_that_libraries_expect(tmp_path):
+def test_weight_files_have_the_names_that_libraries_expect(tmp_path: Path) -> None:
     model = model_at(tmp_path)
     model.create()
     export(ImageLayout(model.store), NAME, tmp_path / "out")
@@ -60,7 +62,7 @@ def test_weight_files_have_the_names_that_libraries_expect(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 60, 10_000])
-def test_large_weights_are_sharded_with_an_index(tmp_path, most):
+def test_large_weights_are_sharded_with_an_index(tmp_path: Path, most: int) -> None:
     model = model_at(tmp_path)
     made = model.create()
     out = tmp_path / "out"
@@ -69,7 +71,7 @@ def test_large_weights_are_sharded_with_an_index(tmp_path, most):
         files = sorted((out / component).glob("*.safetensors"))
         stem = weights_name(component)
         sizes = {tensor[0]: len(data_of(tensor, component)) for tensor in tensors}
-        found = {}
+        found: dict[Any, Any] = {}
         for number, path in enumerate(files, 1):
             held = tensors_in(path)
             assert len(held) == 1 or sum(sizes[name] for name in held) <= most
@@ -90,7 +92,7 @@ def test_large_weights_are_sharded_with_an_index(tmp_path, most):
     assert again.descriptor == made.descriptor
 
 
-def test_shard_size_is_configurable(artifact):
+def test_shard_size_is_configurable(artifact: Artifact) -> None:
     for name in "abcd":
         artifact.add_tensors(name, {name: ("U8", (5,), b"12345")})
     artifact.finish().export(shard=10)
@@ -98,7 +100,7 @@ def test_shard_size_is_configurable(artifact):
     assert names == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-def test_tensors_are_aligned_to_their_dtype(artifact):
+def test_tensors_are_aligned_to_their_dtype(artifact: Artifact) -> None:
     artifact.add_tensors("a", {"a": ("U8", (3,), b"abc")})
     artifact.add_tensors("b", {"b": ("F32", (1,), b"1234")})
     artifact.add_tensors("c", {"c": ("BF16", (1,), b"12")})
@@ -117,7 +119,7 @@ def test_tensors_are_aligned_to_their_dtype(artifact):
     ]
 
 
-def test_packed_experts_are_exported_as_single_tensors(tmp_path):
+def test_packed_experts_are_exported_as_single_tensors(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model", text_encoder=as_dtype(moe(), "BF16"))
     made = model.make()
     assert any(layer.name.endswith(".mlp.experts") for layer in made.aimage.layers)
@@ -129,7 +131,7 @@ def test_packed_experts_are_exported_as_single_tensors(tmp_path):
     assert again.descriptor == made.descriptor
 
 
-def test_a_transformers_directory_has_its_weights_at_the_top(artifact):
+def test_a_transformers_directory_has_its_weights_at_the_top(artifact: Artifact) -> None:
     artifact.config |= {"format": "transformers"}
     tensors = {
         "model.layers.0.mlp.up_proj.weight": ("F16", (2, 2), b"abcdefgh"),
@@ -160,7 +162,9 @@ def test_a_transformers_directory_has_its_weights_at_the_top(artifact):
     ],
     ids=str,
 )
-def test_library_of_a_component_names_its_files(artifact, config, files, stem):
+def test_library_of_a_component_names_its_files(
+    artifact: Artifact, config: dict[str, Any], files: dict[str, dict[str, Any]], stem: str
+) -> None:
     artifact.config["components"] = {"unet": config}
     artifact.add_tensors("unet/x", {"x": ("U8", (1,), b"x")})
     for name, value in files.items():
@@ -168,7 +172,7 @@ def test_library_of_a_component_names_its_files(artifact, config, files, stem):
     assert f"unet/{stem}.safetensors" in artifact.finish().exported()
 
 
-def test_tensor_names_in_blobs_are_replaced_by_layer_names(artifact):
+def test_tensor_names_in_blobs_are_replaced_by_layer_names(artifact: Artifact) -> None:
     artifact.add_tensors("unet/x.weight", {"unet/x.weight": ("U8", (1,), b"x")})
     artifact.add_tensors("unet/y.weight", {"data": ("U8", (1,), b"y")})
     artifact.finish().export()
@@ -176,7 +180,7 @@ def test_tensor_names_in_blobs_are_replaced_by_layer_names(artifact):
     assert found == {"x.weight": ("U8", (1,), b"x"), "y.weight": ("U8", (1,), b"y")}
 
 
-def test_a_blob_shared_by_two_components_is_in_both(artifact):
+def test_a_blob_shared_by_two_components_is_in_both(artifact: Artifact) -> None:
     for component in ("one", "two"):
         artifact.add_tensors(f"{component}/x", {"x": ("U8", (4,), b"same")})
     artifact.finish().export()
@@ -185,7 +189,7 @@ def test_a_blob_shared_by_two_components_is_in_both(artifact):
         assert found == {"x": ("U8", (4,), b"same")}
 
 
-def test_tensors_larger_than_a_chunk_are_exported(artifact):
+def test_tensors_larger_than_a_chunk_are_exported(artifact: Artifact) -> None:
     data = bytes(range(251)) * 20_000
     empty = {"layers.0.mlp.experts.none": ("U8", (0, 5), b"")}
     members = empty | {
@@ -196,7 +200,7 @@ def test_tensors_larger_than_a_chunk_are_exported(artifact):
     assert tensors_in(artifact.out / "model.safetensors") == members
 
 
-def test_the_licence_is_written_to_a_model_card(tmp_path):
+def test_the_licence_is_written_to_a_model_card(tmp_path: Path) -> None:
     model = model_at(tmp_path)
     model.write("README.md", "---\nlicense: apache-2.0\n---\n# A model\n")
     made = model.create()
@@ -207,13 +211,13 @@ def test_the_licence_is_written_to_a_model_card(tmp_path):
     assert again.descriptor == made.descriptor
 
 
-def test_an_invalid_licence_is_not_written_to_a_card(artifact):
+def test_an_invalid_licence_is_not_written_to_a_card(artifact: Artifact) -> None:
     artifact.config["license"] = "mit\n---\nevil: yes"
     artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
     assert "README.md" not in artifact.finish().exported()
 
 
-def test_an_existing_model_card_is_kept(artifact):
+def test_an_existing_model_card_is_kept(artifact: Artifact) -> None:
     artifact.config["license"] = "mit"
     artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
     artifact.add("README.md", b"ours")
@@ -223,14 +227,14 @@ def test_an_existing_model_card_is_kept(artifact):
 # -- invalid tensors
 
 
-def test_a_tensor_of_another_name_is_refused(artifact):
+def test_a_tensor_of_another_name_is_refused(artifact: Artifact) -> None:
     artifact.add_tensors("x", {"y": ("U8", (1,), b"x")})
     with pytest.raises(FormatError, match="x: the blob contains y instead"):
         artifact.finish().export()
     artifact.check_nothing_left()
 
 
-def test_two_tensors_of_one_name_are_refused(artifact):
+def test_two_tensors_of_one_name_are_refused(artifact: Artifact) -> None:
     members = {"layers.0.mlp.experts.0.w": ("U8", (1,), b"x")}
     artifact.add_tensors("layers.0.mlp.experts", members)
     artifact.add_tensors("layers.0.mlp.experts.0.w", members | {})
@@ -239,7 +243,7 @@ def test_two_tensors_of_one_name_are_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_damaged_tensor_is_detected(artifact):
+def test_a_damaged_tensor_is_detected(artifact: Artifact) -> None:
     artifact.add_tensors("x", {"x": ("U8", (9,), b"good good")})
     layer = artifact.add_tensors("y", {"y": ("U8", (8,), b"good bad")})
     artifact.finish().damage(layer)
@@ -249,7 +253,7 @@ def test_a_damaged_tensor_is_detected(artifact):
     artifact.check_nothing_left()
 
 
-def test_a_blob_that_is_not_safetensors_is_refused(artifact):
+def test_a_blob_that_is_not_safetensors_is_refused(artifact: Artifact) -> None:
     from clowder_aimage.oci import mediatype
 
     artifact.add("x", b"\xff" * 40, mediatype.AIMAGE_SAFETENSORS)
@@ -258,7 +262,7 @@ def test_a_blob_that_is_not_safetensors_is_refused(artifact):
     artifact.check_nothing_left()
 
 
-def test_an_invalid_configuration_is_reported(artifact):
+def test_an_invalid_configuration_is_reported(artifact: Artifact) -> None:
     artifact.add_tensors("unet/x", {"x": ("U8", (1,), b"x")})
     artifact.add("unet/config.json", b"{")
     with pytest.raises(FormatError, match=r"unet/config\.json is not"):
@@ -266,7 +270,7 @@ def test_an_invalid_configuration_is_reported(artifact):
     artifact.check_nothing_left()
 
 
-def test_safetensors_reads_the_written_files():
+def test_safetensors_reads_the_written_files() -> None:
     from safetensors import deserialize
 
     (found,) = deserialize(blob({"x": ("U8", (1,), b"x")}))

@@ -10,6 +10,8 @@ import resource
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -47,46 +49,48 @@ def stored(data: bytes, compression: str = "gzip") -> tuple[MemoryBlobs, Descrip
     return store, layer
 
 
-def read(data: bytes, compression: str = "gzip", content=None, **options) -> bytes:
+def read(
+    data: bytes, compression: str = "gzip", content: Descriptor | None = None, **options: Any
+) -> bytes:
     store, layer = stored(data, compression)
     with open_decompressed(store, layer, content, **options) as file:
         return b"".join(iter(lambda: file.read(70_001), b""))
 
 
 @pytest.fixture(params=mediatype.COMPRESSIONS)
-def kind(request) -> str:
+def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.mark.parametrize("content", [None, PLAIN], ids=["unsaid", "said"])
-def test_open_decompressed_decompresses(kind, content):
+def test_open_decompressed_decompresses(kind: str, content: Descriptor | None) -> None:
     assert read(PACK[kind](DATA), kind, content) == DATA
 
 
-def test_open_decompressed_returns_an_uncompressed_layer_unchanged():
+def test_open_decompressed_returns_an_uncompressed_layer_unchanged() -> None:
     packed = gzip.compress(DATA)
     assert read(packed, "") == packed
 
 
-def test_open_decompressed_of_empty_content(kind):
+def test_open_decompressed_of_empty_content(kind: str) -> None:
     assert read(PACK[kind](b""), kind) == b""
 
 
-def test_several_gzip_members_are_one_file(kind):
+def test_several_gzip_members_are_one_file(kind: str) -> None:
     assert read(PACK[kind](b"one") + PACK[kind](b"") + PACK[kind](DATA), kind) == b"one" + DATA
 
 
 @pytest.mark.parametrize("count", [1, 3_000_000])
-def test_trailing_zeros_after_gzip_are_accepted(count):
+def test_trailing_zeros_after_gzip_are_accepted(count: int) -> None:
     assert read(gzip.compress(DATA) + bytes(count)) == DATA
 
 
-def test_a_skippable_zstd_frame_is_skipped():
+def test_a_skippable_zstd_frame_is_skipped() -> None:
     skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00....\x51\x2a\x4d\x18\x00\x00\x00\x00"
     assert read(skipped + zstd(DATA) + skipped, "zstd") == DATA
 
 
-def test_zstd_without_a_size_and_with_a_checksum_is_read():
+def test_zstd_without_a_size_and_with_a_checksum_is_read() -> None:
     data = zstd(DATA, write_content_size=False, write_checksum=True)
     assert read(data, "zstd") == DATA
     with pytest.raises(FormatError, match="is not valid zstd"):
@@ -97,18 +101,20 @@ def test_zstd_without_a_size_and_with_a_checksum_is_read():
     ("cut", "content"),
     [(0, None), (17, PLAIN), (200_000, None), (-1, PLAIN)],
 )
-def test_open_decompressed_refuses_truncated_data(kind, cut, content):
+def test_open_decompressed_refuses_truncated_data(
+    kind: str, cut: int, content: Descriptor | None
+) -> None:
     with pytest.raises(FormatError, match=f"is truncated: incomplete {kind}"):
         read(PACK[kind](DATA)[:cut], kind, content)
 
 
 @pytest.mark.parametrize("junk", [b"x", b"\0\0x" * 500])
-def test_open_decompressed_refuses_trailing_data(kind, junk):
+def test_open_decompressed_refuses_trailing_data(kind: str, junk: bytes) -> None:
     with pytest.raises(FormatError, match=f"is not valid {kind}|is truncated"):
         read(PACK[kind](DATA) + junk, kind)
 
 
-def test_another_format_is_refused(kind):
+def test_another_format_is_refused(kind: str) -> None:
     other = PACK["zstd" if kind == "gzip" else "gzip"]
     for data in (other(DATA), DATA, zlib.compress(DATA)):
         with pytest.raises(FormatError, match=f"layer sha256:\\w+ is not valid {kind}") as caught:
@@ -117,7 +123,7 @@ def test_another_format_is_refused(kind):
 
 
 @pytest.mark.parametrize("position", [3, 100_000, -6])
-def test_any_damage_to_gzip_is_detected(position):
+def test_any_damage_to_gzip_is_detected(position: int) -> None:
     store, layer = stored(gzip.compress(DATA, mtime=0))
     data = bytearray(store._blobs[layer.digest])
     data[position] ^= 0x40
@@ -130,7 +136,7 @@ def test_any_damage_to_gzip_is_detected(position):
     assert caught.value.exit_code == 5
 
 
-def test_a_damaged_blob_is_reported_as_damaged(kind):
+def test_a_damaged_blob_is_reported_as_damaged(kind: str) -> None:
     """It is not reported as another format, since it can be fetched again."""
     store, layer = stored(PACK[kind](DATA), kind)
     store._blobs[layer.digest] = b"\xff" * layer.size
@@ -147,12 +153,12 @@ def test_a_damaged_blob_is_reported_as_damaged(kind):
     ],
     ids=["digest", "larger", "smaller"],
 )
-def test_content_that_differs_from_the_manifest_is_refused(kind, content):
+def test_content_that_differs_from_the_manifest_is_refused(kind: str, content: Descriptor) -> None:
     with pytest.raises(VerificationError):
         read(PACK[kind](DATA), kind, content)
 
 
-def test_a_missing_blob_is_reported(kind):
+def test_a_missing_blob_is_reported(kind: str) -> None:
     _, layer = stored(PACK[kind](DATA), kind)
     with pytest.raises(NotFoundError):
         open_decompressed(MemoryBlobs(), layer, None)
@@ -163,7 +169,7 @@ def bomb(kind: str) -> bytes:
     return 64 * PACK[kind](bytes(16 << 20))
 
 
-def test_a_decompression_bomb_is_refused_early_without_memory(kind):
+def test_a_decompression_bomb_is_refused_early_without_memory(kind: str) -> None:
     data = bomb(kind)
     store, layer = stored(data, kind)
     before, given = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
@@ -179,7 +185,7 @@ def test_a_decompression_bomb_is_refused_early_without_memory(kind):
     assert grown < 300 << 20
 
 
-def test_bomb_of_stated_size_is_unpacked(kind):
+def test_bomb_of_stated_size_is_unpacked(kind: str) -> None:
     zeros = bytes(65 << 20)
     content = Descriptor(KIND, Digest.of(zeros), len(zeros))
     data = PACK[kind](zeros)
@@ -187,20 +193,20 @@ def test_bomb_of_stated_size_is_unpacked(kind):
     assert len(read(data, kind, content)) == len(zeros)
 
 
-def test_bomb_of_understated_size_is_stopped(kind):
+def test_bomb_of_understated_size_is_stopped(kind: str) -> None:
     content = Descriptor(KIND, Digest("sha256", hashlib.sha256(bytes(9)).hexdigest()), 9)
     with pytest.raises(VerificationError, match="decompresses to more than the 9 bytes"):
         read(PACK[kind](bytes(9_000_000)), kind, content)
 
 
-def test_open_decompressed_keeps_the_limit_of_the_caller(kind):
+def test_open_decompressed_keeps_the_limit_of_the_caller(kind: str) -> None:
     with pytest.raises(FormatError, match="decompresses to more than 799999"):
         read(PACK[kind](DATA), kind, limit=799_999)
     with pytest.raises(FormatError, match="decompresses to more than 799999"):
         read(PACK[kind](DATA), kind, PLAIN, limit=799_999)
 
 
-def test_a_zstd_window_over_the_limit_is_refused():
+def test_a_zstd_window_over_the_limit_is_refused() -> None:
     zstandard = pytest.importorskip("zstandard")
     parameters = zstandard.ZstdCompressionParameters(window_log=28)
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
@@ -209,11 +215,11 @@ def test_a_zstd_window_over_the_limit_is_refused():
         read(data, "zstd")
 
 
-def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch):
+def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"\x28\xb5\x2f\xfd"
     real = builtins.__import__
 
-    def without(name, *rest, **more):
+    def without(name: str, *rest: Any, **more: Any) -> ModuleType:
         if name == "zstandard":
             raise ImportError(name)
         return real(name, *rest, **more)

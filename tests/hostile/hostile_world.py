@@ -93,6 +93,7 @@ class _Eye:
         if not self.is_there:
             sys.addaudithook(self.see)
             self.is_there = True
+        found: list[Any]
         self.touches = found = []
         try:
             yield found

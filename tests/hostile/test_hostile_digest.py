@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ import pytest
 from clowder_aimage.oci import mediatype
 from tests.hostile.hostile_corpus import HEX, TEXTS
 from tests.hostile.hostile_server import serving
-from tests.hostile.hostile_world import described, digest_of, entry, plant, write_index
-from tests.scripted import Answer, ScriptedRegistry
+from tests.hostile.hostile_world import World, described, digest_of, entry, plant, write_index
+from tests.scripted import Answer, ScriptedRegistry, Seen
 
 CONFIG, LAYER = b"{}", b"weights"
 SUBJECT = {"mediaType": mediatype.OCI_MANIFEST, "digest": f"sha256:{HEX}", "size": 2}
@@ -77,11 +79,11 @@ def store_with(world: Any, raw: bytes, kind: str = "") -> None:
     write_index(world.store, entry(raw, NAME, kind or kind_of(raw)))
 
 
-def test_a_pull_refuses_a_manifest_with_a_bad_digest(world):
+def test_a_pull_refuses_a_manifest_with_a_bad_digest(world: World) -> None:
     """Every document is refused before anything else is asked for."""
     found = documents(BAD)
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         raw = found[seen.path.rpartition("/")[2]]
         return Answer(200, {"Content-Type": kind_of(raw)}, raw)
 
@@ -95,7 +97,7 @@ def test_a_pull_refuses_a_manifest_with_a_bad_digest(world):
     assert not (world.store / "index.json").exists()
 
 
-def test_verbs_refuse_a_stored_manifest_with_a_bad_digest(world):
+def test_verbs_refuse_a_stored_manifest_with_a_bad_digest(world: World) -> None:
     for field, raw in documents(BAD).items():
         store_with(world, raw)
         with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
@@ -117,7 +119,7 @@ def test_verbs_refuse_a_stored_manifest_with_a_bad_digest(world):
         assert NAME in world.aimage("ls").out
 
 
-def test_an_index_entry_with_a_bad_digest_is_skipped_and_kept(world):
+def test_an_index_entry_with_a_bad_digest_is_skipped_and_kept(world: World) -> None:
     """It is another tool's: passed over by all but verify, and it stays."""
     good = json.dumps(manifest()).encode()
     store_with(world, good)
@@ -136,7 +138,7 @@ def test_an_index_entry_with_a_bad_digest_is_skipped_and_kept(world):
     assert json.loads((world.store / "index.json").read_bytes())["manifests"][0] == wrong
 
 
-def test_a_name_record_with_a_bad_digest_is_ignored(world):
+def test_a_name_record_with_a_bad_digest_is_ignored(world: World) -> None:
     """Records beside the index may have been written by another program."""
     good = json.dumps(manifest()).encode()
     store_with(world, good)
@@ -153,7 +155,7 @@ def test_a_name_record_with_a_bad_digest_is_ignored(world):
             world.aimage("rm", "z")
 
 
-def test_a_collection_ignores_a_bad_digest_in_a_lease(world):
+def test_a_collection_ignores_a_bad_digest_in_a_lease(world: World) -> None:
     good = json.dumps(manifest()).encode()
     store_with(world, good)
     leases = world.store / ".aimage" / "lease"
@@ -171,7 +173,7 @@ def container(**change: Any) -> bytes:
 
 
 @pytest.mark.parametrize("where", ["diff_ids", "layers"])
-def test_an_image_config_with_a_bad_digest_is_stored_and_not_read(world, where):
+def test_an_image_config_with_a_bad_digest_is_stored_and_not_read(world: World, where: str) -> None:
     """Of a container image, as which an AImage may travel."""
     row = {**described(LAYER, mediatype.AIMAGE_FILE), "name": "a"}
     config = {
@@ -194,7 +196,7 @@ def test_an_image_config_with_a_bad_digest_is_stored_and_not_read(world, where):
     world.aimage("verify")
 
 
-def test_referrers_with_a_bad_digest_are_refused(world):
+def test_referrers_with_a_bad_digest_are_refused(world: World) -> None:
     """From the API, and from the index under a tag."""
     raw = json.dumps(manifest()).encode()
     wrong = {**SUBJECT, "digest": BAD}
@@ -203,7 +205,7 @@ def test_referrers_with_a_bad_digest_are_refused(world):
 
     state = {"has_api": True}
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if "/referrers/" in seen.path:
             return Answer(200, kind, listed) if state["has_api"] else Answer(404)
         if seen.path.endswith("/v1"):
@@ -222,11 +224,11 @@ DECLARED = [BAD, TEXTS["other"]]
 
 
 @pytest.mark.parametrize("bad", DECLARED, ids=["climbs", "other"])
-def test_a_wrong_digest_header_fails_a_pull(world, bad):
+def test_a_wrong_digest_header_fails_a_pull(world: World, bad: str) -> None:
     """It is compared, where it is a digest of a kind that we know, and otherwise means nothing."""
     raw = json.dumps(manifest()).encode()
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         answer = serving(raw, CONFIG, LAYER)(seen)
         answer.headers["Docker-Content-Digest"] = bad[:9000]
         return answer
@@ -241,11 +243,11 @@ LOCATIONS = ["../../../outside/secret", "file:///etc/passwd", "http://[::1"]
 
 
 @pytest.mark.parametrize("where", LOCATIONS, ids=lambda where: where[:30])
-def test_an_invalid_upload_location_fails_a_push(world, where):
+def test_an_invalid_upload_location_fails_a_push(world: World, where: str) -> None:
     raw = json.dumps(manifest()).encode()
     store_with(world, raw)
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": where})
         return Answer(404 if seen.method in ("HEAD", "GET") else 400)
@@ -264,10 +266,10 @@ def test_an_invalid_upload_location_fails_a_push(world, where):
         ("blobs", LOCATIONS[0], 3),
     ],
 )
-def test_an_invalid_redirect_fails_a_pull(world, of, where, code):
+def test_an_invalid_redirect_fails_a_pull(world: World, of: str, where: str, code: int) -> None:
     raw = json.dumps(manifest()).encode()
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if f"/{of}/" in seen.path:
             return Answer(307, {"Location": where})
         return serving(raw, CONFIG, LAYER)(seen)
@@ -277,14 +279,16 @@ def test_an_invalid_redirect_fails_a_pull(world, of, where, code):
     assert not (world.store / "index.json").exists()
 
 
-def test_a_bad_digest_on_the_command_line_is_a_usage_error(world):
+def test_a_bad_digest_on_the_command_line_is_a_usage_error(world: World) -> None:
     with ScriptedRegistry(lambda _: Answer(500)).running() as registry:
         for verb in ("pull", "push", "show", "rm", "referrers"):
             world.aimage(verb, f"{registry.host}/x@{BAD}", code=2)
         assert registry.seen == []
 
 
-def test_the_registry_refuses_a_manifest_with_a_bad_digest(world, running_registry):
+def test_the_registry_refuses_a_manifest_with_a_bad_digest(
+    world: World, running_registry: Callable[[Path], Callable[..., tuple[int, bytes]]]
+) -> None:
     """A manifest, by HTTP: refused as the specification says, and nothing is kept of it."""
     ask = running_registry(world.store)
     for field, raw in documents(BAD).items():
@@ -307,7 +311,7 @@ def archive(**members: bytes) -> bytes:
     return out.getvalue()
 
 
-def test_an_archive_with_a_bad_digest_is_not_loaded(world):
+def test_an_archive_with_a_bad_digest_is_not_loaded(world: World) -> None:
     good = json.dumps(manifest()).encode()
     path = world.home / "x.tar"
     wrong_entry = json.dumps(
@@ -336,7 +340,9 @@ def test_an_archive_with_a_bad_digest_is_not_loaded(world):
 
 
 @pytest.mark.parametrize("dialect", ["clowder", "ollama", "container"])
-def test_a_layer_name_that_leaves_the_directory_is_kept_and_not_used(world, dialect, name="../x"):
+def test_a_layer_name_that_leaves_the_directory_is_kept_and_not_used(
+    world: World, dialect: str, name: str = "../x"
+) -> None:
     """It is kept as it came, for it harms nobody; it is no AImage, and cannot be run."""
     annotations = {mediatype.NAME: name, mediatype.MEDIATYPE: mediatype.AIMAGE_FILE}
     row = {**described(LAYER, mediatype.OLLAMA_JSON), "name": name}
@@ -363,7 +369,7 @@ def test_a_layer_name_that_leaves_the_directory_is_kept_and_not_used(world, dial
     world.aimage("verify")
 
 
-def test_a_title_is_not_used_as_a_file_name(world):
+def test_a_title_is_not_used_as_a_file_name(world: World) -> None:
     annotations = {mediatype.TITLE: "../../outside/x"}
     raw = json.dumps(manifest(layers=[{**described(LAYER), "annotations": annotations}])).encode()
     with ScriptedRegistry(serving(raw, CONFIG, LAYER)).running() as registry:

@@ -8,6 +8,8 @@ import gzip
 import json
 import os
 import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from clowder_aimage.layout.index import MAX_INDEX_SIZE
 from clowder_aimage.oci import mediatype, parse_document, read_json
 from tests.hostile.hostile_corpus import HEX
 from tests.hostile.hostile_server import serving
-from tests.hostile.hostile_world import described, digest_of, entry, plant, write_index
+from tests.hostile.hostile_world import World, described, digest_of, entry, plant, write_index
 from tests.scripted import Answer, ScriptedRegistry
 
 CONFIG, LAYER = json.dumps({"schemaVersion": 1, "components": {}}).encode(), b"weights"
@@ -136,7 +138,7 @@ def accepts(raw: bytes, kind: str) -> bool:
     return True
 
 
-def test_parse_document_refuses():
+def test_parse_document_refuses() -> None:
     for kind in (mediatype.OCI_MANIFEST, "application/json"):
         assert [name for name, raw in DOCUMENTS.items() if accepts(raw, kind)] == []
 
@@ -146,7 +148,9 @@ def answering(raw: bytes, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("raw", [DOCUMENTS[name] for name in DOORS], ids=DOORS)
-def test_a_malformed_document_is_refused_by_every_verb(world, raw, running_registry):
+def test_a_malformed_document_is_refused_by_every_verb(
+    world: World, raw: Any, running_registry: Callable[[Path], Callable[..., tuple[int, bytes]]]
+) -> None:
     """Pulled, listed, stored, named and pushed: it is refused in words, and harms nobody."""
     for kind in (mediatype.OCI_MANIFEST, "application/json"):
         with ScriptedRegistry(answering(raw, kind)).running() as registry:
@@ -170,14 +174,14 @@ def test_a_malformed_document_is_refused_by_every_verb(world, raw, running_regis
 
 
 @pytest.mark.parametrize("kind", [mediatype.OCI_INDEX, "text/html"])
-def test_another_content_type_is_refused(world, kind):
+def test_another_content_type_is_refused(world: World, kind: str) -> None:
     with ScriptedRegistry(answering(RAW, kind)).running() as registry:
         world.aimage("pull", f"{registry.host}/x:v1", code=5)
         assert len(registry.seen) == 1
 
 
 @pytest.mark.parametrize("coding", ["gzip", "x"])
-def test_a_compressed_answer_is_refused(world, coding):
+def test_a_compressed_answer_is_refused(world: World, coding: str) -> None:
     def script(seen: Any) -> Answer:
         headers = {"Content-Type": mediatype.OCI_MANIFEST, "Content-Encoding": coding}
         return Answer(200, headers, gzip.compress(RAW))
@@ -205,7 +209,7 @@ TOKENS = ["deep", "list", "bytes", "expires", "token_line", "token_wide"]
 
 
 @pytest.mark.parametrize("raw", [ODD[name] for name in TOKENS], ids=TOKENS)
-def test_a_malformed_token_is_an_error(world, raw):
+def test_a_malformed_token_is_an_error(world: World, raw: Any) -> None:
     def script(seen: Any) -> Answer:
         if seen.path.startswith("/token"):
             return Answer(200, {"Content-Type": "application/json"}, raw)
@@ -227,7 +231,7 @@ def test_a_malformed_token_is_an_error(world, raw):
         ("deep", 404, 3),
     ],
 )
-def test_a_malformed_body_of_an_error(world, name, status, code):
+def test_a_malformed_body_of_an_error(world: World, name: str, status: int, code: int) -> None:
     raw = ODD.get(name, b"")
     stored = RAW
     for data in (RAW, CONFIG, LAYER):
@@ -240,7 +244,7 @@ def test_a_malformed_body_of_an_error(world, name, status, code):
 
 
 @pytest.mark.parametrize("raw", [ODD["deep"], ODD["null"]], ids=["deep", "null"])
-def test_a_malformed_list_of_tags(world, raw):
+def test_a_malformed_list_of_tags(world: World, raw: bytes) -> None:
     with ScriptedRegistry(answering(raw, "application/json")).running() as registry:
         world.aimage("tags", f"{registry.host}/x", code=5)
 
@@ -254,7 +258,7 @@ def test_a_malformed_list_of_tags(world, raw):
         pytest.param("container", 100_000, marks=pytest.mark.integration),
     ],
 )
-def test_a_deep_config(world, depth, dialect):
+def test_a_deep_config(world: World, depth: int, dialect: str) -> None:
     """A config that can just be read may be too deep to be written again."""
     gc.collect()  # of what others left: a finalizer that runs this deep fails
     config = with_field({"schemaVersion": 1, "components": {}}, deep(depth, "object"))
@@ -290,7 +294,7 @@ def test_a_deep_config(world, depth, dialect):
     ("where", "depth"),
     [("entry", 50), ("platform", 930), ("top", 100_000)],
 )
-def test_a_deep_index(world, depth, where):
+def test_a_deep_index(world: World, depth: int, where: str) -> None:
     """It can be read and written again, or it is refused."""
     for data in (RAW, CONFIG, LAYER):
         plant(world.store, data)
@@ -326,7 +330,7 @@ def test_a_deep_index(world, depth, where):
     assert value in text
 
 
-def test_an_index_of_100_megabytes(world):
+def test_an_index_of_100_megabytes(world: World) -> None:
     """It is refused at once, in words, and not read."""
     write_index(world.store, entry(RAW, NAME))
     with (world.store / "index.json").open("r+b") as file:
@@ -344,7 +348,7 @@ def test_an_index_of_100_megabytes(world):
 
 
 @pytest.mark.parametrize("name", ["nan", "huge", "bom"])
-def test_an_index_that_is_not_json(world, name):
+def test_an_index_that_is_not_json(world: World, name: str) -> None:
     for data in (RAW, CONFIG, LAYER):
         plant(world.store, data)
     write_index(world.store, entry(RAW, NAME))
@@ -360,7 +364,7 @@ def test_an_index_that_is_not_json(world, name):
 
 
 @pytest.mark.parametrize(("number", "code"), [("infinite", 5), ("negative", 0)])
-def test_an_entry_without_a_valid_size(world, number, code):
+def test_an_entry_without_a_valid_size(world: World, number: str, code: int) -> None:
     """The entry of another tool is skipped, unless the index is not JSON."""
     for data in (RAW, CONFIG, LAYER):
         plant(world.store, data)
@@ -378,21 +382,21 @@ def test_an_entry_without_a_valid_size(world, number, code):
 # -- the values themselves
 
 
-def test_a_key_that_occurs_twice():
+def test_a_key_that_occurs_twice() -> None:
     with pytest.raises(FormatError, match="duplicate key 'a'"):
         read_json(b'[{"b":{"a":1,"c":2,"a":1}}]', "it")
     assert read_json(b'{"a":{"a":1}}', "it") == {"a": {"a": 1}}
 
 
 @pytest.mark.parametrize("depth", [1, 100])
-def test_nesting_up_to_100_levels_is_read(depth):
+def test_nesting_up_to_100_levels_is_read(depth: int) -> None:
     for kind in ("list", "object"):
         assert json.loads(deep(depth, kind)) == read_json(deep(depth, kind), "it")
         with pytest.raises(FormatError, match="more than 100 levels deep"):
             read_json(deep(101, kind), "it")
 
 
-def test_other_keys_may_differ_in_case():
+def test_other_keys_may_differ_in_case() -> None:
     annotations = b'{"a":"1","A":"2","digest":"x","Digest":"y"}'
     document = parse_document(with_field(MANIFEST, annotations, "annotations"))
     assert len(document.annotations) == 4

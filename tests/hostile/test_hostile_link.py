@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from tests.hostile.hostile_world import (
     snapshot,
     write_index,
 )
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
 
 CONFIG = json.dumps({"schemaVersion": 1, "components": {}}).encode()
@@ -75,7 +78,7 @@ TARGETS = ["same", "loop", "endless"]
     ("part", "target"),
     [*(("layer", target) for target in TARGETS), ("config", "same"), ("manifest", "same")],
 )
-def test_a_linked_file_is_not_content(world, part, target):
+def test_a_linked_file_is_not_content(world: World, part: str, target: str) -> None:
     """A push would send a file of the user to a registry, and others may change it after a verify.
 
     The content is missing, and verify reports it.
@@ -111,7 +114,7 @@ def test_a_linked_file_is_not_content(world, part, target):
         ("manifest", "endless", "pull"),
     ],
 )
-def test_a_fetched_blob_replaces_a_link(world, part, target, verb):
+def test_a_fetched_blob_replaces_a_link(world: World, part: str, target: str, verb: str) -> None:
     with ScriptedRegistry(serving(MANIFEST, CONFIG, LAYER)).running() as registry:
         name = name_of(registry)
         stored(world, name)
@@ -126,7 +129,9 @@ def test_a_fetched_blob_replaces_a_link(world, part, target, verb):
     world.aimage("verify")
 
 
-def test_the_registry_does_not_serve_links(world, running_registry):
+def test_the_registry_does_not_serve_links(
+    world: World, running_registry: Callable[[Path], Callable[..., tuple[int, bytes]]]
+) -> None:
     stored(world, "x:v1")
     path = make_link(world, "layer", "same")
     ask = running_registry(world.store)
@@ -141,7 +146,7 @@ def test_the_registry_does_not_serve_links(world, running_registry):
     assert not path.is_symlink()
 
 
-def test_a_second_store_is_asked_for_a_linked_blob(world):
+def test_a_second_store_is_asked_for_a_linked_blob(world: World) -> None:
     """A link in the first store does not keep the second from being asked."""
     stored(world, "x:v1")
     other = world.home / "other"
@@ -154,7 +159,9 @@ def test_a_second_store_is_asked_for_a_linked_blob(world):
         assert file.read() == LAYER
 
 
-def test_a_link_that_comes_between_the_look_and_the_reading(world, monkeypatch):
+def test_a_link_that_comes_between_the_look_and_the_reading(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(world, "x:v1")
     layout = ImageLayout(world.store)
     content = Descriptor.of(mediatype.AIMAGE_FILE, LAYER)
@@ -171,7 +178,7 @@ def test_a_link_that_comes_between_the_look_and_the_reading(world, monkeypatch):
 
 
 @pytest.mark.parametrize("part", list(PARTS))
-def test_a_directory_in_the_place_of_a_blob(world, part):
+def test_a_directory_in_the_place_of_a_blob(world: World, part: Any) -> None:
     stored(world, "x:v1")
     path = plant(world.store, PARTS[part])
     path.unlink()
@@ -188,7 +195,7 @@ def test_a_directory_in_the_place_of_a_blob(world, part):
 
 
 @pytest.mark.parametrize("where", ["blobs/sha256", "."])
-def test_blobs_may_lie_on_another_disk(world, where):
+def test_blobs_may_lie_on_another_disk(world: World, where: str) -> None:
     disk = world.home.parent / "disk"
     with ScriptedRegistry(serving(MANIFEST, CONFIG, LAYER)).running() as registry:
         name = name_of(registry)
@@ -205,7 +212,9 @@ def test_blobs_may_lie_on_another_disk(world, where):
 
 
 @pytest.mark.parametrize(("name", "dangling"), [("index.json", False), ("oci-layout", True)])
-def test_a_linked_layout_file_is_not_written_through(world, name, dangling):
+def test_a_linked_layout_file_is_not_written_through(
+    world: World, name: str, dangling: bool
+) -> None:
     stored(world, "x:v1")
     shelf = world.home.parent / "shelf"
     shelf.mkdir()
@@ -223,7 +232,7 @@ def test_a_linked_layout_file_is_not_written_through(world, name, dangling):
     assert snapshot(shelf) == before
 
 
-def test_an_index_without_an_end_is_not_read_to_it(world):
+def test_an_index_without_an_end_is_not_read_to_it(world: World) -> None:
     stored(world, "x:v1")
     (world.store / "index.json").unlink()
     (world.store / "index.json").symlink_to("/dev/zero")
@@ -274,7 +283,9 @@ REFUSED = dict.fromkeys(("ls", "pull", "tag", "show", "push", "pin", "gc", "veri
     ],
     ids=["names", "ingest", "lease"],
 )
-def test_a_linked_directory_in_the_private_one_is_left_alone(world, kind, codes):
+def test_a_linked_directory_in_the_private_one_is_left_alone(
+    world: World, kind: str, codes: dict[str, int]
+) -> None:
     """A collection removes only files in its own directories."""
     stored(world, "x:v1")
     for name in ("letter.txt", "letter", "letter.txt.0123456789abcdef", "old.journal"):
@@ -286,7 +297,7 @@ def test_a_linked_directory_in_the_private_one_is_left_alone(world, kind, codes)
     everything(world, **codes)
 
 
-def test_a_linked_private_directory_is_refused(world):
+def test_a_linked_private_directory_is_refused(world: World) -> None:
     stored(world, "x:v1")
     for kind in ("", *PRIVATE):
         (world.outside / kind).mkdir(exist_ok=True)
@@ -303,7 +314,7 @@ def test_a_linked_private_directory_is_refused(world):
     [("lock", NOT_PULLED), ("gc.lock", {**NOT_PULLED, "gc": 1, "verify": 1})],
     ids=["lock", "gc.lock"],
 )
-def test_a_linked_lock_is_left_alone(world, name, codes):
+def test_a_linked_lock_is_left_alone(world: World, name: str, codes: dict[str, int]) -> None:
     stored(world, "x:v1")
     (world.store / ".aimage").mkdir()
     (world.store / ".aimage" / name).symlink_to(world.outside / "secret")
@@ -321,7 +332,9 @@ def test_a_linked_lock_is_left_alone(world, name, codes):
     ],
     ids=["used", "listing", "ingest", "journal", "lease"],
 )
-def test_a_linked_private_file_is_left_alone(world, kind, dangling, codes):
+def test_a_linked_private_file_is_left_alone(
+    world: World, kind: str, dangling: bool, codes: dict[str, int]
+) -> None:
     stored(world, "x:v1")
     victim = world.outside / ("absent" if dangling else "victim")
     if not dangling:
@@ -337,7 +350,7 @@ def test_a_linked_private_file_is_left_alone(world, kind, dangling, codes):
 
 
 @pytest.mark.parametrize("kind", ["names", "pins"])
-def test_a_linked_record_is_replaced(world, kind):
+def test_a_linked_record_is_replaced(world: World, kind: str) -> None:
     stored(world, "x:v1")
     world.aimage("tag", "x:v1", "y")
     world.aimage("pin", "y")
@@ -359,7 +372,9 @@ def test_a_linked_record_is_replaced(world, kind):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(world, aimage, place, verb, code):
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    world: World, aimage: Callable[..., Aimage], place: str, verb: str, code: int
+) -> None:
     stored(world, "x:v1")
     path = world.store / place
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -374,7 +389,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(world, aimage, place, v
     assert process.returncode == code, errors
 
 
-def test_a_hard_link_in_the_place_of_an_unfinished_download(world):
+def test_a_hard_link_in_the_place_of_an_unfinished_download(world: World) -> None:
     """It is the same file as one outside: it is neither written nor made read-only."""
     stored(world)
     victim = world.outside / "victim"
@@ -390,7 +405,7 @@ def test_a_hard_link_in_the_place_of_an_unfinished_download(world):
     assert (victim.stat().st_mode, victim.read_bytes()) == before
 
 
-def test_all_verbs_work_without_links(world):
+def test_all_verbs_work_without_links(world: World) -> None:
     stored(world, "x:v1")
     everything(world)
     assert (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from clowder_aimage.errors import AImageError, FormatError, ModelError, UsageError
+from clowder_aimage.errors import AImageError, ContentError, FormatError, ModelError, UsageError
 from clowder_aimage.importer.hub_files import choose, parts_of
 from clowder_aimage.importer.hub_model import HubName
 
@@ -24,15 +26,15 @@ PIPELINE = {
 PART_ONE, PART_TWO = "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"
 
 
-def chosen(files, kind=None, variant="", **content):
-    def read(name):
+def chosen(files: set[Any], kind: str | None = None, variant: str = "", **content: Any) -> set[str]:
+    def read(name: str) -> bytes:
         assert name in files
         return json.dumps(content[name.rpartition("/")[2].partition(".")[0]]).encode()
 
     return choose("org/m", files, read, kind, variant)
 
 
-def test_of_transformers_the_shards_of_the_index_are_chosen():
+def test_of_transformers_the_shards_of_the_index_are_chosen() -> None:
     wanted = {"config.json", "tokenizer.json", "model.safetensors.index.json", "README.md", *TWO}
     more = {
         "consolidated.safetensors",
@@ -47,13 +49,13 @@ def test_of_transformers_the_shards_of_the_index_are_chosen():
     assert chosen(wanted | more, model=SHARDS) == wanted
 
 
-def test_of_several_weight_files_the_one_without_a_variant_is_chosen():
+def test_of_several_weight_files_the_one_without_a_variant_is_chosen() -> None:
     more = {"model.fp16.safetensors", "consolidated.safetensors"}
     wanted = {"config.json", "model.safetensors"}
     assert chosen(wanted | more) == wanted
 
 
-def test_of_a_pipeline_the_components_are_chosen():
+def test_of_a_pipeline_the_components_are_chosen() -> None:
     wanted = {
         "model_index.json",
         "vae/config.json",
@@ -88,17 +90,17 @@ def test_of_a_pipeline_the_components_are_chosen():
         ({"saved_model.pb", "variables/variables.index"}, None),
     ],
 )
-def test_other_formats(files, wanted):
+def test_other_formats(files: set[str], wanted: set[str] | None) -> None:
     unwanted = {"adapter_model.bin", "other.safetensors", "pytorch_model.bin"}
     assert chosen(files) == (wanted or files - unwanted)
 
 
-def test_a_pipeline_needs_its_index():
+def test_a_pipeline_needs_its_index() -> None:
     with pytest.raises(ModelError, match=r"org/m has no model_index\.json"):
         chosen({"config.json"}, "diffusers")
 
 
-def test_a_format_that_is_given_is_chosen():
+def test_a_format_that_is_given_is_chosen() -> None:
     files = {"config.json", "model.safetensors", "a.gguf", "net.pt"}
     assert chosen(files, "gguf") == {"a.gguf"}
     assert chosen(files, "torchscript") == {"net.pt"}
@@ -116,12 +118,12 @@ def test_a_format_that_is_given_is_chosen():
         ({"config.json", "model.safetensors", "2_Dense/model.safetensors"}, ModelError, "left out"),
     ],
 )
-def test_refused(files, error, said):
+def test_refused(files: set[str], error: type[ContentError], said: str) -> None:
     with pytest.raises(error, match=said):
         chosen(files)
 
 
-def test_the_chosen_variant_of_any_pipeline_is_fetched():
+def test_the_chosen_variant_of_any_pipeline_is_fetched() -> None:
     index = {"_class_name": "OtherPipeline", "vae": ["diffusers", "AutoencoderKL"]}
     plain, half = (f"vae/diffusion_pytorch_model{one}.safetensors" for one in ("", ".fp16"))
     files = {"model_index.json", "vae/config.json", plain, half, "other.ckpt"}
@@ -133,20 +135,20 @@ def test_the_chosen_variant_of_any_pipeline_is_fetched():
 
 
 @pytest.mark.parametrize("raw", [b"{", b"[]", b"[" * 100_000, b"\xff"])
-def test_a_damaged_index_is_refused(raw):
+def test_a_damaged_index_is_refused(raw: bytes) -> None:
     files = {"config.json", "model.safetensors.index.json", *TWO}
     with pytest.raises(FormatError, match=r"model\.safetensors\.index\.json is not"):
         choose("org/m", files, lambda _: raw, None)
 
 
 @pytest.mark.parametrize("shards", [{"a": ["x"]}, {"a": 1}, [], None, {"a": "../../etc/passwd"}])
-def test_an_index_chooses_no_other_file(shards):
+def test_an_index_chooses_no_other_file(shards: dict[str, Any] | list[Any] | None) -> None:
     files = {"config.json", "model.safetensors.index.json", *TWO}
     found = chosen(files, model={"weight_map": shards})
     assert found == {"config.json", "model.safetensors.index.json"}
 
 
-def test_all_parts_of_a_split_file():
+def test_all_parts_of_a_split_file() -> None:
     assert parts_of(PART_ONE, {PART_ONE, PART_TWO, "n-00001-of-00002.gguf"}) == {PART_ONE, PART_TWO}
     assert parts_of("a.gguf", {"a.gguf", "b.gguf"}) == {"a.gguf"}
 
@@ -182,7 +184,9 @@ def test_all_parts_of_a_split_file():
         ("", None),
     ],
 )
-def test_names(text, name, tmp_path, monkeypatch):
+def test_names(
+    text: str, name: HubName | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert HubName.parse(text) == name
     assert name is None or HubName.parse(f"hf://{name}") == name
@@ -201,6 +205,6 @@ def test_names(text, name, tmp_path, monkeypatch):
         "hf://a b/c",
     ],
 )
-def test_addresses_that_are_no_names(text):
+def test_addresses_that_are_no_names(text: str) -> None:
     with pytest.raises(AImageError, match="does not name a model"):
         HubName.parse(text)

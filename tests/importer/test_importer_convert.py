@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.create import convert
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
-from clowder_aimage.importer import Provenance, Recipe
+from clowder_aimage.importer import PackedModel, Provenance, Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
@@ -23,6 +25,7 @@ from clowder_aimage.tensor import encode_header
 from tests.importer.test_importer_prequantized import CONFIGS, REST, compressed, mlx
 from tests.importer.test_importer_quantize import parts, quantized_by_mlx
 from tests.importer.valued import (
+    ValuedModel,
     as_dtype,
     bf16_values,
     blob_of,
@@ -37,15 +40,15 @@ Q = "transformer/layers.0.attention.to_q.weight"
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path) -> ValuedModel:
     return make_valued(tmp_path / "model")
 
 
-def converted(model, source=PLAIN, **recipe):
+def converted(model: ValuedModel, source: Reference = PLAIN, **recipe: Any) -> PackedModel:
     return convert(ImageLayout(model.store), source, NEW, Recipe.parse(**recipe))
 
 
-def names(store):
+def names(store: Path) -> list[Any]:
     return sorted(name for name, _ in ImageLayout(store).tags())
 
 
@@ -69,7 +72,9 @@ def names(store):
     ),
     ids=str,
 )
-def test_convert_gives_the_same_blobs_as_create(model, dialect, recipe):
+def test_convert_gives_the_same_blobs_as_create(
+    model: ValuedModel, dialect: Any, recipe: Any
+) -> None:
     from clowder_aimage.create import create
 
     store = ImageLayout(model.store)
@@ -89,7 +94,7 @@ def test_convert_gives_the_same_blobs_as_create(model, dialect, recipe):
     assert all(written.was_there for written in wanted.layers)
 
 
-def test_a_sha512_aimage_keeps_its_algorithm(model):
+def test_a_sha512_aimage_keeps_its_algorithm(model: ValuedModel) -> None:
     from clowder_aimage.create import create
 
     create(ImageLayout(model.store), PLAIN, model.directory, algorithm="sha512")
@@ -97,7 +102,7 @@ def test_a_sha512_aimage_keeps_its_algorithm(model):
     assert {layer.descriptor.digest.algorithm for layer in made.aimage.layers} == {"sha512"}
 
 
-def test_bf16_to_f32_and_auto_round_trip(model):
+def test_bf16_to_f32_and_auto_round_trip(model: ValuedModel) -> None:
     """BF16 as F32, which auto reverses."""
     plain = model.make("plain")
     converted(model, dtype="f32")
@@ -108,7 +113,7 @@ def test_bf16_to_f32_and_auto_round_trip(model):
     assert all(written.was_there for written in again.layers)
 
 
-def test_unchanged_tensors_keep_their_blobs(model):
+def test_unchanged_tensors_keep_their_blobs(model: ValuedModel) -> None:
     plain = {layer.name: layer for layer in model.make("plain").aimage.layers}
     made = converted(model, quantize="int8")
     for written in made.layers:
@@ -116,7 +121,7 @@ def test_unchanged_tensors_keep_their_blobs(model):
         assert is_same == written.was_there == (written.layer.dtype != "int8")
 
 
-def test_components_can_be_quantized_in_succession(model):
+def test_components_can_be_quantized_in_succession(model: ValuedModel) -> None:
     """First the transformer, then the text encoder; the config keeps the former fields."""
     model.make("plain", quantize="int4")
     made = converted(model, quantize="text_encoder=int8", dtype="f16")
@@ -128,7 +133,7 @@ def test_components_can_be_quantized_in_succession(model):
     assert made.report.quantized.keys() == {"text_encoder", "transformer"}
 
 
-def test_quantized_tensors_are_copied_unchanged(tmp_path):
+def test_quantized_tensors_are_copied_unchanged(tmp_path: Path) -> None:
     """Prequantized tensors and nvfp4 scales, while the other tensors are cast."""
     tensors = compressed(struct.pack("<f", 3.0)) | REST
     model = make_valued(tmp_path / "model", transformer=tensors)
@@ -138,7 +143,7 @@ def test_quantized_tensors_are_copied_unchanged(tmp_path):
     assert made.aimage.layer("transformer/layers.0.norm.weight").dtype == "F32"
 
 
-def test_unknown_fields_of_a_config_are_kept(model):
+def test_unknown_fields_of_a_config_are_kept(model: ValuedModel) -> None:
     made = model.make("plain")
     store = ImageLayout(model.store)
     value = json.loads(made.aimage.config)
@@ -162,7 +167,7 @@ MATRICES = [
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a small language model as saved by transformers."""
     directory = tmp_path_factory.mktemp("saved") / "model"
     directory.mkdir()
@@ -177,13 +182,15 @@ def saved(tmp_path_factory):
     return directory
 
 
-def whole(store, reference=NEW):
+def whole(store: ImageLayout, reference: Reference = NEW) -> tuple[AImage, ModelWeights]:
     aimage = read_aimage(store, reference).aimage
     return aimage, ModelWeights.open(store, aimage)
 
 
 @pytest.mark.parametrize("recipe", [{"dtype": "f16", "quantize": "int4"}], ids=str)
-def test_converting_a_language_model_equals_create(tmp_path, saved, recipe):
+def test_converting_a_language_model_equals_create(
+    tmp_path: Path, saved: Path, recipe: Any
+) -> None:
     from clowder_aimage.create import create
 
     store = ImageLayout(tmp_path / "store")
@@ -195,7 +202,9 @@ def test_converting_a_language_model_equals_create(tmp_path, saved, recipe):
     assert all(written.was_there for written in direct.layers)
 
 
-def test_a_quantized_language_model_declares_it_at_the_top_level(tmp_path, saved):
+def test_a_quantized_language_model_declares_it_at_the_top_level(
+    tmp_path: Path, saved: Path
+) -> None:
     from clowder_aimage.create import create
 
     store = ImageLayout(tmp_path / "store")
@@ -219,14 +228,23 @@ def test_a_quantized_language_model_declares_it_at_the_top_level(tmp_path, saved
 # -- AImages of other tools
 
 
-def keep(store, reference, aimage, dialect="clowder"):
+def keep(
+    store: ImageLayout, reference: Reference, aimage: AImage, dialect: str = "clowder"
+) -> None:
     """Tag an AImage whose layers are already stored."""
     manifest, config = DIALECTS[dialect].write(aimage)
     store.push(manifest.config, bytes_body(config))
     store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
 
 
-def put(store, name, header, data, dtype=None, shape=None):
+def put(
+    store: ImageLayout,
+    name: str,
+    header: bytes,
+    data: bytes,
+    dtype: Any = None,
+    shape: Any = None,
+) -> Layer:
     raw = header + data
     content = Descriptor.of(mediatype.AIMAGE_SAFETENSORS, raw)
     store.push(content, bytes_body(raw))
@@ -238,7 +256,7 @@ BITS = (VALUES.view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
 @pytest.mark.parametrize("key", ["data", Q, "layers.0.attention.to_q.weight"])
-def test_any_name_that_a_blob_may_have_is_read(tmp_path, key):
+def test_any_name_that_a_blob_may_have_is_read(tmp_path: Path, key: str) -> None:
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
     layer = put(store, Q, encode_header([(key, "BF16", (64, 64))]), BITS, "BF16", (64, 64))
@@ -260,7 +278,12 @@ SAID = {
 }
 
 
-def separate(store, words, said, promised=("U32", (64, 8))):
+def separate(
+    store: ImageLayout,
+    words: str,
+    said: str | None,
+    promised: tuple[str | tuple[int, int], ...] = ("U32", (64, 8)),
+) -> AImage:
     """Return a first-generation AImage: codes, scales and biases in separate layers."""
     name = Q.partition("/")[2]
     codes, scales, biases = (data for _, _, data in mlx64())
@@ -287,7 +310,7 @@ def separate(store, words, said, promised=("U32", (64, 8))):
     return aimage
 
 
-def mlx64():
+def mlx64() -> list[Any]:
     """Return codes, scales and biases of VALUES in F32."""
     codes, scales, biases = quantized_by_mlx(VALUES, "F32", "int4", None)
     return [("U32", (64, 8), codes), ("F32", (64, 1), scales), ("F32", (64, 1), biases)]
@@ -303,7 +326,13 @@ def mlx64():
         ("ollama", None, (), "bf16"),
     ],
 )
-def test_scales_in_separate_layers_are_not_cast(tmp_path, words, said, promised, dtype):
+def test_scales_in_separate_layers_are_not_cast(
+    tmp_path: Path,
+    words: str,
+    said: str | None,
+    promised: tuple[str | tuple[int, int], ...],
+    dtype: str,
+) -> None:
     model = make_valued(tmp_path / "model")
     aimage = separate(ImageLayout(model.store), words, said, promised)
     made = converted(model, dtype=dtype)
@@ -329,7 +358,9 @@ def test_scales_in_separate_layers_are_not_cast(tmp_path, words, said, promised,
         converted(model, quantize="int8")
 
 
-def test_mismatched_scales_in_separate_layers_are_refused(tmp_path, monkeypatch):
+def test_mismatched_scales_in_separate_layers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_valued(tmp_path / "model")
     for value in (
         {"quantization": "int8", "group_size": 64},
@@ -343,7 +374,9 @@ def test_mismatched_scales_in_separate_layers_are_refused(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("said", [None, {"type": "int4", "tensors": 1}], ids=str)
-def test_configs_with_incomplete_quantization_are_read(tmp_path, said):
+def test_configs_with_incomplete_quantization_are_read(
+    tmp_path: Path, said: dict[str, Any] | None
+) -> None:
     from clowder_aimage.cli.verbs.create import summary, text
 
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
@@ -363,18 +396,18 @@ def test_configs_with_incomplete_quantization_are_read(tmp_path, said):
 # -- refusals
 
 
-def test_an_unknown_aimage_is_refused(model):
+def test_an_unknown_aimage_is_refused(model: ValuedModel) -> None:
     model.make("plain")
     with pytest.raises(NotFoundError):
         converted(model, Reference.parse("absent"), quantize="int8")
 
 
-def test_an_empty_recipe_is_refused(model):
+def test_an_empty_recipe_is_refused(model: ValuedModel) -> None:
     with pytest.raises(UsageError, match="changes nothing"):
         converted(model)
 
 
-def test_quantizing_twice_is_refused(model):
+def test_quantizing_twice_is_refused(model: ValuedModel) -> None:
     model.make("plain", quantize="int8")
     with pytest.raises(UsageError, match="transformer are already quantized") as caught:
         converted(model, quantize="int4")
@@ -382,7 +415,7 @@ def test_quantizing_twice_is_refused(model):
     assert names(model.store) == ["plain:latest"]
 
 
-def test_a_value_beyond_the_type_is_refused(tmp_path):
+def test_a_value_beyond_the_type_is_refused(tmp_path: Path) -> None:
     values = transformer()
     values["layers.0.attention.to_q.weight"][0, 0] = 1e10
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "BF16"))
@@ -392,7 +425,7 @@ def test_a_value_beyond_the_type_is_refused(tmp_path):
     assert names(model.store) == ["plain:latest"]
 
 
-def test_a_missing_blob_is_refused(model):
+def test_a_missing_blob_is_refused(model: ValuedModel) -> None:
     made = model.make("plain")
     store = ImageLayout(model.store)
     store.path(made.aimage.layer(Q).descriptor).unlink()
@@ -428,7 +461,14 @@ OTHER = encode_header([("layers.0.attention.to_k.weight", "BF16", (64, 64))])
     ],
     ids=["another", "dtype", "shape", "short", "type"],
 )
-def test_a_blob_that_contradicts_its_layer_is_refused(tmp_path, header, data, dtype, shape, said):
+def test_a_blob_that_contradicts_its_layer_is_refused(
+    tmp_path: Path,
+    header: bytes,
+    data: bytes,
+    dtype: str | None,
+    shape: tuple[int, int] | None,
+    said: str,
+) -> None:
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
     layer = put(store, Q, header, data, dtype, shape)
@@ -439,7 +479,7 @@ def test_a_blob_that_contradicts_its_layer_is_refused(tmp_path, header, data, dt
     assert names(model.store) == ["plain:latest"]
 
 
-def test_a_second_tensor_in_a_blob_is_refused(tmp_path):
+def test_a_second_tensor_in_a_blob_is_refused(tmp_path: Path) -> None:
     """Running the model refuses it too."""
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
@@ -451,13 +491,13 @@ def test_a_second_tensor_in_a_blob_is_refused(tmp_path):
             converted(model, dtype="f32")
 
 
-def group(store, prefix, *names, **promise):
+def group(store: ImageLayout, prefix: str, *names: str, **promise: Any) -> None:
     header = encode_header([(name, "BF16", (64, 64)) for name in names])
     layer = put(store, f"transformer/{prefix}", header, BITS * len(names), **promise)
     keep(store, PLAIN, AImage(b'{"schemaVersion":1,"components":{}}', (layer,)))
 
 
-def test_stacked_experts_may_stand_beside_their_group(tmp_path):
+def test_stacked_experts_may_stand_beside_their_group(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model")
     store = ImageLayout(model.store)
     stacked = "layers.1.mlp.switch_mlp.up_proj.weight"
@@ -478,7 +518,9 @@ def test_stacked_experts_may_stand_beside_their_group(tmp_path):
     ],
     ids=str,
 )
-def test_a_group_that_does_not_fit_is_refused(tmp_path, prefix, names, promise, said):
+def test_a_group_that_does_not_fit_is_refused(
+    tmp_path: Path, prefix: str, names: list[str], promise: dict[str, tuple[int, int]], said: str
+) -> None:
     model = make_valued(tmp_path / "model")
     group(ImageLayout(model.store), prefix, *names, **promise)
     with pytest.raises(FormatError, match=said) as caught:
@@ -486,7 +528,7 @@ def test_a_group_that_does_not_fit_is_refused(tmp_path, prefix, names, promise, 
     assert caught.value.message.startswith(f"transformer/{prefix}: the blob ")
 
 
-def test_first_generation_manifests_of_ollama_are_read(model):
+def test_first_generation_manifests_of_ollama_are_read(model: ValuedModel) -> None:
     """Their configurations are ``.config`` layers, on the same blobs."""
     from clowder_aimage.create import create
 
@@ -502,7 +544,7 @@ def test_first_generation_manifests_of_ollama_are_read(model):
     assert again.descriptor == direct.descriptor
 
 
-def test_an_expert_with_a_tensor_named_like_scales_is_converted(tmp_path):
+def test_an_expert_with_a_tensor_named_like_scales_is_converted(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model")
     own = "layers.1.mlp.experts.0.up_proj.weight"
     group(ImageLayout(model.store), "layers.1.mlp.experts", own, f"{own}.scale")
@@ -511,7 +553,7 @@ def test_an_expert_with_a_tensor_named_like_scales_is_converted(tmp_path):
     assert names(model.store) == ["plain:latest"]
 
 
-def test_prequantized_weights_are_the_same_from_create_and_convert(tmp_path):
+def test_prequantized_weights_are_the_same_from_create_and_convert(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
     model.make("plain")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors
@@ -17,21 +19,23 @@ from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.importer import CreatePlan, Provenance
 from clowder_aimage.importer.blob_writer import WrittenLayers
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
-from tests.importer.conftest import CLASSES, FILES, WEIGHTS, data_of, in_memory
+from tests.importer.conftest import CLASSES, FILES, WEIGHTS, Model, data_of, in_memory
 
 
 @pytest.fixture
-def packed(model):
+def packed(model: Model) -> tuple[ImageLayout, StoredAImage]:
     """Return the packed model: the store and its parsed content."""
     model.create()
     store = ImageLayout(model.store)
     return store, read_aimage(store, Reference.parse("model"))
 
 
-def test_every_tensor_and_file_is_a_layer_sorted_by_name(packed):
+def test_every_tensor_and_file_is_a_layer_sorted_by_name(
+    packed: tuple[ImageLayout, StoredAImage],
+) -> None:
     _, stored = packed
     names = [layer.name for layer in stored.aimage.layers]
     tensors = {f"{part}/{tensor[0]}" for part, found in WEIGHTS.items() for tensor in found}
@@ -40,7 +44,9 @@ def test_every_tensor_and_file_is_a_layer_sorted_by_name(packed):
     assert {layer.name for layer in stored.aimage.layers if layer.is_tensor} == tensors
 
 
-def test_a_tensors_blob_is_a_whole_file_under_its_own_name(packed):
+def test_a_tensors_blob_is_a_whole_file_under_its_own_name(
+    packed: tuple[ImageLayout, StoredAImage],
+) -> None:
     store, stored = packed
     for component, tensors in WEIGHTS.items():
         for tensor in tensors:
@@ -54,7 +60,9 @@ def test_a_tensors_blob_is_a_whole_file_under_its_own_name(packed):
             assert bytes(info["data"]) == data_of(tensor, component)
 
 
-def test_files_are_kept_byte_for_byte(packed, model):
+def test_files_are_kept_byte_for_byte(
+    packed: tuple[ImageLayout, StoredAImage], model: Model
+) -> None:
     store, stored = packed
     for name in FILES:
         layer = stored.aimage.layer(name)
@@ -62,7 +70,9 @@ def test_files_are_kept_byte_for_byte(packed, model):
         assert layer.descriptor.media_type == mediatype.AIMAGE_FILE
 
 
-def test_the_config_describes_the_model(packed, model):
+def test_the_config_describes_the_model(
+    packed: tuple[ImageLayout, StoredAImage], model: Model
+) -> None:
     _, stored = packed
     config = stored.aimage.properties
     validate("aimage-config", config)
@@ -86,7 +96,9 @@ def test_the_config_describes_the_model(packed, model):
     assert "created" not in config
 
 
-def test_the_config_contains_no_path_user_or_program(packed, model):
+def test_the_config_contains_no_path_user_or_program(
+    packed: tuple[ImageLayout, StoredAImage], model: Model
+) -> None:
     _, stored = packed
     text = stored.aimage.config.decode()
     for word in (str(model.directory), str(model.store), "tmp", __version__, "0.42"):
@@ -95,7 +107,7 @@ def test_the_config_contains_no_path_user_or_program(packed, model):
         assert word not in text.replace("schemaVersion", "").replace("diffusers", "").lower()
 
 
-def test_given_provenance_is_recorded(model):
+def test_given_provenance_is_recorded(model: Model) -> None:
     given = Provenance("apache-2.0", "https://example.com/m", "2026-01-31T12:00:00Z")
     made = model.create(provenance=given)
     config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
@@ -116,7 +128,9 @@ def test_given_provenance_is_recorded(model):
     [Provenance(created="yesterday"), Provenance(license="\udcff")],
     ids=["time", "license"],
 )
-def test_invalid_provenance_is_refused_before_anything_is_written(model, provenance):
+def test_invalid_provenance_is_refused_before_anything_is_written(
+    model: Model, provenance: Provenance
+) -> None:
     with pytest.raises(FormatError):
         model.create(provenance=provenance)
     assert not model.store.exists()
@@ -134,7 +148,9 @@ def test_invalid_provenance_is_refused_before_anything_is_written(model, provena
         ("---\ntitle: x\n---\nlicense: mit\n", None),
     ],
 )
-def test_the_licence_is_read_from_the_model_card(model, card, license_):
+def test_the_licence_is_read_from_the_model_card(
+    model: Model, card: str, license_: str | None
+) -> None:
     model.write("README.md", card)
     model.create()
     config = read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage.properties
@@ -144,7 +160,7 @@ def test_the_licence_is_read_from_the_model_card(model, card, license_):
 # -- reproducible digests
 
 
-def test_the_digest_is_pinned(model):
+def test_the_digest_is_pinned(model: Model) -> None:
     """A model packed by an earlier version must keep its digest."""
     assert model.digest() == PINNED
 
@@ -152,7 +168,9 @@ def test_the_digest_is_pinned(model):
 PINNED = "sha256:3c88f55cd1dbb302d650f6243ddaf038f82d893a43451aebd268cbc27a424aa1"
 
 
-def test_one_file_or_shards_from_any_place_in_any_order(model, tmp_path, monkeypatch):
+def test_one_file_or_shards_from_any_place_in_any_order(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = model.digest()
     for order in ([[2, 0], [1]], [[1, 0, 2]]):
         other = tmp_path / f"elsewhere-{order}" / "ünïcode and spaces"
@@ -169,7 +187,7 @@ def test_one_file_or_shards_from_any_place_in_any_order(model, tmp_path, monkeyp
     assert type(model)(link, model.store).digest() == digest
 
 
-def test_file_modes_times_and_unrelated_files_do_not_change_the_digest(model):
+def test_file_modes_times_and_unrelated_files_do_not_change_the_digest(model: Model) -> None:
     digest = model.digest()
     before = os.umask(0o077)
     try:
@@ -188,7 +206,7 @@ def test_file_modes_times_and_unrelated_files_do_not_change_the_digest(model):
         os.umask(before)
 
 
-def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model):
+def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model: Model) -> None:
     digest = model.digest()
     for dialect in DIALECTS:
         model.create(f"model:{dialect}", dialect=dialect)
@@ -200,11 +218,13 @@ def test_any_dialect_rewritten_as_clowder_has_the_digest_of_create(model):
 # -- shared blobs
 
 
-def blobs(store):
+def blobs(store: Path) -> set[Any]:
     return {path.name for path in (store / "blobs" / "sha256").iterdir()}
 
 
-def test_two_models_share_their_text_encoder(model, make_model):
+def test_two_models_share_their_text_encoder(
+    model: Model, make_model: Callable[..., Model]
+) -> None:
     other = make_model("other", transformer="another", vae="another")
     first = model.create("first")
     assert not any(written.was_there for written in first.layers)
@@ -225,7 +245,7 @@ def test_two_models_share_their_text_encoder(model, make_model):
     assert again.descriptor == second.descriptor
 
 
-def test_every_step_emits_events(model):
+def test_every_step_emits_events(model: Model) -> None:
     plans: list[CreatePlan] = []
     written: list[WrittenLayers] = []
     made = model.create(on_plan=plans.append, on_written=written.append)
@@ -237,7 +257,7 @@ def test_every_step_emits_events(model):
 # -- unusual but valid directories
 
 
-def test_a_hugging_face_cache_is_packed(model, tmp_path):
+def test_a_hugging_face_cache_is_packed(model: Model, tmp_path: Path) -> None:
     """Its snapshots are links to its own blobs."""
     digest = model.digest()
     repository = tmp_path / "hub" / "models--org--name"
@@ -260,7 +280,7 @@ def test_a_hugging_face_cache_is_packed(model, tmp_path):
         type(model)(snapshot, model.store).create()
 
 
-def test_a_link_inside_the_directory_is_packed_as_a_file(model):
+def test_a_link_inside_the_directory_is_packed_as_a_file(model: Model) -> None:
     digest = model.digest()
     template = model.directory / "tokenizer" / "chat_template.jinja"
     template.rename(model.directory / "template")
@@ -268,7 +288,7 @@ def test_a_link_inside_the_directory_is_packed_as_a_file(model):
     assert model.digest() == digest
 
 
-def test_files_that_no_pipeline_reads_are_left_out(model):
+def test_files_that_no_pipeline_reads_are_left_out(model: Model) -> None:
     """They are not packed and do not change the digest."""
     digest = model.digest()
     for name in ("tokenizer/größe.json", "vae/x'\"$(id).json", "scheduler/a\\b.txt"):
@@ -276,7 +296,7 @@ def test_files_that_no_pipeline_reads_are_left_out(model):
     assert model.digest() == digest
 
 
-def test_a_tokenizer_of_vocabulary_and_merges_is_accepted(model):
+def test_a_tokenizer_of_vocabulary_and_merges_is_accepted(model: Model) -> None:
     (model.directory / "tokenizer" / "tokenizer.json").unlink()
     model.write("tokenizer/vocab.json", {"a": 0})
     model.write("tokenizer/merges.txt", "#version: 0.2\n")
@@ -284,7 +304,7 @@ def test_a_tokenizer_of_vocabulary_and_merges_is_accepted(model):
     assert {"tokenizer/vocab.json", "tokenizer/merges.txt"} <= names
 
 
-def test_a_component_declared_as_absent_is_not_required(model):
+def test_a_component_declared_as_absent_is_not_required(model: Model) -> None:
     model.write(
         "model_index.json",
         FILES["model_index.json"] | {"safety_checker": [None, None], "is_distilled": True},
@@ -292,14 +312,14 @@ def test_a_component_declared_as_absent_is_not_required(model):
     assert model.create()
 
 
-def test_the_store_may_be_in_the_model_directory(model):
+def test_the_store_may_be_in_the_model_directory(model: Model) -> None:
     store = ImageLayout(model.directory / "store")
     first = create(store, Reference.parse("m"), model.directory)
     assert create(store, Reference.parse("m"), model.directory).descriptor == first.descriptor
     assert str(first.descriptor.digest) == model.digest()
 
 
-def test_the_embedded_model_is_packed(tiny):
+def test_the_embedded_model_is_packed(tiny: Path) -> None:
     made = create(in_memory(), Reference.parse("tiny"), tiny)
     index = json.loads((tiny / "model_index.json").read_bytes())
     assert index["_class_name"] == "ZImagePipeline"

@@ -64,14 +64,14 @@ def refused(path: Path, *said: str, kind: type[ContentError] = ModelError) -> An
 @pytest.mark.parametrize(
     ("kind", "ending"), list(zip(FILES, [".bin", ".gguf", ".onnx", ""], strict=True))
 )
-def test_a_file_is_detected_by_its_contents(tmp_path, kind, ending):
+def test_a_file_is_detected_by_its_contents(tmp_path: Path, kind: Any, ending: Any) -> None:
     path = tmp_path / f"model{ending}"
     path.write_bytes(FILES[kind])
     assert detect(path) == kind
 
 
 @pytest.mark.parametrize("ending", ["gguf", "onnx"])
-def test_a_damaged_file_is_detected_by_its_suffix(tmp_path, ending):
+def test_a_damaged_file_is_detected_by_its_suffix(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"model.{ending.upper()}"
     for raw in (b"", b"<!DOCTYPE html>", bytes(100)):
         path.write_bytes(raw)
@@ -82,7 +82,7 @@ def test_a_damaged_file_is_detected_by_its_suffix(tmp_path, ending):
 
 
 @pytest.mark.parametrize("magic", [b"FUGG", b"tjgg"])
-def test_gguf_variants_are_detected_as_gguf(tmp_path, magic):
+def test_gguf_variants_are_detected_as_gguf(tmp_path: Path, magic: bytes) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(magic + bytes(30))
     assert detect(path) == "gguf"
@@ -96,14 +96,14 @@ def test_gguf_variants_are_detected_as_gguf(tmp_path, magic):
         ("model.pth", b"neither"),
     ],
 )
-def test_pickled_files_are_refused_as_pickles(tmp_path, name, raw):
+def test_pickled_files_are_refused_as_pickles(tmp_path: Path, name: str, raw: bytes) -> None:
     path = tmp_path / name
     path.write_bytes(raw)
     error = refused(path, str(path), "pickled")
     assert "safetensors" in str(error.hint)
 
 
-def test_a_pickled_checkpoint_with_suffix_pt_is_refused(tmp_path):
+def test_a_pickled_checkpoint_with_suffix_pt_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(CHECKPOINT)
     assert detect(path) == "torchscript"  # whose parser determines the kind
@@ -121,7 +121,7 @@ def zipped() -> bytes:
 
 
 @pytest.mark.parametrize("raw", [b"", zipped(), bytes(8) + b"{", bytes(99)])
-def test_unknown_files_are_refused_with_the_known_formats(tmp_path, raw):
+def test_unknown_files_are_refused_with_the_known_formats(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "notes.docx"
     path.write_bytes(raw)
     error = refused(path, "unsupported model format")
@@ -129,25 +129,25 @@ def test_unknown_files_are_refused_with_the_known_formats(tmp_path, raw):
         assert word in str(error.hint)
 
 
-def test_weights_without_a_config_are_refused(tmp_path):
+def test_weights_without_a_config_are_refused(tmp_path: Path) -> None:
     write(tmp_path, {"one.safetensors": PLAIN, "two.safetensors": PLAIN})
     error = refused(tmp_path, "one.safetensors", "no config.json")
     assert error.remedy == "whole_files"
     assert detect(tmp_path / "one.safetensors") == "safetensors"
 
 
-def test_a_damaged_safetensors_file_is_refused(tmp_path):
+def test_a_damaged_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {"x.safetensors": PLAIN[:-1]}) / "x.safetensors"
     refused(path, str(path), kind=FormatError)
 
 
-def test_a_file_of_a_saved_model_is_refused(tmp_path):
+def test_a_file_of_a_saved_model_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path, DIRECTORIES["savedmodel"])
     error = refused(root / "saved_model.pb", "part of a SavedModel")
     assert "directory" in str(error.hint)
 
 
-def test_lfs_pointers_and_missing_files_are_refused(tmp_path):
+def test_lfs_pointers_and_missing_files_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, {"m.gguf": b"version https://git-lfs.github.com/spec/v1\n"}) / "m.gguf"
     refused(path, "Git LFS")
     refused(tmp_path / "absent", "does not exist")
@@ -166,7 +166,7 @@ def test_lfs_pointers_and_missing_files_are_refused(tmp_path):
         ([], False),
     ],
 )
-def test_is_lora_recognises_adapters(names, is_one):
+def test_is_lora_recognises_adapters(names: list[str], is_one: bool) -> None:
     assert is_lora(names) is is_one
 
 
@@ -174,22 +174,22 @@ def test_is_lora_recognises_adapters(names, is_one):
 
 
 @pytest.mark.parametrize("kind", DIRECTORIES)
-def test_a_directory_is_detected_by_its_contents(tmp_path, kind):
+def test_a_directory_is_detected_by_its_contents(tmp_path: Path, kind: str) -> None:
     assert detect(write(tmp_path, DIRECTORIES[kind])) == kind
 
 
 @pytest.mark.parametrize(("first", "second"), [("transformers", "gguf"), ("onnx", "gguf")])
-def test_a_directory_of_two_formats_is_refused(tmp_path, first, second):
+def test_a_directory_of_two_formats_is_refused(tmp_path: Path, first: str, second: str) -> None:
     root = write(tmp_path, DIRECTORIES[second] | DIRECTORIES[first])
     error = refused(root, first, second, kind=UsageError)
     assert error.remedy == "choose_format"
 
 
-def test_an_adapter_with_the_config_of_its_base_is_an_adapter(tmp_path):
+def test_an_adapter_with_the_config_of_its_base_is_an_adapter(tmp_path: Path) -> None:
     assert detect(write(tmp_path, DIRECTORIES["lora"] | {"config.json": CONFIG})) == "lora"
 
 
-def test_models_in_a_subdirectory_are_detected(tmp_path):
+def test_models_in_a_subdirectory_are_detected(tmp_path: Path) -> None:
     root = write(tmp_path, {"config.json": CONFIG, "onnx/model.onnx": pb.plain_model()})
     assert detect(root) == "onnx"
     write(root, {"model.safetensors": PLAIN})
@@ -197,17 +197,17 @@ def test_models_in_a_subdirectory_are_detected(tmp_path):
 
 
 @pytest.mark.parametrize("config", [b"[]", b'{"model_type": ""}'])
-def test_a_config_without_an_architecture_is_refused(tmp_path, config):
+def test_a_config_without_an_architecture_is_refused(tmp_path: Path, config: bytes) -> None:
     refused(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}), "states no model")
 
 
 @pytest.mark.parametrize("config", [b"\xff", b'{"model_type": "lla'])
-def test_a_damaged_config_is_refused(tmp_path, config):
+def test_a_damaged_config_is_refused(tmp_path: Path, config: bytes) -> None:
     with pytest.raises(FormatError, match=r"config\.json is not JSON"):
         detect(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}))
 
 
-def test_directories_of_pickled_files_are_refused(tmp_path):
+def test_directories_of_pickled_files_are_refused(tmp_path: Path) -> None:
     root = write(tmp_path, {"config.json": CONFIG, "pytorch_model.bin": CHECKPOINT})
     refused(root, str(root / "pytorch_model.bin"), "pickled")
     root = write(tmp_path / "b", {"model.pt": archive(MEMBERS), "notes.txt": b""})
@@ -216,7 +216,7 @@ def test_directories_of_pickled_files_are_refused(tmp_path):
     refused(root, str(root / "model.ckpt"), "pickled")
 
 
-def test_pickled_files_in_directories_are_not_opened(tmp_path):
+def test_pickled_files_in_directories_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pytorch_model.bin")  # opening it would block forever
     refused(tmp_path, "pickled")
 
@@ -224,7 +224,9 @@ def test_pickled_files_in_directories_are_not_opened(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "name"), list(zip(FILES, ["weights", "model.bin", "model.pt", "x"], strict=True))
 )
-def test_the_only_file_of_a_directory_is_detected_by_its_contents(tmp_path, kind, name):
+def test_the_only_file_of_a_directory_is_detected_by_its_contents(
+    tmp_path: Path, kind: Any, name: Any
+) -> None:
     root = write(tmp_path, {name: FILES[kind], "README.md": b"# words", ".hidden": b""})
     assert detect(root) == kind
     write(root, {"adapters/style/adapter_model.safetensors": LORA})
@@ -233,18 +235,18 @@ def test_the_only_file_of_a_directory_is_detected_by_its_contents(tmp_path, kind
     refused(root)
 
 
-def test_a_link_out_of_the_directory_is_refused(tmp_path):
+def test_a_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(FILES["gguf"])
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "weights").symlink_to(tmp_path / "elsewhere")
     refused(tmp_path / "m", "outside the model directory")
 
 
-def test_an_empty_directory_is_refused(tmp_path):
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "unsupported model format")
 
 
-def test_a_config_link_out_of_the_directory_is_refused(tmp_path):
+def test_a_config_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path / "m", {"model.safetensors": PLAIN})
     (tmp_path / "config.json").write_bytes(CONFIG)
     (root / "config.json").symlink_to(tmp_path / "config.json")
@@ -255,7 +257,7 @@ def test_a_config_link_out_of_the_directory_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_damaged_files_are_detected_or_refused(tmp_path, kind):
+def test_damaged_files_are_detected_or_refused(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.dat"
     found = set()
     for raw in mutants(FILES[kind], 150):

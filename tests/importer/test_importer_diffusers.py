@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from tests.exporter.conftest import files_in
 from tests.importer.conftest import safetensors
+from tests.process import Aimage
 
 ONE, TWO = Reference.parse("one"), Reference.parse("two")
 B, A = ("b.weight", "F16", (4, 4)), ("a.bias", "F32", (4,))
@@ -43,7 +46,7 @@ FILES = {
 STEM = "unet/diffusion_pytorch_model"
 
 
-def shards(variant=""):
+def shards(variant: str = "") -> dict[Any, Any]:
     dot = f".{variant}" if variant else ""
     names = [f"{STEM}{dot}-0000{n}-of-00002.safetensors" for n in (1, 2)]
     parts = {"b.weight": Path(names[0]).name, "a.bias": Path(names[1]).name}
@@ -55,11 +58,11 @@ def shards(variant=""):
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def write(root, *groups):
+def write(root: Path, *groups: dict[str, bytes]) -> Path:
     for name, data in [pair for files in groups for pair in files.items()]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
@@ -68,7 +71,9 @@ def write(root, *groups):
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
 @pytest.mark.parametrize("variant", ["", "fp16"])
-def test_any_pipeline_is_exported_byte_for_byte(store, tmp_path, variant, dialect):
+def test_any_pipeline_is_exported_byte_for_byte(
+    store: ImageLayout, tmp_path: Path, variant: str, dialect: str
+) -> None:
     source = write(tmp_path / "sdxl", FILES, shards(variant))
     made = create(store, ONE, source, dialect=dialect)
     aimage = read_aimage(store, ONE).aimage
@@ -83,7 +88,7 @@ def test_any_pipeline_is_exported_byte_for_byte(store, tmp_path, variant, dialec
     assert again.descriptor == made.descriptor
 
 
-def test_the_chosen_variant_is_packed(store, tmp_path):
+def test_the_chosen_variant_is_packed(store: ImageLayout, tmp_path: Path) -> None:
     source = write(tmp_path / "sdxl", FILES, shards(), shards("fp16"), shards("bf16"))
     for variant, absent in (("", ("fp16", "bf16")), ("fp16", ("bf16", "diffusion_pytorch_model-"))):
         create(store, ONE, source, form=ModelForm(variant=variant))
@@ -101,7 +106,9 @@ def test_the_chosen_variant_is_packed(store, tmp_path):
     assert caught.value.remedy == "choose_weights"
 
 
-def test_a_converted_pipeline_has_weight_files_for_its_libraries(store, tmp_path):
+def test_a_converted_pipeline_has_weight_files_for_its_libraries(
+    store: ImageLayout, tmp_path: Path
+) -> None:
     create(store, ONE, write(tmp_path / "sdxl", FILES, shards("fp16")))
     convert(store, ONE, TWO, Recipe("bf16"))
     export(store, TWO, tmp_path / "out")
@@ -109,7 +116,9 @@ def test_a_converted_pipeline_has_weight_files_for_its_libraries(store, tmp_path
     assert names == {f"{one}/diffusion_pytorch_model.safetensors" for one in ("unet", "vae")}
 
 
-def test_pickled_components_are_refused_and_copies_left_out(store, tmp_path):
+def test_pickled_components_are_refused_and_copies_left_out(
+    store: ImageLayout, tmp_path: Path
+) -> None:
     source = write(tmp_path / "sd", FILES, {f"{STEM}.bin": b"\x80\x02."})
     with pytest.raises(ModelError, match=r"diffusion_pytorch_model\.bin is pickled") as caught:
         create(store, ONE, source)
@@ -129,13 +138,17 @@ def test_pickled_components_are_refused_and_copies_left_out(store, tmp_path):
         (dict.fromkeys(set(INDEX) - {"_class_name"}), "names no components"),
     ],
 )
-def test_an_invalid_index_is_refused(store, tmp_path, changes, said):
+def test_an_invalid_index_is_refused(
+    store: ImageLayout, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     index = {"model_index.json": json.dumps(INDEX | changes).encode()}
     with pytest.raises(ModelError, match=said):
         create(store, ONE, write(tmp_path / "sd", FILES, shards(), index))
 
 
-def test_missing_weights_and_unknown_quantization_are_refused(store, tmp_path):
+def test_missing_weights_and_unknown_quantization_are_refused(
+    store: ImageLayout, tmp_path: Path
+) -> None:
     source = write(tmp_path / "sd", FILES)
     with pytest.raises(ModelError, match="contains no weights in safetensors"):
         create(store, ONE, source)
@@ -148,7 +161,7 @@ def test_missing_weights_and_unknown_quantization_are_refused(store, tmp_path):
     assert files_in(tmp_path / "out") == files_in(source)
 
 
-def test_run_names_what_it_can_run(aimage, tmp_path):
+def test_run_names_what_it_can_run(aimage: Callable[..., Aimage], tmp_path: Path) -> None:
     run = aimage("store")
     run("create", "one", write(tmp_path / "sd", FILES, shards()))
     said = run("run", "--local", "one", "a cat", code=1).err

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.recipe import expert_group
-from clowder_aimage.tensor import parse_header, read_tensors
+from clowder_aimage.tensor import Header, parse_header, read_tensors
 from tests.importer.test_importer_quantize import parts, quantized_by_mlx
-from tests.importer.valued import Stored, as_dtype, bf16_values, blob_of, make_valued, read_back
+from tests.importer.valued import (
+    Stored,
+    ValuedModel,
+    as_dtype,
+    bf16_values,
+    blob_of,
+    make_valued,
+    read_back,
+)
 
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
-def moe(experts=3, layers=2, shape=(64, 64)):
+def moe(experts: int = 3, layers: int = 2, shape: tuple[int, int] = (64, 64)) -> dict[Any, Any]:
     """Return the tensors of a Qwen3-MoE text encoder in a random order."""
     names = [
         f"model.layers.{layer}.mlp.{group}{part}"
@@ -30,11 +40,11 @@ def moe(experts=3, layers=2, shape=(64, 64)):
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path) -> ValuedModel:
     return make_valued(tmp_path / "model", text_encoder=as_dtype(moe(), "BF16"))
 
 
-def header_of(raw):
+def header_of(raw: bytes) -> Header:
     size = int.from_bytes(raw[:8], "little")
     return parse_header(raw[8 : 8 + size], len(raw) - 8 - size)
 
@@ -49,11 +59,11 @@ def header_of(raw):
         ("model.experts.0.weight", None),
     ],
 )
-def test_expert_group_is_the_common_prefix(name, group):
+def test_expert_group_is_the_common_prefix(name: str, group: str | None) -> None:
     assert expert_group(name) == group
 
 
-def test_a_group_is_one_layer_with_sorted_members(model):
+def test_a_group_is_one_layer_with_sorted_members(model: ValuedModel) -> None:
     model.make()
     aimage = read_back(model.store)
     names = {layer.name for layer in aimage.component("text_encoder") if layer.is_tensor}
@@ -71,7 +81,7 @@ def test_a_group_is_one_layer_with_sorted_members(model):
         assert (dtype, shape, data) == ("BF16", (64, 64), bits)
 
 
-def test_mixtral_experts_are_grouped(tmp_path):
+def test_mixtral_experts_are_grouped(tmp_path: Path) -> None:
     name = "model.layers.0.block_sparse_moe.experts"
     values = {f"{name}.{n}.{w}.weight": bf16_values(f"{n}{w}", (8, 8)) for n in "01" for w in "ab"}
     model = make_valued(tmp_path / "model", text_encoder=as_dtype(values, "BF16"))
@@ -80,7 +90,7 @@ def test_mixtral_experts_are_grouped(tmp_path):
     assert list(parts(raw)[1]) == sorted(values)
 
 
-def test_the_numbers_count_tensors_and_not_blobs(model):
+def test_the_numbers_count_tensors_and_not_blobs(model: ValuedModel) -> None:
     packed = model.make(quantize="text_encoder=int8")
     config = packed.aimage.properties["components"]["text_encoder"]
     assert config["tensors"] == len(moe())
@@ -90,7 +100,7 @@ def test_the_numbers_count_tensors_and_not_blobs(model):
     assert config["dtype"] == "int8"
 
 
-def test_quantized_groups_of_one_kind_declare_it_once(model):
+def test_quantized_groups_of_one_kind_declare_it_once(model: ValuedModel) -> None:
     model.make(quantize="text_encoder=int4")
     aimage = read_back(model.store)
     raw = blob_of(model.store, aimage, "text_encoder/model.layers.0.mlp.experts")
@@ -105,7 +115,7 @@ def test_quantized_groups_of_one_kind_declare_it_once(model):
     assert {tensor.dtype for tensor in tensors.values()} == {"int4"}
 
 
-def test_unquantized_members_are_stored_beside_quantized_ones(tmp_path):
+def test_unquantized_members_are_stored_beside_quantized_ones(tmp_path: Path) -> None:
     values = moe(experts=1, layers=1)
     odd = "model.layers.0.mlp.experts.0.down_proj.weight"
     values[odd] = bf16_values(odd, (64, 24))
@@ -120,7 +130,7 @@ def test_unquantized_members_are_stored_beside_quantized_ones(tmp_path):
     }
 
 
-def test_members_of_several_kinds_declare_it_each(tmp_path):
+def test_members_of_several_kinds_declare_it_each(tmp_path: Path) -> None:
     """MLX weights with one 8-bit expert among 4-bit ones."""
     values = moe(experts=2, layers=1)
     tensors: dict[str, Stored] = {}
@@ -152,7 +162,7 @@ def test_members_of_several_kinds_declare_it_each(tmp_path):
     assert json.loads(packed.aimage.config)["components"]["text_encoder"]["quantization"] == facts
 
 
-def test_a_group_is_converted_as_a_whole(model):
+def test_a_group_is_converted_as_a_whole(model: ValuedModel) -> None:
     from clowder_aimage.create import convert
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.oci import Reference

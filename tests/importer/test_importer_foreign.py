@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ FOREIGN: dict[str, dict[str, Stored]] = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_unknown_quantization_is_refused(tmp_path, kind):
+def test_unknown_quantization_is_refused(tmp_path: Path, kind: str) -> None:
     rest = as_dtype({"layers.0.attention.to_k.weight": bf16_values("k", (64, 64))}, "BF16")
     model = make_valued(tmp_path / "model", transformer=FOREIGN[kind] | rest)
     with pytest.raises(FormatError, match="unsupported quantization") as caught:
@@ -56,7 +57,7 @@ def test_unknown_quantization_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("method", ["gptq", 7])
-def test_quantization_by_another_tool_is_refused(tmp_path, method):
+def test_quantization_by_another_tool_is_refused(tmp_path: Path, method: str | int) -> None:
     model = make_valued(tmp_path / "model")
     config = {"quantization_config": {"quant_method": method}}
     model.write("transformer/config.json", config)
@@ -65,7 +66,7 @@ def test_quantization_by_another_tool_is_refused(tmp_path, method):
     assert not model.store.exists()
 
 
-def test_transformed_weights_are_refused(tmp_path):
+def test_transformed_weights_are_refused(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model", transformer=compressed(struct.pack("<f", 8)) | REST)
     said = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"a": 1}}}
     model.write("transformer/config.json", {"quantization_config": said})
@@ -87,7 +88,9 @@ def test_transformed_weights_are_refused(tmp_path):
     ],
     ids=["modelopt", "compressed-tensors", "blocks", "a scale elsewhere", "factors of a network"],
 )
-def test_known_and_similar_names_are_packed(tmp_path, tensors, config):
+def test_known_and_similar_names_are_packed(
+    tmp_path: Path, tensors: Any, config: dict[str, dict[str, str]]
+) -> None:
     model = make_valued(tmp_path / "model", transformer=tensors | REST)
     model.write("transformer/config.json", config)
     assert model.make()
@@ -113,7 +116,7 @@ REFUSED = [
 ]
 
 
-def runs(config):
+def runs(config: Any) -> bool:
     try:
         ConfigFields("config.json", config).accept_quantization()
     except ModelError:
@@ -122,7 +125,7 @@ def runs(config):
 
 
 @pytest.mark.parametrize("config", TAKEN, ids=str)
-def test_configurations_that_pack_also_run(tmp_path, config):
+def test_configurations_that_pack_also_run(tmp_path: Path, config: dict[str, Any]) -> None:
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", config)
     made = model.make()
@@ -135,7 +138,9 @@ def test_configurations_that_pack_also_run(tmp_path, config):
     list(zip(REFUSED, ["floats", "codes", "octets"] * 3, strict=False)),
     ids=str,
 )
-def test_configurations_that_do_not_run_are_refused(tmp_path, config, tensors):
+def test_configurations_that_do_not_run_are_refused(
+    tmp_path: Path, config: Any, tensors: Any
+) -> None:
     forms: dict[str, dict[str, Any]] = {
         "floats": PLAIN,
         "codes": mlx("int4"),
@@ -152,6 +157,6 @@ def test_configurations_that_do_not_run_are_refused(tmp_path, config, tensors):
     assert not model.store.exists()
 
 
-def test_bits_must_be_an_integer():
+def test_bits_must_be_an_integer() -> None:
     assert mlx_type({"bits": 8.0}) == (None, None)
     assert mlx_type({"bits": 8}) == ("int8", None)

@@ -41,7 +41,7 @@ def without(key: str) -> list[made.Pair]:
 # -- one file
 
 
-def test_metadata_of_a_file_are_read(path):
+def test_metadata_of_a_file_are_read(path: Path) -> None:
     path.write_bytes(gguf())
     taken = take(path)
     assert taken.facts == {
@@ -60,7 +60,9 @@ def test_metadata_of_a_file_are_read(path):
 
 
 @pytest.mark.parametrize(("version", "alignment"), [(2, 8), (3, 4096)])
-def test_supported_versions_and_alignments_are_read(path, version, alignment):
+def test_supported_versions_and_alignments_are_read(
+    path: Path, version: int, alignment: int
+) -> None:
     path.write_bytes(gguf(version=version, alignment=alignment))
     assert take(path).facts["parameters"] == PARAMETERS
 
@@ -68,13 +70,13 @@ def test_supported_versions_and_alignments_are_read(path, version, alignment):
 @pytest.mark.parametrize(
     ("said", "known"), [(18, "Q6_K"), (38, "MXFP4_MOE"), (1024 + 15, "Q4_K_M")]
 )
-def test_the_file_type_is_named(path, said, known):
+def test_the_file_type_is_named(path: Path, said: int, known: str) -> None:
     path.write_bytes(gguf([*without("general.file_type"), ("general.file_type", UINT32, said)]))
     assert take(path).facts["quantization"] == known
 
 
 @pytest.mark.parametrize("said", [None, 1024])
-def test_an_unknown_file_type_is_derived_from_most_elements(path, said):
+def test_an_unknown_file_type_is_derived_from_most_elements(path: Path, said: int | None) -> None:
     pairs = without("general.file_type")
     if said is not None:
         pairs.append(("general.file_type", UINT32, said))
@@ -82,20 +84,20 @@ def test_an_unknown_file_type_is_derived_from_most_elements(path, said):
     assert take(path).facts["quantization"] == "Q4_K"
 
 
-def test_missing_or_unprintable_metadata_are_omitted(path):
+def test_missing_or_unprintable_metadata_are_omitted(path: Path) -> None:
     path.write_bytes(gguf([("general.name", STRING, "a\x1b[31mb"), ("x.y", UINT32, 1)], []))
     assert take(path).facts == {"format": "gguf"}
     path.write_bytes(gguf([("general.name", STRING, "n" * 5000)], []))
     assert take(path).facts == {"format": "gguf"}
 
 
-def test_nested_lists_are_skipped(path):
+def test_nested_lists_are_skipped(path: Path) -> None:
     nested = (ARRAY, [(STRING, ["a", "b"]), (UINT32, [1, 2, 3]), (ARRAY, [(BOOL, [1])])])
     path.write_bytes(gguf([("a.b", ARRAY, nested), *LLAMA]))
     assert take(path).facts["parameters"] == PARAMETERS
 
 
-def test_a_named_link_is_followed(tmp_path, path):
+def test_a_named_link_is_followed(tmp_path: Path, path: Path) -> None:
     elsewhere = tmp_path / "blobs"
     elsewhere.mkdir()
     (elsewhere / "sha256-abc").write_bytes(gguf())
@@ -106,7 +108,7 @@ def test_a_named_link_is_followed(tmp_path, path):
 # -- adapters and projectors
 
 
-def test_an_adapter_is_recognised(path):
+def test_an_adapter_is_recognised(path: Path) -> None:
     path.write_bytes(gguf(made.ADAPTER, made.LORA))
     taken = take(path)
     assert taken.facts["adapter"] == {
@@ -119,12 +121,12 @@ def test_an_adapter_is_recognised(path):
     assert taken.files[0].media_type == AIMAGE_LORA
 
 
-def test_an_adapter_of_another_kind_is_refused(path):
+def test_an_adapter_of_another_kind_is_refused(path: Path) -> None:
     pairs = [("adapter.type", STRING, "x") if p[0] == "adapter.type" else p for p in made.ADAPTER]
     refused(path, gguf(pairs, made.LORA), "'x'", kind=ModelError)
 
 
-def test_an_adapter_with_an_invalid_alpha_is_refused(path):
+def test_an_adapter_with_an_invalid_alpha_is_refused(path: Path) -> None:
     pairs = [p for p in made.ADAPTER if p[0] != "adapter.lora.alpha"]
     for alpha in (float("nan"), float("inf")):
         bad = [*pairs, ("adapter.lora.alpha", FLOAT32, alpha)]
@@ -132,7 +134,7 @@ def test_an_adapter_with_an_invalid_alpha_is_refused(path):
     refused(path, gguf([*pairs, ("adapter.lora.alpha", STRING, "16")], made.LORA), "alpha")
 
 
-def test_a_projector_is_packed_with_its_model(tmp_path):
+def test_a_projector_is_packed_with_its_model(tmp_path: Path) -> None:
     projector = [("general.type", STRING, "mmproj"), ("general.architecture", STRING, "clip")]
     (tmp_path / "model.gguf").write_bytes(gguf())
     (tmp_path / "mmproj.gguf").write_bytes(gguf(projector, [("v.weight", 1, (4, 4))]))
@@ -148,7 +150,7 @@ def test_a_projector_is_packed_with_its_model(tmp_path):
     assert (alone.facts["architecture"], alone.license) == ("clip", "mit")
 
 
-def test_two_models_in_a_directory_are_refused(tmp_path):
+def test_two_models_in_a_directory_are_refused(tmp_path: Path) -> None:
     for name in ("a-Q4.gguf", "a-Q8.gguf"):
         (tmp_path / name).write_bytes(gguf())
     with pytest.raises(UsageError, match=r"a-Q4\.gguf, a-Q8\.gguf") as caught:
@@ -156,12 +158,12 @@ def test_two_models_in_a_directory_are_refused(tmp_path):
     assert caught.value.hint
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path):
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no GGUF file"):
         take(tmp_path)
 
 
-def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc" / "Q4_K_M"
     blobs.mkdir()
     snapshot.mkdir(parents=True)
@@ -186,14 +188,14 @@ def parts(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("number", [1, None])
-def test_a_split_model_is_complete_from_any_part(parts, number):
+def test_a_split_model_is_complete_from_any_part(parts: list[Path], number: int | None) -> None:
     taken = take(parts[0].parent if number is None else parts[number])
     assert [file.name for file in taken.files] == [part.name for part in parts]
     assert taken.facts["name"] == "Small Llama"
     assert taken.facts["parameters"] == PARAMETERS
 
 
-def test_missing_parts_are_reported(parts):
+def test_missing_parts_are_reported(parts: list[Path]) -> None:
     parts[0].unlink()
     parts[2].unlink()
     with pytest.raises(FormatError) as caught:
@@ -201,7 +203,7 @@ def test_missing_parts_are_reported(parts):
     assert f"{parts[0].name}, {parts[2].name}" in caught.value.message
 
 
-def test_parts_in_another_order_are_refused(parts):
+def test_parts_in_another_order_are_refused(parts: list[Path]) -> None:
     first, second = parts[1].read_bytes(), parts[2].read_bytes()
     parts[1].write_bytes(second)
     parts[2].write_bytes(first)
@@ -209,17 +211,17 @@ def test_parts_in_another_order_are_refused(parts):
         take(parts[0])
 
 
-def test_a_part_under_another_name_is_refused(parts, path):
+def test_a_part_under_another_name_is_refused(parts: list[Path], path: Path) -> None:
     refused(path, parts[1].read_bytes(), "of 3", "of 1")
 
 
-def test_a_whole_model_named_like_a_part_is_refused(parts):
+def test_a_whole_model_named_like_a_part_is_refused(parts: list[Path]) -> None:
     parts[1].write_bytes(gguf())
     with pytest.raises(FormatError, match="of 1, its name part 1 of 3"):
         take(parts[0])
 
 
-def test_parts_with_a_wrong_tensor_count_are_refused(parts):
+def test_parts_with_a_wrong_tensor_count_are_refused(parts: list[Path]) -> None:
     said = [("split.no", 2, 2), ("split.count", 2, 3), ("split.tensors.count", 5, 3)]
     parts[2].write_bytes(gguf(said, []))
     with pytest.raises(FormatError, match="count is 3, the parts contain 2"):
@@ -229,7 +231,7 @@ def test_parts_with_a_wrong_tensor_count_are_refused(parts):
         take(parts[0])
 
 
-def test_a_part_linked_to_another_directory_is_refused(parts, tmp_path):
+def test_a_part_linked_to_another_directory_is_refused(parts: list[Path], tmp_path: Path) -> None:
     outside = tmp_path.parent / f"{tmp_path.name}-outside.gguf"
     parts[1].rename(outside)
     parts[1].symlink_to(outside)
@@ -237,7 +239,7 @@ def test_a_part_linked_to_another_directory_is_refused(parts, tmp_path):
         take(parts[0])
 
 
-def test_an_invalid_part_number_is_refused(tmp_path):
+def test_an_invalid_part_number_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m-00004-of-00003.gguf"
     refused(path, gguf(), "part number 4 of 3", kind=ModelError)
 
@@ -245,14 +247,14 @@ def test_an_invalid_part_number_is_refused(tmp_path):
 # -- invalid files
 
 
-def test_files_that_are_not_gguf_are_refused(path):
+def test_files_that_are_not_gguf_are_refused(path: Path) -> None:
     refused(path, b"PK\x03\x04" + bytes(100), "not a GGUF file")
     refused(path, b"", "truncated")
     refused(path, b"tjgg\1\0\0\0" + bytes(100), "GGML")
     refused(path, b"version https://git-lfs.github.com/spec/v1\n", "Git LFS", kind=ModelError)
 
 
-def test_big_endian_files_are_reported(path):
+def test_big_endian_files_are_reported(path: Path) -> None:
     raw = b"GGUF" + struct.pack(">IQQ", 3, 0, 0)
     error = refused(path, raw, "big-endian")
     assert error.hint == "convert it with gguf-convert-endian"
@@ -260,11 +262,11 @@ def test_big_endian_files_are_reported(path):
 
 
 @pytest.mark.parametrize("version", [1, 4])
-def test_unknown_versions_are_refused(path, version):
+def test_unknown_versions_are_refused(path: Path, version: int) -> None:
     refused(path, gguf(version=version), "at byte 4", f"version {version}")
 
 
-def test_missing_files_and_dangling_links_are_refused(path, tmp_path):
+def test_missing_files_and_dangling_links_are_refused(path: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         take(path)
     path.symlink_to(tmp_path / "nothing")
@@ -285,7 +287,7 @@ END = 2**64 - 1
         (HEAD + struct.pack("<QQQ", 0, 1, 60_000) + bytes(20), "takes 60000 bytes"),
     ],
 )
-def test_counts_and_lengths_beyond_the_file_are_refused(path, raw, said):
+def test_counts_and_lengths_beyond_the_file_are_refused(path: Path, raw: bytes, said: str) -> None:
     refused(path, raw, said, "at byte")
 
 
@@ -303,12 +305,14 @@ def test_counts_and_lengths_beyond_the_file_are_refused(path, raw, said):
         (("a", ARRAY, (13, [])), "unknown type: 13"),
     ],
 )
-def test_invalid_metadata_are_refused(path, pair, said, monkeypatch):
+def test_invalid_metadata_are_refused(
+    path: Path, pair: tuple[str, int, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(made._CODES, 13, "0s")
     refused(path, gguf([*LLAMA, pair]), said)
 
 
-def test_lists_too_deep_or_too_long_are_refused(path):
+def test_lists_too_deep_or_too_long_are_refused(path: Path) -> None:
     deep: Any = (UINT32, [1])
     for _ in range(6):
         deep = (ARRAY, [deep])
@@ -319,7 +323,7 @@ def test_lists_too_deep_or_too_long_are_refused(path):
             refused(path, raw + struct.pack("<IQ", kind, count) + bytes(50), "do not fit in")
 
 
-def test_many_empty_strings_are_refused_early(path, monkeypatch):
+def test_many_empty_strings_are_refused_early(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clowder_aimage.formats.gguf_header.MAX_ITEMS", 1000)
     refused(path, gguf([("a", ARRAY, (STRING, [""] * 1001))]), "do not fit in")
     twice = [("a", ARRAY, (STRING, [""] * 600)), ("b", ARRAY, (STRING, [""] * 600))]
@@ -336,12 +340,14 @@ def test_many_empty_strings_are_refused_early(path, monkeypatch):
         (("t", 2, (33,)), "not whole blocks of Q4_0"),
     ],
 )
-def test_invalid_tensors_are_refused(path, tensor, said):
+def test_invalid_tensors_are_refused(
+    path: Path, tensor: tuple[str, int, tuple[int, ...]], said: str
+) -> None:
     refused(path, gguf(tensors=[*WEIGHTS, tensor]), said)
 
 
 @pytest.mark.parametrize("kind", [4, 43])
-def test_unknown_types_of_tensors_are_refused(path, kind):
+def test_unknown_types_of_tensors_are_refused(path: Path, kind: int) -> None:
     raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", kind, (32,)), 0) + bytes(99)
     refused(path, raw, f": {kind}", "removed" if kind < 43 else "unknown type")
 
@@ -350,23 +356,25 @@ def test_unknown_types_of_tensors_are_refused(path, kind):
     ("offset", "shape", "said"),
     [(1, (4,), "multiple of 32"), (64, (4,), "ends at byte"), (0, (2**62, 4), "ends at byte")],
 )
-def test_tensors_outside_of_the_file_are_refused(path, offset, shape, said):
+def test_tensors_outside_of_the_file_are_refused(
+    path: Path, offset: int, shape: tuple[int, ...], said: str
+) -> None:
     raw = HEAD + struct.pack("<QQ", 1, 0) + made.info_of(("t", 0, shape), offset)
     refused(path, made.padded(raw, 32) + bytes(32), said)
 
 
-def test_overlapping_tensors_are_refused(path):
+def test_overlapping_tensors_are_refused(path: Path) -> None:
     raw = HEAD + struct.pack("<QQ", 2, 0)
     raw += made.info_of(("a", 0, (9,)), 0) + made.info_of(("b", 0, (1,)), 32)
     refused(path, made.padded(raw, 32) + bytes(64), "b overlaps another")
 
 
-def test_a_scalar_without_dimensions_is_one_element(path):
+def test_a_scalar_without_dimensions_is_one_element(path: Path) -> None:
     path.write_bytes(gguf(tensors=[("t", 0, ())]))
     assert take(path).facts["parameters"] == 1
 
 
-def test_a_missing_last_byte_is_refused(path):
+def test_a_missing_last_byte_is_refused(path: Path) -> None:
     raw = gguf()
     padding = -made.size_of(WEIGHTS[-1]) % 32
     path.write_bytes(raw[:-padding])
@@ -377,26 +385,26 @@ def test_a_missing_last_byte_is_refused(path):
 # -- arbitrary bytes
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(path):
+def test_a_truncated_file_is_refused_wherever_it_ends(path: Path) -> None:
     raw = gguf()
     took, refused = survives(take, path, cuts(raw[: -(-made.size_of(WEIGHTS[-1]) % 32)]))
     assert (took, refused > 100) == (0, True)
 
 
 @pytest.mark.integration
-def test_damaged_files_are_refused_with_a_message(path):
+def test_damaged_files_are_refused_with_a_message(path: Path) -> None:
     took, refused = survives(take, path, mutants(gguf(), 3000))
     assert took > 100
     assert refused > 1000
 
 
-def test_damaged_adapters_are_refused_with_a_message(path):
+def test_damaged_adapters_are_refused_with_a_message(path: Path) -> None:
     took, refused = survives(take, path, mutants(gguf(made.ADAPTER, made.LORA), 400))
     assert took > 20
     assert refused > 100
 
 
-def test_a_false_length_costs_no_memory(path):
+def test_a_false_length_costs_no_memory(path: Path) -> None:
     raw = HEAD + struct.pack("<QQ", 0, 1) + made.text("general.name") + struct.pack("<I", STRING)
     with path.open("wb") as file:
         file.write(raw + struct.pack("<Q", 2**31))
@@ -439,12 +447,12 @@ def compare(path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [8, 256])
-def test_the_gguf_package_reads_the_same_of_our_files(path, alignment):
+def test_the_gguf_package_reads_the_same_of_our_files(path: Path, alignment: int) -> None:
     path.write_bytes(gguf(alignment=alignment))
     compare(path)
 
 
-def test_files_of_the_gguf_package_are_read(path):
+def test_files_of_the_gguf_package_are_read(path: Path) -> None:
     np = pytest.importorskip("numpy")
     package = pytest.importorskip("gguf")
     writer = package.GGUFWriter(path, "qwen3")
@@ -478,7 +486,7 @@ def test_files_of_the_gguf_package_are_read(path):
     }
 
 
-def test_parts_split_by_the_gguf_package_are_read(tmp_path):
+def test_parts_split_by_the_gguf_package_are_read(tmp_path: Path) -> None:
     np = pytest.importorskip("numpy")
     package = pytest.importorskip("gguf")
     writer = package.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
@@ -493,7 +501,7 @@ def test_parts_split_by_the_gguf_package_are_read(tmp_path):
     assert taken.facts["parameters"] == 30
 
 
-def test_type_sizes_match_the_gguf_package():
+def test_type_sizes_match_the_gguf_package() -> None:
     package = pytest.importorskip("gguf")
     from clowder_aimage.formats.gguf import FILES
     from clowder_aimage.formats.gguf_header import TENSORS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +16,27 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.tensor import Quantization
 from tests.importer.test_importer_quantize import parts
-from tests.importer.valued import as_dtype, blob_of, make_valued, read_back, transformer
+from tests.importer.valued import (
+    ValuedModel,
+    as_dtype,
+    blob_of,
+    make_valued,
+    read_back,
+    transformer,
+)
 
 NAME = "layers.0.attention.to_q.weight"
 TYPES = ["int4", "int8", "nvfp4", "mxfp8"]
 
 
-def model_of(directory, change, dtype="BF16"):
+def model_of(directory: Path, change: Any, dtype: str = "BF16") -> ValuedModel:
     """Return the default model with ``change`` applied to the values of NAME."""
     values = transformer()
     change(values[NAME])
     return make_valued(directory, transformer=as_dtype(values, dtype))
 
 
-def read(model, kind, dtype="BF16"):
+def read(model: ValuedModel, kind: str, dtype: str = "BF16") -> np.ndarray:
     """Return the dequantized values of the blob of NAME."""
     _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{NAME}"))
     quantization = Quantization.parse(kind)
@@ -51,8 +60,10 @@ def read(model, kind, dtype="BF16"):
     ("kind", "dtype", "value"),
     [("int4", "F64", np.nan), ("nvfp4", "F16", -np.inf), ("mxfp8", "BF16", np.nan)],
 )
-def test_values_that_are_not_finite_are_refused(tmp_path, kind, dtype, value):
-    def spoil(values):
+def test_values_that_are_not_finite_are_refused(
+    tmp_path: Path, kind: str, dtype: str, value: float
+) -> None:
+    def spoil(values: Any) -> None:
         values[3, 5] = value
 
     model = model_of(tmp_path / "model", spoil, dtype)
@@ -64,15 +75,15 @@ def test_values_that_are_not_finite_are_refused(tmp_path, kind, dtype, value):
     assert list(ImageLayout(model.store).tags()) == []
 
 
-def test_kept_tensors_need_not_be_finite(tmp_path):
+def test_kept_tensors_need_not_be_finite(tmp_path: Path) -> None:
     values = transformer()
     values["layers.0.attention_norm1.weight"][0] = np.nan
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "F32"))
     assert model.make(quantize="int8")
 
 
-def test_every_block_is_checked(tmp_path, monkeypatch):
-    def spoil(values):
+def test_every_block_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(values: Any) -> None:
         values[62:, 0] = np.inf
 
     monkeypatch.setattr(blob_encoder, "BLOCK", 64 * 2)
@@ -84,8 +95,10 @@ def test_every_block_is_checked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("F32", 1e-38), ("BF16", 1e-37)])
-def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(tmp_path, dtype, size):
-    def shrink(values):
+def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(
+    tmp_path: Path, dtype: str, size: float
+) -> None:
+    def shrink(values: Any) -> None:
         values[7] = np.where(np.arange(64) % 2, size, -size)
 
     model = model_of(tmp_path / "model", shrink, dtype)
@@ -97,7 +110,7 @@ def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(tmp_path, dtype, size)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("mxfp4", "F32"), ("mxfp8", "BF16")])
-def test_admitted_values_are_read_back_within_rounding(kind, dtype):
+def test_admitted_values_are_read_back_within_rounding(kind: str, dtype: str) -> None:
     """Groups of one value each, over all exponents of float32."""
     exponents = np.arange(-149, 120)
     values = np.repeat(np.ldexp(1.5, exponents).astype(np.float32)[:, None], 32, axis=1)
@@ -116,10 +129,10 @@ def test_admitted_values_are_read_back_within_rounding(kind, dtype):
 # -- too small
 
 
-def shrunk(share, factor):
+def shrunk(share: float, factor: float) -> Callable[[Any], None]:
     """Multiply ``share`` of the rows by ``factor``."""
 
-    def change(values):
+    def change(values: Any) -> None:
         values[: round(share * len(values))] *= np.float32(factor)
 
     return change
@@ -129,7 +142,9 @@ def shrunk(share, factor):
     ("kind", "factor", "dtype"),
     [("nvfp4", 1e-4, "F32"), ("int4", 1e-8, "BF16"), ("int8", 1e-9, "F32")],
 )
-def test_losing_over_a_hundredth_of_the_groups_is_refused(tmp_path, kind, factor, dtype):
+def test_losing_over_a_hundredth_of_the_groups_is_refused(
+    tmp_path: Path, kind: str, factor: float, dtype: str
+) -> None:
     model = model_of(tmp_path / "half" / "model", shrunk(0.5, factor), dtype)
     with pytest.raises(ModelError) as caught:
         model.make(quantize=kind)
@@ -143,13 +158,13 @@ def test_losing_over_a_hundredth_of_the_groups_is_refused(tmp_path, kind, factor
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_zeros_are_not_lost(tmp_path, kind):
+def test_zeros_are_not_lost(tmp_path: Path, kind: str) -> None:
     """Zeros do not hide the loss of all other values."""
     model = model_of(tmp_path / "zeros" / "model", shrunk(0.9, 0.0))
     model.make(quantize=kind)
     assert np.abs(read(model, kind)[-1]).max() > 0.01
 
-    def only_tiny(values):
+    def only_tiny(values: Any) -> None:
         values[1:] = 0
         values[0] *= np.float32(1e-9)
 
@@ -157,15 +172,15 @@ def test_zeros_are_not_lost(tmp_path, kind):
         model_of(tmp_path / "tiny" / "model", only_tiny).make(quantize=kind)
 
 
-def test_few_lost_groups_are_allowed(tmp_path):
-    def shrink(values):
+def test_few_lost_groups_are_allowed(tmp_path: Path) -> None:
+    def shrink(values: Any) -> None:
         values[0, :16] *= np.float32(1e-9)  # a group of 256
 
     assert model_of(tmp_path / "model", shrink).make(quantize="nvfp4")
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("int4", "F32"), ("int8", "F16"), ("nvfp4", "BF16")])
-def test_the_count_equals_groups_dequantized_to_zeros(kind, dtype):
+def test_the_count_equals_groups_dequantized_to_zeros(kind: str, dtype: str) -> None:
     """Rows of every magnitude and both signs, dequantized by MLX."""
     rng = np.random.default_rng(5)
     quantization = Quantization.parse(kind)
@@ -194,8 +209,8 @@ def test_the_count_equals_groups_dequantized_to_zeros(kind, dtype):
 # -- too large
 
 
-def with_value(value):
-    def change(values):
+def with_value(value: float) -> Callable[[Any], None]:
+    def change(values: Any) -> None:
         values[3, 5] = value
 
     return change
@@ -211,7 +226,9 @@ def with_value(value):
     ],
     ids=str,
 )
-def test_values_beyond_the_type_are_refused(tmp_path, kind, dtype, value, end):
+def test_values_beyond_the_type_are_refused(
+    tmp_path: Path, kind: str, dtype: str, value: float, end: str
+) -> None:
     model = model_of(tmp_path / "model", with_value(value), dtype)
     said = f"^1 value of transformer/{NAME} is too large for {kind}, whose maximum is {end}$"
     with pytest.raises(ModelError, match=said) as caught:
@@ -224,7 +241,7 @@ def test_values_beyond_the_type_are_refused(tmp_path, kind, dtype, value, end):
     ("kind", "value", "dtype"),
     [("nvfp4", 2688.0, "F32"), ("int8", 1.6e38, "BF16"), ("mxfp8", 2.9e38, "F32")],
 )
-def test_the_largest_values_round_trip(tmp_path, kind, dtype, value):
+def test_the_largest_values_round_trip(tmp_path: Path, kind: str, dtype: str, value: float) -> None:
     model = model_of(tmp_path / "model", with_value(value), dtype)
     model.make(quantize=kind)
     assert read(model, kind, dtype)[3, 5] == pytest.approx(value, rel=0.08)
@@ -236,7 +253,7 @@ def test_the_largest_values_round_trip(tmp_path, kind, dtype, value):
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
 )
-def test_typical_weights_are_accepted(tmp_path, kind, dtype):
+def test_typical_weights_are_accepted(tmp_path: Path, kind: Any, dtype: Any) -> None:
     """Distributions of real networks, and wider ones."""
     rng = np.random.default_rng(11)
     normal = rng.standard_normal((128, 128))

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.create import convert, create
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
-from clowder_aimage.formats.lora import check_fit, read_pairs
+from clowder_aimage.formats.lora import LoraPair, check_fit, read_pairs
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.model_source import ModelForm
-from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from clowder_aimage.tensor import encode_header
-from tests.importer.conftest import in_memory, safetensors
+from tests.importer.conftest import Model, in_memory, safetensors
 
 STYLE = Reference.parse("style")
 TO_Q = "layers.0.attention.to_q"
 
 
-def pair(stem, rank=2, rows=4, columns=4, words=("lora_A", "lora_B"), dtype="F32"):
+def pair(
+    stem: str,
+    rank: int = 2,
+    rows: int = 4,
+    columns: int = 4,
+    words: tuple[str, str] = ("lora_A", "lora_B"),
+    dtype: str = "F32",
+) -> list[Any]:
     """Return a low-rank pair for ``rows`` of ``columns``."""
     return [
         (f"{stem}.{words[0]}.weight", dtype, (rank, columns)),
@@ -31,10 +41,17 @@ def pair(stem, rank=2, rows=4, columns=4, words=("lora_A", "lora_B"), dtype="F32
 
 
 @pytest.fixture
-def adapter(tmp_path):
+def adapter(tmp_path: Path) -> Callable[..., StoredAImage]:
     """Write an adapter file and pack it."""
 
-    def make(tensors, name="style.safetensors", form=None, base=None, store=None, **metadata):
+    def make(
+        tensors: Any,
+        name: str = "style.safetensors",
+        form: Any = None,
+        base: Any = None,
+        store: Any = None,
+        **metadata: Any,
+    ) -> StoredAImage:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(safetensors(tensors, **metadata))
@@ -53,7 +70,9 @@ def adapter(tmp_path):
         ("", ("lora.down", "lora.up")),
     ],
 )
-def test_rank_and_targets_are_read_from_the_tensors(adapter, prefix, words):
+def test_rank_and_targets_are_read_from_the_tensors(
+    adapter: Callable[..., StoredAImage], prefix: str, words: tuple[str, str]
+) -> None:
     stored = adapter([*pair(f"{prefix}{TO_Q}", 2, words=words), *pair("other", 3, words=words)])
     found = stored.aimage.properties["adapter"]
     assert found["rank"] == 3
@@ -65,7 +84,7 @@ def test_rank_and_targets_are_read_from_the_tensors(adapter, prefix, words):
     assert layer.descriptor.media_type == "application/vnd.clowder.aimage.adapter.lora.layer.v1"
 
 
-def test_kohya_tensor_names_are_recognised(adapter):
+def test_kohya_tensor_names_are_recognised(adapter: Callable[..., StoredAImage]) -> None:
     stored = adapter(pair("lora_unet_layers_0_attention_to_q", words=("lora_down", "lora_up")))
     assert stored.aimage.properties["adapter"]["targets"] == ["lora_unet_layers_0_attention_to_q"]
 
@@ -84,7 +103,9 @@ def test_kohya_tensor_names_are_recognised(adapter):
         ({"recommended_weight": "nan"}, {}),
     ],
 )
-def test_trigger_words_and_weight_are_read_from_the_metadata(adapter, metadata, expected):
+def test_trigger_words_and_weight_are_read_from_the_metadata(
+    adapter: Callable[..., StoredAImage], metadata: dict[str, str], expected: dict[str, Any]
+) -> None:
     found = adapter(pair(TO_Q), **metadata).aimage.properties["adapter"]
     assert {key: found.get(key) for key in ("triggerWords", "weight")} == {
         "triggerWords": None,
@@ -93,8 +114,8 @@ def test_trigger_words_and_weight_are_read_from_the_metadata(adapter, metadata, 
     }
 
 
-def test_alpha_is_read_if_all_values_agree(tmp_path):
-    def packed(*alphas):
+def test_alpha_is_read_if_all_values_agree(tmp_path: Path) -> None:
+    def packed(*alphas: float) -> Any:
         tensors = pair("a") + pair("b")
         names = [(f"{stem}.alpha", "F32", ()) for stem in "ab"[: len(alphas)]]
         data = safetensors(tensors)[len(encode_header(tensors)) :]
@@ -114,7 +135,7 @@ def test_alpha_is_read_if_all_values_agree(tmp_path):
     assert packed() is None
 
 
-def test_a_peft_directory_is_packed(tmp_path):
+def test_a_peft_directory_is_packed(tmp_path: Path) -> None:
     directory = tmp_path / "peft"
     directory.mkdir()
     (directory / "adapter_model.safetensors").write_bytes(
@@ -140,7 +161,7 @@ def test_a_peft_directory_is_packed(tmp_path):
     }
 
 
-def test_an_adapter_references_its_base(adapter, model):
+def test_an_adapter_references_its_base(adapter: Callable[..., StoredAImage], model: Model) -> None:
     store = in_memory()
     base = create(store, Reference.parse("base"), model.directory).descriptor
     stored = adapter(pair(f"diffusion_model.{TO_Q}"), base=Reference.parse("base"), store=store)
@@ -150,7 +171,7 @@ def test_an_adapter_references_its_base(adapter, model):
     assert stored.aimage.subject == stored.manifest.subject
 
 
-def test_a_missing_base_is_refused(adapter):
+def test_a_missing_base_is_refused(adapter: Callable[..., StoredAImage]) -> None:
     with pytest.raises(NotFoundError, match="base"):
         adapter(pair(TO_Q), base=Reference.parse("base"))
 
@@ -162,7 +183,9 @@ def test_a_missing_base_is_refused(adapter):
         pair(TO_Q, rows=8),  # wider than the base's layer
     ],
 )
-def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
+def test_an_adapter_for_another_base_is_refused(
+    adapter: Callable[..., StoredAImage], model: Model, tensors: Any
+) -> None:
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     with pytest.raises(FormatError, match="does not match base"):
@@ -171,7 +194,7 @@ def test_an_adapter_for_another_base_is_refused(adapter, model, tensors):
         store.resolve(STYLE)
 
 
-def test_a_model_is_packed_with_its_adapters(tmp_path, model):
+def test_a_model_is_packed_with_its_adapters(tmp_path: Path, model: Model) -> None:
     paths = []
     for name in ("one", "two"):
         path = tmp_path / f"{name}.safetensors"
@@ -191,14 +214,14 @@ def test_a_model_is_packed_with_its_adapters(tmp_path, model):
     validate("aimage-config", aimage.properties)
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path, model):
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path, model: Model) -> None:
     path = tmp_path / "other.safetensors"
     path.write_bytes(safetensors(pair("blocks.0.to_q")))
     with pytest.raises(FormatError, match="does not match the model"):
         create(in_memory(), STYLE, model.directory, form=ModelForm(adapters=(("other", path),)))
 
 
-def test_two_adapters_of_one_name_are_refused(tmp_path, model):
+def test_two_adapters_of_one_name_are_refused(tmp_path: Path, model: Model) -> None:
     path = tmp_path / "one.safetensors"
     path.write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(UsageError, match="duplicate adapter name: one"):
@@ -214,28 +237,30 @@ def test_two_adapters_of_one_name_are_refused(tmp_path, model):
         ([(f"{TO_Q}.lora_A.weight", "F32", (4,)), *pair(TO_Q)[1:]], "incompatible shapes"),
     ],
 )
-def test_tensors_that_are_not_pairs_are_refused(tmp_path, tensors, said):
+def test_tensors_that_are_not_pairs_are_refused(tmp_path: Path, tensors: Any, said: str) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(safetensors(tensors))
     with pytest.raises(FormatError, match=said):
         create(in_memory(), STYLE, path, form=ModelForm(format="lora"))
 
 
-def test_a_pickled_adapter_is_never_opened(tmp_path):
+def test_a_pickled_adapter_is_never_opened(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(ModelError, match="pickled"):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
-def test_an_adapter_of_another_kind_is_refused(tmp_path):
+def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(ModelError, match="unsupported adapter type 'IA3'"):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))
 
 
-def test_a_peft_embedding_adapter_fits_its_table(adapter, read_pairs_of):
+def test_a_peft_embedding_adapter_fits_its_table(
+    adapter: Callable[..., StoredAImage], read_pairs_of: Any
+) -> None:
     """PEFT's lora_embedding_A is [rank, words], its B [width, rank]; the matrix [words, width]."""
     stem = "base_model.model.model.embed_tokens"
     tensors = [
@@ -250,8 +275,8 @@ def test_a_peft_embedding_adapter_fits_its_table(adapter, read_pairs_of):
 
 
 @pytest.fixture
-def read_pairs_of(tmp_path):
-    def read(tensors):
+def read_pairs_of(tmp_path: Path) -> Callable[[Any], list[LoraPair]]:
+    def read(tensors: Any) -> list[LoraPair]:
         path = tmp_path / "adapter.safetensors"
         path.write_bytes(safetensors(tensors))
         return read_pairs(path)
@@ -259,7 +284,7 @@ def read_pairs_of(tmp_path):
     return read
 
 
-def test_a_stacked_qkv_adapter_fits_the_separate_layers(read_pairs_of):
+def test_a_stacked_qkv_adapter_fits_the_separate_layers(read_pairs_of: Any) -> None:
     tensors = pair("diffusion_model.layers.0.attention.qkv", rows=12)
     shapes = {f"transformer/layers.0.attention.to_{letter}.weight": (4, 4) for letter in "qkv"}
     check_fit("it", read_pairs_of(tensors), shapes, "base")
@@ -269,18 +294,18 @@ def test_a_stacked_qkv_adapter_fits_the_separate_layers(read_pairs_of):
         check_fit("it", read_pairs_of(tensors), {"transformer/other.weight": (4, 4)}, "base")
 
 
-def _wider(shapes):
+def _wider(shapes: dict[str, tuple[int, int]]) -> dict[Any, Any]:
     return dict.fromkeys(shapes, (8, 4))
 
 
-def test_base_is_only_valid_for_adapters(model, tmp_path):
+def test_base_is_only_valid_for_adapters(model: Model, tmp_path: Path) -> None:
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     with pytest.raises(UsageError, match="only an adapter can have a base"):
         create(store, STYLE, model.directory, base=Reference.parse("base"))
 
 
-def test_convert_refuses_adapters(adapter, model):
+def test_convert_refuses_adapters(adapter: Callable[..., StoredAImage], model: Model) -> None:
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
     adapter(pair(TO_Q), base=Reference.parse("base"), store=store)
@@ -288,7 +313,7 @@ def test_convert_refuses_adapters(adapter, model):
         convert(store, STYLE, Reference.parse("new"), Recipe.parse("f16"))
 
 
-def test_an_infinite_alpha_is_refused(tmp_path):
+def test_an_infinite_alpha_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1e999}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
     with pytest.raises(FormatError, match="lora_alpha must be finite, not inf"):

@@ -44,7 +44,7 @@ def refused(path: Path, *said: str, kind: type[ContentError] = FormatError) -> A
 # -- metadata
 
 
-def test_metadata_of_a_model_are_read(path):
+def test_metadata_of_a_model_are_read(path: Path) -> None:
     path.write_bytes(pb.plain_model())
     taken = take(path)
     assert taken.facts == {"format": "onnx", "formatVersion": "ir 9, opset 18"}
@@ -52,12 +52,12 @@ def test_metadata_of_a_model_are_read(path):
     assert (file.name, file.media_type) == ("model.onnx", AIMAGE_ONNX)
 
 
-def test_a_model_without_onnx_operators_has_no_opset(path):
+def test_a_model_without_onnx_operators_has_no_opset(path: Path) -> None:
     path.write_bytes(pb.number(1, 3) + pb.message(7, pb.graph()))
     assert take(path).facts == {"format": "onnx", "formatVersion": "ir 3"}
 
 
-def test_external_data_are_packed_with_the_model(path):
+def test_external_data_are_packed_with_the_model(path: Path) -> None:
     with_data(path, "weights/model.bin")
     (path.parent / "other.bin").write_bytes(b"not the model's")
     taken = take(path)
@@ -65,7 +65,7 @@ def test_external_data_are_packed_with_the_model(path):
     assert {file.media_type for file in taken.files} == {AIMAGE_ONNX}
 
 
-def test_tensors_may_share_a_file(path):
+def test_tensors_may_share_a_file(path: Path) -> None:
     inner = pb.graph(
         pb.initializer("a", (2, 3), external=pb.external("./d.bin", 0, 24)),
         pb.initializer("b", (5,), external=pb.external("d.bin", 4096, 20)),
@@ -108,7 +108,7 @@ ANYWHERE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_external_data_are_found_in_every_kind_of_field(path):
+def test_external_data_are_found_in_every_kind_of_field(path: Path) -> None:
     tensor = pb.tensor("hidden", (2,), external=pb.external("../secret"))
     for make in ANYWHERE.values():
         path.write_bytes(make(tensor))
@@ -118,7 +118,7 @@ def test_external_data_are_found_in_every_kind_of_field(path):
 # -- directories
 
 
-def test_a_directory_of_models_is_packed_with_its_data(tmp_path):
+def test_a_directory_of_models_is_packed_with_its_data(tmp_path: Path) -> None:
     root = tmp_path / "m"
     for name in ("encoder.onnx", "onnx/decoder.onnx"):
         (root / name).parent.mkdir(exist_ok=True, parents=True)
@@ -145,7 +145,7 @@ def test_a_directory_of_models_is_packed_with_its_data(tmp_path):
     assert taken.license == "mit"
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path):
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "no ONNX file", kind=ModelError)
 
 
@@ -155,7 +155,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "location", ["/etc/passwd", "a/../../up.bin", "..", ".", "C:/x", "a\\b", "a\nb", "a" * 2000]
 )
-def test_paths_outside_the_model_directory_are_refused(path, location):
+def test_paths_outside_the_model_directory_are_refused(path: Path, location: str) -> None:
     (path.parent.parent / "up.bin").write_bytes(bytes(100))
     tensor = pb.initializer("w", (2, 3), external=pb.external(location))
     path.write_bytes(pb.model(pb.graph(tensor)))
@@ -163,7 +163,7 @@ def test_paths_outside_the_model_directory_are_refused(path, location):
     assert error.hint
 
 
-def test_links_out_of_the_directory_are_refused(path, tmp_path):
+def test_links_out_of_the_directory_are_refused(path: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.mkdir()
     (secret / "w.bin").write_bytes(bytes(24))
@@ -178,19 +178,19 @@ def test_links_out_of_the_directory_are_refused(path, tmp_path):
     refused(path, "outside the model directory", kind=ModelError)
 
 
-def test_a_link_to_a_subdirectory_is_refused(path):
+def test_a_link_to_a_subdirectory_is_refused(path: Path) -> None:
     path.write_bytes(pb.plain_model())
     (path.parent / "again").symlink_to(path.parent)
     refused(path.parent, "link to a directory", kind=ModelError)
 
 
-def test_missing_external_data_are_reported(path):
+def test_missing_external_data_are_reported(path: Path) -> None:
     with_data(path, "weights.bin").unlink()
     error = refused(path, str(path), "'w' is in weights.bin, which is missing")
     assert "external data" in error.hint
 
 
-def test_external_data_that_are_not_files_are_refused(path):
+def test_external_data_that_are_not_files_are_refused(path: Path) -> None:
     data = with_data(path, "weights.bin")
     data.unlink()
     os.mkfifo(data)
@@ -211,25 +211,27 @@ def test_external_data_that_are_not_files_are_refused(path):
         ({"length": "9" * 31}, 24, "not a number"),
     ],
 )
-def test_mismatched_sizes_are_refused(path, said, size, word):
+def test_mismatched_sizes_are_refused(
+    path: Path, said: dict[str, Any], size: int, word: str
+) -> None:
     with_data(path, "w.bin", size, **said)
     refused(path, word)
 
 
-def test_external_data_without_a_location_are_refused(path):
+def test_external_data_without_a_location_are_refused(path: Path) -> None:
     path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={"offset": "0"}))))
     refused(path, "external data without a location")
     path.write_bytes(pb.model(pb.graph(pb.initializer("w", (2,), external={}))))
     refused(path, "external data without a location")
 
 
-def test_external_data_are_found_without_the_external_flag(path):
+def test_external_data_are_found_without_the_external_flag(path: Path) -> None:
     tensor = pb.tensor("w", (2,), raw=b"") + pb.entry("location", "../secret")
     path.write_bytes(pb.model(pb.graph(pb.message(5, tensor))))
     refused(path, "../secret")
 
 
-def test_repeated_fields_are_refused(path):
+def test_repeated_fields_are_refused(path: Path) -> None:
     twice = pb.tensor("w", (2,), external=pb.external("w.bin")) + pb.entry("location", "../x")
     path.write_bytes(pb.model(pb.graph(pb.message(5, twice))))
     refused(path, "duplicate external data key 'location'")
@@ -263,12 +265,12 @@ def test_repeated_fields_are_refused(path):
         (b"\x00\x00", "invalid field number 0"),
     ],
 )
-def test_files_that_are_not_onnx_are_refused(path, raw, said):
+def test_files_that_are_not_onnx_are_refused(path: Path, raw: bytes, said: str) -> None:
     path.write_bytes(raw)
     refused(path, str(path), said)
 
 
-def test_graph_nesting_is_limited(path):
+def test_graph_nesting_is_limited(path: Path) -> None:
     inner = pb.graph()
     for _ in range(1000):
         inner = pb.graph(pb.node("If", pb.attribute("then", pb.message(6, inner))))
@@ -276,13 +278,13 @@ def test_graph_nesting_is_limited(path):
     refused(path, "nested more than 100 deep")
 
 
-def test_many_fields_are_refused_early(path, monkeypatch):
+def test_many_fields_are_refused_early(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clowder_aimage.formats.protobuf.MAX_FIELDS", 1000)
     path.write_bytes(pb.model(pb.graph(b"\x48\x00" * 1000)))
     refused(path, "more than 1000 fields")
 
 
-def test_a_false_length_costs_no_memory(path):
+def test_a_false_length_costs_no_memory(path: Path) -> None:
     lie = pb.varint(2 << 3 | 2) + pb.varint(2**31 - 100)  # a graph name of two gigabytes
     with path.open("wb") as file:
         file.write(pb.number(1, 9) + pb.varint(7 << 3 | 2) + pb.varint(2**31 - 90) + lie)
@@ -293,7 +295,7 @@ def test_a_false_length_costs_no_memory(path):
 # -- arbitrary bytes
 
 
-def test_a_truncated_file_is_refused_wherever_it_ends(path):
+def test_a_truncated_file_is_refused_wherever_it_ends(path: Path) -> None:
     raw = pb.model(pb.graph(pb.initializer("w", (2, 3)), pb.initializer("b", (30,))))
     whole = len(raw) - len(b"".join(pb.message(8, *p) for p in OPSETS))
     took, refused = survives(take, path, cuts(raw))
@@ -304,7 +306,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(path):
 OPSETS = [(pb.text(1, "com.microsoft"), pb.number(2, 99)), (pb.number(2, 18),)]
 
 
-def test_damaged_files_are_refused_with_a_message(path):
+def test_damaged_files_are_refused_with_a_message(path: Path) -> None:
     with_data(path, "w.bin")
     took, refused = survives(take, path, mutants(path.read_bytes(), 500))
     assert took > 20
@@ -322,7 +324,7 @@ def reference(path: Path) -> Any:
     return onnx.load(path, load_external_data=False)
 
 
-def test_the_onnx_package_reads_the_same_of_our_files(path):
+def test_the_onnx_package_reads_the_same_of_our_files(path: Path) -> None:
     with_data(path, "w.bin", offset=0, length=24)
     theirs = reference(path)
     assert (theirs.ir_version, theirs.graph.name) == (9, "main")
@@ -338,7 +340,7 @@ def test_the_onnx_package_reads_the_same_of_our_files(path):
         assert b"hidden" in reference(path).SerializeToString(), place
 
 
-def test_files_of_the_onnx_package_are_read(tmp_path):
+def test_files_of_the_onnx_package_are_read(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     np = pytest.importorskip("numpy")
     rng = np.random.default_rng(3)
@@ -370,7 +372,7 @@ def test_files_of_the_onnx_package_are_read(tmp_path):
         assert taken.facts == {"format": "onnx", "formatVersion": "ir 10, opset 21"}
 
 
-def test_data_type_sizes_match_the_onnx_package():
+def test_data_type_sizes_match_the_onnx_package() -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("numpy")
     from clowder_aimage.formats.onnx_graph import _BITS
@@ -383,7 +385,7 @@ def test_data_type_sizes_match_the_onnx_package():
             assert bits == small.get(named[number], size), named[number]
 
 
-def test_every_tensor_field_of_the_onnx_schema_is_visited():
+def test_every_tensor_field_of_the_onnx_schema_is_visited() -> None:
     pytest.importorskip("onnx")
     from onnx import onnx_ml_pb2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ REST = as_dtype({"layers.0.norm.weight": bf16_values("norm", (64,))}, "BF16")
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
-def packed(tmp_path, tensors, config=None, **recipe):
+def packed(
+    tmp_path: Path, tensors: Any, config: dict[Any, Any] | None = None, **recipe: Any
+) -> tuple[Any, ...]:
     """Pack a model of these transformer tensors; return it and the parsed blob of NAME."""
     model = make_valued(tmp_path / "model", transformer=tensors | REST)
     if config is not None:
@@ -32,7 +35,7 @@ def packed(tmp_path, tensors, config=None, **recipe):
     return made, raw, *parts(raw)
 
 
-def refused(tmp_path, tensors, config, *said):
+def refused(tmp_path: Path, tensors: Any, config: Any, *said: str) -> None:
     model = make_valued(tmp_path / "model", transformer=tensors | REST)
     if config is not None:
         model.write("transformer/config.json", config)
@@ -47,7 +50,7 @@ def refused(tmp_path, tensors, config, *said):
 # -- MLX
 
 
-def mlx(kind, dtype="BF16"):
+def mlx(kind: str, dtype: str = "BF16") -> dict[str, tuple[str, tuple[int, int], Any]]:
     """Return weights as saved by MLX-LM."""
     codes, scales, *biases = quantized_by_mlx(VALUES, dtype, kind, None)
     group = {"int4": 64, "int8": 64, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}[kind]
@@ -72,7 +75,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("kind", "key"), list(zip(CONFIGS, ["quantization", "quantization_config"] * 3, strict=False))
 )
-def test_mlx_weights_are_kept_unchanged(tmp_path, kind, key):
+def test_mlx_weights_are_kept_unchanged(tmp_path: Path, kind: Any, key: Any) -> None:
     made, _, metadata, found = packed(tmp_path, mlx(kind), {key: CONFIGS[kind]})
     group_size = str(CONFIGS[kind]["group_size"])
     assert metadata == {"quant_type": kind, "group_size": group_size}
@@ -89,7 +92,7 @@ def test_mlx_weights_are_kept_unchanged(tmp_path, kind, key):
     }
 
 
-def test_mlx_weights_equal_those_quantized_here(tmp_path):
+def test_mlx_weights_equal_those_quantized_here(tmp_path: Path) -> None:
     plain = as_dtype({NAME: VALUES}, "BF16")
     ours = make_valued(tmp_path / "ours" / "model", transformer=plain | REST)
     made = ours.make(quantize="int8")
@@ -112,7 +115,9 @@ def test_mlx_weights_equal_those_quantized_here(tmp_path):
     ],
     ids=str,
 )
-def test_mlx_weights_that_contradict_their_config_are_refused(tmp_path, config, said):
+def test_mlx_weights_that_contradict_their_config_are_refused(
+    tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
     refused(tmp_path, mlx("int4"), config, said)
 
 
@@ -126,7 +131,9 @@ def test_mlx_weights_that_contradict_their_config_are_refused(tmp_path, config, 
     ],
     ids=str,
 )
-def test_an_entry_of_a_module_takes_precedence(tmp_path, kind, rest, own, size):
+def test_an_entry_of_a_module_takes_precedence(
+    tmp_path: Path, kind: str, rest: dict[str, Any], own: dict[str, Any] | bool, size: int
+) -> None:
     """Such an entry is complete: it inherits neither the mode nor the group size."""
     _, _, metadata, _ = packed(tmp_path, mlx(kind), {"quantization": rest | {STEM: own}})
     assert metadata == {"quant_type": kind, "group_size": str(size)}
@@ -141,12 +148,14 @@ def test_an_entry_of_a_module_takes_precedence(tmp_path, kind, rest, own, size):
     ],
     ids=str,
 )
-def test_a_mismatched_entry_of_a_module_is_refused(tmp_path, own, said):
+def test_a_mismatched_entry_of_a_module_is_refused(
+    tmp_path: Path, own: dict[str, Any], said: str
+) -> None:
     refused(tmp_path, mlx("int4"), {"quantization": CONFIGS["int4"] | {STEM: own}}, said)
 
 
 @pytest.mark.parametrize("shape", [(), (16, 5)], ids=str)
-def test_an_ambiguous_group_size_is_refused(tmp_path, shape):
+def test_an_ambiguous_group_size_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     scales = ("BF16", shape, bytes(2 * math.prod(shape)))
     tensors = mlx("int8") | {f"{STEM}.scales": scales, f"{STEM}.biases": scales}
     refused(tmp_path, tensors, {"quantization": CONFIGS["int4"] | {STEM: {"bits": 8}}}, "int8")
@@ -161,13 +170,13 @@ def test_an_ambiguous_group_size_is_refused(tmp_path, shape):
     ],
     ids=["scales", "dtype", "a number"],
 )
-def test_mlx_of_other_shapes_is_refused(tmp_path, change):
+def test_mlx_of_other_shapes_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     refused(
         tmp_path, mlx("int4") | change, {"quantization": CONFIGS["int4"]}, "does not match int4"
     )
 
 
-def test_mlx_without_biases_is_refused(tmp_path):
+def test_mlx_without_biases_is_refused(tmp_path: Path) -> None:
     tensors = mlx("int4")
     del tensors[f"{STEM}.biases"]
     refused(tmp_path, tensors, {"quantization": CONFIGS["int4"]}, "does not match int4")
@@ -176,7 +185,7 @@ def test_mlx_without_biases_is_refused(tmp_path):
 # -- nvfp4 of ModelOpt and compressed-tensors
 
 
-def nvfp4():
+def nvfp4() -> tuple[bytes, bytes, Any]:
     """Return random codes (16, 64) in 0..15, positive E4M3 scales (16, 4), and their values."""
     rng = np.random.default_rng(3)
     codes = rng.integers(0, 16, SHAPE, dtype=np.uint8)
@@ -188,7 +197,7 @@ def nvfp4():
     return bytes_.tobytes(), scales.tobytes(), values * np.repeat(scale, 16, axis=1)
 
 
-def dequantized(found):
+def dequantized(found: Any) -> np.ndarray:
     """Return the values of a blob, dequantized by MLX and the factor."""
     from clowder_aimage.model.backend import mx
 
@@ -199,7 +208,7 @@ def dequantized(found):
     return np.array(plain) * factor
 
 
-def modelopt(factor, shape=(), dtype="F32"):
+def modelopt(factor: bytes, shape: tuple[int, ...] = (), dtype: str = "F32") -> dict[Any, Any]:
     codes, scales, _ = nvfp4()
     return {
         NAME: ("U8", (16, 32), codes),
@@ -209,7 +218,7 @@ def modelopt(factor, shape=(), dtype="F32"):
     }
 
 
-def compressed(divisor, shape=(1,), dtype="F32"):
+def compressed(divisor: bytes, shape: tuple[int] = (1,), dtype: str = "F32") -> dict[Any, Any]:
     codes, scales, _ = nvfp4()
     return {
         f"{NAME}_packed": ("U8", (16, 32), codes),
@@ -229,7 +238,7 @@ def compressed(divisor, shape=(1,), dtype="F32"):
     ],
     ids=["modelopt", "F16", "compressed", "divisor in BF16"],
 )
-def test_nvfp4_of_other_tools_is_converted(tmp_path, tensors, factor):
+def test_nvfp4_of_other_tools_is_converted(tmp_path: Path, tensors: Any, factor: float) -> None:
     made, raw, metadata, found = packed(tmp_path, tensors)
     assert metadata == {"quant_type": "nvfp4", "group_size": "16"}
     assert list(found) == [NAME, f"{NAME}.scale", f"{NAME}.global_scale"]
@@ -245,7 +254,7 @@ def test_nvfp4_of_other_tools_is_converted(tmp_path, tensors, factor):
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), 1e-45])
-def test_a_divisor_must_be_positive_and_finite(tmp_path, value):
+def test_a_divisor_must_be_positive_and_finite(tmp_path: Path, value: float) -> None:
     refused(tmp_path, compressed(struct.pack("<f", value)), None, "global scale")
 
 
@@ -259,7 +268,9 @@ def test_a_divisor_must_be_positive_and_finite(tmp_path, value):
     ],
     ids=str,
 )
-def test_mismatched_modelopt_weights_are_refused(tmp_path, change, said):
+def test_mismatched_modelopt_weights_are_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
     tensors = {k: v for k, v in (modelopt(struct.pack("<f", 1)) | change).items() if v}
     refused(tmp_path, tensors, None, said)
 
@@ -269,17 +280,17 @@ def test_mismatched_modelopt_weights_are_refused(tmp_path, change, said):
     [{f"{NAME}_packed": ("I32", (16, 8), bytes(512))}, {f"{NAME}_scale": None}],
     ids=["int4", "no scale"],
 )
-def test_unsupported_compressed_tensors_are_refused(tmp_path, change):
+def test_unsupported_compressed_tensors_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     tensors = {k: v for k, v in (compressed(struct.pack("<f", 1)) | change).items() if v}
     refused(tmp_path, tensors, None, "unsupported quantization", "compressed-tensors")
 
 
-def test_a_tensor_in_two_formats_is_refused(tmp_path):
+def test_a_tensor_in_two_formats_is_refused(tmp_path: Path) -> None:
     tensors = compressed(struct.pack("<f", 1)) | as_dtype({NAME: VALUES}, "BF16")
     refused(tmp_path, tensors, None, "both quantized and unquantized")
 
 
-def test_quantizing_twice_is_refused(tmp_path):
+def test_quantizing_twice_is_refused(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
     with pytest.raises(UsageError, match="1 tensor of the transformer is already quantized"):
@@ -288,7 +299,7 @@ def test_quantizing_twice_is_refused(tmp_path):
     assert read_back(model.store, "m") if model.make(quantize="text_encoder=int8") else False
 
 
-def test_scales_without_quantized_weights_are_tensors(tmp_path):
+def test_scales_without_quantized_weights_are_tensors(tmp_path: Path) -> None:
     """Only companions of quantized weights are omitted."""
     extra = {f"{STEM}.input_scale": ("F32", (), struct.pack("<f", 3))}
     plain = as_dtype({NAME: VALUES}, "BF16")

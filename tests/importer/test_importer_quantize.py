@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from clowder_aimage.tensor import (
 from tests.importer.conftest import data_of
 from tests.importer.valued import (
     KEPT,
+    ValuedModel,
     as_dtype,
     bf16_values,
     blob_of,
@@ -46,12 +48,12 @@ MLX = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path) -> ValuedModel:
     """Return a model in BF16."""
     return make_valued(tmp_path / "model")
 
 
-def parts(raw):
+def parts(raw: bytes) -> tuple[Any, dict[Any, tuple[Any, tuple[Any, ...], bytes]]]:
     """Return a blob's header metadata, and its tensors by key in order, by another parser."""
     size = int.from_bytes(raw[:8], "little")
     metadata = json.loads(raw[8 : 8 + size]).get("__metadata__", {})
@@ -62,12 +64,12 @@ def parts(raw):
     return metadata, {key: found[key] for key in order}
 
 
-def bits(array):
+def bits(array: mx.array) -> bytes:
     width = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.itemsize]
     return np.array(array.view(width)).tobytes()
 
 
-def quantized_by_mlx(values, dtype, kind, group_size):
+def quantized_by_mlx(values: Any, dtype: str, kind: str, group_size: int | None) -> list[Any]:
     """Return MLX's result for the whole matrix at once."""
     quantization = Quantization.parse(kind, group_size)
     return [
@@ -85,7 +87,7 @@ def quantized_by_mlx(values, dtype, kind, group_size):
 # -- selection
 
 
-def test_only_matrices_of_the_blocks_are_quantized(model):
+def test_only_matrices_of_the_blocks_are_quantized(model: ValuedModel) -> None:
     packed = model.make(quantize="int8")
     quantized = {layer.name for layer in packed.aimage.layers if layer.dtype == "int8"}
     wanted = {f"transformer/{name}" for name in transformer().keys() - KEPT.keys()}
@@ -100,7 +102,7 @@ def test_only_matrices_of_the_blocks_are_quantized(model):
     }
 
 
-def test_the_config_states_the_quantization(model):
+def test_the_config_states_the_quantization(model: ValuedModel) -> None:
     packed = model.make(quantize="transformer=int4,text_encoder=int8", group_size=32)
     config = packed.aimage.properties
     validate("aimage-config", config)
@@ -121,14 +123,14 @@ def test_the_config_states_the_quantization(model):
         assert component["size"] == sum(layer.descriptor.size for layer in own)
 
 
-def test_every_dtype_is_in_the_schema():
+def test_every_dtype_is_in_the_schema() -> None:
     path = Path(__file__).parents[2] / "schemas" / "layer-annotations.schema.json"
     schema = json.loads(path.read_text())
     assert sorted(schema["$defs"]["dtype"]["enum"]) == sorted([*DTYPE_BITS, *QUANT_TYPES])
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F4", "F8_E4M3", "BOOL", "U32"])
-def test_a_model_of_any_dtype_can_be_packed(tmp_path, dtype):
+def test_a_model_of_any_dtype_can_be_packed(tmp_path: Path, dtype: str) -> None:
     shape = (64, 64)
     name = "layers.0.large.weight"
     tensors = {name: (dtype, shape, bytes(64 * 64 * DTYPE_BITS[dtype] // 8))}
@@ -147,7 +149,9 @@ def test_a_model_of_any_dtype_can_be_packed(tmp_path, dtype):
 @pytest.mark.parametrize(
     ("kind", "dtype"), list(zip(TYPES, ["F32", "F16", "BF16", "F32"], strict=True))
 )
-def test_a_quantized_blob_combines_codes_scales_and_biases(tmp_path, kind, dtype):
+def test_a_quantized_blob_combines_codes_scales_and_biases(
+    tmp_path: Path, kind: Any, dtype: Any
+) -> None:
     model = make_valued(tmp_path / "model", dtype)
     model.make(quantize=kind)
     name = "noise_refiner.0.feed_forward.w2.weight"
@@ -173,7 +177,7 @@ def test_a_quantized_blob_combines_codes_scales_and_biases(tmp_path, kind, dtype
     assert (tensor.dtype, tensor.shape, tensor.quantization) == (kind, values.shape, quantization)
 
 
-def test_codes_decode_to_the_values(model):
+def test_codes_decode_to_the_values(model: ValuedModel) -> None:
     """Within half a step, decoded by the format's definition without MLX.
 
     BF16 scales and biases have a relative error of up to 2**-9, and 255 steps add half a step for
@@ -199,14 +203,14 @@ def test_codes_decode_to_the_values(model):
         assert np.median(steps) < 0.5
 
 
-def test_aliases_give_the_same_types():
+def test_aliases_give_the_same_types() -> None:
     assert Recipe.parse(quantize="fp8,text_encoder=q4") == Recipe.parse(
         quantize="INT8,text_encoder=int4"
     )
 
 
 @pytest.mark.parametrize(("kind", "size"), [("int4", 32), ("int8", 128)])
-def test_other_group_sizes_are_supported(tmp_path, kind, size):
+def test_other_group_sizes_are_supported(tmp_path: Path, kind: str, size: int) -> None:
     name = "layers.0.wide.weight"
     values = bf16_values("wide", (16, 256))
     model = make_valued(tmp_path / "model", transformer=as_dtype({name: values}, "BF16"))
@@ -223,7 +227,9 @@ def test_other_group_sizes_are_supported(tmp_path, kind, size):
 
 
 @pytest.mark.parametrize("kind", ["int4", "nvfp4"])
-def test_the_digest_is_independent_of_threads_and_blocks(model, monkeypatch, kind):
+def test_the_digest_is_independent_of_threads_and_blocks(
+    model: ValuedModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     digest = model.recipe_digest(quantize=kind, jobs=1)
     assert model.recipe_digest(quantize=kind, jobs=16) == digest
     for block, buffer in ((300, 4096), (64 * 64, 1000)):
@@ -234,7 +240,7 @@ def test_the_digest_is_independent_of_threads_and_blocks(model, monkeypatch, kin
 
 
 @pytest.mark.parametrize("kind", ["int8", "nvfp4"])
-def test_f32_and_bf16_give_the_same_codes(tmp_path, kind):
+def test_f32_and_bf16_give_the_same_codes(tmp_path: Path, kind: str) -> None:
     found = []
     for dtype in ("F32", "BF16"):
         model = make_valued(tmp_path / dtype / "model", dtype)
@@ -254,7 +260,9 @@ def test_f32_and_bf16_give_the_same_codes(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp8"])
-def test_a_row_longer_than_a_block_is_split(tmp_path, monkeypatch, kind):
+def test_a_row_longer_than_a_block_is_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     """It is split between groups: the codes equal those of the whole row, in bounded memory."""
     name = "layers.0.wide.weight"
     values = bf16_values("wide", (2, 4096))
@@ -262,7 +270,7 @@ def test_a_row_longer_than_a_block_is_split(tmp_path, monkeypatch, kind):
     sizes = []
     real = Quantizer.quantize
 
-    def spy(self, rows, *others):
+    def spy(self: Quantizer, rows: Any, *others: Any) -> tuple[bytes, ...]:
         sizes.append(rows.nbytes)
         return real(self, rows, *others)
 
@@ -277,7 +285,7 @@ def test_a_row_longer_than_a_block_is_split(tmp_path, monkeypatch, kind):
     assert [data for _, _, data in found.values()] == expected
 
 
-def test_an_odd_number_of_nvfp4_groups_is_quantized(tmp_path):
+def test_an_odd_number_of_nvfp4_groups_is_quantized(tmp_path: Path) -> None:
     """MLX processes nvfp4 groups in pairs."""
     name, shape = "layers.0.narrow.weight", (65, 16)
     values = bf16_values("narrow", shape)
@@ -289,13 +297,13 @@ def test_an_odd_number_of_nvfp4_groups_is_quantized(tmp_path):
     assert [data for _, _, data in found.values()] == [codes[: 65 * 8], scales[:65]]
 
 
-def test_auto_gives_the_same_quantized_blobs_from_f32_and_bf16(tmp_path):
+def test_auto_gives_the_same_quantized_blobs_from_f32_and_bf16(tmp_path: Path) -> None:
     f32 = make_valued(tmp_path / "f32", "F32").recipe_digest(dtype="auto", quantize="int4")
     bf16 = make_valued(tmp_path / "bf16", "BF16").recipe_digest(quantize="int4")
     assert f32 == bf16
 
 
-def test_models_share_unquantized_tensors(model):
+def test_models_share_unquantized_tensors(model: ValuedModel) -> None:
     plain = model.make("plain")
     quantized = model.make("quantized", quantize="int8")
     shared = {written.layer.name for written in quantized.layers if written.was_there}
@@ -322,19 +330,19 @@ def test_models_share_unquantized_tensors(model):
     ],
     ids=str,
 )
-def test_recipe_parse_refuses(given, said):
+def test_recipe_parse_refuses(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         Recipe.parse(**given)
     assert said in caught.value.message
 
 
-def test_a_group_size_applies_to_types_that_support_it():
+def test_a_group_size_applies_to_types_that_support_it() -> None:
     recipe = Recipe.parse(quantize="transformer=nvfp4, text_encoder=int4", group_size=128)
     sizes = {name: one.group_size for name, one in recipe.quantize.items()}
     assert sizes == {"transformer": 16, "text_encoder": 128}
 
 
-def test_a_group_size_that_divides_no_row_is_refused(model):
+def test_a_group_size_that_divides_no_row_is_refused(model: ValuedModel) -> None:
     with pytest.raises(UsageError, match="no tensor of the transformer can be quantized") as caught:
         model.make(quantize="int8", group_size=128)
     assert "another group size" in str(caught.value.hint)
@@ -350,7 +358,9 @@ def test_a_group_size_that_divides_no_row_is_refused(model):
     ],
     ids=str,
 )
-def test_the_hint_names_the_most_frequent_reason(tmp_path, stored, kind, reason):
+def test_the_hint_names_the_most_frequent_reason(
+    tmp_path: Path, stored: tuple[str, tuple[int, ...], bytes], kind: str, reason: str
+) -> None:
     """The reason for most values is given; norms are more numerous, but small."""
     norms = {f"layers.{i}.norm.weight": bf16_values("n", (64,)) for i in range(9)}
     tensors = {"layers.0.to_q.weight": stored} | as_dtype(norms, "BF16")
@@ -360,7 +370,7 @@ def test_the_hint_names_the_most_frequent_reason(tmp_path, stored, kind, reason)
     assert caught.value.hint == f"most of its values are not quantized because of: {reason}"
 
 
-def test_only_rows_divisible_by_the_group_size_are_quantized(tmp_path):
+def test_only_rows_divisible_by_the_group_size_are_quantized(tmp_path: Path) -> None:
     values = transformer() | {"layers.0.wide.weight": bf16_values("wide", (16, 128))}
     model = make_valued(tmp_path / "model", transformer=as_dtype(values, "BF16"))
     packed = model.make(quantize="int8", group_size=128)
@@ -368,7 +378,7 @@ def test_only_rows_divisible_by_the_group_size_are_quantized(tmp_path):
     assert names == ["transformer/layers.0.wide.weight"]
 
 
-def test_tensors_that_are_not_floats_are_kept(tmp_path):
+def test_tensors_that_are_not_floats_are_kept(tmp_path: Path) -> None:
     shape = (64, 64)
     name = "layers.0.table.weight"
     data = data_of((name, "I8", shape), "x")

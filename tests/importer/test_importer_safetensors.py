@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from clowder_aimage.create import create
@@ -13,6 +17,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from tests.exporter.conftest import files_in
 from tests.importer.conftest import safetensors
+from tests.process import Aimage
 
 NAME, TWO = Reference.parse("ckpt"), Reference.parse("two")
 TENSORS = [
@@ -28,11 +33,13 @@ WHOLE = ModelForm(whole_files=True)
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def test_a_checkpoint_is_packed_by_tensor_and_exported_byte_for_byte(store, tmp_path):
+def test_a_checkpoint_is_packed_by_tensor_and_exported_byte_for_byte(
+    store: ImageLayout, tmp_path: Path
+) -> None:
     path = tmp_path / "sd_xl_base.safetensors"
     data = safetensors(TENSORS, **{"modelspec.title": "SDXL", "note": "as it came"})
     path.write_bytes(data)
@@ -50,7 +57,9 @@ def test_a_checkpoint_is_packed_by_tensor_and_exported_byte_for_byte(store, tmp_
 
 
 @pytest.mark.parametrize("tensors", [SCALED, SLASHED])
-def test_tensors_that_cannot_be_layers_stay_in_their_file(store, tmp_path, tensors):
+def test_tensors_that_cannot_be_layers_stay_in_their_file(
+    store: ImageLayout, tmp_path: Path, tensors: list[Any]
+) -> None:
     path = tmp_path / "flux.safetensors"
     path.write_bytes(safetensors(tensors))
     create(store, NAME, path)
@@ -60,7 +69,9 @@ def test_tensors_that_cannot_be_layers_stay_in_their_file(store, tmp_path, tenso
     assert files_in(tmp_path / "out") == {path.name: path.read_bytes()}
 
 
-def test_a_checkpoint_without_tensors_or_data_is_refused(store, tmp_path):
+def test_a_checkpoint_without_tensors_or_data_is_refused(
+    store: ImageLayout, tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors([]))
     with pytest.raises(ModelError, match="contains no tensors"):
@@ -70,7 +81,7 @@ def test_a_checkpoint_without_tensors_or_data_is_refused(store, tmp_path):
         create(store, NAME, path)
 
 
-def test_any_files_are_packed_as_they_are(store, tmp_path):
+def test_any_files_are_packed_as_they_are(store: ImageLayout, tmp_path: Path) -> None:
     root = tmp_path / "things"
     (root / "deep").mkdir(parents=True)
     (root / "old.ckpt").write_bytes(b"\x80\x02.")
@@ -86,7 +97,9 @@ def test_any_files_are_packed_as_they_are(store, tmp_path):
     assert again.descriptor == made.descriptor
 
 
-def test_unknown_models_are_refused_with_the_remedy(aimage, tmp_path):
+def test_unknown_models_are_refused_with_the_remedy(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     root = tmp_path / "model"
     root.mkdir()
     run = aimage("store")

@@ -44,7 +44,7 @@ def refused(root: Path, *said: str, kind: type[ContentError] = FormatError) -> C
     return caught.value
 
 
-def test_every_file_becomes_a_layer(model):
+def test_every_file_becomes_a_layer(model: Path) -> None:
     taken = take(model)
     assert taken.facts == {"format": "savedmodel"}
     assert [file.name for file in taken.files] == [
@@ -59,7 +59,7 @@ def test_every_file_becomes_a_layer(model):
     assert {file.media_type for file in taken.files} == {AIMAGE_SAVEDMODEL}
 
 
-def test_a_text_format_model_is_packed(model):
+def test_a_text_format_model_is_packed(model: Path) -> None:
     (model / "saved_model.pb").unlink()
     (model / "saved_model.pbtxt").write_text(TEXT)
     assert "saved_model.pbtxt" in {file.name for file in take(model).files}
@@ -68,14 +68,14 @@ def test_a_text_format_model_is_packed(model):
         refused(model, "saved_model.pbtxt", "contains no graph")
 
 
-def test_a_model_without_variables_is_packed(tmp_path):
+def test_a_model_without_variables_is_packed(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(pb.saved_model(has_saver=False, version=""))
     taken = take(tmp_path)
     assert [file.name for file in taken.files] == ["saved_model.pb"]
     assert taken.facts == {"format": "savedmodel"}
 
 
-def test_missing_variables_are_reported(model):
+def test_missing_variables_are_reported(model: Path) -> None:
     shard = model / "variables" / "variables.data-00001-of-00002"
     shard.unlink()
     refused(model, "variables", "1 found, 2 expected")
@@ -83,12 +83,12 @@ def test_missing_variables_are_reported(model):
     refused(model, "variable shards are missing")
 
 
-def test_a_missing_index_is_refused(model):
+def test_a_missing_index_is_refused(model: Path) -> None:
     (model / "variables" / "variables.index").unlink()
     refused(model, "variables.index")
 
 
-def test_shards_of_different_sets_are_refused(model):
+def test_shards_of_different_sets_are_refused(model: Path) -> None:
     shards = model / "variables"
     (shards / "variables.data-00000-of-00003").write_bytes(b"other")
     refused(model, "several sets")
@@ -101,19 +101,21 @@ def test_shards_of_different_sets_are_refused(model):
     refused(model, "missing or misnumbered")
 
 
-def test_links_out_of_the_directory_are_refused(model, tmp_path):
+def test_links_out_of_the_directory_are_refused(model: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     (model / "assets" / "secret").symlink_to(tmp_path / "secret")
     refused(model, "outside the model directory", kind=ModelError)
 
 
-def test_a_directory_of_too_many_files_is_refused(model, monkeypatch):
+def test_a_directory_of_too_many_files_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("clowder_aimage.formats.model_tree.MAX_FILES", 5)
     error = refused(model, "more than 5 files", kind=ModelError)
     assert error.hint
 
 
-def test_missing_directories_and_models_are_refused(tmp_path):
+def test_missing_directories_and_models_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "saved_model.pb"
     refused(tmp_path, "has no saved_model.pb")
     path.write_bytes(pb.saved_model())
@@ -126,6 +128,6 @@ def test_missing_directories_and_models_are_refused(tmp_path):
     [b"", b"PK\x03\x04" + bytes(50), pb.saved_model(schema=2)],
     ids=["empty", "zip", "schema"],
 )
-def test_an_invalid_saved_model_is_refused(model, raw):
+def test_an_invalid_saved_model_is_refused(model: Path, raw: bytes) -> None:
     (model / "saved_model.pb").write_bytes(raw)
     refused(model, str(model / "saved_model.pb"), "not a SavedModel")

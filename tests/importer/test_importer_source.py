@@ -6,9 +6,13 @@ import gzip
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from clowder_aimage.content import ContentStore
 from clowder_aimage.create import create
 from clowder_aimage.errors import (
     FormatError,
@@ -21,11 +25,12 @@ from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter, snapshot
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
-from tests.importer.conftest import data_of, in_memory, safetensors
+from tests.importer.conftest import Model, data_of, in_memory, safetensors
+from tests.process import Aimage
 
 NAME = Reference.parse("llm")
 TENSORS = [
@@ -42,7 +47,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def directory(tmp_path):
+def directory(tmp_path: Path) -> Path:
     """Return a Transformers directory."""
     directory = tmp_path / "llm"
     directory.mkdir()
@@ -56,7 +61,7 @@ def directory(tmp_path):
     return directory
 
 
-def packed(directory, store=None, **options):
+def packed(directory: Path, store: ContentStore | None = None, **options: Any) -> StoredAImage:
     store = store or in_memory()
     create(store, NAME, directory, **options)
     return read_aimage(store, NAME)
@@ -65,7 +70,7 @@ def packed(directory, store=None, **options):
 # -- Transformers
 
 
-def test_each_tensor_is_a_top_level_layer(directory):
+def test_each_tensor_is_a_top_level_layer(directory: Path) -> None:
     aimage = packed(directory).aimage
     files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
     assert {layer.name for layer in aimage.layers} == files | {tensor[0] for tensor in TENSORS}
@@ -85,7 +90,7 @@ def test_each_tensor_is_a_top_level_layer(directory):
     validate("aimage-config", aimage.properties)
 
 
-def test_weights_are_read_without_a_component(directory, tmp_path):
+def test_weights_are_read_without_a_component(directory: Path, tmp_path: Path) -> None:
     store = ImageLayout(tmp_path / "store")
     aimage = packed(directory, store).aimage
     weights = ModelWeights.open(store, aimage)
@@ -94,7 +99,7 @@ def test_weights_are_read_without_a_component(directory, tmp_path):
     assert weights.numpy("model.norm.weight").tobytes() == expected
 
 
-def test_a_type_alone_quantizes_the_whole_model(directory):
+def test_a_type_alone_quantizes_the_whole_model(directory: Path) -> None:
     values = b"".join(bytes([0, 0x3C]) * (len(data_of(tensor, "")) // 2) for tensor in TENSORS)
     head = safetensors(TENSORS)[: -len(values)]
     (directory / "model.safetensors").write_bytes(head + values)
@@ -105,16 +110,15 @@ def test_a_type_alone_quantizes_the_whole_model(directory):
     validate("aimage-config", aimage.properties)
 
 
-def test_quantizing_a_missing_component_is_refused(directory):
+def test_quantizing_a_missing_component_is_refused(directory: Path) -> None:
     with pytest.raises(UsageError, match="no text_encoder"):
         packed(directory, recipe=Recipe.parse(quantize="text_encoder=int8"))
 
 
-def test_whole_files_are_kept_unchanged(directory):
+def test_whole_files_are_kept_unchanged(directory: Path) -> None:
     store = in_memory()
     aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
     layer = aimage.layer("model.safetensors")
-    assert layer.content is not None
     assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
     with store.open(layer.descriptor) as file:
         assert file.read() == (directory / "model.safetensors").read_bytes()
@@ -123,7 +127,7 @@ def test_whole_files_are_kept_unchanged(directory):
     validate("aimage-config", aimage.properties)
 
 
-def test_shards_keep_their_index(directory):
+def test_shards_keep_their_index(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     halves = {"model-00001-of-00002.safetensors": TENSORS[:2]}
     halves["model-00002-of-00002.safetensors"] = TENSORS[2:]
@@ -143,7 +147,7 @@ def test_shards_keep_their_index(directory):
             packed(directory, form=form)
 
 
-def test_a_truncated_config_is_refused(directory):
+def test_a_truncated_config_is_refused(directory: Path) -> None:
     config = directory / "config.json"
     config.write_text(config.read_text()[:-5])
     for form in (ModelForm(), ModelForm(format="transformers")):
@@ -151,13 +155,13 @@ def test_a_truncated_config_is_refused(directory):
             packed(directory, form=form)
 
 
-def test_pickled_weights_beside_safetensors_are_refused(directory):
+def test_pickled_weights_beside_safetensors_are_refused(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"PK")
     with pytest.raises(ModelError, match="pickled"):
         packed(directory)
 
 
-def test_an_empty_config_is_refused(directory):
+def test_an_empty_config_is_refused(directory: Path) -> None:
     (directory / "config.json").write_text("{}")
     with pytest.raises(FormatError, match="neither architectures nor model_type"):
         packed(directory, form=ModelForm(format="transformers"))
@@ -167,7 +171,7 @@ def test_an_empty_config_is_refused(directory):
 
 
 @pytest.mark.parametrize("compression", ["gzip", "zstd"])
-def test_a_compressed_layer_has_a_diff_id(directory, compression):
+def test_a_compressed_layer_has_a_diff_id(directory: Path, compression: str) -> None:
     store = in_memory()
     form = ModelForm(whole_files=True, compression=compression)
     aimage = packed(directory, store, form=form).aimage
@@ -192,7 +196,7 @@ def test_a_compressed_layer_has_a_diff_id(directory, compression):
 
 
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
-def test_every_dialect_stores_the_diff_id(directory, dialect):
+def test_every_dialect_stores_the_diff_id(directory: Path, dialect: str) -> None:
     form = ModelForm(whole_files=True, compression="gzip")
     found = packed(directory, form=form, dialect=dialect).aimage
     expected = packed(directory, form=form).aimage
@@ -200,12 +204,12 @@ def test_every_dialect_stores_the_diff_id(directory, dialect):
     assert all(layer.content is not None for layer in found.layers)
 
 
-def test_tensors_are_not_compressed(directory):
+def test_tensors_are_not_compressed(directory: Path) -> None:
     with pytest.raises(UsageError, match="tensors cannot be compressed"):
         packed(directory, form=ModelForm(compression="gzip"))
 
 
-def test_a_pipeline_can_be_kept_in_whole_files(model):
+def test_a_pipeline_can_be_kept_in_whole_files(model: Model) -> None:
     store = in_memory()
     create(store, NAME, model.directory, form=ModelForm(whole_files=True))
     aimage = read_aimage(store, NAME).aimage
@@ -217,7 +221,7 @@ def test_a_pipeline_can_be_kept_in_whole_files(model):
 # -- other layers
 
 
-def test_a_layer_of_any_type_is_carried(directory, tmp_path):
+def test_a_layer_of_any_type_is_carried(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "ep.bin"
     path.write_bytes(b"an execution provider")
     extra = ExtraFile.parse(f"application/vnd.example.ep.layer.v1={path}")
@@ -230,12 +234,12 @@ def test_a_layer_of_any_type_is_carried(directory, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["ep.bin", "text=ep.bin", "a/b="])
-def test_extra_file_parse_refuses(text):
+def test_extra_file_parse_refuses(text: str) -> None:
     with pytest.raises(UsageError, match="invalid layer"):
         ExtraFile.parse(text)
 
 
-def test_adapter_names_are_checked():
+def test_adapter_names_are_checked() -> None:
     name, path = parse_adapter("./loras/style.safetensors")
     assert (name, str(path)) == ("style", "loras/style.safetensors")
     assert parse_adapter("mine=./x")[0] == "mine"
@@ -247,7 +251,7 @@ def test_adapter_names_are_checked():
 # -- a Hugging Face cache
 
 
-def test_a_cache_directory_resolves_to_its_main_snapshot(tmp_path, directory):
+def test_a_cache_directory_resolves_to_its_main_snapshot(tmp_path: Path, directory: Path) -> None:
     cache = tmp_path / "models--org--llm"
     (cache / "blobs").mkdir(parents=True)
     (cache / "refs").mkdir()
@@ -264,7 +268,7 @@ def test_a_cache_directory_resolves_to_its_main_snapshot(tmp_path, directory):
     assert packed(cache).descriptor == packed(directory).descriptor
 
 
-def test_a_cache_with_one_snapshot_needs_no_main_ref(tmp_path):
+def test_a_cache_with_one_snapshot_needs_no_main_ref(tmp_path: Path) -> None:
     cache = tmp_path / "models--org--llm"
     (cache / "snapshots" / "abc").mkdir(parents=True)
     assert snapshot(cache) == cache / "snapshots" / "abc"
@@ -274,12 +278,12 @@ def test_a_cache_with_one_snapshot_needs_no_main_ref(tmp_path):
 
 
 @pytest.fixture
-def ollama(tmp_path):
+def ollama(tmp_path: Path) -> Path:
     """Return an ollama store with one model."""
     models = tmp_path / "models"
     (models / "blobs").mkdir(parents=True)
 
-    def blob(data):
+    def blob(data: bytes) -> dict[Any, Any]:
         digest = hashlib.sha256(data).hexdigest()
         (models / "blobs" / f"sha256-{digest}").write_bytes(data)
         return {"digest": f"sha256:{digest}", "size": len(data)}
@@ -299,7 +303,7 @@ def ollama(tmp_path):
     return models
 
 
-def test_an_ollama_model_is_hard_linked(ollama, tmp_path):
+def test_an_ollama_model_is_hard_linked(ollama: Path, tmp_path: Path) -> None:
     store = ImageLayout(tmp_path / "store")
     found = adopt(store, Reference.parse("small"), ollama, "small:1b")
     assert (found.linked, found.copied, found.there) == (3, 0, 0)
@@ -312,8 +316,10 @@ def test_an_ollama_model_is_hard_linked(ollama, tmp_path):
     assert adopt(store, Reference.parse("again"), ollama, "small:1b").there == 3
 
 
-def test_blobs_that_cannot_be_linked_are_copied(ollama, tmp_path, monkeypatch):
-    def refuse(*_, **__):
+def test_blobs_that_cannot_be_linked_are_copied(
+    ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError(18, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
@@ -321,7 +327,7 @@ def test_blobs_that_cannot_be_linked_are_copied(ollama, tmp_path, monkeypatch):
     assert adopt(store, Reference.parse("small"), ollama, "small:1b").copied == 3
 
 
-def test_a_damaged_blob_of_ollama_is_refused(ollama, tmp_path):
+def test_a_damaged_blob_of_ollama_is_refused(ollama: Path, tmp_path: Path) -> None:
     largest = max((ollama / "blobs").iterdir(), key=lambda path: path.stat().st_size)
     largest.write_bytes(b"GGUF" + bytes(99) + b"!")
     store = ImageLayout(tmp_path / "store")
@@ -332,18 +338,20 @@ def test_a_damaged_blob_of_ollama_is_refused(ollama, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["large", "../small:1b", "small:../1b"])
-def test_an_unknown_ollama_model_is_reported(ollama, tmp_path, name):
+def test_an_unknown_ollama_model_is_reported(ollama: Path, tmp_path: Path, name: str) -> None:
     with pytest.raises(NotFoundError) as caught:
         adopt(ImageLayout(tmp_path / "store"), NAME, ollama, name)
     assert "small:1b" in str(caught.value.hint)
 
 
-def test_a_directory_that_is_not_an_ollama_store_is_refused(tmp_path):
+def test_a_directory_that_is_not_an_ollama_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="not an ollama store"):
         adopt(ImageLayout(tmp_path / "store"), NAME, tmp_path, "small")
 
 
-def test_a_link_in_ollamas_store_is_followed_before_it_is_linked(ollama, tmp_path):
+def test_a_link_in_ollamas_store_is_followed_before_it_is_linked(
+    ollama: Path, tmp_path: Path
+) -> None:
     for path in list((ollama / "blobs").iterdir()):
         path.rename(tmp_path / path.name)
         path.symlink_to(tmp_path / path.name)
@@ -354,7 +362,7 @@ def test_a_link_in_ollamas_store_is_followed_before_it_is_linked(ollama, tmp_pat
     assert not any(path.is_symlink() for path in found)
 
 
-def test_other_options_are_refused_with_ollama(aimage, ollama):
+def test_other_options_are_refused_with_ollama(aimage: Callable[..., Aimage], ollama: Path) -> None:
     done = aimage()(
         "create", "x", "small:1b", "--from-ollama", ollama, "--quantize", "int8", code=2
     )
@@ -362,27 +370,27 @@ def test_other_options_are_refused_with_ollama(aimage, ollama):
     assert "requires the name of" in aimage()("create", "x", "--from-ollama", ollama, code=2).err
 
 
-def test_unpacked_subdirectories_are_refused(directory):
+def test_unpacked_subdirectories_are_refused(directory: Path) -> None:
     (directory / "2_Dense").mkdir()
     (directory / "2_Dense" / "model.safetensors").write_bytes(safetensors(TENSORS))
     with pytest.raises(ModelError, match="would be skipped"):
         packed(directory)
 
 
-def test_training_files_are_not_packed(directory):
+def test_training_files_are_not_packed(directory: Path) -> None:
     (directory / "training_args.bin").write_bytes(b"pickled")
     names = {layer.name for layer in packed(directory).aimage.layers}
     assert "training_args.bin" not in names
 
 
-def test_tensor_options_are_refused_with_whole_files(directory):
+def test_tensor_options_are_refused_with_whole_files(directory: Path) -> None:
     with pytest.raises(UsageError, match="whole files"):
         packed(directory, form=ModelForm(whole_files=True), recipe=Recipe.parse("bf16"))
     with pytest.raises(UsageError, match="is reserved for files"):
         ExtraFile.parse(f"{mediatype.AIMAGE_SAFETENSORS}=x")
 
 
-def test_other_layers_are_not_compressed(directory, tmp_path):
+def test_other_layers_are_not_compressed(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "ep.bin"
     path.write_bytes(b"an execution provider")
     extra = ExtraFile.parse(f"application/vnd.example.ep.v1={path}")

@@ -62,7 +62,7 @@ def refused(
 
 
 @pytest.mark.parametrize("comment", [b"", b"said", bytes(60_000)])
-def test_an_archive_is_marked_as_executable_code(path, comment):
+def test_an_archive_is_marked_as_executable_code(path: Path, comment: bytes) -> None:
     path.write_bytes(archive(MEMBERS, comment=comment))
     taken = take(path)
     assert taken.facts == {"format": "torchscript", "pickled": True, "formatVersion": "3"}
@@ -70,12 +70,12 @@ def test_an_archive_is_marked_as_executable_code(path, comment):
     assert (file.name, file.media_type) == ("model.pt", AIMAGE_TORCHSCRIPT)
 
 
-def test_the_version_in_the_data_takes_precedence(path):
+def test_the_version_in_the_data_takes_precedence(path: Path) -> None:
     path.write_bytes(archive(MEMBERS | {"m/.data/version": b"10"}))
     assert take(path).facts["formatVersion"] == "10"
 
 
-def test_nothing_is_unpickled(path, monkeypatch):
+def test_nothing_is_unpickled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pickle, "loads", None)
     monkeypatch.setattr(pickle, "load", None)
     monkeypatch.setattr(pickle, "Unpickler", None)
@@ -84,7 +84,7 @@ def test_nothing_is_unpickled(path, monkeypatch):
     assert take(path).facts["pickled"] is True
 
 
-def test_a_zip64_directory_is_read(path, monkeypatch):
+def test_a_zip64_directory_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 10)
     raw = archive(MEMBERS)
     assert b"PK\x06\x06" in raw
@@ -96,17 +96,17 @@ def test_a_zip64_directory_is_read(path, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", [2, 5])
-def test_a_pickle_is_refused_as_a_pickle(path, protocol):
+def test_a_pickle_is_refused_as_a_pickle(path: Path, protocol: int) -> None:
     error = refused(path, pickle.dumps({}, protocol), "pickled", "arbitrary code", kind=ModelError)
     assert "safetensors" in str(error.hint)
 
 
-def test_a_checkpoint_is_refused_as_a_pickle(path):
+def test_a_checkpoint_is_refused_as_a_pickle(path: Path) -> None:
     members = without("m/code/__torch__.py", "m/constants.pkl")
     refused(path, archive(members), "is pickled", kind=ModelError)
 
 
-def test_other_archives_are_refused(path):
+def test_other_archives_are_refused(path: Path) -> None:
     refused(path, archive({"word/document.xml": b"x"}), "no TorchScript program")
     refused(path, archive({}), "not a zip archive")
     refused(path, b"GGUF" + bytes(100), "not a zip archive")
@@ -114,21 +114,21 @@ def test_other_archives_are_refused(path):
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "version"])
-def test_missing_members_are_refused(path, name):
+def test_missing_members_are_refused(path: Path, name: str) -> None:
     word = "has no version" if name == "version" else f"{name} not found"
     refused(path, archive(without(f"m/{name}")), word)
 
 
-def test_members_in_two_directories_are_refused(path):
+def test_members_in_two_directories_are_refused(path: Path) -> None:
     refused(path, archive(MEMBERS | {"n/x": b""}), "not in a single directory")
 
 
 @pytest.mark.parametrize("version", [b"", b"9" * 65])
-def test_an_invalid_version_is_refused(path, version):
+def test_an_invalid_version_is_refused(path: Path, version: bytes) -> None:
     refused(path, archive(MEMBERS | {"m/version": version}), "version")
 
 
-def test_directories_and_missing_files_are_refused(tmp_path, path):
+def test_directories_and_missing_files_are_refused(tmp_path: Path, path: Path) -> None:
     with pytest.raises(ModelError, match="is a directory"):
         take(tmp_path)
     with pytest.raises(ModelError, match="does not exist"):
@@ -138,19 +138,19 @@ def test_directories_and_missing_files_are_refused(tmp_path, path):
 # -- damaged archives
 
 
-def test_a_duplicate_name_is_refused(path):
+def test_a_duplicate_name_is_refused(path: Path) -> None:
     raw = archive(without("m/byteorder") | {"m/versioN": b"3"})
     refused(path, raw.replace(b"m/versioN", b"m/version"), "duplicate member names")
 
 
-def test_an_encrypted_version_is_refused(path):
+def test_an_encrypted_version_is_refused(path: Path) -> None:
     raw = archive(MEMBERS)
     flags = raw.rindex(b"PK\x01\x02", 0, raw.rindex(b"m/version")) + 8
     refused(path, raw[:flags] + b"\x01" + raw[flags + 1 :], "cannot be read")
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["32 bits", "64 bits"])
-def test_an_oversized_directory_is_refused(path, wide):
+def test_an_oversized_directory_is_refused(path: Path, wide: bool) -> None:
     raw = archive(MEMBERS)
     span = 2**31 - 1
     record = b"PK\x06\x06" + struct.pack("<Q2H2I4Q", 44, 45, 45, 0, 0, 9, 9, span, 0)
@@ -164,12 +164,12 @@ def test_an_oversized_directory_is_refused(path, wide):
     assert memory_of(take, path) < 1 << 20
 
 
-def test_a_truncated_archive_is_refused_wherever_it_ends(path):
+def test_a_truncated_archive_is_refused_wherever_it_ends(path: Path) -> None:
     took, refused = survives(take, path, cuts(archive(MEMBERS)))
     assert (took, refused > 100) == (0, True)
 
 
-def test_damaged_archives_are_refused_with_a_message(path):
+def test_damaged_archives_are_refused_with_a_message(path: Path) -> None:
     took, refused = survives(take, path, mutants(archive(MEMBERS), 400))
     assert took > 10
     assert refused > 100
@@ -192,13 +192,13 @@ def saved(path: Path, how: str) -> Any:
 
 
 @pytest.mark.integration
-def test_torch_jit_archives_are_packed(path):
+def test_torch_jit_archives_are_packed(path: Path) -> None:
     saved(path, "script")
     assert take(path).facts["formatVersion"].isdigit()
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("how", ["checkpoint", "legacy"])
-def test_torch_save_archives_are_refused(path, how):
+def test_torch_save_archives_are_refused(path: Path, how: str) -> None:
     saved(path, how)
     refused(path, path.read_bytes(), "is pickled", kind=ModelError)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -16,31 +18,45 @@ from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Digest, Reference
-from tests.importer.valued import as_dtype, bf16_values, make_valued, read_back, transformer
+from tests.importer.valued import (
+    ValuedModel,
+    as_dtype,
+    bf16_values,
+    make_valued,
+    read_back,
+    transformer,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from clowder_aimage.importer.planned_layer import PlannedLayer
+    from clowder_aimage.tensor.weight import FileSpan
+
 
 NAME = Reference.parse("m")
 SMALL = 4096  # bytes; larger blobs are streamed
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce the buffers so that the blobs of these models count as large."""
     monkeypatch.setattr(blob_writer, "LEAST", SMALL)
     monkeypatch.setattr(blob_writer, "BUFFER", SMALL)
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path) -> ValuedModel:
     return make_valued(tmp_path / "model")
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """Count the reads of each span."""
     counted: Counter[object] = Counter()
     begin = SpanReader.__init__
 
-    def counting(self, span, stopped):
+    def counting(self: SpanReader, span: FileSpan, stopped: threading.Event) -> None:
         counted[span] += 1
         begin(self, span, stopped)
 
@@ -49,13 +65,13 @@ def reads(monkeypatch):
 
 
 @pytest.fixture
-def ingests(monkeypatch):
+def ingests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Record the outcome of ingests without a known digest."""
     ends: Counter[str] = Counter()
     for name in ("commit", "abort"):
         method = getattr(FileIngest, name)
 
-        def counting(self, *arguments, method=method, name=name):
+        def counting(self: Any, *arguments: Any, method: Any = method, name: str = name) -> Any:
             ends[name] += self._expected is None
             return method(self, *arguments)
 
@@ -63,12 +79,14 @@ def ingests(monkeypatch):
     return ends
 
 
-def left(store):
+def left(store: Path) -> list[Any]:
     """Return the files in the store's directory for ingests."""
     return [path.name for path in (store / ".aimage" / "ingest").glob("*")]
 
 
-def test_digests_are_independent_of_buffer_sizes(model, monkeypatch):
+def test_digests_are_independent_of_buffer_sizes(
+    model: ValuedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = model.recipe_digest()
     for size, jobs in ((509, 3), (SMALL, 1)):
         monkeypatch.setattr(blob_writer, "LEAST", size)
@@ -77,7 +95,9 @@ def test_digests_are_independent_of_buffer_sizes(model, monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_streamed_blobs_match_their_digests(model, small, ingests, algorithm):
+def test_streamed_blobs_match_their_digests(
+    model: ValuedModel, small: None, ingests: Counter[str], algorithm: str
+) -> None:
     made = create(ImageLayout(model.store), NAME, model.directory, algorithm=algorithm)
     assert ingests["commit"] > 20
     assert left(model.store) == []
@@ -86,7 +106,7 @@ def test_streamed_blobs_match_their_digests(model, small, ingests, algorithm):
         assert Digest.of(raw, algorithm) == written.layer.descriptor.digest
 
 
-def test_every_source_is_read_once(model, small, reads):
+def test_every_source_is_read_once(model: ValuedModel, small: None, reads: Counter[Any]) -> None:
     model.make()
     assert set(reads.values()) == {1}
     reads.clear()
@@ -94,7 +114,9 @@ def test_every_source_is_read_once(model, small, reads):
     assert set(reads.values()) <= {1, 2}  # twice: kept matrices of a size that the store has
 
 
-def test_packing_again_writes_nothing(model, small, ingests):
+def test_packing_again_writes_nothing(
+    model: ValuedModel, small: None, ingests: Counter[str]
+) -> None:
     model.make()
     ingests.clear()
     again = model.make("again")
@@ -102,7 +124,9 @@ def test_packing_again_writes_nothing(model, small, ingests):
     assert all(written.was_there for written in again.layers)
 
 
-def test_a_streamed_blob_that_exists_is_discarded(model, small, ingests):
+def test_a_streamed_blob_that_exists_is_discarded(
+    model: ValuedModel, small: None, ingests: Counter[str]
+) -> None:
     """Quantizing again: the digest is known only after the last byte."""
     model.make(quantize="int8")
     before = ingests["commit"]
@@ -113,7 +137,9 @@ def test_a_streamed_blob_that_exists_is_discarded(model, small, ingests):
     assert left(model.store) == []
 
 
-def test_the_same_blob_twice_in_a_model_is_stored_once(tmp_path, small, ingests):
+def test_the_same_blob_twice_in_a_model_is_stored_once(
+    tmp_path: Path, small: None, ingests: Counter[str]
+) -> None:
     """A text encoder and a transformer with the same tensor."""
     values = as_dtype({"layers.0.same.weight": bf16_values("same", (64, 128))}, "BF16")
     model = make_valued(tmp_path / "model", text_encoder=values, transformer=values)
@@ -124,7 +150,7 @@ def test_the_same_blob_twice_in_a_model_is_stored_once(tmp_path, small, ingests)
     assert left(model.store) == []
 
 
-def test_a_blob_of_the_same_size_is_not_assumed_to_exist(tmp_path, small):
+def test_a_blob_of_the_same_size_is_not_assumed_to_exist(tmp_path: Path, small: None) -> None:
     """Another model of the same shapes."""
     make_valued(tmp_path / "model").make("first")
     other = {name: value * 2 for name, value in transformer().items()}
@@ -134,7 +160,9 @@ def test_a_blob_of_the_same_size_is_not_assumed_to_exist(tmp_path, small):
     assert new == {f"transformer/{name}" for name in other}
 
 
-def test_leftovers_of_a_killed_create_are_removed_by_the_next(model, small):
+def test_leftovers_of_a_killed_create_are_removed_by_the_next(
+    model: ValuedModel, small: None
+) -> None:
     """Files of a running create and resumable downloads are kept."""
     store = ImageLayout(model.store)
     busy = store.ingest("create")
@@ -152,12 +180,14 @@ def test_leftovers_of_a_killed_create_are_removed_by_the_next(model, small):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_file_that_changes_while_read_is_refused(model, small, monkeypatch, quantize):
+def test_a_file_that_changes_while_read_is_refused(
+    model: ValuedModel, small: None, monkeypatch: pytest.MonkeyPatch, quantize: str | None
+) -> None:
     """In the middle of a tensor, in its last bytes, or just before it."""
     path = model.weights("transformer")
     end = SpanReader.check_unchanged
 
-    def meddle(self):
+    def meddle(self: SpanReader) -> None:
         os.utime(path, ns=(1, 1))
         end(self)
 
@@ -169,7 +199,9 @@ def test_a_file_that_changes_while_read_is_refused(model, small, monkeypatch, qu
     assert list(ImageLayout(model.store).tags()) == []
 
 
-def test_a_file_that_changes_between_hashing_and_storing_is_refused(tmp_path, small, monkeypatch):
+def test_a_file_that_changes_between_hashing_and_storing_is_refused(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blobs that are hashed first must have the same content in the second read."""
     make_valued(tmp_path / "model").make("first")
     other = {name: value * 2 for name, value in transformer().items()}
@@ -177,7 +209,7 @@ def test_a_file_that_changes_between_hashing_and_storing_is_refused(tmp_path, sm
     path = model.weights("transformer")
     hashed = blob_writer._Writer._digest
 
-    def meddle(self, planned):
+    def meddle(self: blob_writer._Writer, planned: PlannedLayer) -> Digest:
         digest = hashed(self, planned)
         status = path.stat()
         raw = path.read_bytes()
@@ -194,10 +226,12 @@ def test_a_file_that_changes_between_hashing_and_storing_is_refused(tmp_path, sm
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_full_disk_leaves_no_ingest(model, small, monkeypatch, quantize):
+def test_a_full_disk_leaves_no_ingest(
+    model: ValuedModel, small: None, monkeypatch: pytest.MonkeyPatch, quantize: str | None
+) -> None:
     real, calls = os.pwrite, []
 
-    def full(fd, data, offset):
+    def full(fd: int, data: Buffer, offset: int) -> int:
         calls.append(offset)
         if len(calls) > 5:
             raise OSError(28, "No space left on device")
@@ -213,13 +247,15 @@ def test_a_full_disk_leaves_no_ingest(model, small, monkeypatch, quantize):
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_an_interrupt_stops_in_the_middle_of_a_tensor(model, small, monkeypatch, quantize):
+def test_an_interrupt_stops_in_the_middle_of_a_tensor(
+    model: ValuedModel, small: None, monkeypatch: pytest.MonkeyPatch, quantize: str | None
+) -> None:
     """Ctrl-C ends the read between two chunks, however much is left."""
     reading = threading.Event()
     stopped = []
     readinto = SpanReader.readinto
 
-    def endless(self, buffer):
+    def endless(self: SpanReader, buffer: memoryview[int]) -> int:
         reading.set()
         try:
             while True:
@@ -229,7 +265,7 @@ def test_an_interrupt_stops_in_the_middle_of_a_tensor(model, small, monkeypatch,
             stopped.append(error.message)
             raise
 
-    def interrupted(*_, **__):
+    def interrupted(*_: Any, **__: Any) -> NoReturn:
         waiting.undo()  # this waits for running reads in real time
         assert reading.wait(30)
         raise KeyboardInterrupt
@@ -243,7 +279,7 @@ def test_an_interrupt_stops_in_the_middle_of_a_tensor(model, small, monkeypatch,
     assert left(model.store) == []
 
 
-def test_a_damaged_blob_is_not_converted(model):
+def test_a_damaged_blob_is_not_converted(model: ValuedModel) -> None:
     from clowder_aimage.create import convert
 
     model.make()

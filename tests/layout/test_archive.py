@@ -10,6 +10,9 @@ import json
 import os
 import tarfile
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,39 +28,39 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.load import load
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Index, Reference
 from clowder_aimage.save import save
 from tests.content import artifact
 
 
 @pytest.fixture
-def here(tmp_path):
+def here(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "here")
 
 
 @pytest.fixture
-def there(tmp_path):
+def there(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "there")
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path) -> Path:
     return tmp_path / "out" / "x.tar"
 
 
 @pytest.fixture(autouse=True)
-def room(file):
+def room(file: Path) -> Iterator[None]:
     file.parent.mkdir()
     yield
     leftovers = [path.name for path in file.parent.iterdir() if path.name.startswith(".")]
     assert not leftovers  # no partial file is left after any failure
 
 
-def names(*texts):
+def names(*texts: str) -> list[Any]:
     return [Reference.parse(text) for text in texts]
 
 
-def blobs(layout):
+def blobs(layout: ImageLayout) -> dict[Any, Any]:
     return {
         f"{path.parent.name}:{path.name}": path.read_bytes()
         for path in (layout.root / "blobs").rglob("*")
@@ -65,25 +68,25 @@ def blobs(layout):
     }
 
 
-def members(file):
+def members(file: Path) -> list[tarfile.TarInfo]:
     with tarfile.open(file) as tar:
         return tar.getmembers()
 
 
-def put_sha512(layout, data):
+def put_sha512(layout: ImageLayout, data: bytes) -> Descriptor:
     content = Descriptor(artifact.BLOB, Digest.of(data, "sha512"), len(data))
     layout.push(content, bytes_body(data))
     return content
 
 
-def put_index(layout, name, *children, absent=()):
+def put_index(layout: ImageLayout, name: str, *children: Any, absent: Any = ()) -> Index:
     listed = [child.descriptor for child in (*children, *absent)]
     made = artifact.index(listed)
     layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
     return made
 
 
-def test_save_and_load_round_trip(here, there, file):
+def test_save_and_load_round_trip(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     made = artifact.put_artifact(here, "a.b/x:v1", b"one", b"", b"x" * 3_000_001)
     saved = save(here, names("a.b/x:v1"), file, is_hashed=True)
     assert saved.size == file.stat().st_size
@@ -95,7 +98,7 @@ def test_save_and_load_round_trip(here, there, file):
     assert next(there.tags())[1].annotations == next(here.tags())[1].annotations
 
 
-def test_save_writes_index_and_manifests_first(here, file):
+def test_save_writes_index_and_manifests_first(here: ImageLayout, file: Path) -> None:
     one = artifact.put_artifact(here, "x", b"common", b"1")
     two = artifact.put_artifact(here, "y", b"common", b"2")
     save(here, names("y", "x"), file)
@@ -107,7 +110,7 @@ def test_save_writes_index_and_manifests_first(here, file):
     assert len(found) == len(set(found)) == len(first) + 5  # the shared blob occurs once
 
 
-def test_save_writes_neutral_headers(here, file):
+def test_save_writes_neutral_headers(here: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x", b"1")
     save(here, names("x"), file)
     for member in members(file):
@@ -117,7 +120,7 @@ def test_save_writes_neutral_headers(here, file):
         assert not member.pax_headers
 
 
-def test_saves_are_reproducible(here, there, file):
+def test_saves_are_reproducible(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     """Also with other Python versions, whose tarfile may differ: the digest is pinned here."""
     for layout, order in ((here, (b"1", b"2")), (there, (b"2", b"1"))):
         for layer in order:
@@ -132,7 +135,7 @@ def test_saves_are_reproducible(here, there, file):
 GOLDEN = "sha256:b5070e868bdd8b7237cf1f0b152b2fb56faabacbf459bb0bbeddde78947dc50c"
 
 
-def test_a_sha512_path_has_a_pax_header(here, there, file):
+def test_a_sha512_path_has_a_pax_header(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     content = put_sha512(here, b"long name")
     config = artifact.put(here, b"{}", artifact.CONFIG)
     made = artifact.manifest(config, [content])
@@ -145,7 +148,7 @@ def test_a_sha512_path_has_a_pax_header(here, there, file):
     assert there.path(content).read_bytes() == b"long name"
 
 
-def test_a_size_beyond_ustar_has_a_pax_header():
+def test_a_size_beyond_ustar_has_a_pax_header() -> None:
     header = tar_header("blobs/sha256/x", size=8 << 30, mode=0o644)
     with tarfile.open(fileobj=io.BytesIO(header)) as tar:
         member = tar.next()
@@ -154,7 +157,7 @@ def test_a_size_beyond_ustar_has_a_pax_header():
     assert b"size" not in tar_header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
 
 
-def test_save_accepts_a_digest(here, there, file):
+def test_save_accepts_a_digest(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     made = artifact.put_artifact(here, "x:v1", b"1")
     by_digest = f"x@{made.digest}"
     save(here, names(by_digest, f"x:v1@{made.digest}"), file)
@@ -165,7 +168,9 @@ def test_save_accepts_a_digest(here, there, file):
         save(here, names("x:v1", f"x:v1@{other.digest}"), file)
 
 
-def test_save_of_an_index_includes_all_present_manifests(here, there, file):
+def test_save_of_an_index_includes_all_present_manifests(
+    here: ImageLayout, there: ImageLayout, file: Path
+) -> None:
     kept = artifact.put_artifact(here, "one", b"1")
     inner = put_index(here, "inner", artifact.put_artifact(here, "two", b"2"))
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"3")])
@@ -178,7 +183,7 @@ def test_save_of_an_index_includes_all_present_manifests(here, there, file):
     assert blobs(there) == blobs(here)
 
 
-def test_save_of_an_index_without_manifests_fails(here, file):
+def test_save_of_an_index_without_manifests_fails(here: ImageLayout, file: Path) -> None:
     away = artifact.manifest(artifact.blob(b"{}"), [])
     put_index(here, "all", absent=[away])
     with pytest.raises(NotFoundError, match="no manifest of the index all:latest"):
@@ -186,7 +191,7 @@ def test_save_of_an_index_without_manifests_fails(here, file):
     assert not file.exists()
 
 
-def test_save_reports_a_missing_blob(here, file):
+def test_save_reports_a_missing_blob(here: ImageLayout, file: Path) -> None:
     made = artifact.put_artifact(here, "x", b"1")
     here.path(made.layers[0]).unlink()
     with pytest.raises(NotFoundError, match=str(made.layers[0].digest)):
@@ -195,7 +200,7 @@ def test_save_reports_a_missing_blob(here, file):
 
 
 @pytest.mark.parametrize("data", [b"2", b"22", b""])
-def test_a_damaged_blob_keeps_the_old_file(here, file, data):
+def test_a_damaged_blob_keeps_the_old_file(here: ImageLayout, file: Path, data: bytes) -> None:
     made = artifact.put_artifact(here, "x", b"1")
     path = here.path(made.layers[0])
     path.chmod(0o644)
@@ -206,7 +211,7 @@ def test_a_damaged_blob_keeps_the_old_file(here, file, data):
     assert file.read_text() == "old"
 
 
-def test_an_existing_file_is_replaced_atomically(here, file):
+def test_an_existing_file_is_replaced_atomically(here: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x", b"1")
     file.write_text("old")
     file.chmod(0o600)
@@ -220,7 +225,7 @@ def test_an_existing_file_is_replaced_atomically(here, file):
     assert members(file)
 
 
-def test_save_removes_leftovers_of_killed_ones(here, file):
+def test_save_removes_leftovers_of_killed_ones(here: ImageLayout, file: Path) -> None:
     """Files being written by another process and unrelated files are kept."""
     artifact.put_artifact(here, "x", b"1")
     left, busy = (file.with_name(f".x.tar.{digit * 16}") for digit in "1a")
@@ -241,7 +246,9 @@ def test_save_removes_leftovers_of_killed_ones(here, file):
     assert members(file)
 
 
-def test_concurrent_saves_to_one_file(here, file, monkeypatch):
+def test_concurrent_saves_to_one_file(
+    here: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither removes the other's unfinished file, with and without locks."""
     artifact.put_artifact(here, "x", b"1")
     for flock in (fcntl.flock, lambda fd, operation: None):
@@ -252,7 +259,7 @@ def test_concurrent_saves_to_one_file(here, file, monkeypatch):
         assert file.read_bytes() == b"1"
 
 
-def test_invalid_output_paths_are_refused(here, file):
+def test_invalid_output_paths_are_refused(here: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x", b"1")
     with pytest.raises(UsageError, match="is a directory"):
         save(here, names("x"), file.parent)
@@ -260,7 +267,7 @@ def test_invalid_output_paths_are_refused(here, file):
         save(here, names("x"), file.parent / "no" / "x.tar")
 
 
-def test_a_named_pipe_is_not_replaced(here, there, file):
+def test_a_named_pipe_is_not_replaced(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x", b"1" * 3_000_000)
     os.mkfifo(file)
     loaded = []
@@ -272,7 +279,9 @@ def test_a_named_pipe_is_not_replaced(here, there, file):
     assert file.is_fifo()
 
 
-def test_a_repeated_load_skips_existing_blobs(here, there, file):
+def test_a_repeated_load_skips_existing_blobs(
+    here: ImageLayout, there: ImageLayout, file: Path
+) -> None:
     artifact.put_artifact(here, "x", b"1", b"2")
     save(here, names("x"), file)
     load(there, file)
@@ -283,7 +292,7 @@ def test_a_repeated_load_skips_existing_blobs(here, there, file):
     assert {path.stat().st_mtime_ns for path in (there.root / "blobs" / "sha256").iterdir()} == {1}
 
 
-def test_gzip_archives_are_streamed(here, there, file):
+def test_gzip_archives_are_streamed(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x", os.urandom(1_000_000))
     save(here, names("x"), file)
     file.write_bytes(gzip.compress(file.read_bytes()[:700_000]) + gzip.compress(b""))
@@ -298,19 +307,19 @@ def test_gzip_archives_are_streamed(here, there, file):
         load(ImageLayout(file.parent / "new"), file)
 
 
-def test_progress_covers_the_whole_file(here, there, file):
+def test_progress_covers_the_whole_file(here: ImageLayout, there: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x", b"1" * 100_000, b"2")
-    events = []
+    events: list[Any] = []
     save(here, names("x"), file, on_event=events.append)
     plan, *rest = events
     assert (plan.kind, plan.blobs) == ("plan", 3)
     assert sum(event.count for event in rest if event.kind == "progress") == plan.count
-    read = []
+    read: list[Any] = []
     load(there, file, on_plan=read.append, on_read=read.append)
     assert read[0] == file.stat().st_size == sum(read[1:])
 
 
-def test_index_json_equals_that_of_a_layout(here, file):
+def test_index_json_equals_that_of_a_layout(here: ImageLayout, file: Path) -> None:
     artifact.put_artifact(here, "x:v1", b"1", artifactType="application/vnd.example")
     save(here, names("x:v1"), file)
     with tarfile.open(file) as tar:

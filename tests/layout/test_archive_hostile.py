@@ -8,12 +8,16 @@ import json
 import os
 import tarfile
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.content import tar_store
 from clowder_aimage.errors import (
+    ContentError,
     FormatError,
     NoSpaceError,
     NotFoundError,
@@ -23,7 +27,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import MAX_INDEX_SIZE
-from clowder_aimage.load import load
+from clowder_aimage.load import LoadResult, load
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from tests.content import artifact
 
@@ -34,24 +38,24 @@ MADE = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(LAYER)])
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path) -> Path:
     return tmp_path / "x.tar"
 
 
-def path_of(data):
+def path_of(data: bytes) -> str:
     return f"blobs/sha256/{Digest.of(data).encoded}"
 
 
-def blob(data):
+def blob(data: bytes) -> tuple[str, bytes]:
     return path_of(data), data
 
 
-def index(*entries):
+def index(*entries: Any) -> tuple[str, bytes]:
     """Return index.json over (document, annotations) or JSON descriptors."""
     listed = [
         entry if isinstance(entry, dict) else {**entry[0].descriptor.to_json(), **entry[1]}
@@ -60,7 +64,7 @@ def index(*entries):
     return "index.json", json.dumps({"schemaVersion": 2, "manifests": listed}).encode()
 
 
-def called(name, key=mediatype.REF_NAME):
+def called(name: str, key: str = mediatype.REF_NAME) -> dict[Any, Any]:
     return {"annotations": {key: name}}
 
 
@@ -68,7 +72,7 @@ BLOBS = [blob(MADE.raw), blob(CONFIG), blob(LAYER)]
 GOOD = [LAYOUT, index((MADE, called("x:v1"))), *BLOBS]
 
 
-def tar_of(*members, format_=tarfile.PAX_FORMAT):
+def tar_of(*members: tuple[Any, bytes], format_: int = tarfile.PAX_FORMAT) -> bytes:
     """Return a tar of (name, bytes), or of (TarInfo, bytes)."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=format_) as tar:
@@ -80,7 +84,7 @@ def tar_of(*members, format_=tarfile.PAX_FORMAT):
     return out.getvalue()
 
 
-def entry(name, type_=tarfile.REGTYPE, **fields):
+def entry(name: str, type_: bytes = tarfile.REGTYPE, **fields: Any) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.type = type_
     for key, value in fields.items():
@@ -88,20 +92,28 @@ def entry(name, type_=tarfile.REGTYPE, **fields):
     return info
 
 
-def load_all(layout, file, *members, wanted=None, **options):
+def load_all(
+    layout: ImageLayout,
+    file: Path,
+    *members: tuple[Any, bytes],
+    wanted: Reference | None = None,
+    **options: Any,
+) -> LoadResult:
     file.write_bytes(tar_of(*members, **options))
     return load(layout, file, wanted)
 
 
-def kept(layout):
+def kept(layout: ImageLayout) -> set[Any]:
     return {path.name for path in (layout.root / "blobs").rglob("*") if path.is_file()}
 
 
-def unfinished(layout):
+def unfinished(layout: ImageLayout) -> list[Any]:
     return list((layout.root / ".aimage" / "ingest").glob("*"))
 
 
-def assert_refused(layout, error, match, call):
+def assert_refused(
+    layout: ImageLayout, error: type[ContentError], match: str, call: Callable[..., LoadResult]
+) -> None:
     with pytest.raises(error, match=match) as raised:
         call()
     assert type(raised.value) is error
@@ -114,7 +126,9 @@ def assert_refused(layout, error, match, call):
 
 
 @pytest.mark.parametrize("format_", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_load_accepts_archives_of_docker_save(layout, file, format_):
+def test_load_accepts_archives_of_docker_save(
+    layout: ImageLayout, file: Path, format_: int
+) -> None:
     """docker save (25 and later): directories, then blobs, index.json and additional files."""
     folders = [(entry(name, tarfile.DIRTYPE), b"") for name in ("blobs", "blobs/sha256")]
     name = "docker.io/library/x:v1"
@@ -126,14 +140,14 @@ def test_load_accepts_archives_of_docker_save(layout, file, format_):
     assert layout.path(MADE.layers[0]).read_bytes() == LAYER
 
 
-def test_load_accepts_a_macos_tar_of_a_directory(layout, file):
+def test_load_accepts_a_macos_tar_of_a_directory(layout: ImageLayout, file: Path) -> None:
     beside = [("./._index.json", b"x"), (f"./blobs/sha256/._{'0' * 64}", b"x")]
     members: list[tuple[object, bytes]] = [(f"./{name}", data) for name, data in GOOD]
     members += [(entry("./", tarfile.DIRTYPE), b""), ("./.aimage/lock", b"")]
     assert load_all(layout, file, *beside, *members).blobs == 2
 
 
-def test_a_missing_name_can_be_given(layout, file):
+def test_a_missing_name_can_be_given(layout: ImageLayout, file: Path) -> None:
     members = [LAYOUT, index((MADE, {})), *BLOBS]
     with pytest.raises(UsageError, match=f"no name for {MADE.digest}") as raised:
         load_all(layout, file, *members)
@@ -143,7 +157,7 @@ def test_a_missing_name_can_be_given(layout, file):
     assert layout.resolve(wanted).digest == MADE.digest
 
 
-def test_one_name_for_two_manifests_is_refused(layout, file):
+def test_one_name_for_two_manifests_is_refused(layout: ImageLayout, file: Path) -> None:
     other = artifact.manifest(artifact.blob(CONFIG), [])
     both = index((MADE, called("a")), (other, called("b")))
     with pytest.raises(UsageError, match=r"only one name was given: .*'a'.*'b'"):
@@ -153,7 +167,7 @@ def test_one_name_for_two_manifests_is_refused(layout, file):
     assert [name for name, _ in loaded.names] == [Reference.parse("y")]
 
 
-def test_load_reports_unnamed_manifests(layout, file):
+def test_load_reports_unnamed_manifests(layout: ImageLayout, file: Path) -> None:
     other = artifact.manifest(artifact.blob(CONFIG), [])
     both = index((MADE, called("a")), (other, called("Not A Name")))
     loaded = load_all(layout, file, both, *BLOBS, blob(other.raw))
@@ -162,12 +176,12 @@ def test_load_reports_unnamed_manifests(layout, file):
     assert layout.exists(other.descriptor)
 
 
-def test_load_reads_a_pipe_to_its_end(layout):
+def test_load_reads_a_pipe_to_its_end(layout: ImageLayout) -> None:
     data = tar_of(*GOOD) + bytes(100_000)
     read_end, write_end = os.pipe()
     failed = []
 
-    def write():
+    def write() -> None:
         with os.fdopen(write_end, "wb") as out:
             try:
                 out.write(data)
@@ -176,7 +190,7 @@ def test_load_reads_a_pipe_to_its_end(layout):
 
     writer = threading.Thread(target=write)
     writer.start()
-    planned = []
+    planned: list[Any] = []
     with os.fdopen(read_end, "rb", buffering=0) as stream:
         assert load(layout, stream, on_plan=planned.append).names
     writer.join(20)
@@ -184,7 +198,7 @@ def test_load_reads_a_pipe_to_its_end(layout):
     assert planned == [len(MADE.raw) + len(CONFIG) + len(LAYER)]
 
 
-def test_load_of_other_compressions_gives_advice(layout, file):
+def test_load_of_other_compressions_gives_advice(layout: ImageLayout, file: Path) -> None:
     import bz2
     import lzma
 
@@ -202,7 +216,7 @@ def test_load_of_other_compressions_gives_advice(layout, file):
 # -- incomplete archives
 
 
-def test_load_names_only_complete_artifacts(layout, file):
+def test_load_names_only_complete_artifacts(layout: ImageLayout, file: Path) -> None:
     other = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(b"away")])
     away = artifact.manifest(artifact.blob(b"c"), [])
     both = index((other, called("a")), (MADE, called("b")), (away, called("c")))
@@ -215,7 +229,7 @@ def test_load_names_only_complete_artifacts(layout, file):
     assert [name for name, _ in layout.tags()] == ["b:latest"]
 
 
-def test_an_index_requires_at_least_one_manifest(layout, file):
+def test_an_index_requires_at_least_one_manifest(layout: ImageLayout, file: Path) -> None:
     away = artifact.manifest(artifact.blob(b"c"), [])
     both = artifact.index([MADE.descriptor, away.descriptor])
     none = artifact.index([away.descriptor])
@@ -226,7 +240,7 @@ def test_an_index_requires_at_least_one_manifest(layout, file):
     assert f"none:latest is missing {away.digest}" in loaded.problem.message
 
 
-def test_load_takes_missing_blobs_from_the_store(layout, file):
+def test_load_takes_missing_blobs_from_the_store(layout: ImageLayout, file: Path) -> None:
     artifact.put(layout, LAYER)
     assert load_all(layout, file, *GOOD[:4]).problem is None
 
@@ -235,7 +249,7 @@ _CUT = "is truncated|is not a tar|is damaged|past its end"
 
 
 @pytest.mark.parametrize("cut", [0, 700, -8000])
-def test_a_truncated_archive_tags_nothing(layout, file, cut):
+def test_a_truncated_archive_tags_nothing(layout: ImageLayout, file: Path, cut: int) -> None:
     raw = tar_of(*GOOD)
     end = raw.rstrip(b"\0")
     raw = raw[: -(-len(end) // 512) * 512 + 1024]  # no padding after the end
@@ -246,7 +260,7 @@ def test_a_truncated_archive_tags_nothing(layout, file, cut):
 # -- invalid archives
 
 
-def test_a_wrong_blob_is_refused(layout, file):
+def test_a_wrong_blob_is_refused(layout: ImageLayout, file: Path) -> None:
     wrong = (path_of(LAYER), b"L" + LAYER[1:])
     late = [*BLOBS[:2], wrong, GOOD[1]]
     for members in ([*GOOD[:4], wrong], late):
@@ -258,7 +272,9 @@ def test_a_wrong_blob_is_refused(layout, file):
         )
 
 
-def test_a_blob_of_another_size_than_its_descriptor_is_refused(layout, file):
+def test_a_blob_of_another_size_than_its_descriptor_is_refused(
+    layout: ImageLayout, file: Path
+) -> None:
     longer = (path_of(LAYER), LAYER + b"x")
     assert_refused(
         layout,
@@ -268,7 +284,7 @@ def test_a_blob_of_another_size_than_its_descriptor_is_refused(layout, file):
     )
 
 
-def test_a_descriptor_with_a_wrong_size_is_refused(layout, file):
+def test_a_descriptor_with_a_wrong_size_is_refused(layout: ImageLayout, file: Path) -> None:
     layer = {**artifact.blob(LAYER).to_json(), "size": 3}
     lying = artifact.manifest(artifact.blob(CONFIG), [Descriptor.from_json(layer)])
     loaded = load_all(
@@ -278,7 +294,7 @@ def test_a_descriptor_with_a_wrong_size_is_refused(layout, file):
     assert loaded.problem is not None
 
 
-def test_a_duplicate_blob_is_refused(layout, file):
+def test_a_duplicate_blob_is_refused(layout: ImageLayout, file: Path) -> None:
     assert load_all(layout, file, *GOOD, *BLOBS).names
     other = ImageLayout(layout.root.parent / "other")
     wrong = (path_of(LAYER), b"L" + LAYER[1:])
@@ -287,7 +303,7 @@ def test_a_duplicate_blob_is_refused(layout, file):
     )
 
 
-def test_a_duplicate_index_is_refused(layout, file):
+def test_a_duplicate_index_is_refused(layout: ImageLayout, file: Path) -> None:
     other = index((MADE, called("y")))
     assert_refused(
         layout, FormatError, "index.json twice", lambda: load_all(layout, file, *GOOD, other)
@@ -326,12 +342,14 @@ def test_a_duplicate_index_is_refused(layout, file):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_load_refuses_malformed_layouts(layout, file, member, said):
+def test_load_refuses_malformed_layouts(
+    layout: ImageLayout, file: Path, member: tuple[tarfile.TarInfo | str, bytes], said: str
+) -> None:
     members = [member, *GOOD] if member[0] != "index.json" else [member, *BLOBS]
     assert_refused(layout, FormatError, said, lambda: load_all(layout, file, *members))
 
 
-def test_an_oversized_index_is_refused(layout, file):
+def test_an_oversized_index_is_refused(layout: ImageLayout, file: Path) -> None:
     """The size is in the header; the content need not follow."""
     header = entry("index.json", size=MAX_INDEX_SIZE + 1).tobuf()
     with file.open("wb") as out:
@@ -341,7 +359,7 @@ def test_an_oversized_index_is_refused(layout, file):
 
 
 @pytest.mark.parametrize("size", [10**6, 1 << 70])
-def test_an_absurd_size_is_refused(layout, file, size):
+def test_an_absurd_size_is_refused(layout: ImageLayout, file: Path, size: int) -> None:
     header = entry(path_of(LAYER), size=size).tobuf(tarfile.GNU_FORMAT)
     file.write_bytes(header + LAYER)
     assert_refused(layout, FormatError, "past its end", lambda: load(layout, file))
@@ -357,7 +375,7 @@ def test_an_absurd_size_is_refused(layout, file, size):
     assert unfinished(layout) == []
 
 
-def test_a_negative_size_is_refused(layout, file):
+def test_a_negative_size_is_refused(layout: ImageLayout, file: Path) -> None:
     block = bytearray(entry(path_of(LAYER), size=0).tobuf())
     block[124:136] = b"\xff" * 12  # base 256: minus one
     block[148:156] = b" " * 8
@@ -378,7 +396,9 @@ def test_a_negative_size_is_refused(layout, file):
     ],
     ids=str,
 )
-def test_load_refuses_deceptive_pax_headers(layout, file, pax):
+def test_load_refuses_deceptive_pax_headers(
+    layout: ImageLayout, file: Path, pax: dict[str, str]
+) -> None:
     members = [*GOOD[:4], (entry(path_of(LAYER), size=len(LAYER), pax_headers=pax), LAYER)]
     file.write_bytes(tar_of(*members))
     try:
@@ -391,7 +411,7 @@ def test_load_refuses_deceptive_pax_headers(layout, file, pax):
     assert unfinished(layout) == []
 
 
-def test_a_sparse_file_of_old_gnu_tar_is_refused(layout, file):
+def test_a_sparse_file_of_old_gnu_tar_is_refused(layout: ImageLayout, file: Path) -> None:
     block = bytearray(entry(path_of(LAYER), size=512).tobuf(tarfile.GNU_FORMAT))
     block[156:157] = tarfile.GNUTYPE_SPARSE
     block[386:410] = b"%011o\0%011o\0" % (0, 512)
@@ -402,14 +422,14 @@ def test_a_sparse_file_of_old_gnu_tar_is_refused(layout, file):
     assert_refused(layout, FormatError, "a sparse file", lambda: load(layout, file))
 
 
-def test_load_bounds_headers(layout, file):
+def test_load_bounds_headers(layout: ImageLayout, file: Path) -> None:
     """Each header extends the next; stack and memory stay bounded."""
     block = entry("x", tarfile.XHDTYPE, size=0).tobuf(tarfile.USTAR_FORMAT)
     file.write_bytes(block * 10_000)
     assert_refused(layout, FormatError, "header of more than", lambda: load(layout, file))
 
 
-def test_load_refuses_a_damaged_header(layout, file):
+def test_load_refuses_a_damaged_header(layout: ImageLayout, file: Path) -> None:
     raw = bytearray(tar_of(*GOOD))
     second = 1024  # oci-layout takes two blocks
     raw[second] ^= 1
@@ -418,12 +438,14 @@ def test_load_refuses_a_damaged_header(layout, file):
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"x" * 5000, b"PK\x03\x04" + bytes(3000)])
-def test_load_refuses_other_files(layout, file, data):
+def test_load_refuses_other_files(layout: ImageLayout, file: Path, data: bytes) -> None:
     file.write_bytes(data)
     assert_refused(layout, FormatError, "not a tar archive", lambda: load(layout, file))
 
 
-def test_an_empty_tar_and_the_old_docker_format_are_refused(layout, file):
+def test_an_empty_tar_and_the_old_docker_format_are_refused(
+    layout: ImageLayout, file: Path
+) -> None:
     for members in ([], [("manifest.json", b"[]"), ("abc/layer.tar", b"x")]):
         with pytest.raises(FormatError, match=r"no index\.json") as raised:
             load_all(layout, file, *members)
@@ -436,7 +458,9 @@ def test_an_empty_tar_and_the_old_docker_format_are_refused(layout, file):
     ids=["deep", "empty", "mistyped", "binary"],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_an_invalid_manifest_is_refused(layout, file, raw, late):
+def test_an_invalid_manifest_is_refused(
+    layout: ImageLayout, file: Path, raw: bytes, late: bool
+) -> None:
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()
     members = [index({**descriptor, **called("x")}), blob(raw)]
     if late:
@@ -448,20 +472,20 @@ def test_an_invalid_manifest_is_refused(layout, file, raw, late):
     assert list(layout.tags()) == []
 
 
-def test_an_oversized_manifest_is_refused(layout, file):
+def test_an_oversized_manifest_is_refused(layout: ImageLayout, file: Path) -> None:
     raw = b" " * (5 << 20)
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, raw).to_json()
     members = [index({**descriptor, **called("x")}), blob(raw)]
     assert_refused(layout, FormatError, "over 4194304", lambda: load_all(layout, file, *members))
 
 
-def test_a_layer_with_a_manifest_media_type_is_a_blob(layout, file):
+def test_a_layer_with_a_manifest_media_type_is_a_blob(layout: ImageLayout, file: Path) -> None:
     odd = artifact.manifest(artifact.blob(CONFIG), [artifact.blob(LAYER, mediatype.OCI_MANIFEST)])
     members = [index((odd, called("x"))), blob(odd.raw), *BLOBS[1:]]
     assert load_all(layout, file, *members).names
 
 
-def test_deeply_nested_indexes_are_refused(layout, file):
+def test_deeply_nested_indexes_are_refused(layout: ImageLayout, file: Path) -> None:
     made, members = artifact.index([MADE.descriptor]), list(BLOBS)
     for _ in range(8):
         members.append(blob(made.raw))
@@ -473,7 +497,9 @@ def test_deeply_nested_indexes_are_refused(layout, file):
     assert "nested" in loaded.problem.message
 
 
-def test_a_decompression_bomb_is_refused(layout, file, monkeypatch):
+def test_a_decompression_bomb_is_refused(
+    layout: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tar_store, "_MIN_UNPACKED", 1 << 20)
     zeros = bytes(8 << 20)
     file.write_bytes(gzip.compress(tar_of(*GOOD, blob(zeros))))
@@ -486,14 +512,16 @@ def test_a_decompression_bomb_is_refused(layout, file, monkeypatch):
     assert load(layout, file).names
 
 
-def test_load_checks_the_free_space_first(layout, file, monkeypatch):
+def test_load_checks_the_free_space_first(
+    layout: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ImageLayout, "free", lambda self: 16 * 1024 * 1024 + 3000)
     with pytest.raises(NoSpaceError):
         load_all(layout, file, *GOOD)
     assert kept(layout) == {MADE.digest.encoded}  # declared by the manifest, before the config
 
 
-def test_a_missing_file_is_reported(layout, file, tmp_path):
+def test_a_missing_file_is_reported(layout: ImageLayout, file: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="archive not found"):
         load(layout, file)
     with pytest.raises(UsageError, match="is a directory") as raised:

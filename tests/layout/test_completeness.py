@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +22,12 @@ from clowder_aimage.layout.completeness import (
 )
 from tests.content.artifact import index, put, put_artifact
 
+if TYPE_CHECKING:
+    from clowder_aimage.oci import Descriptor, Manifest
+
 
 @pytest.fixture
-def store(tmp_path, monkeypatch):
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
     """Return a store without recent changes."""
     later = SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
     monkeypatch.setattr(layout_index, "time", later)
@@ -30,11 +35,11 @@ def store(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def made(store):
+def made(store: ImageLayout) -> Manifest:
     return put_artifact(store, "one", b"one", b"two")
 
 
-def test_completeness_counts_each_missing_blob_once(store, made):
+def test_completeness_counts_each_missing_blob_once(store: ImageLayout, made: Manifest) -> None:
     found = check_completeness(store, made.descriptor)
     assert found.is_complete and found.total == sum(blob.size for blob in made.children)
     store.path(made.layers[0]).unlink()
@@ -43,7 +48,9 @@ def test_completeness_counts_each_missing_blob_once(store, made):
     assert found.missing_size == made.layers[0].size
 
 
-def test_completeness_of_an_index_includes_its_manifests(store, made):
+def test_completeness_of_an_index_includes_its_manifests(
+    store: ImageLayout, made: Manifest
+) -> None:
     document = index([made.descriptor])
     store.push(document.descriptor, bytes_body(document.raw))
     assert check_completeness(store, document.descriptor).is_complete
@@ -55,11 +62,11 @@ def test_completeness_of_an_index_includes_its_manifests(store, made):
 
 
 class CountingCheck:
-    def __init__(self, store, root):
+    def __init__(self, store: ImageLayout, root: Descriptor) -> None:
         self.store, self.root, self.calls = store, root, 0
         self.error: Exception | None = None
 
-    def __call__(self):
+    def __call__(self) -> Completeness:
         self.calls += 1
         if self.error:
             raise self.error
@@ -67,11 +74,13 @@ class CountingCheck:
 
 
 @pytest.fixture
-def check(store, made):
+def check(store: ImageLayout, made: Manifest) -> CountingCheck:
     return CountingCheck(store, made.descriptor)
 
 
-def test_cache_remembers_complete_aimages_until_the_store_changes(store, check):
+def test_cache_remembers_complete_aimages_until_the_store_changes(
+    store: ImageLayout, check: CountingCheck
+) -> None:
     cache = CompletenessCache(store)
     assert cache.find("one", check).is_complete and cache.find("one", check).is_complete
     assert check.calls == 1
@@ -81,7 +90,9 @@ def test_cache_remembers_complete_aimages_until_the_store_changes(store, check):
     assert check.calls == 2
 
 
-def test_cache_rechecks_incomplete_and_failed_aimages(store, made, check):
+def test_cache_rechecks_incomplete_and_failed_aimages(
+    store: ImageLayout, made: Manifest, check: CountingCheck
+) -> None:
     cache = CompletenessCache(store)
     check.error = StoreError("too many open files")
     with pytest.raises(StoreError):
@@ -93,7 +104,9 @@ def test_cache_rechecks_incomplete_and_failed_aimages(store, made, check):
     assert cache.find("two", check).is_complete and check.calls == 3
 
 
-def test_cache_checks_again_after_its_age_or_for_another_version(store, check):
+def test_cache_checks_again_after_its_age_or_for_another_version(
+    store: ImageLayout, check: CountingCheck
+) -> None:
     now = [0.0]
     cache = CompletenessCache(store, clock=lambda: now[0], chance=lambda: 0.5)
     cache.find("one", check, "v1")
@@ -107,10 +120,12 @@ def test_cache_checks_again_after_its_age_or_for_another_version(store, check):
     assert check.calls == 3
 
 
-def test_cache_drops_an_answer_outdated_by_a_change(store, made, check):
+def test_cache_drops_an_answer_outdated_by_a_change(
+    store: ImageLayout, made: Manifest, check: CountingCheck
+) -> None:
     cache = CompletenessCache(store)
 
-    def overtaken():
+    def overtaken() -> Completeness:
         found = check()
         store.path(made.layers[0]).unlink()
         return found

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,60 +16,60 @@ from clowder_aimage.layout import ImageLayout, index
 from clowder_aimage.layout.index import fingerprint
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from tests.content.artifact import put, put_artifact
 
 NAME = "example.org/team/model:v1"
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     store = ImageLayout(tmp_path / "store")
     put_artifact(store, NAME, b"one", b"two")
     return store
 
 
 @pytest.fixture
-def later(monkeypatch):
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Age all earlier changes."""
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
-def blob(store):
+def blob(store: ImageLayout) -> Path:
     return next(path for path in store.root.glob("blobs/sha256/*") if path.read_bytes() == b"two")
 
 
-def blob_of(store, content):
+def blob_of(store: ImageLayout, content: Descriptor) -> Path:
     return store.root / "blobs" / "sha256" / content.digest.encoded
 
 
-def adds_a_blob(store):
+def adds_a_blob(store: Any) -> None:
     put(store, b"three")
 
 
-def removes_a_blob(store):
+def removes_a_blob(store: ImageLayout) -> None:
     blob(store).unlink()
 
 
-def replaces_a_blob(store):
+def replaces_a_blob(store: Any) -> None:
     (store.root / "new").write_bytes(b"owt")
     (store.root / "new").replace(blob(store))
 
 
-def loses_all_blobs(store):
+def loses_all_blobs(store: Any) -> None:
     shutil.rmtree(store.root / "blobs")
 
 
-def adds_a_name(store):
+def adds_a_name(store: Any) -> None:
     store.tag(store.resolve(Reference.parse(NAME)), Reference.parse("other"))
 
 
-def notes_a_name(store):
+def notes_a_name(store: Any) -> None:
     """Return the first half of a tag operation, as left by a killed process."""
     MetadataFiles(store.root, "names").put("x", {"entry": {}}, durable=False)
 
 
-def writes_the_index_anew(store):
+def writes_the_index_anew(store: Any) -> None:
     """Rewrite the same bytes with the same time, as a restored backup does."""
     path = store.root / "index.json"
     status = path.stat()
@@ -75,7 +78,7 @@ def writes_the_index_anew(store):
     (store.root / "new").replace(path)
 
 
-def changes_a_permission(store):
+def changes_a_permission(store: Any) -> None:
     (store.root / "blobs" / "sha256").chmod(0o500)
 
 
@@ -92,7 +95,9 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_fingerprint_changes_with_names_and_blobs(store, later, change):
+def test_fingerprint_changes_with_names_and_blobs(
+    store: ImageLayout, later: None, change: Callable[[Any], None]
+) -> None:
     before = fingerprint(store.roots)
     assert before is not None and fingerprint(store.roots) == before
     time.sleep(0.02)  # longer than the file system's clock resolution
@@ -100,7 +105,7 @@ def test_fingerprint_changes_with_names_and_blobs(store, later, change):
     assert fingerprint(store.roots) != before
 
 
-def test_fingerprint_is_unchanged_by_reads(store, later):
+def test_fingerprint_is_unchanged_by_reads(store: ImageLayout, later: None) -> None:
     before = fingerprint(store.roots)
     found = store.resolve(Reference.parse(NAME))
     store.read(found)
@@ -110,7 +115,7 @@ def test_fingerprint_is_unchanged_by_reads(store, later):
     assert fingerprint(store.roots) == before
 
 
-def test_fingerprint_is_none_while_commits_are_pending(store, later):
+def test_fingerprint_is_none_while_commits_are_pending(store: ImageLayout, later: None) -> None:
     with store.batch():
         assert store.fingerprint() == fingerprint(store.roots)
         waiting = put(store, b"three")
@@ -120,18 +125,18 @@ def test_fingerprint_is_none_while_commits_are_pending(store, later):
     assert store.fingerprint() == fingerprint(store.roots) is not None
 
 
-def test_fingerprint_is_none_right_after_a_change(store):
+def test_fingerprint_is_none_right_after_a_change(store: ImageLayout) -> None:
     assert fingerprint(store.roots) is None
 
 
-def test_fingerprint_of_a_missing_store(tmp_path, later):
+def test_fingerprint_of_a_missing_store(tmp_path: Path, later: None) -> None:
     assert fingerprint([tmp_path / "none"]) == fingerprint([tmp_path / "none"]) is not None
     before = fingerprint([tmp_path / "none"])
     put_artifact(ImageLayout(tmp_path / "none"), NAME, b"one")
     assert fingerprint([tmp_path / "none"]) != before
 
 
-def test_fingerprint_covers_all_stores(store, tmp_path, later):
+def test_fingerprint_covers_all_stores(store: ImageLayout, tmp_path: Path, later: None) -> None:
     both = LayeredStore([tmp_path / "first", store.root])
     before = fingerprint(both.roots)
     time.sleep(0.02)

@@ -7,7 +7,9 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -16,6 +18,10 @@ from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from tests.content.artifact import blob
 
+if TYPE_CHECKING:
+    from clowder_aimage.layout.ingest import FileIngest
+
+
 MIB = 1024 * 1024
 DATA = hashlib.shake_128(b"seed").digest(20 * MIB)
 CONTENT = blob(DATA)
@@ -23,32 +29,32 @@ WHOLE = [(0, len(DATA))]
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def begin(layout):
+def begin(layout: ImageLayout) -> FileIngest:
     return layout.ingest(CONTENT.digest.encoded, CONTENT)
 
 
-def write(ingest, start, end):
+def write(ingest: FileIngest, start: int, end: int) -> None:
     for offset in range(start, end, MIB):
         ingest.write_at(offset, DATA[offset : min(end, offset + MIB)])
 
 
-def files(layout):
+def files(layout: ImageLayout) -> tuple[Path, Path]:
     """Return the partial and its journal."""
     path = layout.root / ".aimage" / "ingest" / CONTENT.digest.encoded
     return path, path.with_name(f"{path.name}.journal")
 
 
-def killed(ingest):
+def killed(ingest: FileIngest) -> None:
     """Simulate kill -9: only the lock is released."""
     fd, ingest._fd = ingest._fd, -1
     os.close(fd)
 
 
-def complete(layout, ingest):
+def complete(layout: ImageLayout, ingest: FileIngest) -> None:
     for start, end in ingest.missing():
         write(ingest, start, end)
     ingest.commit(CONTENT)
@@ -56,7 +62,7 @@ def complete(layout, ingest):
     assert not any(path.exists() for path in files(layout))
 
 
-def test_journaled_spans_are_not_missing(layout):
+def test_journaled_spans_are_not_missing(layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     write(ingest, 8 * MIB, 9 * MIB)
@@ -68,7 +74,7 @@ def test_journaled_spans_are_not_missing(layout):
     complete(layout, ingest)
 
 
-def test_suspended_ingest_is_continued(layout):
+def test_suspended_ingest_is_continued(layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     ingest.suspend()
@@ -82,14 +88,14 @@ def test_suspended_ingest_is_continued(layout):
 
 
 @pytest.fixture
-def synchronised(monkeypatch):
+def synchronised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """Record the synchronised inodes in order, with the journal at that time."""
     done = []
 
-    def begin(layout):
+    def begin(layout: Any) -> list[tuple[int, str | None]]:
         _, journal = files(layout)
 
-        def note(fd):
+        def note(fd: Any) -> None:
             said = journal.read_text() if journal.exists() else None
             done.append((os.fstat(fd).st_ino, said))
 
@@ -100,7 +106,9 @@ def synchronised(monkeypatch):
     return begin
 
 
-def test_data_is_durable_before_its_journal_entry_and_entries_before_names(layout, synchronised):
+def test_data_is_durable_before_its_journal_entry_and_entries_before_names(
+    layout: ImageLayout, synchronised: Any
+) -> None:
     """A crash leaves no entry without its data, and does not lose both with the directory."""
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
@@ -113,7 +121,7 @@ def test_data_is_durable_before_its_journal_entry_and_entries_before_names(layou
     ingest.abort()
 
 
-def test_the_directory_is_synchronised_once(layout, synchronised):
+def test_the_directory_is_synchronised_once(layout: ImageLayout, synchronised: Any) -> None:
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     ingest.checkpoint()
@@ -126,7 +134,9 @@ def test_the_directory_is_synchronised_once(layout, synchronised):
     ingest.abort()
 
 
-def test_checkpoint_works_without_fdatasync(layout, monkeypatch):
+def test_checkpoint_works_without_fdatasync(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """macOS has no fdatasync."""
     monkeypatch.delattr(os, "fdatasync", raising=False)
     ingest = begin(layout)
@@ -136,11 +146,13 @@ def test_checkpoint_works_without_fdatasync(layout, monkeypatch):
     assert begin(layout).missing() == [(5 * MIB, len(DATA))]
 
 
-def test_failed_synchronisation_writes_no_entry(layout, monkeypatch):
+def test_failed_synchronisation_writes_no_entry(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
 
-    def fsync(_):
+    def fsync(_: Any) -> NoReturn:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
@@ -160,7 +172,9 @@ def test_failed_synchronisation_writes_no_entry(layout, monkeypatch):
     ],
     ids=["empty", "third", "newline"],
 )
-def test_torn_last_journal_line_is_ignored(line, missing, layout):
+def test_torn_last_journal_line_is_ignored(
+    line: str, missing: list[tuple[int, int]], layout: ImageLayout
+) -> None:
     ingest = begin(layout)
     write(ingest, 0, 4 * MIB)
     ingest.checkpoint()
@@ -188,7 +202,7 @@ def test_torn_last_journal_line_is_ignored(line, missing, layout):
     ],
     ids=["half", "beyond", "backwards", "empty"],
 )
-def test_malformed_journal_is_discarded(journal, layout):
+def test_malformed_journal_is_discarded(journal: bytes, layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, 8 * MIB)
     killed(ingest)
@@ -202,7 +216,7 @@ def test_malformed_journal_is_discarded(journal, layout):
     complete(layout, ingest)
 
 
-def test_entries_beyond_a_truncated_file_are_ignored(layout):
+def test_entries_beyond_a_truncated_file_are_ignored(layout: ImageLayout) -> None:
     """The journal stays invalid for a truncated file, even after the file has grown again."""
     ingest = begin(layout)
     write(ingest, 0, 10 * MIB)
@@ -217,7 +231,7 @@ def test_entries_beyond_a_truncated_file_are_ignored(layout):
     complete(layout, ingest)
 
 
-def test_a_journal_without_its_file_is_ignored(layout):
+def test_a_journal_without_its_file_is_ignored(layout: ImageLayout) -> None:
     """Its process was killed after renaming the file and before removing the journal."""
     ingest = begin(layout)
     write(ingest, 0, 10 * MIB)
@@ -232,14 +246,14 @@ def test_a_journal_without_its_file_is_ignored(layout):
     complete(layout, ingest)
 
 
-def test_a_partial_longer_than_the_blob_is_discarded(layout):
+def test_a_partial_longer_than_the_blob_is_discarded(layout: ImageLayout) -> None:
     path, _ = files(layout)
     path.parent.mkdir(parents=True)
     path.write_bytes(DATA + b"more")
     complete(layout, begin(layout))
 
 
-def test_a_complete_partial_is_only_verified(layout):
+def test_a_complete_partial_is_only_verified(layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     ingest.suspend()
@@ -248,7 +262,7 @@ def test_a_complete_partial_is_only_verified(layout):
     complete(layout, ingest)
 
 
-def test_a_partial_with_wrong_bytes_is_discarded(layout):
+def test_a_partial_with_wrong_bytes_is_discarded(layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
@@ -267,20 +281,22 @@ def test_a_partial_with_wrong_bytes_is_discarded(layout):
 
 
 @pytest.mark.parametrize("end", ["commit", "abort", "suspend"])
-def test_the_end_of_an_ingest_waits_for_its_checkpoint(end, layout, monkeypatch):
+def test_the_end_of_an_ingest_waits_for_its_checkpoint(
+    end: str, layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it could synchronise another file, or leave the journal of a finished blob."""
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     in_fsync, go_on, errors = threading.Event(), threading.Event(), []
     real, first = os.fsync, threading.Lock()
 
-    def fsync(fd):
+    def fsync(fd: Any) -> None:
         if first.acquire(blocking=False):
             in_fsync.set()
             assert go_on.wait(20)
         real(fd)
 
-    def checkpoint():
+    def checkpoint() -> None:
         try:
             ingest.checkpoint()
         except BaseException as error:
@@ -302,7 +318,7 @@ def test_the_end_of_an_ingest_waits_for_its_checkpoint(end, layout, monkeypatch)
 
 
 @pytest.mark.parametrize("end", ["commit", "suspend"])
-def test_checkpoint_after_the_end_does_nothing(end, layout):
+def test_checkpoint_after_the_end_does_nothing(end: str, layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     getattr(ingest, end)(*([CONTENT] if end == "commit" else []))
@@ -313,13 +329,15 @@ def test_checkpoint_after_the_end_does_nothing(end, layout):
     assert [path.exists() and path.read_bytes() for path in files(layout)] == before
 
 
-def test_checkpoint_includes_concurrent_writes(layout, monkeypatch):
+def test_checkpoint_includes_concurrent_writes(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The writer did not wait, and a kill would otherwise lose its bytes."""
     ingest = begin(layout)
     write(ingest, 0, MIB)
     real, calls = os.fsync, []
 
-    def fsync(fd):
+    def fsync(fd: Any) -> None:
         calls.append(fd)
         if len(calls) == 1:
             write(ingest, MIB, 18 * MIB)
@@ -336,12 +354,14 @@ def test_checkpoint_includes_concurrent_writes(layout, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_verified_bytes_are_kept_when_they_cannot_be_published(call, layout, monkeypatch):
+def test_verified_bytes_are_kept_when_they_cannot_be_published(
+    call: str, layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ingest = begin(layout)
     write(ingest, 0, len(DATA))
     ingest.checkpoint()
 
-    def full(*_, **__):
+    def full(*_: Any, **__: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -354,7 +374,7 @@ def test_verified_bytes_are_kept_when_they_cannot_be_published(call, layout, mon
     complete(layout, ingest)
 
 
-def test_a_read_only_partial_can_be_reopened():
+def test_a_read_only_partial_can_be_reopened() -> None:
     """It was made read-only before publication; root ignores the mode."""
     directory = Path(tempfile.mkdtemp())
     nobody = 65534 if os.geteuid() == 0 else os.geteuid()
@@ -374,7 +394,7 @@ def test_a_read_only_partial_can_be_reopened():
         shutil.rmtree(directory)
 
 
-def test_a_suspended_ingest_releases_its_lock(layout):
+def test_a_suspended_ingest_releases_its_lock(layout: ImageLayout) -> None:
     ingest = begin(layout)
     write(ingest, 0, 5 * MIB)
     with pytest.raises(IngestBusyError):

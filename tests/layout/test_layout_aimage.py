@@ -5,17 +5,30 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
-from clowder_aimage.errors import FormatError, NotFoundError, StoreError, VerificationError
+from clowder_aimage.errors import (
+    ContentError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    VerificationError,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from clowder_aimage.tensor import encode_header
 from tests.process import run
+
+if TYPE_CHECKING:
+    from clowder_aimage.content.store import Reader
+
 
 REFERENCE = Reference.parse("registry.example.com/model:v1")
 TENSOR = encode_header([("w", "U8", (2000,))]) + bytes(2000)
@@ -24,17 +37,17 @@ CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def aimage():
+def aimage() -> AImage:
     tensor = Layer(Descriptor.of(mediatype.AIMAGE_SAFETENSORS, TENSOR), "vae/w", "U8", (2000,))
     file = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "vae/config.json")
     return AImage(CONFIG, (file, tensor))
 
 
-def keep(layout, dialect):
+def keep(layout: ImageLayout, dialect: str) -> Manifest:
     """Write the AImage into ``layout`` and return its manifest."""
     made = aimage()
     for layer, data in zip(made.layers, (FILE, TENSOR), strict=True):
@@ -46,7 +59,7 @@ def keep(layout, dialect):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_is_read_back(layout, dialect):
+def test_every_dialect_is_read_back(layout: ImageLayout, dialect: str) -> None:
     manifest = keep(layout, dialect)
     stored = read_aimage(layout, REFERENCE)
     assert stored.descriptor.digest == manifest.digest
@@ -58,7 +71,7 @@ def test_every_dialect_is_read_back(layout, dialect):
     assert set((layout.root / "blobs" / "sha256").iterdir()) == before
 
 
-def test_a_damaged_manifest_or_config_is_refused(layout):
+def test_a_damaged_manifest_or_config_is_refused(layout: ImageLayout) -> None:
     manifest = keep(layout, "clowder")
     for content in (manifest.config, manifest.descriptor):
         path = layout.path(content)
@@ -73,8 +86,10 @@ def test_a_damaged_manifest_or_config_is_refused(layout):
         read_aimage(layout, REFERENCE)
 
 
-def test_a_read_error_of_a_manifest_is_a_store_error(layout, monkeypatch):
-    def fail(file, _):
+def test_a_read_error_of_a_manifest_is_a_store_error(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: Reader, _: Descriptor) -> NoReturn:
         file.close()
         raise OSError(errno.EIO, "Input/output error")
 
@@ -84,7 +99,11 @@ def test_a_read_error_of_a_manifest_is_a_store_error(layout, monkeypatch):
         layout.read(found)
 
 
-def recompressed(layout, media_type=mediatype.OCI_LAYER_TAR_GZIP, pack=gzip.compress):
+def recompressed(
+    layout: ImageLayout,
+    media_type: str = mediatype.OCI_LAYER_TAR_GZIP,
+    pack: Callable[..., bytes] = gzip.compress,
+) -> None:
     """Store the container dialect after a tool compressed its layers and dropped annotations."""
     manifest, config = DIALECTS["container"].write(aimage())
     document = json.loads(manifest.raw)
@@ -106,7 +125,7 @@ def fixed_gzip(data: bytes) -> bytes:
     "media_type",
     [mediatype.OCI_LAYER_TAR_GZIP, "application/vnd.docker.image.rootfs.diff.tar.gzip"],
 )
-def test_compressed_layers_are_inflated(layout, media_type):
+def test_compressed_layers_are_inflated(layout: ImageLayout, media_type: str) -> None:
     recompressed(layout, media_type, fixed_gzip)
     stored = read_aimage(layout, REFERENCE)
     assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
@@ -126,7 +145,11 @@ def test_compressed_layers_are_inflated(layout, media_type):
     ],
     ids=["other", "torn", "shorter", "bomb"],
 )
-def test_inflate_refuses_content_of_another_diff_id(layout, pack, error):
+def test_inflate_refuses_content_of_another_diff_id(
+    layout: ImageLayout,
+    pack: Callable[[Any], bytes],
+    error: type[ContentError] | tuple[type[FormatError], type[VerificationError]],
+) -> None:
     recompressed(layout, pack=pack)
     stored = read_aimage(layout, REFERENCE)
     with pytest.raises(error):
@@ -134,7 +157,7 @@ def test_inflate_refuses_content_of_another_diff_id(layout, pack, error):
     assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
 
 
-def test_an_unsupported_compression_is_refused(layout):
+def test_an_unsupported_compression_is_refused(layout: ImageLayout) -> None:
     recompressed(layout, "application/vnd.oci.image.layer.v1.tar+xz", lambda data: b"xz" + data)
     with pytest.raises(FormatError, match="unsupported compression"):
         inflate(layout, read_aimage(layout, REFERENCE))
@@ -150,14 +173,14 @@ def run_skopeo(skopeo: str, *arguments: object) -> bytes:
 
 
 @pytest.mark.integration
-def test_skopeo_reads_the_layout(layout, skopeo):
+def test_skopeo_reads_the_layout(layout: ImageLayout, skopeo: str) -> None:
     manifest = keep(layout, "clowder")
     shown = run_skopeo(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
     assert shown == manifest.raw
 
 
 @pytest.mark.integration
-def test_a_copy_by_skopeo_is_read(layout, skopeo, tmp_path):
+def test_a_copy_by_skopeo_is_read(layout: ImageLayout, skopeo: str, tmp_path: Path) -> None:
     manifest = keep(layout, "clowder")
     other = ImageLayout(tmp_path / "other")
     source = f"oci:{layout.root}:{REFERENCE}"
@@ -169,7 +192,7 @@ def test_a_copy_by_skopeo_is_read(layout, skopeo, tmp_path):
 
 
 @pytest.mark.integration
-def test_skopeo_and_aimage_share_a_layout(layout, skopeo, tmp_path):
+def test_skopeo_and_aimage_share_a_layout(layout: ImageLayout, skopeo: str, tmp_path: Path) -> None:
     """Each keeps the other's names."""
     manifest = keep(layout, "clowder")
     other = ImageLayout(tmp_path / "other")
@@ -185,7 +208,9 @@ def test_skopeo_and_aimage_share_a_layout(layout, skopeo, tmp_path):
 
 
 @pytest.mark.integration
-def test_layers_compressed_by_skopeo_are_inflated(layout, skopeo, tmp_path):
+def test_layers_compressed_by_skopeo_are_inflated(
+    layout: ImageLayout, skopeo: str, tmp_path: Path
+) -> None:
     manifest = keep(layout, "container")
     other = ImageLayout(tmp_path / "other")
     source, target = f"oci:{layout.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"

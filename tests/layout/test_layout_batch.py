@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -12,15 +14,19 @@ from clowder_aimage.errors import NoSpaceError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
 
+if TYPE_CHECKING:
+    from clowder_aimage.layout.ingest import FileIngest
+
+
 KIND = "application/octet-stream"
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def begun(layout):
+def begun(layout: ImageLayout) -> tuple[Descriptor, FileIngest]:
     """Return a small ingest that is complete and not committed."""
     data = os.urandom(1000)
     content = Descriptor.of(KIND, data)
@@ -29,11 +35,11 @@ def begun(layout):
     return content, ingest
 
 
-def is_here(layout, content):
+def is_here(layout: ImageLayout, content: Descriptor) -> bool:
     return ImageLayout(layout.root).exists(content)
 
 
-def test_batch_commits_when_the_first_user_leaves(layout):
+def test_batch_commits_when_the_first_user_leaves(layout: ImageLayout) -> None:
     with layout.batch():
         with layout.batch():
             content, ingest = begun(layout)
@@ -42,7 +48,7 @@ def test_batch_commits_when_the_first_user_leaves(layout):
         assert is_here(layout, content)
 
 
-def test_batch_commits_when_the_last_user_leaves(layout):
+def test_batch_commits_when_the_last_user_leaves(layout: ImageLayout) -> None:
     with ExitStack() as first, ExitStack() as second:
         first.enter_context(layout.batch())
         second.enter_context(layout.batch())
@@ -53,7 +59,7 @@ def test_batch_commits_when_the_last_user_leaves(layout):
         assert is_here(layout, content)
 
 
-def test_closed_batch_commits_at_once(layout):
+def test_closed_batch_commits_at_once(layout: ImageLayout) -> None:
     with layout.batch():
         content, ingest = begun(layout)
     ingest.commit(content)
@@ -61,8 +67,10 @@ def test_closed_batch_commits_at_once(layout):
     layout.push(content, bytes_body(b""))  # nothing is locked
 
 
-def test_failed_commit_fails_all_users_of_a_batch(layout, monkeypatch):
-    def full(*_):
+def test_failed_commit_fails_all_users_of_a_batch(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     with ExitStack() as first, ExitStack() as second:

@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,26 @@ from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout, gc, lock
 from clowder_aimage.layout.gc import GRACE, STALE, Collector
 from clowder_aimage.layout.stored_aimage import hold
-from clowder_aimage.oci import Digest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from tests.content.artifact import CONFIG, blob, index, manifest, put, put_artifact
 
 DAY = 86400.0
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def collected(layout, *, grace=0.0, dry_run=False, stale=STALE, later=0.0, **wishes):
+def collected(
+    layout: ImageLayout,
+    *,
+    grace: float = 0.0,
+    dry_run: Any = False,
+    stale: float = STALE,
+    later: float = 0.0,
+    **wishes: Any,
+) -> gc.Collection:
     """Collect as if ``later`` seconds had passed."""
     collector = Collector(
         layout, grace=grace, dry_run=dry_run, stale=stale, now=lambda: time.time() + later
@@ -36,25 +46,25 @@ def collected(layout, *, grace=0.0, dry_run=False, stale=STALE, later=0.0, **wis
     return collector.run(**wishes)
 
 
-def blobs(layout):
+def blobs(layout: ImageLayout) -> set[Any]:
     """Return the names of all files among the blobs."""
     return {path.name for path in (layout.root / "blobs").rglob("*") if not path.is_dir()}
 
 
-def names(layout):
+def names(layout: ImageLayout) -> set[Any]:
     return {name for name, _ in layout.tags()}
 
 
-def encoded(*contents):
+def encoded(*contents: Descriptor) -> set[Any]:
     return {content.digest.encoded for content in contents}
 
 
-def all_of(made):
+def all_of(made: Manifest) -> Any:
     """Return the digests of an artifact's parts."""
     return encoded(made.descriptor, *made.children)
 
 
-def add_entry(layout, descriptor, name="", **fields):
+def add_entry(layout: ImageLayout, descriptor: Descriptor, name: str = "", **fields: Any) -> None:
     """List a manifest in index.json only, as another tool does."""
     path = layout.root / "index.json"
     value: dict[str, Any] = {"schemaVersion": 2, "manifests": []}
@@ -68,24 +78,28 @@ def add_entry(layout, descriptor, name="", **fields):
     path.write_text(json.dumps(value))
 
 
-def put_raw(layout, value, media_type=mediatype.OCI_MANIFEST):
+def put_raw(
+    layout: ImageLayout, value: Any, media_type: str = mediatype.OCI_MANIFEST
+) -> Descriptor:
     """Push a document as written by another tool."""
     raw = value if isinstance(value, bytes) else json.dumps(value).encode()
     return put(layout, raw, media_type)
 
 
-def foreign(layout, layers, config=None, **fields):
+def foreign(
+    layout: ImageLayout, layers: list[Any], config: Descriptor | None = None, **fields: Any
+) -> Descriptor:
     """Return a manifest with unknown fields."""
     config = config or put(layout, b"{}", CONFIG)
     document = {"config": config.to_json(), "layers": [layer.to_json() for layer in layers]}
     return put_raw(layout, {"schemaVersion": 2, **document, **fields})
 
 
-def before_sweeping(monkeypatch, hook):
+def before_sweeping(monkeypatch: pytest.MonkeyPatch, hook: Any) -> None:
     """Run a function between marking and sweeping."""
     held = lock.held
 
-    def wrapped(root, name, **options):
+    def wrapped(root: Path, name: str, **options: Any) -> AbstractContextManager[None]:
         hook()
         return held(root, name, **options)
 
@@ -95,7 +109,7 @@ def before_sweeping(monkeypatch, hook):
 # -- removed and kept content
 
 
-def test_collection_removes_unneeded_and_keeps_named_blobs(layout):
+def test_collection_removes_unneeded_and_keeps_named_blobs(layout: ImageLayout) -> None:
     kept = put_artifact(layout, "kept:v1", b"shared", b"one")
     gone = put_artifact(layout, "gone:v1", b"shared", b"two")
     stray = put(layout, b"stray")
@@ -109,7 +123,7 @@ def test_collection_removes_unneeded_and_keeps_named_blobs(layout):
     assert collected(layout).blobs == 0
 
 
-def test_sha512_blobs_are_collected(layout):
+def test_sha512_blobs_are_collected(layout: ImageLayout) -> None:
     data = b"by another algorithm"
     content = blob(data)
     stray = type(content)(content.media_type, Digest.of(data, "sha512"), len(data))
@@ -123,7 +137,7 @@ def test_sha512_blobs_are_collected(layout):
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_content_of_an_unnamed_entry_is_kept(layout):
+def test_content_of_an_unnamed_entry_is_kept(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     add_entry(layout, made.descriptor)
@@ -140,7 +154,7 @@ def test_content_of_an_unnamed_entry_is_kept(layout):
     ],
     ids=repr,
 )
-def test_an_unreadable_entry_keeps_its_digest(layout, odd):
+def test_an_unreadable_entry_keeps_its_digest(layout: ImageLayout, odd: dict[str, Any]) -> None:
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     add_entry(layout, made.descriptor, **odd)
@@ -148,7 +162,7 @@ def test_an_unreadable_entry_keeps_its_digest(layout, odd):
     assert blobs(layout) == all_of(made)
 
 
-def test_nested_indexes_keep_their_content(layout):
+def test_nested_indexes_keep_their_content(layout: ImageLayout) -> None:
     one, two = (put_artifact(layout, name, name.encode()) for name in ("one", "two"))
     inner = index([one.descriptor])
     outer = index([inner.descriptor, two.descriptor])
@@ -164,7 +178,7 @@ def test_nested_indexes_keep_their_content(layout):
     assert blobs(layout) == set()
 
 
-def test_indexes_named_at_two_depths_keep_their_content(layout):
+def test_indexes_named_at_two_depths_keep_their_content(layout: ImageLayout) -> None:
     """Content deep below one name may be near another: it is kept in either order."""
     made = put_artifact(layout, "a", b"one")
     descriptor, chain = made.descriptor, []
@@ -180,7 +194,7 @@ def test_indexes_named_at_two_depths_keep_their_content(layout):
     assert blobs(layout) == all_of(made) | encoded(*chain)
 
 
-def test_an_index_with_missing_variants_is_kept(layout):
+def test_an_index_with_missing_variants_is_kept(layout: ImageLayout) -> None:
     one = put_artifact(layout, "one", b"one")
     absent = manifest(blob(b"{}", CONFIG), [])
     document = index([absent.descriptor, one.descriptor])
@@ -191,7 +205,7 @@ def test_an_index_with_missing_variants_is_kept(layout):
     assert blobs(layout) == all_of(one) | encoded(document.descriptor)
 
 
-def test_digests_in_unknown_fields_are_kept(layout):
+def test_digests_in_unknown_fields_are_kept(layout: ImageLayout) -> None:
     """Future manifests, subjects, artifact blobs, annotations: references are overestimated."""
     extras = [put(layout, f"extra {n}".encode()) for n in range(4)]
     made = foreign(
@@ -209,7 +223,7 @@ def test_digests_in_unknown_fields_are_kept(layout):
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_docker_manifests_and_lists_keep_their_content(layout):
+def test_docker_manifests_and_lists_keep_their_content(layout: ImageLayout) -> None:
     config, layer = put(layout, b"{}", mediatype.DOCKER_CONFIG), put(layout, b"layer")
     made = put_raw(
         layout,
@@ -235,7 +249,7 @@ def test_docker_manifests_and_lists_keep_their_content(layout):
     assert encoded(config, layer, made, listed) == blobs(layout)
 
 
-def test_digests_with_json_escapes_are_found(layout):
+def test_digests_with_json_escapes_are_found(layout: ImageLayout) -> None:
     config, layer = put(layout, b"{}", CONFIG), put(layout, b"layer")
     raw = json.dumps({"config": config.to_json(), "layers": [layer.to_json()]})
     inner = put_raw(layout, raw.replace("sha256:", "\\u0073ha256:").encode())
@@ -247,7 +261,9 @@ def test_digests_with_json_escapes_are_found(layout):
 
 
 @pytest.mark.parametrize("fields", [{}, {"annotations": {"x": "y"}}], ids=["plain", "annotated"])
-def test_inflated_copies_listed_in_a_container_config_are_kept(layout, fields):
+def test_inflated_copies_listed_in_a_container_config_are_kept(
+    layout: ImageLayout, fields: dict[str, dict[str, str]]
+) -> None:
     plain = put(layout, b"what was compressed" * 9)
     layer = put(layout, gzip.compress(b"what was compressed" * 9, mtime=0))
     rootfs = {"type": "layers", "diff_ids": [str(plain.digest)]}
@@ -259,7 +275,7 @@ def test_inflated_copies_listed_in_a_container_config_are_kept(layout, fields):
     assert plain.digest.encoded in blobs(layout)
 
 
-def test_an_entry_of_a_blob_keeps_it(layout):
+def test_an_entry_of_a_blob_keeps_it(layout: ImageLayout) -> None:
     """Another tool may list a large file, which is not a manifest."""
     content = put(layout, b"\xff\xfe no manifest")
     add_entry(layout, content, "file:v1")
@@ -270,7 +286,7 @@ def test_an_entry_of_a_blob_keeps_it(layout):
 # -- age
 
 
-def test_content_of_a_removed_name_has_no_grace(layout):
+def test_content_of_a_removed_name_has_no_grace(layout: ImageLayout) -> None:
     kept = put_artifact(layout, "kept:v1", b"shared", b"one")
     put_artifact(layout, "gone:v1", b"shared", b"two")
     stray = put(layout, b"stray")
@@ -281,14 +297,14 @@ def test_content_of_a_removed_name_has_no_grace(layout):
     assert not list((layout.root / ".aimage" / "unnamed").iterdir())
 
 
-def test_content_of_a_moved_name_has_no_grace(layout):
+def test_content_of_a_moved_name_has_no_grace(layout: ImageLayout) -> None:
     put_artifact(layout, "a", b"one")
     new = put_artifact(layout, "a", b"two")
     assert collected(layout, grace=GRACE).young == 0
     assert blobs(layout) == all_of(new)
 
 
-def test_blobs_stored_after_a_name_was_removed_have_the_grace(layout):
+def test_blobs_stored_after_a_name_was_removed_have_the_grace(layout: ImageLayout) -> None:
     """Another tool may be copying an artifact that shares them."""
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
@@ -298,7 +314,7 @@ def test_blobs_stored_after_a_name_was_removed_have_the_grace(layout):
     assert blobs(layout) == all_of(made)
 
 
-def test_leased_content_of_a_removed_name_is_kept(layout):
+def test_leased_content_of_a_removed_name_is_kept(layout: ImageLayout) -> None:
     """A pull or a create in progress leases the blobs before it looks for them."""
     made = put_artifact(layout, "a", b"one", b"two")
     shared = made.layers[0]
@@ -308,7 +324,9 @@ def test_leased_content_of_a_removed_name_is_kept(layout):
         assert blobs(layout) == encoded(shared)
 
 
-def test_a_name_given_between_marking_and_sweeping_keeps_its_content(layout, monkeypatch):
+def test_a_name_given_between_marking_and_sweeping_keeps_its_content(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     before_sweeping(monkeypatch, lambda: add_entry(layout, made.descriptor, "again:v1"))
@@ -316,14 +334,16 @@ def test_a_name_given_between_marking_and_sweeping_keeps_its_content(layout, mon
     assert blobs(layout) == all_of(made)
 
 
-def test_without_locks_content_of_a_removed_name_has_the_grace(layout, monkeypatch):
+def test_without_locks_content_of_a_removed_name_has_the_grace(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
     monkeypatch.setattr(gc, "locks_work", lambda _: False)
     assert collected(layout, grace=GRACE).young == 3
 
 
-def test_young_blobs_are_kept_for_the_grace_period(layout):
+def test_young_blobs_are_kept_for_the_grace_period(layout: ImageLayout) -> None:
     stray = put(layout, b"stray")
     done = collected(layout, grace=GRACE)
     assert (done.blobs, done.young, done.young_size) == (0, 1, 5)
@@ -334,7 +354,7 @@ def test_young_blobs_are_kept_for_the_grace_period(layout):
     assert blobs(layout) == set()
 
 
-def test_dry_run_removes_nothing(layout):
+def test_dry_run_removes_nothing(layout: ImageLayout) -> None:
     put_artifact(layout, "old:v1", b"one")
     stray = put(layout, b"stray")
     ingest = layout.root / ".aimage" / "ingest" / ("ab" * 32)
@@ -353,20 +373,20 @@ def test_dry_run_removes_nothing(layout):
     assert (real.blobs, real.size, real.partials) == (done.blobs, done.size, done.partials)
 
 
-def test_collection_of_a_missing_store(layout):
+def test_collection_of_a_missing_store(layout: ImageLayout) -> None:
     done = collected(layout, max_age=0.0, max_size=0)
     assert (done.blobs, done.left_size, done.forgotten) == (0, 0, [])
     assert not layout.root.exists()
 
 
-def used(layout, made, when):
+def used(layout: ImageLayout, made: Manifest, when: float) -> None:
     """Set the time of a manifest's last use."""
     layout.use(made.descriptor)
     os.utime(layout.root / ".aimage" / "used" / made.digest.encoded, (when, when))
 
 
 @pytest.fixture
-def aged(layout):
+def aged(layout: ImageLayout) -> dict[str, Manifest]:
     """Return three names of 1000 bytes each and 500 shared, used one, two and three days ago."""
     made = {
         name: put_artifact(layout, name, b"s" * 500, name[0].encode() * 1000)
@@ -378,11 +398,13 @@ def aged(layout):
     return made
 
 
-def total(layout):
+def total(layout: ImageLayout) -> Any:
     return sum(path.stat().st_size for path in (layout.root / "blobs").rglob("*/*"))
 
 
-def test_names_unused_for_max_age_are_removed(layout, aged):
+def test_names_unused_for_max_age_are_removed(
+    layout: ImageLayout, aged: dict[str, Manifest]
+) -> None:
     done = collected(layout, max_age=1.5 * DAY)
     assert {one.name for one in done.forgotten} == {"b:v1", "c:v1"}
     assert "not used for 2 days" in [one.reason for one in done.forgotten]
@@ -390,13 +412,13 @@ def test_names_unused_for_max_age_are_removed(layout, aged):
     assert blobs(layout) == all_of(aged["a:v1"])
 
 
-def test_use_makes_a_name_recent(layout, aged):
+def test_use_makes_a_name_recent(layout: ImageLayout, aged: dict[str, Manifest]) -> None:
     layout.use(aged["c:v1"].descriptor)
     collected(layout, max_age=1.5 * DAY)
     assert names(layout) == {"a:v1", "c:v1"}
 
 
-def test_a_foreign_name_has_the_age_of_its_manifest(layout):
+def test_a_foreign_name_has_the_age_of_its_manifest(layout: ImageLayout) -> None:
     made = foreign(layout, [put(layout, b"layer")])
     add_entry(layout, made, "foreign:v1")
     assert collected(layout, max_age=DAY).forgotten == []
@@ -404,7 +426,9 @@ def test_a_foreign_name_has_the_age_of_its_manifest(layout):
     assert names(layout) == set()
 
 
-def test_least_recently_used_names_are_removed_until_the_rest_fits(layout, aged):
+def test_least_recently_used_names_are_removed_until_the_rest_fits(
+    layout: ImageLayout, aged: dict[str, Manifest]
+) -> None:
     whole = total(layout)
     done = collected(layout, max_size=whole - 1)
     assert [one.name for one in done.forgotten] == ["c:v1"]
@@ -415,13 +439,15 @@ def test_least_recently_used_names_are_removed_until_the_rest_fits(layout, aged)
     assert blobs(layout) == set()
 
 
-def test_shared_blobs_count_once(layout, aged):
+def test_shared_blobs_count_once(layout: ImageLayout, aged: dict[str, Manifest]) -> None:
     """Counted three times, the 500 bytes would exceed the limit and remove a name."""
     assert collected(layout, max_size=total(layout)).forgotten == []
     assert collected(layout, max_size=total(layout) - 1).blobs == 3  # without the shared blob
 
 
-def test_both_names_of_a_manifest_are_removed_to_fit(layout, aged):
+def test_both_names_of_a_manifest_are_removed_to_fit(
+    layout: ImageLayout, aged: dict[str, Manifest]
+) -> None:
     layout.tag(aged["c:v1"].descriptor, Reference.parse("c:v2"))
     used(layout, aged["c:v1"], time.time() - 3 * DAY)
     done = collected(layout, max_size=total(layout) - 1)
@@ -429,13 +455,13 @@ def test_both_names_of_a_manifest_are_removed_to_fit(layout, aged):
     assert names(layout) == {"a:v1", "b:v1"}
 
 
-def test_keep_patterns_protect_names(layout, aged):
+def test_keep_patterns_protect_names(layout: ImageLayout, aged: dict[str, Manifest]) -> None:
     done = collected(layout, max_age=0.0, keep=["b*", "*:v9"])
     assert {one.name for one in done.forgotten} == {"a:v1", "c:v1"}
     assert names(layout) == {"b:v1"}
 
 
-def test_pinned_names_are_kept(layout, aged):
+def test_pinned_names_are_kept(layout: ImageLayout, aged: dict[str, Manifest]) -> None:
     layout.pins.put("c:v1", {}, durable=True)
     done = collected(layout, max_age=0.0)
     assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
@@ -443,7 +469,7 @@ def test_pinned_names_are_kept(layout, aged):
     assert blobs(layout) == all_of(aged["c:v1"])
 
 
-def test_a_short_name_of_another_tool_can_be_pinned(layout):
+def test_a_short_name_of_another_tool_can_be_pinned(layout: ImageLayout) -> None:
     made = foreign(layout, [put(layout, b"layer")])
     add_entry(layout, made, "short")
     layout.pins.put("short:latest", {}, durable=True)  # equals 'aimage pin short'
@@ -451,7 +477,7 @@ def test_a_short_name_of_another_tool_can_be_pinned(layout):
     assert names(layout) == {"short"}
 
 
-def test_leased_names_are_not_removed(layout, aged):
+def test_leased_names_are_not_removed(layout: ImageLayout, aged: dict[str, Manifest]) -> None:
     with layout.lease(aged["c:v1"].digest):
         done = collected(layout, max_age=0.0)
         assert {one.name for one in done.forgotten} == {"a:v1", "b:v1"}
@@ -459,18 +485,20 @@ def test_leased_names_are_not_removed(layout, aged):
     assert names(layout) == set()
 
 
-def test_an_invalid_name_is_kept(layout):
+def test_an_invalid_name_is_kept(layout: ImageLayout) -> None:
     made = foreign(layout, [put(layout, b"layer")])
     add_entry(layout, made, "Not A Reference!")
     assert collected(layout, max_age=DAY, later=2 * DAY).forgotten == []
     assert names(layout) == {"Not A Reference!"}
 
 
-def test_a_name_moved_during_a_collection_is_kept(layout, aged, monkeypatch):
+def test_a_name_moved_during_a_collection_is_kept(
+    layout: ImageLayout, aged: dict[str, Manifest], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is pulled anew just before its removal."""
     remove_names = ImageLayout.remove_names
 
-    def moved(self, names):
+    def moved(self: ImageLayout, names: Mapping[str, Digest]) -> set[str]:
         assert "c:v1" in names
         self.tag(aged["a:v1"].descriptor, Reference.parse("c:v1"))
         return remove_names(self, names)
@@ -482,7 +510,9 @@ def test_a_name_moved_during_a_collection_is_kept(layout, aged, monkeypatch):
     assert all_of(aged["a:v1"]) | all_of(aged["b:v1"]) <= blobs(layout)
 
 
-def test_content_named_between_marking_and_sweeping_is_kept(layout, monkeypatch):
+def test_content_named_between_marking_and_sweeping_is_kept(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     late = put_artifact(layout, "late", b"late")
     layout.untag(Reference.parse("late"))
     stray = put(layout, b"stray")
@@ -492,7 +522,9 @@ def test_content_named_between_marking_and_sweeping_is_kept(layout, monkeypatch)
     assert stray.digest.encoded not in blobs(layout)
 
 
-def test_blob_added_between_marking_and_sweeping_is_kept(layout, monkeypatch):
+def test_blob_added_between_marking_and_sweeping_is_kept(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(layout, b"stray")
     late = []
     before_sweeping(monkeypatch, lambda: late.append(put(layout, b"late")))
@@ -500,7 +532,9 @@ def test_blob_added_between_marking_and_sweeping_is_kept(layout, monkeypatch):
     assert blobs(layout) == encoded(*late)
 
 
-def test_a_variant_restored_between_marking_and_sweeping_is_kept(layout, monkeypatch):
+def test_a_variant_restored_between_marking_and_sweeping_is_kept(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The index that lists it existed and was marked all the time."""
     made = put_artifact(layout, "one", b"one")
     document = index([made.descriptor])
@@ -515,7 +549,9 @@ def test_a_variant_restored_between_marking_and_sweeping_is_kept(layout, monkeyp
     assert blobs(layout) == all_of(made) | encoded(document.descriptor)
 
 
-def test_a_config_restored_between_marking_and_sweeping_is_read(layout, monkeypatch):
+def test_a_config_restored_between_marking_and_sweeping_is_read(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It lists the decompressed blobs of compressed layers."""
     plain = put(layout, b"what was compressed")
     rootfs = {"type": "layers", "diff_ids": [str(plain.digest)]}
@@ -533,7 +569,7 @@ def test_a_config_restored_between_marking_and_sweeping_is_read(layout, monkeypa
 # -- damaged content
 
 
-def damage(layout, content):
+def damage(layout: ImageLayout, content: Descriptor) -> None:
     path = layout.path(content)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -541,12 +577,14 @@ def damage(layout, content):
     path.write_bytes(data)
 
 
-def state(layout):
+def state(layout: ImageLayout) -> dict[Any, Any]:
     return {path: path.lstat().st_size for path in layout.root.rglob("*") if path.name != "gc.lock"}
 
 
 @pytest.mark.parametrize("wishes", [{}, {"max_size": 0}], ids=repr)
-def test_a_damaged_manifest_stops_the_collection(layout, aged, wishes):
+def test_a_damaged_manifest_stops_the_collection(
+    layout: ImageLayout, aged: dict[str, Manifest], wishes: dict[str, int]
+) -> None:
     """Its references are unknown: no blob and no name is removed."""
     stray = put(layout, b"stray")
     damage(layout, aged["b:v1"].descriptor)
@@ -558,7 +596,7 @@ def test_a_damaged_manifest_stops_the_collection(layout, aged, wishes):
     assert stray.digest.encoded in blobs(layout)
 
 
-def test_a_damaged_manifest_in_an_index_stops_the_collection(layout):
+def test_a_damaged_manifest_in_an_index_stops_the_collection(layout: ImageLayout) -> None:
     one = put_artifact(layout, "one", b"one")
     document = index([one.descriptor])
     layout.push(document.descriptor, bytes_body(document.raw))
@@ -572,7 +610,9 @@ def test_a_damaged_manifest_in_an_index_stops_the_collection(layout):
     assert blobs(layout) == before
 
 
-def test_damaged_unneeded_manifest_is_removed(layout, aged):
+def test_damaged_unneeded_manifest_is_removed(
+    layout: ImageLayout, aged: dict[str, Manifest]
+) -> None:
     damage(layout, aged["b:v1"].descriptor)
     layout.untag(Reference.parse("b:v1"))
     collected(layout)
@@ -580,7 +620,9 @@ def test_damaged_unneeded_manifest_is_removed(layout, aged):
 
 
 @pytest.mark.parametrize("wishes", [{}, {"max_size": 0}], ids=repr)
-def test_a_name_without_its_manifest_stops_the_collection(layout, aged, wishes):
+def test_a_name_without_its_manifest_stops_the_collection(
+    layout: ImageLayout, aged: dict[str, Manifest], wishes: dict[str, int]
+) -> None:
     """Its layers may exist, but are unknown."""
     layout.path(aged["b:v1"].descriptor).unlink()
     put(layout, b"stray")
@@ -598,14 +640,14 @@ def test_a_name_without_its_manifest_stops_the_collection(layout, aged, wishes):
 
 
 @pytest.fixture
-def ingests(layout):
+def ingests(layout: ImageLayout) -> Path:
     """Return the directory of unfinished downloads."""
     directory = layout.root / ".aimage" / "ingest"
     directory.mkdir(parents=True)
     return directory
 
 
-def partial(directory, letter, *, journal=True):
+def partial(directory: Any, letter: str, *, journal: bool = True) -> Any:
     path = directory / (letter * 64)
     path.write_bytes(b"x" * 5000)
     if journal:
@@ -613,7 +655,9 @@ def partial(directory, letter, *, journal=True):
     return path
 
 
-def test_unfinished_downloads_are_removed_after_the_grace_period(layout, ingests):
+def test_unfinished_downloads_are_removed_after_the_grace_period(
+    layout: ImageLayout, ingests: Any
+) -> None:
     old, young, busy = (partial(ingests, letter) for letter in "abc")
     now = time.time()
     for path in (old, busy):
@@ -629,7 +673,7 @@ def test_unfinished_downloads_are_removed_after_the_grace_period(layout, ingests
     assert collected(layout).partials == 1  # no process is using it
 
 
-def test_anonymous_ingests_are_removed_unless_locked(layout, ingests):
+def test_anonymous_ingests_are_removed_unless_locked(layout: ImageLayout, ingests: Any) -> None:
     abandoned = ingests / f"upload.{'0' * 16}"
     abandoned.write_bytes(b"x")
     alive = layout.ingest("upload")
@@ -641,13 +685,13 @@ def test_anonymous_ingests_are_removed_unless_locked(layout, ingests):
     assert layout.exists(content)
 
 
-def test_a_journal_without_its_download_is_removed(layout, ingests):
+def test_a_journal_without_its_download_is_removed(layout: ImageLayout, ingests: Any) -> None:
     (ingests / f"{'a' * 64}.journal").write_text("\n0-5\n")
     assert collected(layout).partials == 0
     assert list(ingests.iterdir()) == []
 
 
-def test_an_ingest_continues_after_a_collection(layout, ingests):
+def test_an_ingest_continues_after_a_collection(layout: ImageLayout, ingests: Any) -> None:
     content = blob(b"0123456789")
     ingest = layout.ingest(content.digest.encoded, content)
     ingest.write_at(0, b"01234")
@@ -657,7 +701,7 @@ def test_an_ingest_continues_after_a_collection(layout, ingests):
     assert layout.path(content).read_bytes() == b"0123456789"
 
 
-def test_files_of_killed_processes_are_removed(layout):
+def test_files_of_killed_processes_are_removed(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a", b"one")
     private = layout.root / ".aimage"
     left = [
@@ -682,7 +726,7 @@ def test_files_of_killed_processes_are_removed(layout):
     assert layout.pins.names() == set()
 
 
-def test_recent_damaged_blob_set_aside_is_kept(layout):
+def test_recent_damaged_blob_set_aside_is_kept(layout: ImageLayout) -> None:
     """A damaged blob keeps its old time when 'verify --repair' moves it out of the way."""
     stray = put(layout, b"stray")
     path = layout.path(stray)
@@ -695,7 +739,7 @@ def test_recent_damaged_blob_set_aside_is_kept(layout):
     assert not aside.exists()
 
 
-def test_a_leased_manifest_keeps_its_content_after_its_tag_moves(layout):
+def test_a_leased_manifest_keeps_its_content_after_its_tag_moves(layout: ImageLayout) -> None:
     old = put_artifact(layout, "h.io/a:v1", b"old", b"older")
     with layout.lease(old.descriptor.digest):
         new = put_artifact(layout, "h.io/a:v1", b"new")
@@ -705,7 +749,7 @@ def test_a_leased_manifest_keeps_its_content_after_its_tag_moves(layout):
     assert blobs(layout) == all_of(new)
 
 
-def test_a_lease_on_a_blob_or_damaged_document_keeps_only_that(layout):
+def test_a_lease_on_a_blob_or_damaged_document_keeps_only_that(layout: ImageLayout) -> None:
     old = put_artifact(layout, "h.io/a:v1", b"{ not json", b"other")
     layer = next(each for each in old.children if each.size == 10)
     with layout.lease(layer.digest, Digest.of(b"not here")):
@@ -714,14 +758,14 @@ def test_a_lease_on_a_blob_or_damaged_document_keeps_only_that(layout):
         assert blobs(layout) == encoded(layer)
 
 
-def test_hold_leases_the_manifest_of_a_moving_name(layout):
+def test_hold_leases_the_manifest_of_a_moving_name(layout: ImageLayout) -> None:
     """The name moves and a collection runs between the first read and the lease."""
     reference = Reference.parse("h.io/a:v1")
     old = put_artifact(layout, str(reference), b"old")
-    made = []
+    made: list[Any] = []
 
     class Slow(ImageLayout):
-        def resolve(self, asked, /):
+        def resolve(self, asked: Reference, /) -> Descriptor:
             found = super().resolve(asked)
             if not made:
                 made.append(put_artifact(layout, str(reference), b"new"))
@@ -737,7 +781,7 @@ def test_hold_leases_the_manifest_of_a_moving_name(layout):
         assert blobs(layout) == all_of(made[0])
 
 
-def test_leases_of_dead_processes_are_removed(layout):
+def test_leases_of_dead_processes_are_removed(layout: ImageLayout) -> None:
     stray = put(layout, b"stray")
     dead = layout.root / ".aimage" / "lease" / "dead"
     dead.parent.mkdir()
@@ -749,7 +793,7 @@ def test_leases_of_dead_processes_are_removed(layout):
 # -- other files
 
 
-def test_files_without_blob_names_are_kept(layout, tmp_path):
+def test_files_without_blob_names_are_kept(layout: ImageLayout, tmp_path: Path) -> None:
     put(layout, b"stray")
     directory = layout.root / "blobs" / "sha256"
     secret = tmp_path / "secret"
@@ -772,7 +816,9 @@ def test_files_without_blob_names_are_kept(layout, tmp_path):
     assert (directory / ("cd" * 32) / "file").exists()
 
 
-def test_other_files_among_ingests_are_kept(layout, ingests, tmp_path):
+def test_other_files_among_ingests_are_kept(
+    layout: ImageLayout, ingests: Any, tmp_path: Path
+) -> None:
     stray = put(layout, b"stray")
     secret = tmp_path / "secret"
     secret.write_text("mine")
@@ -787,7 +833,9 @@ def test_other_files_among_ingests_are_kept(layout, ingests, tmp_path):
     assert len(list(ingests.iterdir())) == 3
 
 
-def test_a_name_shared_with_an_entry_without_a_digest_is_removed(layout, aged):
+def test_a_name_shared_with_an_entry_without_a_digest_is_removed(
+    layout: ImageLayout, aged: dict[str, Manifest]
+) -> None:
     """Beside a readable entry that is removed."""
     path = layout.root / "index.json"
     value = json.loads(path.read_bytes())

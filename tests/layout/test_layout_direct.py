@@ -6,6 +6,8 @@ import errno
 import hashlib
 import os
 import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,33 +17,39 @@ from clowder_aimage.layout import ImageLayout, direct_io
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.oci import Descriptor, Digest
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from clowder_aimage.layout.ingest import FileIngest
+
+
 MIB = 1024 * 1024
 SIZE = 3 * MIB + 12345
 
 
 @pytest.fixture
-def data():
+def data() -> bytes:
     return os.urandom(SIZE)
 
 
 @pytest.fixture
-def expected(data):
+def expected(data: bytes) -> Descriptor:
     digest = Digest("sha256", hashlib.sha256(data).hexdigest())
     return Descriptor("application/octet-stream", digest, len(data))
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture
-def written(monkeypatch):
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record direct writes: (offset, count)."""
     seen = []
     real = DirectFile._write
 
-    def write(self, view, offset):
+    def write(self: DirectFile, view: memoryview[int], offset: int) -> int:
         count = real(self, view, offset)
         seen.append((offset, count))
         return count
@@ -50,7 +58,7 @@ def written(monkeypatch):
     return seen
 
 
-def can_write_directly(directory):
+def can_write_directly(directory: Path) -> bool:
     try:
         os.close(os.open(directory / "probe", direct_io._FLAGS | os.O_CREAT | os.O_DIRECT))
     except (OSError, AttributeError):
@@ -58,7 +66,9 @@ def can_write_directly(directory):
     return True
 
 
-def take_in(layout, expected, data, order=None):
+def take_in(
+    layout: ImageLayout, expected: Descriptor, data: bytes, order: list[Any] | None = None
+) -> FileIngest:
     ingest = layout.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
     for offset in order or range(0, len(data), MIB):
@@ -68,7 +78,13 @@ def take_in(layout, expected, data, order=None):
     return ingest
 
 
-def test_writes_in_order_use_direct_io(layout, expected, data, written, tmp_path):
+def test_writes_in_order_use_direct_io(
+    layout: ImageLayout,
+    expected: Descriptor,
+    data: bytes,
+    written: list[tuple[int, int]],
+    tmp_path: Path,
+) -> None:
     if not can_write_directly(tmp_path):
         pytest.skip("this file system has no other way than through the cache")
     take_in(layout, expected, data).commit(expected)
@@ -76,13 +92,17 @@ def test_writes_in_order_use_direct_io(layout, expected, data, written, tmp_path
     assert layout.path(expected).read_bytes() == data
 
 
-def test_writes_out_of_order_use_the_cache(layout, expected, data, written):
+def test_writes_out_of_order_use_the_cache(
+    layout: ImageLayout, expected: Descriptor, data: bytes, written: list[tuple[int, int]]
+) -> None:
     take_in(layout, expected, data, [2 * MIB, MIB, 3 * MIB, 0]).commit(expected)
     assert {offset for offset, _ in written} <= {0}
     assert layout.path(expected).read_bytes() == data
 
 
-def test_unaligned_writes_use_the_cache(layout, expected, data, written):
+def test_unaligned_writes_use_the_cache(
+    layout: ImageLayout, expected: Descriptor, data: bytes, written: list[tuple[int, int]]
+) -> None:
     ingest = layout.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
     ingest.write_at(0, data[:MIB])  # bytes: their alignment is unknown
@@ -97,10 +117,16 @@ def test_unaligned_writes_use_the_cache(layout, expected, data, written):
     assert layout.path(expected).read_bytes() == data
 
 
-def test_file_systems_without_direct_io_use_the_cache(layout, expected, data, written, monkeypatch):
+def test_file_systems_without_direct_io_use_the_cache(
+    layout: ImageLayout,
+    expected: Descriptor,
+    data: bytes,
+    written: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = os.open
 
-    def refuse(path, flags, *rest, **more):
+    def refuse(path: str | bytes | os.PathLike[Any], flags: int, *rest: Any, **more: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument", path)
         return real(path, flags, *rest, **more)
@@ -111,11 +137,17 @@ def test_file_systems_without_direct_io_use_the_cache(layout, expected, data, wr
     assert layout.path(expected).read_bytes() == data
 
 
-def test_disks_with_other_block_sizes_use_the_cache(layout, expected, data, monkeypatch, tmp_path):
+def test_disks_with_other_block_sizes_use_the_cache(
+    layout: ImageLayout,
+    expected: Descriptor,
+    data: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
     asked = []
     real = os.pwrite
 
-    def refuse(fd, view, offset):
+    def refuse(fd: int, view: Buffer, offset: int) -> int:
         if threading.current_thread().name.startswith("aimage-write"):
             asked.append(offset)
             raise OSError(errno.EINVAL, "Invalid argument")
@@ -127,12 +159,14 @@ def test_disks_with_other_block_sizes_use_the_cache(layout, expected, data, monk
     assert layout.path(expected).read_bytes() == data
 
 
-def test_a_full_disk_during_direct_io_rehashes_the_rest(layout, expected, data, monkeypatch):
+def test_a_full_disk_during_direct_io_rehashes_the_rest(
+    layout: ImageLayout, expected: Descriptor, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hash was ahead of the file: later writes to that range are hashed anew."""
     full = True
     real = os.pwrite
 
-    def write(fd, view, offset):
+    def write(fd: int, view: Buffer, offset: int) -> int:
         if full and offset:
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(fd, view, offset)
@@ -154,12 +188,12 @@ def test_a_full_disk_during_direct_io_rehashes_the_rest(layout, expected, data, 
     assert layout.path(expected).read_bytes() == data
 
 
-def test_close_waits_for_pending_writes(tmp_path, monkeypatch):
+def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.touch()
     begun, go, closed = threading.Event(), threading.Event(), threading.Event()
 
-    def write(self, view, offset):
+    def write(self: DirectFile, view: memoryview[int], offset: int) -> int:
         begun.set()
         go.wait(10)
         assert not closed.is_set()
@@ -172,7 +206,7 @@ def test_close_waits_for_pending_writes(tmp_path, monkeypatch):
     writing = file.begin(0, new_buffer(16 * PAGE))
     assert begun.wait(10)
 
-    def close():
+    def close() -> None:
         file.close()
         closed.set()
 

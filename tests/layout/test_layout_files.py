@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +21,11 @@ DATA = b"0123456789"
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def files(root):
+def files(root: Path) -> set[Any]:
     """Return the files below ``root`` without our private ones."""
     return {
         str(path.relative_to(root))
@@ -32,23 +34,23 @@ def files(root):
     }
 
 
-def left_over(root):
+def left_over(root: Path) -> set[str]:
     """Return our private files, except locks and records of names and manifests."""
     known = {"names", "used", "listing"}
     files = [p for p in (root / ".aimage").rglob("*") if p.is_file()]
     return {p.name for p in files if p.parent.name not in known} - {"lock", "gc.lock"}
 
 
-def index_of(layout):
+def index_of(layout: ImageLayout) -> Any:
     return json.loads((layout.root / "index.json").read_bytes())
 
 
-def write_index(root, value):
+def write_index(root: Path, value: Any) -> None:
     root.mkdir(parents=True, exist_ok=True)
     (root / "index.json").write_text(json.dumps(value))
 
 
-def test_reading_creates_no_files(layout):
+def test_reading_creates_no_files(layout: ImageLayout) -> None:
     assert list(layout.tags()) == []
     assert not layout.exists(blob(DATA))
     for attempt in (
@@ -62,7 +64,7 @@ def test_reading_creates_no_files(layout):
     assert not layout.root.exists()
 
 
-def test_a_push_writes_the_files_of_the_image_layout(layout):
+def test_a_push_writes_the_files_of_the_image_layout(layout: ImageLayout) -> None:
     made = put_artifact(layout, "registry.example.com/a:v1", b"one", b"two")
     blobs = {f"blobs/sha256/{d.digest.encoded}" for d in (made.descriptor, *made.children)}
     assert files(layout.root) == {"oci-layout", "index.json", *blobs}
@@ -85,13 +87,13 @@ def test_a_push_writes_the_files_of_the_image_layout(layout):
     assert left_over(layout.root) == set()
 
 
-def test_an_entry_has_the_artifact_type(layout):
+def test_an_entry_has_the_artifact_type(layout: ImageLayout) -> None:
     put_artifact(layout, "a", artifactType="application/vnd.example")
     (entry,) = index_of(layout)["manifests"]
     assert entry["artifactType"] == "application/vnd.example"
 
 
-def test_blobs_are_read_only_in_a_directory_per_algorithm(layout):
+def test_blobs_are_read_only_in_a_directory_per_algorithm(layout: ImageLayout) -> None:
     content = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
     layout.push(content, bytes_body(DATA))
     for found in (content, put(layout, DATA)):
@@ -101,7 +103,7 @@ def test_blobs_are_read_only_in_a_directory_per_algorithm(layout):
         assert path.read_bytes() == DATA
 
 
-def test_a_truncated_blob_is_missing_and_is_replaced(layout):
+def test_a_truncated_blob_is_missing_and_is_replaced(layout: ImageLayout) -> None:
     content = put(layout, DATA)
     path = layout.path(content)
     path.chmod(0o644)
@@ -111,7 +113,7 @@ def test_a_truncated_blob_is_missing_and_is_replaced(layout):
     assert path.read_bytes() == DATA
 
 
-def test_failed_push_leaves_nothing(layout):
+def test_failed_push_leaves_nothing(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     before = files(layout.root)
     for body in (
@@ -135,7 +137,7 @@ def test_failed_push_leaves_nothing(layout):
         (b"0123456789x", "has 11 bytes, expected 10"),
     ],
 )
-def test_verification_error_has_the_difference(layout, body, said):
+def test_verification_error_has_the_difference(layout: ImageLayout, body: bytes, said: str) -> None:
     with pytest.raises(VerificationError, match=said):
         layout.push(blob(DATA), bytes_body(body))
 
@@ -153,7 +155,7 @@ FOREIGN = {
 UNREADABLE = [{"digest": "sha256:../../x"}, "what", None, 7, {"mediaType": BLOB}]
 
 
-def test_foreign_entries_and_fields_are_kept(layout):
+def test_foreign_entries_and_fields_are_kept(layout: ImageLayout) -> None:
     write_index(
         layout.root,
         {
@@ -177,7 +179,7 @@ def test_foreign_entries_and_fields_are_kept(layout):
     assert [name for name, _ in layout.tags()] == ["a:v1"]
 
 
-def test_retagging_keeps_foreign_fields_of_the_entry(layout):
+def test_retagging_keeps_foreign_fields_of_the_entry(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     value = index_of(layout)
     value["manifests"][0]["platform"] = {"os": "linux"}
@@ -202,14 +204,16 @@ def test_retagging_keeps_foreign_fields_of_the_entry(layout):
         ({mediatype.REF_NAME: "a"}, "a"),
     ],
 )
-def test_foreign_names_are_resolved(layout, annotations, name):
+def test_foreign_names_are_resolved(
+    layout: ImageLayout, annotations: dict[str, str], name: str
+) -> None:
     entry = {**FOREIGN, "annotations": annotations}
     write_index(layout.root, {"schemaVersion": 2, "manifests": [entry]})
     assert [found for found, _ in layout.tags()] == [name]
     assert str(layout.resolve(Reference.parse(name)).digest) == FOREIGN["digest"]
 
 
-def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(layout):
+def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(layout: ImageLayout) -> None:
     entry = {**FOREIGN, "annotations": {mediatype.REF_NAME: "a"}}
     write_index(layout.root, {"schemaVersion": 2, "manifests": [entry]})
     assert layout.resolve(Reference.parse("a:latest")).size == 7
@@ -217,13 +221,13 @@ def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(layout):
     assert [(n, d.digest) for n, d in layout.tags()] == [("a:latest", made.digest)]
 
 
-def test_resolve_by_digest_accepts_any_entry(layout):
+def test_resolve_by_digest_accepts_any_entry(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     for text in (f"a@{made.digest}", f"b@{made.digest}", f"a:v9@{made.digest}"):
         assert layout.resolve(Reference.parse(text)).digest == made.digest
 
 
-def test_a_name_with_a_digest_can_be_resolved_and_removed(layout):
+def test_a_name_with_a_digest_can_be_resolved_and_removed(layout: ImageLayout) -> None:
     config = put(layout, b"{}")
     made = manifest(config, [])
     reference = Reference.parse(f"r.io/a@{made.digest}")
@@ -235,7 +239,7 @@ def test_a_name_with_a_digest_can_be_resolved_and_removed(layout):
         layout.resolve(reference)
 
 
-def test_untagging_keeps_the_blobs_and_other_names(layout):
+def test_untagging_keeps_the_blobs_and_other_names(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     layout.tag(made.descriptor, Reference.parse("b:v1"))
     before = files(layout.root)
@@ -246,7 +250,7 @@ def test_untagging_keeps_the_blobs_and_other_names(layout):
         layout.untag(Reference.parse("a:v1"))
 
 
-def test_an_index_with_null_manifests_is_read(layout):
+def test_an_index_with_null_manifests_is_read(layout: ImageLayout) -> None:
     write_index(layout.root, {"schemaVersion": 2, "manifests": None})
     assert list(layout.tags()) == []
     put_artifact(layout, "a")
@@ -258,7 +262,7 @@ def test_an_index_with_null_manifests_is_read(layout):
     [b"", b"[]", b'{"manifests":{}}'],
     ids=lambda raw: repr(raw[:12]),
 )
-def test_a_broken_index_is_reported_and_not_overwritten(layout, raw):
+def test_a_broken_index_is_reported_and_not_overwritten(layout: ImageLayout, raw: bytes) -> None:
     made = put_artifact(layout, "a", b"one")
     (layout.root / "index.json").write_bytes(raw)
     with pytest.raises(FormatError, match=r"index\.json is not an OCI index"):
@@ -268,7 +272,7 @@ def test_a_broken_index_is_reported_and_not_overwritten(layout, raw):
     assert (layout.root / "index.json").read_bytes() == raw
 
 
-def test_an_edit_that_fails_changes_nothing(layout):
+def test_an_edit_that_fails_changes_nothing(layout: ImageLayout) -> None:
     put_artifact(layout, "a")
     before = (layout.root / "index.json").read_bytes()
     with pytest.raises(ZeroDivisionError), edit_index(layout.root) as index:
@@ -278,7 +282,7 @@ def test_an_edit_that_fails_changes_nothing(layout):
     assert left_over(layout.root) == set()
 
 
-def test_an_edit_without_a_change_does_not_write(layout):
+def test_an_edit_without_a_change_does_not_write(layout: ImageLayout) -> None:
     put_artifact(layout, "a")
     before = (layout.root / "index.json").stat().st_ino
     with edit_index(layout.root):
@@ -290,7 +294,7 @@ def test_an_edit_without_a_change_does_not_write(layout):
 # -- unexpected files in the store
 
 
-def test_a_store_that_is_a_file_fails(tmp_path):
+def test_a_store_that_is_a_file_fails(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.write_text("mine")
     for root in (path, path / "below"):
@@ -307,7 +311,7 @@ def test_a_store_that_is_a_file_fails(tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_a_symlinked_lock_is_refused(layout, tmp_path):
+def test_a_symlinked_lock_is_refused(layout: ImageLayout, tmp_path: Path) -> None:
     """CVE-2025-68146: a file that replaces the lock must not be opened, locked or truncated."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -322,7 +326,7 @@ def test_a_symlinked_lock_is_refused(layout, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_directory_in_place_of_a_blob_fails(layout):
+def test_a_directory_in_place_of_a_blob_fails(layout: ImageLayout) -> None:
     content = blob(DATA)
     (layout.root / "blobs" / "sha256" / content.digest.encoded).mkdir(parents=True)
     with pytest.raises(NotFoundError):
@@ -333,14 +337,16 @@ def test_a_directory_in_place_of_a_blob_fails(layout):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_store_fails(layout):
+def test_an_unwritable_store_fails(layout: ImageLayout) -> None:
     put_artifact(layout, "a")
     layout.root.joinpath("blobs", "sha256").chmod(0o555)
     with pytest.raises(StoreError, match="Permission denied"):
         put(layout, b"new")
 
 
-def test_a_read_only_store_is_readable(layout, monkeypatch):
+def test_a_read_only_store_is_readable(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = put_artifact(layout, "a", b"one")
 
     def refuse(*_: object, **__: object) -> None:

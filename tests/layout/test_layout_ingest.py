@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given, settings
@@ -25,16 +26,16 @@ CONTENT = blob(DATA)
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def ingests(layout):
+def ingests(layout: ImageLayout) -> list[Any]:
     return list((layout.root / ".aimage" / "ingest").iterdir())
 
 
 @pytest.mark.parametrize("expected", [CONTENT, None], ids=["expected", "unknown"])
-def test_sequential_writes(layout, expected):
+def test_sequential_writes(layout: ImageLayout, expected: Descriptor | None) -> None:
     ingest = layout.ingest("key", expected)
     for start in range(0, 100, 30):
         assert not layout.exists(CONTENT)
@@ -47,7 +48,7 @@ def test_sequential_writes(layout, expected):
 
 @settings(max_examples=40)
 @given(st.permutations(range(10)), st.booleans())
-def test_ranges_are_written_in_any_order(order, known):
+def test_ranges_are_written_in_any_order(order: list[Any], known: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:
         ingest = FileIngest(Path(directory), "key", CONTENT if known else None)
         written: set[int] = set()
@@ -64,7 +65,7 @@ def test_ranges_are_written_in_any_order(order, known):
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 9), st.binary(min_size=1, max_size=6)), max_size=8))
-def test_commit_accepts_only_the_expected_bytes(writes):
+def test_commit_accepts_only_the_expected_bytes(writes: list[Any]) -> None:
     promised = b"aabbcc"
     content = blob(promised)
     seen = bytearray()
@@ -84,7 +85,7 @@ def test_commit_accepts_only_the_expected_bytes(writes):
             assert not path.exists()
 
 
-def test_overwriting_hashed_bytes_is_detected(layout):
+def test_overwriting_hashed_bytes_is_detected(layout: ImageLayout) -> None:
     """The hash of the former bytes must not be used for the new ones."""
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
@@ -99,7 +100,7 @@ def test_overwriting_hashed_bytes_is_detected(layout):
     assert layout.path(CONTENT).read_bytes() == DATA
 
 
-def test_a_hole_fails_the_commit(layout):
+def test_a_hole_fails_the_commit(layout: ImageLayout) -> None:
     zeros = blob(bytes(30))
     ingest = layout.ingest("key", zeros)
     ingest.write_at(0, bytes(10))
@@ -110,7 +111,7 @@ def test_a_hole_fails_the_commit(layout):
     assert ingests(layout) == []
 
 
-def test_commit_of_another_digest_is_refused(layout):
+def test_commit_of_another_digest_is_refused(layout: ImageLayout) -> None:
     other = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
@@ -119,7 +120,7 @@ def test_commit_of_another_digest_is_refused(layout):
     assert not layout.exists(CONTENT)
 
 
-def test_abort_leaves_nothing_and_is_idempotent(layout):
+def test_abort_leaves_nothing_and_is_idempotent(layout: ImageLayout) -> None:
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.abort()
@@ -131,7 +132,7 @@ def test_abort_leaves_nothing_and_is_idempotent(layout):
         ingest.write_at(0, DATA)
 
 
-def test_abort_after_commit_closes_no_other_file(layout):
+def test_abort_after_commit_closes_no_other_file(layout: ImageLayout) -> None:
     ingest = layout.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.commit(CONTENT)
@@ -141,7 +142,7 @@ def test_abort_after_commit_closes_no_other_file(layout):
     assert layout.exists(CONTENT)
 
 
-def test_known_content_has_one_ingest_at_a_time(layout):
+def test_known_content_has_one_ingest_at_a_time(layout: ImageLayout) -> None:
     one = layout.ingest("key", CONTENT)
     one.write_at(0, DATA[:50])
     with pytest.raises(IngestBusyError):
@@ -157,7 +158,9 @@ def test_known_content_has_one_ingest_at_a_time(layout):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_push_does_not_wait_for_a_stalled_ingest(layout, monkeypatch, algorithm):
+def test_push_does_not_wait_for_a_stalled_ingest(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
     monkeypatch.setattr(layout_module, "_WRITE_TIMEOUT", 0.05)
     content = Descriptor(BLOB, Digest.of(DATA, algorithm), len(DATA))
     still = layout.ingest(content.digest.encoded, content)
@@ -171,7 +174,7 @@ def test_push_does_not_wait_for_a_stalled_ingest(layout, monkeypatch, algorithm)
     assert ingests(layout) == []
 
 
-def test_ingests_of_unknown_content_are_independent(layout):
+def test_ingests_of_unknown_content_are_independent(layout: ImageLayout) -> None:
     one, two = layout.ingest("key"), layout.ingest("key")
     one.write_at(0, DATA)
     two.write_at(0, b"other")
@@ -188,7 +191,9 @@ def full(*_: object, **__: object) -> int:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "mkdir", "replace"])
-def test_a_full_disk_is_reported_and_leaves_no_partial_blob(layout, monkeypatch, call):
+def test_a_full_disk_is_reported_and_leaves_no_partial_blob(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     new = manifest(made.config, [])
     index = (layout.root / "index.json").read_bytes()
@@ -207,7 +212,9 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_blob(layout, monkeypatch,
     assert layout.resolve(Reference.parse("b:v1")).digest == new.digest
 
 
-def test_a_full_disk_for_the_index_only(layout, monkeypatch):
+def test_a_full_disk_for_the_index_only(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     index = (layout.root / "index.json").read_bytes()
     with monkeypatch.context() as patch:
@@ -220,7 +227,7 @@ def test_a_full_disk_for_the_index_only(layout, monkeypatch):
     assert [name for name, _ in layout.tags()] == ["a:v1"]
 
 
-def test_an_actually_full_disk_fails(tmp_path):
+def test_an_actually_full_disk_fails(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
@@ -243,7 +250,9 @@ def test_an_actually_full_disk_fails(tmp_path):
 # -- power cuts: content is durable before it is named
 
 
-def test_content_is_durable_before_its_name(layout, monkeypatch):
+def test_content_is_durable_before_its_name(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_artifact(layout, "z")
     config = put(layout, b"{}")
     made = manifest(config, [])
@@ -284,13 +293,13 @@ def test_content_is_durable_before_its_name(layout, monkeypatch):
     ]
 
 
-def test_an_unwritable_store_is_reported(tmp_path, monkeypatch):
+def test_an_unwritable_store_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The write must not be retried forever."""
     from clowder_aimage.layout import ingest
 
     calls = []
 
-    def refuse(path):
+    def refuse(path: str | Path) -> NoReturn:
         calls.append(path)
         raise PermissionError(13, "Permission denied", path)
 

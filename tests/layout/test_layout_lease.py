@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
@@ -28,9 +31,14 @@ from clowder_aimage.pull import pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 from tests.content.artifact import manifest, put, put_artifact
-from tests.process import run, spawn
+from tests.process import Aimage, run, spawn
 from tests.proxy import Proxy
-from tests.scripted import ScriptedRegistry, artifact, serving
+from tests.real_registry import RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
+
+if TYPE_CHECKING:
+    from clowder_aimage.importer.blob_writer import WrittenLayers
+
 
 ROOT = Path(__file__).parent.parent.parent
 NOBODY = 65534
@@ -61,26 +69,26 @@ print("fine")
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture
-def stray(layout):
+def stray(layout: ImageLayout) -> Descriptor:
     """Return an unneeded blob."""
     return put(layout, b"stray")
 
 
-def collected(layout):
+def collected(layout: ImageLayout) -> gc.Collection:
     return Collector(layout, grace=0).run()
 
 
-def leases(layout):
+def leases(layout: ImageLayout) -> list[Any]:
     return list((layout.root / ".aimage" / "lease").glob("*"))
 
 
 @pytest.fixture
-def holder(layout, stray):
+def holder(layout: ImageLayout, stray: Descriptor) -> Iterator[subprocess.Popen[Any]]:
     """Return a process that holds a lease of the stray."""
     with spawn(
         [sys.executable, "-c", HOLD, str(layout.root), str(stray.digest)],
@@ -97,7 +105,9 @@ def holder(layout, stray):
 # -- lifetime
 
 
-def test_a_lease_of_a_running_process_keeps_blobs(layout, stray, holder):
+def test_a_lease_of_a_running_process_keeps_blobs(
+    layout: ImageLayout, stray: Descriptor, holder: Any
+) -> None:
     other = put(layout, b"other")
     assert collected(layout).blobs == 1
     assert layout.exists(stray)
@@ -108,7 +118,7 @@ def test_a_lease_of_a_running_process_keeps_blobs(layout, stray, holder):
     assert collected(layout).blobs == 1
 
 
-def test_a_lease_ends_with_its_process(layout, stray, holder):
+def test_a_lease_ends_with_its_process(layout: ImageLayout, stray: Descriptor, holder: Any) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     assert len(leases(layout)) == 1
@@ -119,7 +129,9 @@ def test_a_lease_ends_with_its_process(layout, stray, holder):
     assert leases(layout) == []
 
 
-def test_added_digests_are_kept_until_the_lease_closes(layout, stray):
+def test_added_digests_are_kept_until_the_lease_closes(
+    layout: ImageLayout, stray: Descriptor
+) -> None:
     later = put(layout, b"later")
     with layout.lease(stray.digest) as lease:
         lease.add(later.digest)
@@ -132,7 +144,7 @@ def test_added_digests_are_kept_until_the_lease_closes(layout, stray):
     assert collected(layout).blobs == 2
 
 
-def test_a_lease_of_a_manifest_keeps_only_leased_digests(layout):
+def test_a_lease_of_a_manifest_keeps_only_leased_digests(layout: ImageLayout) -> None:
     """The holder leases every digest that it needs."""
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))
@@ -141,11 +153,11 @@ def test_a_lease_of_a_manifest_keeps_only_leased_digests(layout):
     assert collected(layout).blobs == 3
 
 
-def test_threads_add_to_one_lease(layout, stray):
+def test_threads_add_to_one_lease(layout: ImageLayout, stray: Descriptor) -> None:
     digests = [[Digest.of(f"{who}/{n}".encode()) for n in range(40)] for who in range(8)]
     lease = layout.lease(stray.digest)
 
-    def add(mine):
+    def add(mine: Any) -> None:
         for digest in mine:
             lease.add(digest, stray.digest)
 
@@ -164,7 +176,7 @@ def test_threads_add_to_one_lease(layout, stray):
     lease.close()  # again
 
 
-def test_torn_lease_keeps_its_readable_digests(layout, stray):
+def test_torn_lease_keeps_its_readable_digests(layout: ImageLayout, stray: Descriptor) -> None:
     with layout.lease(stray.digest):
         (path,) = leases(layout)
         with path.open("ab") as file:
@@ -172,7 +184,9 @@ def test_torn_lease_keeps_its_readable_digests(layout, stray):
         assert leased(layout.root, remove=True) == {stray.digest}
 
 
-def test_many_digests_are_written_in_full(layout, stray, monkeypatch):
+def test_many_digests_are_written_in_full(
+    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even if the system accepts few bytes per write."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
@@ -181,7 +195,7 @@ def test_many_digests_are_written_in_full(layout, stray, monkeypatch):
         assert leased(layout.root, remove=True) == digests
 
 
-def test_empty_lease_creates_no_store(layout):
+def test_empty_lease_creates_no_store(layout: ImageLayout) -> None:
     with layout.lease():
         assert not layout.root.exists()
 
@@ -190,8 +204,10 @@ def test_empty_lease_creates_no_store(layout):
 
 
 @pytest.mark.parametrize(("code", "what"), [(errno.EROFS, "locks"), (errno.EACCES, "files")])
-def test_a_lease_in_a_read_only_store_is_skipped(layout, stray, monkeypatch, code, what):
-    def refuse(*_, **__):
+def test_a_lease_in_a_read_only_store_is_skipped(
+    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch, code: int, what: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lock if what == "locks" else lease_module, "open_shared", refuse)
@@ -200,8 +216,10 @@ def test_a_lease_in_a_read_only_store_is_skipped(layout, stray, monkeypatch, cod
     assert leases(layout) == []
 
 
-def test_lease_on_a_failing_disk_is_an_error(layout, stray, monkeypatch):
-    def refuse(*_, **__):
+def test_lease_on_a_failing_disk_is_an_error(
+    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(lock, "open_shared", refuse)
@@ -210,7 +228,7 @@ def test_lease_on_a_failing_disk_is_an_error(layout, stray, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_a_lease_in_a_store_of_another_user(layout, stray):
+def test_a_lease_in_a_store_of_another_user(layout: ImageLayout, stray: Descriptor) -> None:
     for path in (layout.root, *layout.root.parents):
         if not path.stat().st_mode & 0o005:
             path.chmod(path.stat().st_mode | 0o005)
@@ -224,11 +242,13 @@ def test_a_lease_in_a_store_of_another_user(layout, stray):
     assert not (layout.root / ".aimage" / "lease").exists()
 
 
-def test_an_unreadable_lease_stops_a_collection(layout, stray, monkeypatch):
+def test_an_unreadable_lease_stops_a_collection(
+    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The leased digests are unknown."""
     real = os.open
 
-    def refuse(path, *arguments, **options):
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
         if Path(path).parent.name == "lease":
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path, *arguments, **options)
@@ -244,22 +264,24 @@ def test_an_unreadable_lease_stops_a_collection(layout, stray, monkeypatch):
 # -- leases during a collection
 
 
-def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
+def test_adding_waits_while_a_collection_removes(
+    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A later check for the blob is then reliable."""
     waiting = threading.Event()
     said: list[object] = []
     flock = atomic_file.flock
 
-    def noted(fd, operation):
+    def noted(fd: int, operation: int) -> None:
         if operation == fcntl.LOCK_SH:
             waiting.set()
         flock(fd, operation)
 
-    def add():
+    def add() -> None:
         with layout.lease(stray.digest):
             said.append(layout.exists(stray))
 
-    def sweep(self, *arguments):
+    def sweep(self: Collector, *arguments: Any) -> None:
         thread.start()
         assert waiting.wait(30)
         assert leases(layout) == []
@@ -275,12 +297,14 @@ def test_adding_waits_while_a_collection_removes(layout, stray, monkeypatch):
     assert said == ["removed", False]
 
 
-def test_blob_leased_between_marking_and_sweeping_is_kept(layout, stray, monkeypatch):
+def test_blob_leased_between_marking_and_sweeping_is_kept(
+    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = put(layout, b"other")
     taken = []
     held = lock.held
 
-    def wrapped(*arguments, **options):
+    def wrapped(*arguments: Any, **options: Any) -> AbstractContextManager[None]:
         taken.append(layout.lease(stray.digest))
         return held(*arguments, **options)
 
@@ -291,7 +315,7 @@ def test_blob_leased_between_marking_and_sweeping_is_kept(layout, stray, monkeyp
     taken[0].close()
 
 
-def test_keep_blocks_collections(layout, stray):
+def test_keep_blocks_collections(layout: ImageLayout, stray: Descriptor) -> None:
     with layout.keep():
         fd = os.open(layout.root / ".aimage" / COLLECTION, os.O_RDWR)
         with pytest.raises(BlockingIOError):
@@ -305,12 +329,15 @@ def test_keep_blocks_collections(layout, stray):
 BLOBS = [b"{}", b"a" * 3000, b"b" * 2000, b"c" * 1000]
 
 
-def pulled(layout, tmp_path, during):
+def pulled(
+    layout: ImageLayout, tmp_path: Path, during: Callable[[Any], gc.Collection | None]
+) -> list[str]:
     """Pull the blobs in order; ``during(number)`` runs before each response."""
     raw, by_digest = artifact(*BLOBS)
+    asked: list[Any]
     answers, asked = serving(raw, by_digest), []
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if "/blobs/" in seen.path:
             during(len(asked))
             asked.append(seen.path.rpartition("/")[2])
@@ -327,7 +354,7 @@ def pulled(layout, tmp_path, during):
 
 
 @pytest.mark.parametrize("store", ["new", "made"])
-def test_a_pull_leases_fetched_blobs(layout, tmp_path, store):
+def test_a_pull_leases_fetched_blobs(layout: ImageLayout, tmp_path: Path, store: str) -> None:
     if store == "made":
         put_artifact(layout, "other", b"other")
     elif store == "empty":
@@ -338,7 +365,7 @@ def test_a_pull_leases_fetched_blobs(layout, tmp_path, store):
     assert leases(layout) == []
 
 
-def test_a_pull_leases_existing_blobs(layout, tmp_path):
+def test_a_pull_leases_existing_blobs(layout: ImageLayout, tmp_path: Path) -> None:
     found, other = put(layout, BLOBS[1]), put(layout, b"other")
     asked = pulled(layout, tmp_path, lambda number: collected(layout))
     assert len(asked) == 3
@@ -346,13 +373,15 @@ def test_a_pull_leases_existing_blobs(layout, tmp_path):
     assert not layout.exists(other)
 
 
-def test_a_copy_leases_its_blobs_until_it_is_tagged(layout, tmp_path, monkeypatch):
+def test_a_copy_leases_its_blobs_until_it_is_tagged(
+    layout: ImageLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manifest is written last; a collection just before the tag removes nothing."""
     source = ImageLayout(tmp_path / "source")
     made = put_artifact(source, "a", b"one", b"two")
     tag = ImageLayout.tag
 
-    def late(self, *arguments, **options):
+    def late(self: ImageLayout, *arguments: Any, **options: Any) -> None:
         assert collected(self).blobs == 0
         tag(self, *arguments, **options)
 
@@ -363,12 +392,12 @@ def test_a_copy_leases_its_blobs_until_it_is_tagged(layout, tmp_path, monkeypatc
 
 @pytest.mark.integration
 @pytest.mark.parametrize("store", ["new", "made"])
-def test_create_leases_its_blobs(layout, tiny, store):
+def test_create_leases_its_blobs(layout: ImageLayout, tiny: Path, store: str) -> None:
     if store == "made":
         put_artifact(layout, "other", b"other")
     removed = []
 
-    def written(_):
+    def written(_: WrittenLayers) -> None:
         removed.append(collected(layout).blobs)
 
     create(layout, Reference.parse("x"), tiny, on_written=written)
@@ -377,14 +406,16 @@ def test_create_leases_its_blobs(layout, tiny, store):
     assert leases(layout) == []
 
 
-def test_a_push_leases_its_blobs(layout, registry, repository, tmp_path):
+def test_a_push_leases_its_blobs(
+    layout: ImageLayout, registry: RealRegistry, repository: str, tmp_path: Path
+) -> None:
     """The name is removed and a collection runs during the push."""
     with Proxy(registry.host).running() as proxy:
         name = Reference.parse(f"{proxy.host}/{repository.partition('/')[2]}:v1")
         made = put_artifact(layout, str(name), b"one", b"two")
-        removed = []
+        removed: list[Any] = []
 
-        def instead(passed):
+        def instead(passed: Any) -> None:
             if not removed and passed.method == "POST":
                 removed.append(None)
                 layout.untag(name)
@@ -400,14 +431,16 @@ def test_a_push_leases_its_blobs(layout, registry, repository, tmp_path):
     assert all(again.exists(content) for content in (made.descriptor, *made.children))
 
 
-def test_a_run_leases_its_model(aimage, tiny, monkeypatch):
+def test_a_run_leases_its_model(
+    aimage: Callable[..., Aimage], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From before it is resolved until the end."""
     here = aimage()
     here("create", "x", tiny)
     layout = ImageLayout(here.store)
     before = {path.name for path in (here.store / "blobs" / "sha256").iterdir()}
 
-    def load(*_, **__):
+    def load(*_: Any, **__: Any) -> NoReturn:
         layout.untag(Reference.parse("x"))
         assert collected(layout).blobs == 0
         raise NotFoundError("the test has seen enough")
@@ -418,7 +451,9 @@ def test_a_run_leases_its_model(aimage, tiny, monkeypatch):
     assert collected(layout).blobs == len(before)
 
 
-def test_several_stores_are_leased_and_none_is_created(layout, tmp_path, stray):
+def test_several_stores_are_leased_and_none_is_created(
+    layout: ImageLayout, tmp_path: Path, stray: Descriptor
+) -> None:
     absent = tmp_path / "absent"
     first = tmp_path / "first"
     (first / "blobs").mkdir(parents=True)
@@ -428,7 +463,7 @@ def test_several_stores_are_leased_and_none_is_created(layout, tmp_path, stray):
     assert collected(layout).blobs == 1
 
 
-def test_a_child_process_does_not_inherit_a_lease(layout, stray):
+def test_a_child_process_does_not_inherit_a_lease(layout: ImageLayout, stray: Descriptor) -> None:
     """Its file is closed in child processes."""
     lease = FileLease(layout.root, [stray.digest])
     with spawn(
@@ -445,7 +480,7 @@ def test_a_child_process_does_not_inherit_a_lease(layout, stray):
         child.communicate(b"\n")
 
 
-def test_a_leased_manifest_may_be_incomplete(layout):
+def test_a_leased_manifest_may_be_incomplete(layout: ImageLayout) -> None:
     """A lease also lists blobs that are still to be fetched."""
     absent = manifest(Descriptor.of("x/y", b"{}"), [])
     layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
@@ -454,7 +489,7 @@ def test_a_leased_manifest_may_be_incomplete(layout):
         assert layout.exists(absent.config)
 
 
-def test_damaged_leased_manifest_does_not_stop_a_collection(layout):
+def test_damaged_leased_manifest_does_not_stop_a_collection(layout: ImageLayout) -> None:
     """A damaged manifest that is leased is being repaired, and stops nothing."""
     made = put_artifact(layout, "a", b"one")
     layout.untag(Reference.parse("a"))

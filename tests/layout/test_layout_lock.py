@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -35,14 +37,14 @@ DATA = b"0123456789"
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
 # -- locks
 
 
-def test_lock_is_exclusive_or_shared(layout):
+def test_lock_is_exclusive_or_shared(layout: ImageLayout) -> None:
     layout.root.mkdir()
     with held(layout.root, "x", shared=True), held(layout.root, "x", shared=True):
         fd = os.open(layout.root / ".aimage" / "x", os.O_RDWR)
@@ -52,7 +54,7 @@ def test_lock_is_exclusive_or_shared(layout):
     os.close(fd)
 
 
-def test_lock_is_released_after_an_error(layout):
+def test_lock_is_released_after_an_error(layout: ImageLayout) -> None:
     layout.root.mkdir()
     with pytest.raises(ZeroDivisionError), held(layout.root, "x"):
         _ = 1 / 0
@@ -64,17 +66,17 @@ def test_lock_is_released_after_an_error(layout):
 
 
 @pytest.fixture
-def no_locks(request, monkeypatch):
+def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     code = getattr(request, "param", errno.ENOLCK)
 
-    def refuse(*_):
+    def refuse(*_: Any) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
 @pytest.mark.parametrize("no_locks", [errno.ENOSYS, errno.EOPNOTSUPP], indirect=True)
-def test_stores_work_without_locks(layout, tmp_path, no_locks):
+def test_stores_work_without_locks(layout: ImageLayout, tmp_path: Path, no_locks: None) -> None:
     source = ImageLayout(tmp_path / "source")
     put_artifact(source, "a:v1", b"one", b"x" * (JOURNALED + 1))
     copy(source, Reference.parse("a:v1"), layout)
@@ -90,7 +92,9 @@ def test_stores_work_without_locks(layout, tmp_path, no_locks):
         assert Digest.of(path.read_bytes()).encoded == path.name
 
 
-def test_without_locks_two_ingests_of_a_blob_both_commit(layout, no_locks):
+def test_without_locks_two_ingests_of_a_blob_both_commit(
+    layout: ImageLayout, no_locks: None
+) -> None:
     """Each runs as if alone: neither may overwrite or truncate the other's file."""
     content = blob(DATA)
     first = layout.ingest(content.digest.encoded, content)
@@ -106,7 +110,7 @@ def test_without_locks_two_ingests_of_a_blob_both_commit(layout, no_locks):
     assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
 
 
-def test_without_locks_leases_keep_blobs(layout, no_locks):
+def test_without_locks_leases_keep_blobs(layout: ImageLayout, no_locks: None) -> None:
     """It is unknown if its process is running, so its blobs are kept."""
     stray = put(layout, b"stray")
     lease = layout.lease(stray.digest)
@@ -116,10 +120,12 @@ def test_without_locks_leases_keep_blobs(layout, no_locks):
 
 
 @pytest.mark.parametrize("what", ["index", "ingest", "lease"])
-def test_other_lock_errors_are_raised(layout, monkeypatch, what):
+def test_other_lock_errors_are_raised(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     stray = put(layout, b"stray")
 
-    def refuse(*_):
+    def refuse(*_: Any) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
@@ -132,7 +138,7 @@ def test_other_lock_errors_are_raised(layout, monkeypatch, what):
         begin[what]()
 
 
-def test_second_ingest_of_a_blob_is_busy(layout):
+def test_second_ingest_of_a_blob_is_busy(layout: ImageLayout) -> None:
     content = blob(DATA)
     first = layout.ingest(content.digest.encoded, content)
     with pytest.raises(IngestBusyError):
@@ -140,8 +146,8 @@ def test_second_ingest_of_a_blob_is_busy(layout):
     first.abort()
 
 
-def test_concurrent_tags_by_threads_are_all_kept(layout):
-    def name(who):
+def test_concurrent_tags_by_threads_are_all_kept(layout: ImageLayout) -> None:
+    def name(who: Any) -> None:
         for n in range(5):
             put_artifact(layout, f"t{who}:v{n}", f"{who}/{n}".encode())
 
@@ -243,7 +249,7 @@ class Member:
 
 
 @pytest.fixture
-def shared():
+def shared() -> Iterator[tuple[Member, Member]]:
     """Return a directory that belongs to a group, and two of its members."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -256,7 +262,7 @@ def shared():
 
 
 @pytest.fixture
-def model(tmp_path_factory, tiny):
+def model(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Iterator[Path]:
     """Return the embedded model where everyone may read it."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
@@ -264,7 +270,7 @@ def model(tmp_path_factory, tiny):
         yield Path(name) / "tiny"
 
 
-def check_modes(store):
+def check_modes(store: Path) -> None:
     """Verify that the group can use everything, and that no user can change blobs."""
     for path in [store, *store.rglob("*")]:
         status = path.lstat()
@@ -281,7 +287,7 @@ def check_modes(store):
 
 @pytest.mark.integration
 @needs_root
-def test_two_users_of_a_group_share_a_store(shared, model):
+def test_two_users_of_a_group_share_a_store(shared: tuple[Member, Member], model: Path) -> None:
     anna, bert = shared
     first = anna("-q", "create", "anna:v1", model).strip()
     assert bert("-q", "create", "bert:v1", model, "--license", "mit").strip() != first
@@ -301,7 +307,9 @@ def test_two_users_of_a_group_share_a_store(shared, model):
 
 @pytest.mark.integration
 @needs_root
-def test_two_users_pull_into_one_store(shared, model, registry: RealRegistry, repository):
+def test_two_users_pull_into_one_store(
+    shared: tuple[Member, Member], model: Path, registry: RealRegistry, repository: str
+) -> None:
     anna, bert = shared
     with tempfile.TemporaryDirectory() as name:
         elsewhere = Path(name)
@@ -321,13 +329,15 @@ def test_two_users_pull_into_one_store(shared, model, registry: RealRegistry, re
     [False, pytest.param(True, marks=pytest.mark.integration)],
     ids=["small", "large"],
 )
-def test_unfinished_ingest_of_another_user_is_replaced(shared, journaled):
+def test_unfinished_ingest_of_another_user_is_replaced(
+    shared: tuple[Member, Member], journaled: bool
+) -> None:
     """Anna's process is killed in the middle of a blob; Bert needs the same one."""
     anna, bert = shared
     data = b"0123456789abcdef" * ((JOURNALED // 16 + 16) if journaled else 1)
     content = blob(data)
 
-    def take_in(member, what):
+    def take_in(member: Member, what: str) -> subprocess.CompletedProcess[Any]:
         arguments = map(str, (member.uid, GROUP, member.store, len(data) // 16))
         return run(
             [sys.executable, "-c", TAKE_IN, *arguments, what],
@@ -345,7 +355,7 @@ def test_unfinished_ingest_of_another_user_is_replaced(shared, journaled):
 
 
 @needs_root
-def test_a_private_store_is_not_opened_to_the_group(tmp_path):
+def test_a_private_store_is_not_opened_to_the_group(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     put_artifact(layout, "a:v1", b"one")
     with layout.lease(Digest.of(b"x")):
@@ -353,6 +363,6 @@ def test_a_private_store_is_not_opened_to_the_group(tmp_path):
             assert not path.stat().st_mode & 0o022, path
 
 
-def test_the_test_group_has_no_members_on_this_machine():
+def test_the_test_group_has_no_members_on_this_machine() -> None:
     """Otherwise another user of this machine could interfere."""
     assert GROUP not in {group.gr_gid for group in grp.getgrall()}

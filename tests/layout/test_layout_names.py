@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -17,7 +18,7 @@ from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout.index import edit_index
-from clowder_aimage.oci import Digest, Reference, mediatype
+from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
 from tests.content.artifact import put_artifact
 from tests.process import run, spawn
 
@@ -26,36 +27,36 @@ WRITERS, NAMES = 4, 25
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def ref(name):
+def ref(name: str) -> Reference:
     return Reference.parse(name)
 
 
-def file_of(layout):
+def file_of(layout: ImageLayout) -> Path:
     return layout.root / "index.json"
 
 
-def listed(layout):
+def listed(layout: ImageLayout) -> list[Any]:
     """Return the names in index.json as other tools see them."""
     value = json.loads(file_of(layout).read_bytes())
     entries = [entry for entry in value["manifests"] if isinstance(entry, dict)]
     return [entry.get("annotations", {}).get(mediatype.REF_NAME) for entry in entries]
 
 
-def names(layout):
+def names(layout: ImageLayout) -> set[Any]:
     return {name for name, _ in layout.tags()}
 
 
-def entry(made, name=None, **fields):
+def entry(made: Manifest, name: str | int | None = None, **fields: Any) -> dict[str, Any]:
     """Return an entry as written by another tool."""
     value = made.descriptor.to_json() | fields
     return value | {"annotations": {mediatype.REF_NAME: name}} if name else value
 
 
-def overwrite(layout, *entries, **fields):
+def overwrite(layout: ImageLayout, *entries: Any, **fields: Any) -> None:
     """Overwrite the index as another tool does, with content read long before."""
     value = {"schemaVersion": 2, "manifests": list(entries), **fields}
     beside = layout.root / "index.foreign"
@@ -66,7 +67,7 @@ def overwrite(layout, *entries, **fields):
 # -- entries that other tools drop, add and change
 
 
-def test_a_name_dropped_by_another_tool_is_restored(layout):
+def test_a_name_dropped_by_another_tool_is_restored(layout: ImageLayout) -> None:
     made = {name: put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1")}
     theirs = put_artifact(layout, "theirs:v1", b"theirs")
     layout.untag(ref("theirs:v1"))
@@ -78,7 +79,7 @@ def test_a_name_dropped_by_another_tool_is_restored(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1", "theirs:v1"]
 
 
-def test_index_removed_by_another_tool_is_restored(layout):
+def test_index_removed_by_another_tool_is_restored(layout: ImageLayout) -> None:
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).unlink()
     assert names(layout) == {"a:v1"}
@@ -86,7 +87,7 @@ def test_index_removed_by_another_tool_is_restored(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1"]
 
 
-def test_name_reassigned_by_another_tool_is_kept(layout):
+def test_name_reassigned_by_another_tool_is_kept(layout: ImageLayout) -> None:
     ours = put_artifact(layout, "a:v1", b"one")
     theirs = put_artifact(layout, "b:v1", b"two")
     overwrite(layout, entry(theirs, "a:v1"))
@@ -96,7 +97,7 @@ def test_name_reassigned_by_another_tool_is_kept(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", "c:v1"]
 
 
-def test_former_target_of_a_reassigned_name_is_not_restored(layout):
+def test_former_target_of_a_reassigned_name_is_not_restored(layout: ImageLayout) -> None:
     """Once one of our commands has read it; per name, and with the first entry of two."""
     ours = put_artifact(layout, "a:v1", b"one")
     theirs, third = (put_artifact(layout, name, name.encode()) for name in ("b:v1", "c:v1"))
@@ -112,7 +113,7 @@ def test_former_target_of_a_reassigned_name_is_not_restored(layout):
     assert "a:v1" not in names(layout)
 
 
-def test_a_removed_name_is_not_restored(layout):
+def test_a_removed_name_is_not_restored(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     put_artifact(layout, "b:v1", b"two")
     layout.untag(ref("a:v1"))
@@ -123,7 +124,7 @@ def test_a_removed_name_is_not_restored(layout):
     assert sorted(listed(layout)) == ["b:v1", "c:v1"]
 
 
-def test_a_name_in_our_records_only_can_be_removed(layout):
+def test_a_name_in_our_records_only_can_be_removed(layout: ImageLayout) -> None:
     put_artifact(layout, "a:v1", b"one")
     overwrite(layout)
     layout.untag(ref("a:v1"))
@@ -132,7 +133,7 @@ def test_a_name_in_our_records_only_can_be_removed(layout):
         layout.untag(ref("a:v1"))
 
 
-def test_a_short_name_of_another_tool_is_removed_once(layout):
+def test_a_short_name_of_another_tool_is_removed_once(layout: ImageLayout) -> None:
     """``a`` is ``a:latest``; our record must not restore it."""
     made = put_artifact(layout, "a", b"one")
     overwrite(layout, entry(made, "a"))
@@ -143,7 +144,9 @@ def test_a_short_name_of_another_tool_is_removed_once(layout):
 
 
 @pytest.mark.parametrize("left", [None, b"{}"], ids=["gone", "cut"])
-def test_a_name_without_its_manifest_is_not_restored(layout, left):
+def test_a_name_without_its_manifest_is_not_restored(
+    layout: ImageLayout, left: bytes | None
+) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     put_artifact(layout, "b:v1", b"two")
     path = layout.path(made.descriptor)
@@ -154,7 +157,7 @@ def test_a_name_without_its_manifest_is_not_restored(layout, left):
     assert names(layout) == {"b:v1"}
 
 
-def test_malformed_name_records_are_ignored(layout):
+def test_malformed_name_records_are_ignored(layout: ImageLayout) -> None:
     put_artifact(layout, "a:v1", b"one")
     directory = layout.root / ".aimage" / "names"
     for number, raw in enumerate(
@@ -168,7 +171,7 @@ def test_malformed_name_records_are_ignored(layout):
     assert sorted(listed(layout)) == ["a:v1", "b:v1"]
 
 
-def test_restored_entry_has_the_fields_of_other_tools(layout):
+def test_restored_entry_has_the_fields_of_other_tools(layout: ImageLayout) -> None:
     """After we have written the entry once."""
     made = put_artifact(layout, "a:v1", b"one")
     overwrite(layout, entry(made, "a:v1", platform={"os": "linux"}), **{"x-top": [1]})
@@ -178,10 +181,12 @@ def test_restored_entry_has_the_fields_of_other_tools(layout):
     assert found[1].extra["platform"] == {"os": "linux"}
 
 
-def test_failed_index_write_sets_no_name(layout, monkeypatch):
+def test_failed_index_write_sets_no_name(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1"))
 
-    def full(*_, **__):
+    def full(*_: Any, **__: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(index_module, "write_shared", full)
@@ -199,7 +204,9 @@ def test_failed_index_write_sets_no_name(layout, monkeypatch):
 # -- concurrent writes by another tool
 
 
-def test_reads_wait_for_an_index_being_written_in_place(layout, monkeypatch):
+def test_reads_wait_for_an_index_being_written_in_place(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Truncated, partial, complete: each read finds more of it."""
     made = put_artifact(layout, "a:v1", b"one")
     whole = file_of(layout).read_bytes()
@@ -210,7 +217,9 @@ def test_reads_wait_for_an_index_being_written_in_place(layout, monkeypatch):
     assert states == []
 
 
-def test_index_broken_long_ago_is_not_waited_for(layout, monkeypatch):
+def test_index_broken_long_ago_is_not_waited_for(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).write_bytes(b'{"manifests": [')
     os.utime(file_of(layout), (time.time() - 60,) * 2)
@@ -219,17 +228,21 @@ def test_index_broken_long_ago_is_not_waited_for(layout, monkeypatch):
         list(layout.tags())
 
 
-def test_index_that_stays_broken_is_an_error(layout, monkeypatch):
+def test_index_that_stays_broken_is_an_error(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_artifact(layout, "a:v1", b"one")
     file_of(layout).write_bytes(b'{"manifests": [')
-    looks = []
+    looks: list[Any] = []
     monkeypatch.setattr(time, "sleep", looks.append)
     with pytest.raises(FormatError, match="not an OCI index"):
         list(layout.tags())
     assert sum(looks) < 1
 
 
-def test_half_written_index_is_not_overwritten(layout, monkeypatch):
+def test_half_written_index_is_not_overwritten(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Our entry is added after the other tool's write is complete."""
     made = put_artifact(layout, "a:v1", b"one")
     theirs = entry(put_artifact(layout, "b:v1", b"two"), "theirs:v1")
@@ -242,7 +255,9 @@ def test_half_written_index_is_not_overwritten(layout, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["theirs:v1", "Not A Reference!", None, 7], ids=repr)
-def test_entries_added_between_read_and_write_are_kept(layout, name):
+def test_entries_added_between_read_and_write_are_kept(
+    layout: ImageLayout, name: str | int | None
+) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     before = json.loads(file_of(layout).read_bytes())["manifests"]
     added = entry(made, name, x=[None])
@@ -253,7 +268,7 @@ def test_entries_added_between_read_and_write_are_kept(layout, name):
     assert value == [*before, entry(made, "ours:v1"), added, "what", None]
 
 
-def test_last_writer_of_a_name_wins(layout):
+def test_last_writer_of_a_name_wins(layout: ImageLayout) -> None:
     """Another tool's name set during our write of another one is kept; ours wins for its own."""
     one, two, three = (put_artifact(layout, name, name.encode()) for name in ("a:v1", "b:v1", "c"))
     before = json.loads(file_of(layout).read_bytes())["manifests"]
@@ -265,13 +280,15 @@ def test_last_writer_of_a_name_wins(layout):
     assert len(listed(layout)) == 3
 
 
-def test_index_that_changes_repeatedly_is_merged(layout, monkeypatch):
+def test_index_that_changes_repeatedly_is_merged(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every entry is kept, however often the file changes meanwhile."""
     made = put_artifact(layout, "a:v1", b"one")
-    theirs = []
+    theirs: list[Any] = []
     stamp_of = index_module._stamp_of
 
-    def just_before(root):
+    def just_before(root: Path) -> tuple[int, int, int] | None:
         if len(theirs) < 5:
             theirs.append(entry(made, f"theirs{len(theirs)}:v1"))
             overwrite(layout, *theirs)
@@ -282,7 +299,7 @@ def test_index_that_changes_repeatedly_is_merged(layout, monkeypatch):
     assert sorted(listed(layout)) == ["a:v1", "b:v1", *(f"theirs{n}:v1" for n in range(5))]
 
 
-def test_index_created_by_both_at_once_is_merged(layout):
+def test_index_created_by_both_at_once_is_merged(layout: ImageLayout) -> None:
     made = put_artifact(layout, "a:v1", b"one")
     file_of(layout).unlink()
     with edit_index(layout.root) as index:
@@ -294,7 +311,7 @@ def test_index_created_by_both_at_once_is_merged(layout):
 # -- many processes
 
 
-def writers(root, count=WRITERS, names=NAMES):
+def writers(root: Path, count: int = WRITERS, names: int = NAMES) -> list[Any]:
     """Start processes that each tag this many artifacts and fail on any error."""
     program = Path(__file__).parent / "layout_writer.py"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -308,18 +325,18 @@ def writers(root, count=WRITERS, names=NAMES):
     ]
 
 
-def ended(processes):
+def ended(processes: Any) -> None:
     for process in processes:
         _, said = process.communicate(timeout=120)
         assert process.returncode == 0, said.decode()
 
 
-def ours(count=WRITERS, names=NAMES):
+def ours(count: int = WRITERS, names: int = NAMES) -> set[Any]:
     return {f"writer{who}:v{n}" for who in range(count) for n in range(names)}
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def written(tmp_path_factory: pytest.TempPathFactory) -> ImageLayout:
     """Return a layout written by several processes together."""
     layout = ImageLayout(tmp_path_factory.mktemp("written") / "store")
     ended(writers(layout.root))
@@ -327,7 +344,9 @@ def written(tmp_path_factory):
 
 
 @pytest.mark.integration
-def test_skopeo_reads_a_layout_of_several_processes(written, skopeo, tmp_path):
+def test_skopeo_reads_a_layout_of_several_processes(
+    written: ImageLayout, skopeo: str, tmp_path: Path
+) -> None:
     for name in ("writer0:v0", f"writer{WRITERS - 1}:v{NAMES - 1}"):
         copied = tmp_path / name.replace(":", "-")
         command = [skopeo, "copy", "-q", f"oci:{written.root}:{name}", f"dir:{copied}"]
@@ -337,7 +356,7 @@ def test_skopeo_reads_a_layout_of_several_processes(written, skopeo, tmp_path):
 
 
 @pytest.mark.integration
-def test_umoci_reads_a_layout_of_several_processes(written):
+def test_umoci_reads_a_layout_of_several_processes(written: ImageLayout) -> None:
     umoci = shutil.which("umoci")
     if umoci is None:
         pytest.skip("umoci is not installed")
@@ -346,13 +365,15 @@ def test_umoci_reads_a_layout_of_several_processes(written):
 
 
 @pytest.mark.integration
-def test_concurrent_skopeo_loses_no_name_of_ours(layout, skopeo, tmp_path):
+def test_concurrent_skopeo_loses_no_name_of_ours(
+    layout: ImageLayout, skopeo: str, tmp_path: Path
+) -> None:
     """skopeo uses no lock: it may lose some of its own names, but none of ours."""
     source = ImageLayout(tmp_path / "source")
     put_artifact(source, "x:v1", b"theirs")
     put_artifact(layout, "first:v1", b"first")
 
-    def copy_in(who):
+    def copy_in(who: Any) -> None:
         for n in range(3):
             target = f"oci:{layout.root}:theirs{who}:v{n}"
             command = [skopeo, "copy", "-q", f"oci:{source.root}:x:v1", target]

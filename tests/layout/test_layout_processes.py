@@ -25,7 +25,7 @@ def start(root: Path, who: int) -> subprocess.Popen[bytes]:
     return spawn(arguments, env=environment, stderr=subprocess.PIPE)
 
 
-def test_concurrent_tags_keep_all_names_and_a_readable_index(tmp_path):
+def test_concurrent_tags_keep_all_names_and_a_readable_index(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     writers = [start(layout.root, who) for who in range(WRITERS)]
     seen, looks = 0, 0
@@ -55,7 +55,7 @@ def test_concurrent_tags_keep_all_names_and_a_readable_index(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_killed_process_leaves_a_working_store(tmp_path):
+def test_a_killed_process_leaves_a_working_store(tmp_path: Path) -> None:
     """Repeated kills at random moments; the next process continues each time."""
     layout = ImageLayout(tmp_path / "store")
     for who in range(4):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,12 +28,12 @@ main()
 """
 
 
-def files(root):
+def files(root: Path) -> dict[Any, Any]:
     return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tiny):
+def made(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
     """Return a home with a store."""
     home = tmp_path_factory.mktemp("made")
     Aimage(home, home / "other")("create", "theirs", tiny)
@@ -39,7 +41,7 @@ def made(tmp_path_factory, tiny):
 
 
 @pytest.fixture
-def two(made, tmp_path):
+def two(made: Path, tmp_path: Path) -> Aimage:
     """Return an own empty store, and one that only another user may write."""
     home = tmp_path / "home"
     shutil.copytree(made, home)
@@ -48,7 +50,7 @@ def two(made, tmp_path):
     return here
 
 
-def as_nobody(here, *arguments, code=0):
+def as_nobody(here: Aimage, *arguments: Any, code: int = 0) -> Any:
     done = run(
         [sys.executable, "-c", AS_NOBODY, *map(str, arguments)],
         text=True,
@@ -60,7 +62,7 @@ def as_nobody(here, *arguments, code=0):
     return done.stdout
 
 
-def test_layered_store_reads_all_and_writes_the_first(two):
+def test_layered_store_reads_all_and_writes_the_first(two: Aimage) -> None:
     before = files(two.store)
     first = two.home / "first"
     two("tag", "theirs", "again")
@@ -78,7 +80,7 @@ def test_layered_store_reads_all_and_writes_the_first(two):
 
 
 @pytest.mark.parametrize("verb", ["rm", "pin"])
-def test_rm_and_pin_of_a_read_only_name_report_its_store(two, verb):
+def test_rm_and_pin_of_a_read_only_name_report_its_store(two: Aimage, verb: str) -> None:
     """It is not pinned either, as a collection of that store would ignore the pin."""
     digest = two("show", "theirs", "--json").value["digest"]
     names = {"theirs": "theirs:latest", "theirs:latest": "theirs:latest"}
@@ -95,7 +97,7 @@ def test_rm_and_pin_of_a_read_only_name_report_its_store(two, verb):
         two("rm", "theirs", code=3)
 
 
-def test_gc_removes_no_read_only_names(two):
+def test_gc_removes_no_read_only_names(two: Aimage) -> None:
     two("tag", "theirs", "ours")
     for options in (["--dry-run"], []):
         done = two("gc", "--max-age", "0s", *options, "--json").value
@@ -103,7 +105,7 @@ def test_gc_removes_no_read_only_names(two):
     assert [row["reference"] for row in two("ls", "--json").value] == ["theirs:latest"]
 
 
-def test_blobs_of_another_store_are_not_copied(two, tiny):
+def test_blobs_of_another_store_are_not_copied(two: Aimage, tiny: Path) -> None:
     two("create", "mine", tiny)
     blobs = [path for path in (two.home / "first" / "blobs").rglob("*") if path.is_file()]
     assert blobs == []
@@ -111,7 +113,7 @@ def test_blobs_of_another_store_are_not_copied(two, tiny):
     assert "missing" in two("verify", code=5).out
 
 
-def test_first_store_with_a_name_resolves_it(two, tiny):
+def test_first_store_with_a_name_resolves_it(two: Aimage, tiny: Path) -> None:
     two("create", "theirs", tiny, "--license", "mit")
     rows = two("ls", "--json").value
     assert [row["reference"] for row in rows] == ["theirs:latest"]
@@ -121,7 +123,7 @@ def test_first_store_with_a_name_resolves_it(two, tiny):
 
 @pytest.mark.integration
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_another_users_store_can_be_listed_shown_and_verified(two):
+def test_another_users_store_can_be_listed_shown_and_verified(two: Aimage) -> None:
     for path in (two.home, *two.home.parents):
         if not path.stat().st_mode & 0o005:
             path.chmod(path.stat().st_mode | 0o005)

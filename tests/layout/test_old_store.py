@@ -7,7 +7,9 @@ written again.
 from __future__ import annotations
 
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import VERSION
 from clowder_aimage.oci import Digest
 from tests.process import Aimage
+from tests.real_registry import RealRegistry
 
 DIGEST = "sha256:fe6f19a782870f7d98bb5083dacfd3c3f2c2025ee843a08608e8ef0620148c65"
 CONTAINER = "sha256:1a33e97d2922c02b0e988cbfc6852c83adc3953284926137868971d8a9b84f52"
@@ -26,7 +29,7 @@ FILES = {
 
 
 @pytest.fixture
-def old(aimage) -> Aimage:
+def old(aimage: Callable[..., Aimage]) -> Aimage:
     here: Aimage = aimage("old")
     with tarfile.open(Path(__file__).with_name("store-0.1.tar.gz")) as archive:
         archive.extractall(here.store.parent, filter="tar")
@@ -34,7 +37,7 @@ def old(aimage) -> Aimage:
     return here
 
 
-def test_a_store_of_version_0_1_is_read(old, tmp_path):
+def test_a_store_of_version_0_1_is_read(old: Aimage, tmp_path: Path) -> None:
     found = {model["reference"]: model["digest"] for model in old("ls", "--json").value}
     assert found == dict.fromkeys(NAMES, DIGEST) | {"small:container": CONTAINER}
     assert old("verify", "-q").err == ""
@@ -46,7 +49,7 @@ def test_a_store_of_version_0_1_is_read(old, tmp_path):
     assert "is pinned" in old("rm", "small:latest", code=2).err
 
 
-def test_a_store_of_version_0_1_is_written(old, registry):
+def test_a_store_of_version_0_1_is_written(old: Aimage, registry: RealRegistry) -> None:
     old("tag", "-q", "small", f"{registry.host}/team/small:v2")
     assert old("push", "-q", f"{registry.host}/team/small:v2").out.strip() == DIGEST
     old("rm", "-q", "registry.example/team/small:v1", "small:container")
@@ -55,11 +58,13 @@ def test_a_store_of_version_0_1_is_written(old, registry):
     assert {str(each.digest) for _, each in ImageLayout(old.store).entries()} == {DIGEST}
 
 
-def state(store):
+def state(store: Path) -> dict[Any, Any]:
     return {path: path.lstat().st_mtime_ns for path in store.rglob("*")}
 
 
-def test_nothing_is_pulled_into_a_store_of_a_newer_version(old, registry, aimage, tiny):
+def test_nothing_is_pulled_into_a_store_of_a_newer_version(
+    old: Aimage, registry: RealRegistry, aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     name = f"{registry.host}/team/tiny:v1"
     other = aimage("other")
     other("create", "-q", name, tiny)
@@ -71,7 +76,9 @@ def test_nothing_is_pulled_into_a_store_of_a_newer_version(old, registry, aimage
 
 
 @pytest.mark.parametrize("version", [str(VERSION + 1), "", "x\x1b[2J"])
-def test_a_store_of_a_newer_version_is_refused_and_unchanged(old, version, tiny):
+def test_a_store_of_a_newer_version_is_refused_and_unchanged(
+    old: Aimage, version: str, tiny: Path
+) -> None:
     (old.store / ".aimage" / "version").write_text(version)
     before = state(old.store)
     for arguments in (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ KEY = "h.io/a:v1"
 
 
 @pytest.fixture
-def records(tmp_path):
+def records(tmp_path: Path) -> MetadataFiles:
     """Return two records."""
     found = MetadataFiles(tmp_path / "store", KIND)
     for key in (KEY, "other"):
@@ -32,11 +34,13 @@ def records(tmp_path):
     return found
 
 
-def break_calls(monkeypatch, name, place, number=errno.EACCES):
+def break_calls(
+    monkeypatch: pytest.MonkeyPatch, name: str, place: Path, number: int = errno.EACCES
+) -> None:
     """Make a system call fail for paths at ``place`` or below it."""
     real = getattr(os, name)
 
-    def broken(path, *arguments, **options):
+    def broken(path: Any, *arguments: Any, **options: Any) -> Any:
         if not isinstance(path, int) and os.fspath(path).startswith(str(place)):
             raise OSError(number, os.strerror(number), str(path))
         return real(path, *arguments, **options)
@@ -44,7 +48,7 @@ def break_calls(monkeypatch, name, place, number=errno.EACCES):
     monkeypatch.setattr(os, name, broken)
 
 
-def drop_rights(monkeypatch):
+def drop_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start processes without root's permission to read everything."""
     if os.geteuid() == 0:
         if not (setpriv := shutil.which("setpriv")):
@@ -53,7 +57,7 @@ def drop_rights(monkeypatch):
         monkeypatch.setattr(process, "PROGRAM", [*bare, *process.PROGRAM])
 
 
-def directory(records):
+def directory(records: MetadataFiles) -> Path:
     return records._root / ".aimage" / KIND
 
 
@@ -61,14 +65,14 @@ def directory(records):
 
 
 @pytest.mark.parametrize("there", ["", f"store/.aimage/{KIND}"])
-def test_metadata_of_an_empty_store_is_empty(tmp_path, there):
+def test_metadata_of_an_empty_store_is_empty(tmp_path: Path, there: str) -> None:
     (tmp_path / there).mkdir(parents=True, exist_ok=True)
     records = MetadataFiles(tmp_path / "store", KIND)
     assert (records.names(), list(records.items()), records.get(KEY)) == (set(), [], None)
 
 
 @pytest.mark.parametrize("raw", [b"{", b'{"key": 7}'])
-def test_damaged_or_missing_record_is_none(records, raw):
+def test_damaged_or_missing_record_is_none(records: MetadataFiles, raw: bytes) -> None:
     path = directory(records) / file_name(KEY)
     path.write_bytes(raw)
     assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
@@ -81,7 +85,9 @@ def test_damaged_or_missing_record_is_none(records, raw):
 # -- unreadable records
 
 
-def test_unreadable_directory_is_an_error(records, monkeypatch):
+def test_unreadable_directory_is_an_error(
+    records: MetadataFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     break_calls(monkeypatch, "listdir", directory(records))
     for ask in (records.names, lambda: list(records.items())):
         with pytest.raises(StoreError, match=os.strerror(errno.EACCES)) as caught:
@@ -91,7 +97,9 @@ def test_unreadable_directory_is_an_error(records, monkeypatch):
     assert len(records.names()) == 2
 
 
-def test_unreadable_record_is_an_error(records, monkeypatch):
+def test_unreadable_record_is_an_error(
+    records: MetadataFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = directory(records) / file_name(KEY)
     break_calls(monkeypatch, "open", path)
     for ask in (
@@ -106,8 +114,10 @@ def test_unreadable_record_is_an_error(records, monkeypatch):
     assert records.get("other") == {"key": "other", "n": 1}
 
 
-def test_read_error_of_a_record_is_an_error(records, monkeypatch):
-    def failing(_):
+def test_read_error_of_a_record_is_an_error(
+    records: MetadataFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_: str | Path) -> int:
         return os.open("/proc/self/mem", os.O_RDONLY)  # whose first byte gives an I/O error
 
     monkeypatch.setattr(record_module, "open_regular", failing)
@@ -116,7 +126,7 @@ def test_read_error_of_a_record_is_an_error(records, monkeypatch):
     assert file_name(KEY) in caught.value.message
 
 
-def test_a_file_in_place_of_the_directory_is_an_error(records):
+def test_a_file_in_place_of_the_directory_is_an_error(records: MetadataFiles) -> None:
     shutil.rmtree(directory(records))
     directory(records).write_text("no directory")
     for ask in (records.names, lambda: records.get(KEY)):
@@ -124,13 +134,15 @@ def test_a_file_in_place_of_the_directory_is_an_error(records):
             ask()
 
 
-def test_a_store_that_is_a_file_is_an_error(tmp_path):
+def test_a_store_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("no directory")
     with pytest.raises(StoreError, match="is not a directory"):
         MetadataFiles(tmp_path / "store", KIND).names()
 
 
-def test_a_link_in_place_of_the_directory_is_an_error(records, tmp_path):
+def test_a_link_in_place_of_the_directory_is_an_error(
+    records: MetadataFiles, tmp_path: Path
+) -> None:
     directory(records).rename(tmp_path / "elsewhere")
     directory(records).symlink_to(tmp_path / "elsewhere")
     for ask in (records.names, lambda: records.get(KEY), lambda: list(records.items())):
@@ -142,7 +154,7 @@ def test_a_link_in_place_of_the_directory_is_an_error(records, tmp_path):
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     """Return two names, one of them pinned."""
     layout = ImageLayout(tmp_path / "store")
     for name in ("kept:v1", "other:v1"):
@@ -151,7 +163,7 @@ def layout(tmp_path):
     return layout
 
 
-def everything(layout):
+def everything(layout: ImageLayout) -> tuple[set[str], set[str]]:
     """Return the names and the blobs."""
     blobs = {path.name for path in (layout.root / "blobs" / "sha256").iterdir()}
     return {name for name, _ in layout.tags()}, blobs
@@ -161,7 +173,9 @@ def everything(layout):
     ("call", "below"),
     [("listdir", ".aimage/pins"), ("open", f".aimage/pins/{file_name('kept:v1')}")],
 )
-def test_unreadable_pins_stop_a_collection(layout, monkeypatch, call, below):
+def test_unreadable_pins_stop_a_collection(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str, below: str
+) -> None:
     before = everything(layout)
     break_calls(monkeypatch, call, layout.root / below)
     with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
@@ -172,7 +186,9 @@ def test_unreadable_pins_stop_a_collection(layout, monkeypatch, call, below):
     assert everything(layout)[0] == {"kept:v1"}
 
 
-def test_unreadable_names_stop_a_collection(layout, monkeypatch):
+def test_unreadable_names_stop_a_collection(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another tool dropped a name, which only the records have."""
     (layout.root / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
     before = everything(layout)
@@ -185,7 +201,9 @@ def test_unreadable_names_stop_a_collection(layout, monkeypatch):
     assert everything(layout) == before and before[0] == {"kept:v1", "other:v1"}
 
 
-def test_a_name_with_an_unreadable_record_keeps_its_target(layout, monkeypatch):
+def test_a_name_with_an_unreadable_record_keeps_its_target(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, other = everything(layout), layout.resolve(Reference.parse("other:v1"))
     kept = layout.resolve(Reference.parse("kept:v1"))
     path = layout.root / ".aimage" / "names" / file_name("kept:v1")
@@ -203,7 +221,9 @@ def test_a_name_with_an_unreadable_record_keeps_its_target(layout, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", [("gc", "--max-size", "0"), ("rm", "kept:v1"), ("pin",)], ids=str)
-def test_verbs_report_unreadable_pins(layout, tmp_path, monkeypatch, verb):
+def test_verbs_report_unreadable_pins(
+    layout: ImageLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+) -> None:
     drop_rights(monkeypatch)
     before, pins = everything(layout), layout.root / ".aimage" / "pins"
     pins.chmod(0)

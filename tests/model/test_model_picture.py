@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def texts(data: bytes) -> dict[str, str]:
         return dict(getattr(image, "text", {}))
 
 
-def test_parameters_are_read_as_by_the_web_ui(tmp_path):
+def test_parameters_are_read_as_by_the_web_ui(tmp_path: Path) -> None:
     data = encode_picture(PIXELS, FACTS)
     *lines, last = texts(data)["parameters"].split("\n")
     assert "\n".join(lines) == f"{FACTS['prompt']}\nNegative prompt: {FACTS['negative']}"
@@ -50,13 +51,13 @@ def test_parameters_are_read_as_by_the_web_ui(tmp_path):
     assert load_picture(tmp_path / "one.png")[1] == FACTS
 
 
-def test_a_prompt_in_any_script_is_kept_and_an_absent_negative_left_out():
+def test_a_prompt_in_any_script_is_kept_and_an_absent_negative_left_out() -> None:
     said = texts(encode_picture(PIXELS, FACTS | {"prompt": "二つの円", "negative": None}))
     assert said["parameters"].startswith("二つの円\nSteps: 8, ")
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
-def test_pictures_without_facts_have_no_text(kind):
+def test_pictures_without_facts_have_no_text(kind: str) -> None:
     facts = None if kind == "png" else FACTS
     data = encode_picture(PIXELS, facts, kind)
     assert b"circles" not in data and b"parameters" not in data

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 OLD, MIDDLE, NEW = (Reference.parse(f"registry.example.com/{name}") for name in "abc")
 
 
-def artifact(store, name):
+def artifact(store: ImageLayout, name: Reference) -> None:
     """Store and tag a manifest with one random layer."""
     described = []
     for data in (os.urandom(100), os.urandom(200_000)):
@@ -36,7 +38,7 @@ def artifact(store, name):
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     """Return a store of three models without shared blobs, last used at different times."""
     store = ImageLayout(tmp_path / "store")
     for hour, name in enumerate((OLD, MIDDLE, NEW)):
@@ -47,33 +49,33 @@ def store(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def old_blobs(monkeypatch):
+def old_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the grace period, so that new blobs can be collected."""
     monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
 
 
-def names(store):
+def names(store: ImageLayout) -> set[Any]:
     return {name for name, _ in store.tags()}
 
 
-def test_relieve_evicts_the_least_recently_used_and_no_more(store):
+def test_relieve_evicts_the_least_recently_used_and_no_more(store: ImageLayout) -> None:
     done = relieve(store, 100_000, keep=())
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
     assert done.size >= 200_000
     assert names(store) == {index_name(MIDDLE), index_name(NEW)}
 
 
-def test_relieve_keeps_desired_names(store):
+def test_relieve_keeps_desired_names(store: ImageLayout) -> None:
     done = relieve(store, 100_000, keep=[index_name(OLD)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
 
 
-def test_relieve_does_not_interpret_names_as_patterns(store):
+def test_relieve_does_not_interpret_names_as_patterns(store: ImageLayout) -> None:
     done = relieve(store, 100_000, keep=["registry.example.com/*", "*", "[a-z]*"])
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
 
 
-def test_relieve_keeps_pinned_and_leased_names(store):
+def test_relieve_keeps_pinned_and_leased_names(store: ImageLayout) -> None:
     store.pins.put(index_name(OLD), {}, durable=True)
     with store.lease(store.resolve(MIDDLE).digest):
         done = relieve(store, 10**12, keep=())
@@ -81,7 +83,7 @@ def test_relieve_keeps_pinned_and_leased_names(store):
     assert names(store) == {index_name(OLD), index_name(MIDDLE)}
 
 
-def test_relieve_collects_garbage_before_evicting(store):
+def test_relieve_collects_garbage_before_evicting(store: ImageLayout) -> None:
     store.untag(NEW)
     done = relieve(store, 100_000, keep=())
     assert not done.forgotten and done.size >= 200_000
@@ -90,7 +92,7 @@ def test_relieve_collects_garbage_before_evicting(store):
         store.resolve(NEW)
 
 
-def test_relieve_keeps_recently_used_names(store):
+def test_relieve_keeps_recently_used_names(store: ImageLayout) -> None:
     store.use(store.resolve(OLD))
     done = relieve(store, 10**12, keep=[index_name(NEW)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
@@ -102,19 +104,21 @@ def test_relieve_keeps_recently_used_names(store):
     ("used", "excess"),
     [(84, 0), (85, 0), (86, 6), (100, 20)],
 )
-def test_excess_is_measured_from_the_lower_mark_above_the_upper_one(tmp_path, used, excess):
+def test_excess_is_measured_from_the_lower_mark_above_the_upper_one(
+    tmp_path: Path, used: int, excess: int
+) -> None:
     marks = Watermarks(
         0.85, 0.80, measure=lambda _: DiskReading(110, used, 100 - used)
     )  # ten are reserved for root
     assert marks.excess(tmp_path) == excess
 
 
-def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path):
+def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path: Path) -> None:
     found = usage(tmp_path / "not" / "yet")
     assert 0 < found.part < 1 and found.total >= found.used + found.free > 0
 
 
-def test_stored_counts_blobs_and_interrupted_downloads(store):
+def test_stored_counts_blobs_and_interrupted_downloads(store: ImageLayout) -> None:
     kept, _ = stored(store.root)
     assert kept == sum(each.st_size for _, each in blobs(store.root)) > 600_000
     size = 20 * 1024 * 1024  # large enough for an ingest record

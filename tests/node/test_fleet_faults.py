@@ -185,7 +185,9 @@ class Fleet:
 
 
 @pytest.mark.parametrize("seconds", [4, pytest.param(20, marks=pytest.mark.slow)])
-def test_the_fleet_converges_despite_kills_and_a_full_disk(tmp_path, mortal, disk, seconds):
+def test_the_fleet_converges_despite_kills_and_a_full_disk(
+    tmp_path: Path, mortal: Mortal, disk: Disk, seconds: int
+) -> None:
     author = tmp_path / "author"
     log_in(author, mortal.direct)
     ref = publish(author, mortal.direct).replace(mortal.direct, mortal.host)

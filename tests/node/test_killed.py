@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from clowder_aimage.oci import Reference
 from tests.node.nodes import MIB, noise, push_model
 from tests.process import spawn
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
 
 pytestmark = pytest.mark.integration
 
@@ -56,24 +59,24 @@ class Child:
         )
         self.address = self.heard()
 
-    def say(self, value):
+    def say(self, value: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
-    def heard(self):
+    def heard(self) -> Any:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the node has ended"
         return json.loads(line)
 
-    def end(self, number=signal.SIGKILL):
+    def end(self, number: signal.Signals = signal.SIGKILL) -> None:
         self.process.send_signal(number)
         self.process.wait(20)
         with contextlib.suppress(OSError):
             self.process.communicate()
 
-    def check(self):
+    def check(self) -> None:
         """Check that all blobs are intact and no ingests are left."""
         for path in self.root.glob("blobs/sha256/*"):
             with path.open("rb") as file:
@@ -82,21 +85,23 @@ class Child:
 
 
 @pytest.fixture
-def children(tmp_path):
+def children(tmp_path: Path) -> Iterator[list[Child]]:
     found = [Child(tmp_path / f"node-{number}") for number in range(3)]
     yield found
     for child in found:
         child.end()
 
 
-def acquaint(children):
+def acquaint(children: list[Child]) -> None:
     for child in children:
         child.say([each.address for each in children])
     for child in children:
         child.heard()
 
 
-def test_processes_share_one_download(tmp_path, registry, repository, children):
+def test_processes_share_one_download(
+    tmp_path: Path, registry: RealRegistry, repository: str, children: list[Child]
+) -> None:
     pushed = push_model(tmp_path, repository, noise(70 * MIB), noise(9 * MIB, "b"), b"small")
     with Proxy(registry.host).running() as proxy:
         reference = Reference(proxy.host, pushed.repository, pushed.tag)
@@ -110,8 +115,8 @@ def test_processes_share_one_download(tmp_path, registry, repository, children):
 
 
 def test_a_node_killed_during_a_pull_does_not_affect_the_result(
-    tmp_path, registry, repository, children
-):
+    tmp_path: Path, registry: RealRegistry, repository: str, children: list[Child]
+) -> None:
     pushed = push_model(tmp_path, repository, noise(120 * MIB), noise(30 * MIB, "b"))
     with Proxy(registry.host, hold=40 * MIB).running() as proxy:
         reference = Reference(proxy.host, pushed.repository, pushed.tag)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -56,41 +58,47 @@ SILENT = Backoff("unreachable", TIME, 4.0)
 BAD = Suspect(NEW, "other bytes", 1, NOW + 3000.0)
 
 
-def spec(policy=ALWAYS, refresh=REFRESH, **facts):
+def spec(policy: str = ALWAYS, refresh: float = REFRESH, **facts: Any) -> ModelSpec:
     return ModelSpec(NAME, policy=policy, refresh=refresh, **facts)
 
 
-def state(phase=UNKNOWN, *, policy=ALWAYS, refresh=REFRESH, **facts):
+def state(
+    phase: str = UNKNOWN, *, policy: Any = ALWAYS, refresh: Any = REFRESH, **facts: Any
+) -> ModelState:
     return ModelState(spec(policy, refresh), NAME, phase=phase, **facts)
 
 
-def present(**facts):
+def present(**facts: Any) -> ModelState:
     """Return the state of a present model whose tag is checked in ``REFRESH`` seconds."""
     known = {"is_here": True, "manifest": MANIFEST, "check_at": NOW + REFRESH}
     return state(PRESENT, **(known | facts))
 
 
-def failed(error, *facts, **named):
+def failed(error: Any, *facts: Any, **named: Any) -> partial[tuple[ModelState, tuple[Any, ...]]]:
     return partial(event.failed, event=Failure(error, *facts, **named), chance=0.5)
 
 
-def pulled(found, sources=None):
+def pulled(
+    found: Completeness, sources: dict[Any, Any] | None = None
+) -> partial[tuple[ModelState, tuple[Any, ...]]]:
     return partial(event.pulled, name=NAME, found=found, sources=sources or {}, chance=0.5)
 
 
-def specified(wanted):
+def specified(wanted: ModelSpec) -> partial[tuple[ModelState, tuple[Any, ...]]]:
     return partial(event.specified, spec=wanted)
 
 
-def measured(free):
+def measured(free: int) -> partial[tuple[ModelState, tuple[Any, ...]]]:
     return partial(event.measured, free=free)
 
 
-def checked(root=None, chosen=None):
+def checked(
+    root: Digest | None = None, chosen: Digest | None = None
+) -> partial[tuple[ModelState, tuple[Any, ...]]]:
     return partial(event.checked, root=root, chosen=chosen)
 
 
-def step(before, *events, now=NOW):
+def step(before: ModelState, *events: Any, now: float = NOW) -> tuple[ModelState, tuple[Any, ...]]:
     """Return the state after the events, and the actions of the last."""
     actions = ()
     for each in events:
@@ -98,7 +106,7 @@ def step(before, *events, now=NOW):
     return before, actions
 
 
-def facts(found, expected):
+def facts(found: ModelState, expected: dict[str, Any]) -> dict[Any, Any]:
     return {name: getattr(found, name) for name in expected}
 
 
@@ -230,20 +238,25 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (present(failure=DENIED), specified(spec(origin="b.yaml")), {"failure": DENIED}, ()),
     ],
 )  # fmt: skip
-def test_each_event_leads_to_the_expected_state_and_actions(before, happened, after, actions):
+def test_each_event_leads_to_the_expected_state_and_actions(
+    before: ModelState,
+    happened: partial[Any] | Callable[[ModelState, float], tuple[ModelState, tuple[Any, ...]]],
+    after: dict[str, Any],
+    actions: tuple[Any, ...],
+) -> None:
     found, performed = step(before, happened)
     assert facts(found, after) == after
     assert performed == actions
 
 
 @pytest.mark.parametrize("refresh", [REFRESH, FOR_EVER])
-def test_a_failed_model_is_looked_up_in_the_store_only(refresh):
+def test_a_failed_model_is_looked_up_in_the_store_only(refresh: float) -> None:
     before, _ = step(state(refresh=refresh), GONE, failed(ABSENT))
     assert before.due == NOW + LOOK
     assert step(before, GONE, now=NOW + LOOK) == (replace(before, due=NOW + 2 * LOOK), ())
 
 
-def test_eviction_is_retried_at_intervals_of_up_to_a_minute():
+def test_eviction_is_retried_at_intervals_of_up_to_a_minute() -> None:
     before, _ = step(state(), GONE, failed(FULL))
     times = []
     for now in range(int(NOW) + 10, int(NOW) + 260, 10):
@@ -252,7 +265,7 @@ def test_eviction_is_retried_at_intervals_of_up_to_a_minute():
     assert times == [10, 30, 70, 130, 190, 250]
 
 
-def test_wrong_content_is_pulled_again_with_exponential_backoff():
+def test_wrong_content_is_pulled_again_with_exponential_backoff() -> None:
     before, now = state(), NOW
     for count in (1, 2, 3):
         before, _ = step(before, GONE, now=now)
@@ -267,7 +280,7 @@ def test_wrong_content_is_pulled_again_with_exponential_backoff():
         assert actions == (Work.PULL,)
 
 
-def test_backoff_doubles_after_failures_and_resets_after_success():
+def test_backoff_doubles_after_failures_and_resets_after_success() -> None:
     before, now, pauses = state(), NOW, []
     for _ in range(4):
         before, actions = step(before, GONE, now=now)
@@ -280,7 +293,7 @@ def test_backoff_doubles_after_failures_and_resets_after_success():
     assert (before.attempts, before.failure, before.next_check) == (0, None, now + REFRESH)
 
 
-def test_is_troubled_is_true_for_permanent_failures_only():
+def test_is_troubled_is_true_for_permanent_failures_only() -> None:
     assert state(FAILED, failure=DENIED).is_troubled
     assert present(failure=DENIED).is_troubled
     assert not present(failure=SILENT).is_troubled

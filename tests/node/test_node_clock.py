@@ -6,6 +6,8 @@ import asyncio
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,11 @@ from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
-from tests.node.conftest import until
-from tests.node.publisher import events
+from tests.node.conftest import LiveNode, until
+from tests.node.publisher import Publisher, events
 from tests.node.test_node_live import asked
+from tests.process import Aimage
+from tests.proxy import Proxy
 
 FOLLOWED = {"refresh": 1, "pullPolicy": "Always"}
 HOUR, DECADE = 3600.0, 10 * 365 * 86400.0
@@ -29,12 +33,12 @@ HOUR, DECADE = 3600.0, 10 * 365 * 86400.0
 class Bench:
     """A node without a server, driven manually with a fake clock."""
 
-    def __init__(self, home, *wants, **options):
+    def __init__(self, home: Path, *wants: ModelSpec, **options: Any) -> None:
         self.now = 1000.0
         self.home, self.store, self.wants = home, ImageLayout(home / "bench"), wants
         self.start(**options)
 
-    def start(self, marks=None, **settings):
+    def start(self, marks: Any = None, **settings: Any) -> None:
         """Create a new node on the same store, as after a restart."""
         service = make_service(NodeSettings(), self.store, ClientOptions(docker_config=self.home))
         self.events = service.events
@@ -48,12 +52,12 @@ class Bench:
             self.node.evictor.marks = marks
         self.want(*self.wants)
 
-    def want(self, *wants):
+    def want(self, *wants: ModelSpec) -> None:
         """Replace the desired state, without files."""
         self.wants = wants
         self.node.files = SpecFiles(wants)
 
-    async def turn(self, seconds=0.0):
+    async def turn(self, seconds: float = 0.0) -> None:
         """Advance the clock, run one turn, and wait for its tasks."""
         self.now += seconds
         await self.node.turn()
@@ -63,24 +67,26 @@ class Bench:
         if self.node._eviction is not None:
             await self.node._eviction
 
-    def model(self):
+    def model(self) -> dict[str, Any]:
         (found,) = self.node.models()
         return found
 
 
-def want(ref, **facts):
+def want(ref: str, **facts: Any) -> ModelSpec:
     return ModelSpec(Reference.parse(ref), **facts)
 
 
 # -- clocks
 
 
-def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, publisher, monkeypatch):
+def test_wall_clock_jumps_do_not_affect_tag_checks(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ref = publisher.publish("a")
     real, jump = time.time, [0.0]
     monkeypatch.setattr(time, "time", lambda: real() + jump[0])
 
-    async def play():
+    async def play() -> None:
         bench = Bench(tmp_path, want(ref, refresh=300.0))
         await bench.turn()
         assert bench.model()["state"] == "present"
@@ -98,11 +104,13 @@ def test_wall_clock_jumps_do_not_affect_tag_checks(tmp_path, publisher, monkeypa
     asyncio.run(play())
 
 
-def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, publisher, monkeypatch):
+def test_wall_clock_jumps_do_not_remove_desired_models(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ref = publisher.publish("a")
     real = time.time
 
-    async def play():
+    async def play() -> None:
         bench = Bench(tmp_path, want(ref, refresh=300.0), collect=600.0, prune=True)
         await bench.turn()
         monkeypatch.setattr(time, "time", lambda: real() + DECADE)
@@ -119,14 +127,16 @@ def test_wall_clock_jumps_do_not_remove_desired_models(tmp_path, publisher, monk
 # -- permanent failures
 
 
-def rounds(publisher, tag="v1", count=3):
+def rounds(publisher: Publisher, tag: str = "v1", count: int = 3) -> None:
     """Wait for ``count`` more checks of a tag."""
     since = len(publisher.proxy.seen)
     until(lambda: publisher.manifests(tag, since) >= count, f"{count} looks at the tag")
 
 
 @pytest.mark.integration
-def test_wrong_content_is_not_fetched_again_until_the_tag_moves(node, publisher):
+def test_wrong_content_is_not_fetched_again_until_the_tag_moves(
+    node: LiveNode, publisher: Publisher
+) -> None:
     publisher.spoil("b")
     ref = publisher.publish("a", "b")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
@@ -156,7 +166,9 @@ def test_wrong_content_is_not_fetched_again_until_the_tag_moves(node, publisher)
 
 
 @pytest.mark.integration
-def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(node, publisher):
+def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(
+    node: LiveNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a", "b", size=20_000_000)
     other = publisher.publish("c", tag="other")
     publisher.proxy.hold = 25_000_000
@@ -179,7 +191,9 @@ def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(node, publisher):
 
 
 @pytest.mark.integration
-def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(node, publisher):
+def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(
+    node: LiveNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a", "b", size=400_000)
     publisher.proxy.hold = 500_000
     node.want({"ref": ref, "priority": 1})
@@ -195,7 +209,9 @@ def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(node, publishe
 
 
 @pytest.mark.integration
-def test_components_changed_during_a_pull_are_fetched(node, author, repository, proxy):
+def test_components_changed_during_a_pull_are_fetched(
+    node: LiveNode, author: Aimage, repository: str, proxy: Proxy
+) -> None:
     name = f"{repository}:v1"
     author("tag", "tiny", name)
     author("push", "-q", name)
@@ -223,7 +239,7 @@ def test_components_changed_during_a_pull_are_fetched(node, author, repository, 
 # -- reloading
 
 
-def swap(directory, number, text):
+def swap(directory: Path, number: int, text: str) -> None:
     """Replace the content as kubelet does, by swapping the ``..data`` link."""
     fresh = directory / f"..2026_{number}"
     fresh.mkdir()
@@ -237,7 +253,9 @@ def swap(directory, number, text):
 
 
 @pytest.mark.integration
-def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, publisher):
+def test_a_swapped_config_map_is_read_at_once_and_on_sighup(
+    node: LiveNode, publisher: Publisher
+) -> None:
     one, other = publisher.publish("a", tag="one"), publisher.publish("b", tag="other")
     swap(node.desired, 1, f"- ref: {one}\n")
     node.start()
@@ -267,7 +285,9 @@ def test_a_swapped_config_map_is_read_at_once_and_on_sighup(node, publisher):
 
 
 @pytest.mark.integration
-def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, publisher):
+def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(
+    node: LiveNode, publisher: Publisher
+) -> None:
     refs = [publisher.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
     extra = publisher.publish("extra", tag="extra")
     publisher.proxy.hold = 1
@@ -281,7 +301,7 @@ def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(node, publisher
     assert node.reaches(refs[-1], "waiting")["reason"] == "queued behind other pulls"
     assert not publisher.manifests("v6") and not publisher.manifests("v5")
 
-    def post(ref):
+    def post(ref: Any) -> Any:
         return asked(node, "POST", "/content/", {"url": f"oci://{ref}"})[0]
 
     with ThreadPoolExecutor(2) as pool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,27 +17,27 @@ from clowder_aimage.oci import Reference
 from tests.content.artifact import put_artifact
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise
-from tests.node.publisher import events
-from tests.node.small_disk import small_disk
+from tests.node.publisher import Publisher, events
+from tests.node.small_disk import Disk, small_disk
 from tests.node.test_node_clock import Bench, want
 
 FULL = Watermarks(1.0, 1.0, age=0.0)  # watermarks that are never passed
 
 
 @pytest.fixture
-def disk(tmp_path):
+def disk(tmp_path: Path) -> Iterator[Disk]:
     """Mount a disk of 64 MiB, of which a pull leaves 16 free."""
     with small_disk(tmp_path / "disk", 64 * MIB) as found:
         yield found
 
 
 @pytest.fixture
-def old_blobs(monkeypatch):
+def old_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the grace period, so that new blobs can be collected."""
     monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
 
 
-def put(store, name, size, used):
+def put(store: ImageLayout, name: str, size: int, used: int) -> Reference:
     """Store a model of a size with an old time of last use."""
     reference = Reference.parse(f"registry.example.com/{name}")
     put_artifact(store, str(reference), noise(size, name))
@@ -43,21 +46,23 @@ def put(store, name, size, used):
     return reference
 
 
-def names(store):
+def names(store: ImageLayout) -> set[Any]:
     return {name for name, _ in store.tags()}
 
 
-async def told(bench, kind):
+async def told(bench: Bench, kind: str) -> list[Any]:
     """Return the facts of all events of a kind so far."""
     await asyncio.sleep(0.01)
     return [item.facts for item in bench.events._items if item.kind == kind]
 
 
-def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, publisher):
+def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(
+    disk: Disk, publisher: Publisher
+) -> None:
     ref = publisher.publish("a", size=20 * MIB)
     disk.fill(leave=30 * MIB)
 
-    async def play():
+    async def play() -> None:
         bench = Bench(disk.root, want(ref), marks=FULL)
         await bench.turn()
         failed = bench.model()
@@ -77,11 +82,11 @@ def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(disk, publishe
     asyncio.run(play())
 
 
-def test_a_pull_on_a_full_disk_fails_until_space_is_free(disk, publisher):
+def test_a_pull_on_a_full_disk_fails_until_space_is_free(disk: Disk, publisher: Publisher) -> None:
     ref = publisher.publish("a", "b", size=12 * MIB)
     publisher.proxy.hold = 15 * MIB
 
-    async def play():
+    async def play() -> None:
         bench = Bench(disk.root, want(ref), marks=FULL)
         turn = asyncio.create_task(bench.turn())
         await asyncio.to_thread(until, lambda: publisher.proxy.held, "half of it to be there")
@@ -103,10 +108,10 @@ def test_a_pull_on_a_full_disk_fails_until_space_is_free(disk, publisher):
     asyncio.run(play())
 
 
-def test_a_new_version_without_space_keeps_the_old_one(disk, publisher):
+def test_a_new_version_without_space_keeps_the_old_one(disk: Disk, publisher: Publisher) -> None:
     ref = publisher.publish("a", size=2 * MIB)
 
-    async def play():
+    async def play() -> None:
         bench = Bench(disk.root, want(ref, policy="always", refresh=60.0), marks=FULL)
         await bench.turn()
         disk.fill(leave=10 * MIB)
@@ -130,10 +135,12 @@ def test_a_new_version_without_space_keeps_the_old_one(disk, publisher):
     asyncio.run(play())
 
 
-def test_least_recently_used_models_are_evicted_for_desired_ones(disk, publisher, old_blobs):
+def test_least_recently_used_models_are_evicted_for_desired_ones(
+    disk: Disk, publisher: Publisher, old_blobs: None
+) -> None:
     ref = publisher.publish("a", size=20 * MIB)
 
-    async def play():
+    async def play() -> None:
         bench = Bench(disk.root, want(ref), marks=FULL)
         old, new = (put(bench.store, name, 15 * MIB, at) for at, name in enumerate(("old", "new")))
         await bench.turn()
@@ -148,11 +155,13 @@ def test_least_recently_used_models_are_evicted_for_desired_ones(disk, publisher
     asyncio.run(play())
 
 
-def test_above_the_upper_mark_only_unwanted_models_are_evicted(tmp_path, publisher, old_blobs):
+def test_above_the_upper_mark_only_unwanted_models_are_evicted(
+    tmp_path: Path, publisher: Publisher, old_blobs: None
+) -> None:
     ref = publisher.publish("wanted", size=20 * MIB)
     with small_disk(tmp_path / "disk", 128 * MIB) as disk:
 
-        async def play():
+        async def play() -> None:
             bench = Bench(disk.root, want(ref), marks=Watermarks(0.80, 0.70, age=0.0))
             await bench.turn()
             store = bench.store
@@ -175,7 +184,9 @@ def test_above_the_upper_mark_only_unwanted_models_are_evicted(tmp_path, publish
 
 
 @pytest.mark.integration
-def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(disk, publisher, tmp_path):
+def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(
+    disk: Disk, publisher: Publisher, tmp_path: Path
+) -> None:
     here, more = publisher.publish("a", size=MIB), publisher.publish("b", tag="more", size=20 * MIB)
     node = LiveNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here, "refresh": 1, "pullPolicy": "Always", "pin": True})
@@ -207,7 +218,9 @@ def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(disk, publ
 
 
 @pytest.mark.integration
-def test_a_node_is_not_ready_only_when_its_disk_is_full(disk, publisher, tmp_path):
+def test_a_node_is_not_ready_only_when_its_disk_is_full(
+    disk: Disk, publisher: Publisher, tmp_path: Path
+) -> None:
     here = publisher.publish("a", size=MIB)
     node = LiveNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here})

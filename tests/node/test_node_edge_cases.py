@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import noise
+from tests.node.publisher import Publisher
 from tests.node.test_node_live import asked
 
 pytestmark = pytest.mark.integration  # nodes in child processes
@@ -20,11 +24,11 @@ ADMIN, NODES, INFER = "admin-" + "a" * 32, "nodes-" + "b" * 32, "infer-" + "c" *
 OTHER = "sha256:" + "ab" * 32
 
 
-def bearer(token):
+def bearer(token: str) -> dict[Any, Any]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def got(node, path, token=""):
+def got(node: LiveNode, path: str, token: str = "") -> tuple[Any, Any]:
     """Return the status and body of a response, errors included."""
     request = urllib.request.Request(node.url + path, headers=bearer(token))
     try:
@@ -35,7 +39,7 @@ def got(node, path, token=""):
             return error.code, error.read()
 
 
-def status_of(call):
+def status_of(call: Callable[[], Any]) -> Any:
     """Return the status of a response, errors included."""
     try:
         return call()[0]
@@ -44,7 +48,7 @@ def status_of(call):
             return error.code
 
 
-def line(node, said):
+def line(node: Any, said: Any) -> Any:
     """Wait for a line of the log that contains a text."""
     return until(
         lambda: next((each for each in node.worker.lines if said in each), None), f"the log: {said}"
@@ -52,7 +56,7 @@ def line(node, said):
 
 
 @pytest.fixture
-def other(tmp_path):
+def other(tmp_path: Path) -> Iterator[LiveNode]:
     """Return a second node that is not started yet."""
     found = LiveNode(tmp_path / "other")
     yield found
@@ -60,7 +64,7 @@ def other(tmp_path):
 
 
 @pytest.fixture
-def tokens(tmp_path):
+def tokens(tmp_path: Path) -> Path:
     """Return a file with the tokens of a fleet."""
     path = tmp_path / "tokens"
     path.write_text(f"admin {ADMIN}\nnode {NODES}\ninfer {INFER}\n")
@@ -72,15 +76,15 @@ def tokens(tmp_path):
 
 @pytest.mark.parametrize("has_tokens", [True], ids=["tokens"])
 def test_a_node_without_neighbours_serves_a_node_that_names_it(
-    node, other, publisher, tokens, has_tokens
-):
+    node: LiveNode, other: LiveNode, publisher: Publisher, tokens: Path, has_tokens: bool
+) -> None:
     said, token = (("--token-file", tokens), ADMIN) if has_tokens else ((), "")
     ref = publisher.publish("a", "b")
 
-    def seen(one):
+    def seen(one: LiveNode) -> Any:
         return json.loads(got(one, "/v1/node", token)[1])
 
-    def here(one):
+    def here(one: LiveNode) -> Any:
         return next((it for it in seen(one)["models"] if it["state"] == "present"), None)
 
     node.want({"ref": ref})
@@ -95,7 +99,7 @@ def test_a_node_without_neighbours_serves_a_node_that_names_it(
     assert seen(node)["neighbours"] == []
     sent = b'aimage_neighbour_bytes_total{direction="sent"} '
 
-    def counted():
+    def counted() -> bool:
         counts = got(node, "/metrics", token)[1].splitlines()
         return any(float(each[len(sent) :]) for each in counts if each.startswith(sent))
 
@@ -103,12 +107,14 @@ def test_a_node_without_neighbours_serves_a_node_that_names_it(
     other.aimage("verify")
 
 
-def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(node, publisher, tokens):
+def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(
+    node: LiveNode, publisher: Publisher, tokens: Path
+) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--token-file", tokens)
 
-    def is_here():
+    def is_here() -> Any:
         return json.loads(got(node, "/v1/node", INFER)[1])["models"][0]["state"] == "present"
 
     until(is_here, "the model")
@@ -119,14 +125,16 @@ def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(node, publi
     assert got(node, blob, NODES) == (200, noise(publisher.size, "a"))
 
 
-def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, publisher):
+def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(
+    node: LiveNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     names = ("no-such.invalid:80", "dns:no-such.invalid:80", "a..b:80", "dns:a..b:80")
     node.want({"ref": ref})
     node.start(*(word for name in names for word in ("--neighbour", name)), **SOON)
     node.reaches(ref, "present")
 
-    def are_silent():
+    def are_silent() -> bool | dict[Any, Any]:
         found = {each["url"]: each for each in node.status()["neighbours"]}
         reasons = {each["reason"] for each in found.values()}
         return len(found) == len(names) and "not contacted yet" not in reasons and found
@@ -149,14 +157,14 @@ def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(node, pub
 # -- spellings
 
 
-def test_retry_accepts_every_spelling_of_a_name(node, publisher):
+def test_retry_accepts_every_spelling_of_a_name(node: LiveNode, publisher: Publisher) -> None:
     ref = publisher.name("latest")
     base = ref.removesuffix(":latest")
     node.want({"ref": base, "refresh": 0})  # it is only retried on request
     node.start()
     assert node.reaches(ref, "failed")["code"] == "not_found"
 
-    def retry(name):
+    def retry(name: str) -> Any:
         return status_of(lambda: asked(node, "POST", "/v1/node/retry", {"ref": name}))
 
     for name in (base, ref, f"oci://{base}", f"oci://{ref}", f"{ref}@{OTHER}"):
@@ -174,7 +182,7 @@ def test_retry_accepts_every_spelling_of_a_name(node, publisher):
 # -- prefetch
 
 
-def test_models_of_negative_priority_are_pulled_last(node, publisher):
+def test_models_of_negative_priority_are_pulled_last(node: LiveNode, publisher: Publisher) -> None:
     idle = publisher.publish("idle", tag="a-idle")
     refs = [publisher.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
     publisher.proxy.hold = 1

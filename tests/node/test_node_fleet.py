@@ -6,11 +6,14 @@ import contextlib
 import socket
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise, push_model
+from tests.proxy import Proxy
 
 pytestmark = pytest.mark.integration
 
@@ -26,11 +29,13 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def has_live_neighbours(node):
+def has_live_neighbours(node: Any) -> bool:
     return all(each["state"] == "live" for each in node.status()["neighbours"])
 
 
-def test_neighbours_fetch_a_new_model_from_the_registry_once(tmp_path, repository, proxy):
+def test_neighbours_fetch_a_new_model_from_the_registry_once(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     sizes = (70 * MIB, 20 * MIB, 5 * MIB, 300_000, 20_000)
     layers = [noise(size, f"fleet {number}") for number, size in enumerate(sizes)]
     ref = f"{proxy.host}/{repository.partition('/')[2]}:1"

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import index
-from clowder_aimage.layout.completeness import MAX_AGE
+from clowder_aimage.layout import ImageLayout, index
+from clowder_aimage.layout.completeness import MAX_AGE, Completeness
 from clowder_aimage.node import pinner, reconciler
 from clowder_aimage.oci import Reference
+from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
+
+if TYPE_CHECKING:
+    from clowder_aimage.node.model_spec import ModelSpec
 
 
 @pytest.fixture
-def looks(monkeypatch):
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list of the names of checked models."""
     seen, check_model = [], pinner.check_model
 
-    def counted(store, wanted, reference):
+    def counted(store: ImageLayout, wanted: ModelSpec, reference: Reference) -> Completeness:
         seen.append(wanted.name)
         return check_model(store, wanted, reference)
 
@@ -30,12 +36,12 @@ def looks(monkeypatch):
 
 
 @pytest.fixture
-def settled(monkeypatch):
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all earlier changes of the store appear old."""
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11))
 
 
-async def idle(home, publisher, count=2):
+async def idle(home: Path, publisher: Publisher, count: int = 2) -> tuple[Bench, list[str]]:
     """Return a bench with ``count`` models, and their names."""
     names = [publisher.publish(f"layer {n}", tag=f"v{n}") for n in range(count)]
     bench = Bench(home, *(want(name, refresh=3600.0) for name in names))
@@ -45,17 +51,19 @@ async def idle(home, publisher, count=2):
     return bench, names
 
 
-def fail(error):
+def fail(error: OSError | StoreError) -> NoReturn:
     raise error
 
 
-def largest(bench):
+def largest(bench: Bench) -> Path:
     """Return the path of the largest blob, an unshared layer."""
     return max(bench.store.root.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
 
 
-def test_models_of_an_unchanged_store_are_not_checked_again(tmp_path, publisher, looks, settled):
-    async def play():
+def test_models_of_an_unchanged_store_are_not_checked_again(
+    tmp_path: Path, publisher: Publisher, looks: list[str], settled: None
+) -> None:
+    async def play() -> list[str]:
         bench, _ = await idle(tmp_path, publisher)
         looks.clear()
         for _ in range(10):
@@ -66,8 +74,10 @@ def test_models_of_an_unchanged_store_are_not_checked_again(tmp_path, publisher,
     assert looks == []
 
 
-def test_a_deleted_blob_is_noticed_at_the_next_turn(tmp_path, publisher, looks, settled):
-    async def play():
+def test_a_deleted_blob_is_noticed_at_the_next_turn(
+    tmp_path: Path, publisher: Publisher, looks: list[str], settled: None
+) -> None:
+    async def play() -> tuple[int, int]:
         bench, names = await idle(tmp_path, publisher)
         publisher.refuse(lambda passed: True, 503)
         await asyncio.sleep(0.02)  # longer than the file system's clock resolution
@@ -81,8 +91,10 @@ def test_a_deleted_blob_is_noticed_at_the_next_turn(tmp_path, publisher, looks, 
     assert len(looks) == all_
 
 
-def test_a_restored_tag_is_noticed_at_the_next_turn(tmp_path, publisher, looks, settled):
-    async def play():
+def test_a_restored_tag_is_noticed_at_the_next_turn(
+    tmp_path: Path, publisher: Publisher, looks: list[str], settled: None
+) -> None:
+    async def play() -> tuple[list[str], list[str], list[str]]:
         bench, names = await idle(tmp_path, publisher)
         first = Reference.parse(names[0])
         descriptor = bench.store.resolve(first)
@@ -99,8 +111,10 @@ def test_a_restored_tag_is_noticed_at_the_next_turn(tmp_path, publisher, looks, 
     assert missing == gone and at_last == []
 
 
-def test_a_truncated_blob_is_noticed_after_max_age(tmp_path, publisher, looks, settled):
-    async def play():
+def test_a_truncated_blob_is_noticed_after_max_age(
+    tmp_path: Path, publisher: Publisher, looks: list[str], settled: None
+) -> None:
+    async def play() -> list[str]:
         bench, _ = await idle(tmp_path, publisher)
         publisher.refuse(lambda passed: True, 503)
         path = largest(bench)
@@ -114,12 +128,14 @@ def test_a_truncated_blob_is_noticed_after_max_age(tmp_path, publisher, looks, s
     assert len(asyncio.run(play())) == 1
 
 
-def test_a_model_is_not_missing_during_its_check(tmp_path, publisher, monkeypatch, settled):
-    async def play():
+def test_a_model_is_not_missing_during_its_check(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, settled: None
+) -> None:
+    async def play() -> tuple[list[str], int]:
         bench, _ = await idle(tmp_path, publisher)
         missing, looked, check_model = [], [], pinner.check_model
 
-        def watched(*asked):
+        def watched(*asked: Any) -> Completeness:
             looked.append(asked)
             missing.extend(bench.node.missing())
             return check_model(*asked)
@@ -132,8 +148,10 @@ def test_a_model_is_not_missing_during_its_check(tmp_path, publisher, monkeypatc
     assert asyncio.run(play()) == ([], 2)
 
 
-def test_a_model_whose_check_crashes_is_missing(tmp_path, publisher, monkeypatch, settled):
-    async def play():
+def test_a_model_whose_check_crashes_is_missing(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, settled: None
+) -> None:
+    async def play() -> bool:
         bench, names = await idle(tmp_path, publisher, count=1)
         monkeypatch.setattr(
             reconciler, "check_model", lambda *_: fail(OSError(5, "Input/output error"))
@@ -146,13 +164,17 @@ def test_a_model_whose_check_crashes_is_missing(tmp_path, publisher, monkeypatch
 
 
 def test_look_again_during_a_check_causes_another_check(
-    tmp_path, publisher, monkeypatch, looks, settled
-):
-    async def play():
+    tmp_path: Path,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+    looks: list[str],
+    settled: None,
+) -> None:
+    async def play() -> None:
         bench, _ = await idle(tmp_path, publisher, count=1)
         check_model = vars(reconciler)["check_model"]  # counted
 
-        def interrupted(*asked):
+        def interrupted(*asked: Any) -> Any:
             found = check_model(*asked)
             if len(looks) == 1:
                 bench.node.look_again()
@@ -168,8 +190,10 @@ def test_look_again_during_a_check_causes_another_check(
     assert len(looks) == 2
 
 
-def test_an_unreadable_store_is_checked_again(tmp_path, publisher, settled, monkeypatch):
-    async def play():
+def test_an_unreadable_store_is_checked_again(
+    tmp_path: Path, publisher: Publisher, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> tuple[bool, list[str]]:
         bench, names = await idle(tmp_path, publisher)
         publisher.refuse(lambda passed: True, 503)
         bench.node.look_again()
@@ -183,8 +207,10 @@ def test_an_unreadable_store_is_checked_again(tmp_path, publisher, settled, monk
     assert asyncio.run(play()) == (True, [])
 
 
-def test_retry_and_look_again_check_the_store(tmp_path, publisher, looks, settled):
-    async def play():
+def test_retry_and_look_again_check_the_store(
+    tmp_path: Path, publisher: Publisher, looks: list[str], settled: None
+) -> None:
+    async def play() -> list[str]:
         bench, names = await idle(tmp_path, publisher)
         looks.clear()
         bench.node.retry(names[0])
@@ -197,8 +223,10 @@ def test_retry_and_look_again_check_the_store(tmp_path, publisher, looks, settle
     assert sorted(asyncio.run(play())) == sorted(looks[1:])
 
 
-def test_a_recently_changed_store_is_checked_again(tmp_path, publisher, looks):
-    async def play():
+def test_a_recently_changed_store_is_checked_again(
+    tmp_path: Path, publisher: Publisher, looks: list[str]
+) -> None:
+    async def play() -> None:
         bench, _ = await idle(tmp_path, publisher, count=1)
         looks.clear()
         await bench.turn(11.0)

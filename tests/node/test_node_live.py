@@ -6,7 +6,9 @@ import json
 import shutil
 import signal
 import urllib.request
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,12 @@ import pytest
 from tests.conftest import TINY
 from tests.node.conftest import LiveNode, until
 from tests.node.nodes import MIB, noise, push_model
-from tests.proxy import Reply
+from tests.process import Aimage
+from tests.proxy import Proxy, Reply
 
 
 @pytest.fixture
-def model(author, repository, proxy):
+def model(author: Aimage, repository: str, proxy: Proxy) -> Callable[..., str]:
     """Return a function that publishes a model; each ``word`` is another version."""
 
     def publish(tag: str = "v1", word: str = "") -> str:
@@ -35,7 +38,7 @@ def model(author, repository, proxy):
     return publish
 
 
-def manifests(proxy, since=0):
+def manifests(proxy: Proxy, since: int = 0) -> list[Any]:
     """Return method, status and conditionality of the requests for manifests."""
     return [
         (each.method, each.status, "If-None-Match" in each.headers)
@@ -44,7 +47,7 @@ def manifests(proxy, since=0):
     ]
 
 
-def asked(node: Any, method, path, body=None):
+def asked(node: Any, method: str, path: str, body: Any = None) -> tuple[Any, Any]:
     """Send a request to the node and return the status and the JSON of the response."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(node.url + path, data=data, method=method)
@@ -54,7 +57,9 @@ def asked(node: Any, method, path, body=None):
 
 
 @pytest.mark.integration
-def test_a_desired_model_is_pulled_pinned_and_makes_the_node_ready(node, model, proxy):
+def test_a_desired_model_is_pulled_pinned_and_makes_the_node_ready(
+    node: LiveNode, model: Callable[..., str], proxy: Proxy
+) -> None:
     ref = model()
     proxy.hold = 1000
     node.want({"ref": ref, "pin": True, "priority": 3})
@@ -77,7 +82,9 @@ def test_a_desired_model_is_pulled_pinned_and_makes_the_node_ready(node, model, 
 
 
 @pytest.mark.integration
-def test_an_idle_node_only_checks_each_tag_once_per_interval(node, model, proxy):
+def test_an_idle_node_only_checks_each_tag_once_per_interval(
+    node: LiveNode, model: Callable[..., str], proxy: Proxy
+) -> None:
     first, second = model("v1"), model("v2", "second")
     every = {"refresh": 1, "pullPolicy": "Always"}
     node.want({"ref": first, **every}, {"ref": second, **every}, {"ref": model("v3"), "refresh": 0})
@@ -97,7 +104,9 @@ def test_an_idle_node_only_checks_each_tag_once_per_interval(node, model, proxy)
 
 
 @pytest.mark.integration
-def test_a_moved_tag_is_pulled_or_reported_as_drift_per_policy(node, model, proxy):
+def test_a_moved_tag_is_pulled_or_reported_as_drift_per_policy(
+    node: LiveNode, model: Callable[..., str], proxy: Proxy
+) -> None:
     followed, kept = model("follow"), model("keep")
     pinned = model("pinned")
     node.want(
@@ -128,7 +137,9 @@ def test_a_moved_tag_is_pulled_or_reported_as_drift_per_policy(node, model, prox
 
 
 @pytest.mark.integration
-def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(node, model):
+def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(
+    node: LiveNode, model: Callable[..., str]
+) -> None:
     ref = model()
     node.want({"ref": ref})
     node.start()
@@ -154,7 +165,9 @@ def test_invalid_empty_and_missing_lists_remove_nothing_and_are_reported(node, m
 
 
 @pytest.mark.integration
-def test_prune_removes_former_names_but_for_pins_and_other_pulls(node, model):
+def test_prune_removes_former_names_but_for_pins_and_other_pulls(
+    node: LiveNode, model: Callable[..., str]
+) -> None:
     wanted, unwanted, pinned, other = (model(tag) for tag in ("a", "b", "c", "d"))
     node.aimage("pull", "-q", other)
     node.want({"ref": wanted}, {"ref": unwanted}, {"ref": pinned})
@@ -175,7 +188,9 @@ def test_prune_removes_former_names_but_for_pins_and_other_pulls(node, model):
 
 
 @pytest.mark.integration
-def test_present_models_stay_ready_without_the_registry(node, model, proxy):
+def test_present_models_stay_ready_without_the_registry(
+    node: LiveNode, model: Callable[..., str], proxy: Proxy
+) -> None:
     ref = model()
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
@@ -196,7 +211,9 @@ def test_present_models_stay_ready_without_the_registry(node, model, proxy):
 
 
 @pytest.mark.integration
-def test_an_unauthorized_pull_is_retried_when_the_credentials_change(node, model, proxy):
+def test_an_unauthorized_pull_is_retried_when_the_credentials_change(
+    node: LiveNode, model: Callable[..., str], proxy: Proxy
+) -> None:
     ref = model()
     challenge = {"WWW-Authenticate": 'Basic realm="x"'}
     proxy.instead = lambda it: None if "Authorization" in it.headers else Reply(401, challenge)
@@ -220,7 +237,9 @@ def test_an_unauthorized_pull_is_retried_when_the_credentials_change(node, model
 
 
 @pytest.mark.integration
-def test_a_node_with_the_desired_components_is_ready(node, model):
+def test_a_node_with_the_desired_components_is_ready(
+    node: LiveNode, model: Callable[..., str]
+) -> None:
     ref = model()
     node.want({"ref": ref, "components": ["vae"], "pin": True})
     node.start()
@@ -234,7 +253,9 @@ def test_a_node_with_the_desired_components_is_ready(node, model):
 
 
 @pytest.mark.integration
-def test_a_killed_pull_is_resumed(node, proxy, tmp_path, repository):
+def test_a_killed_pull_is_resumed(
+    node: LiveNode, proxy: Proxy, tmp_path: Path, repository: str
+) -> None:
     whole = 60 * MIB
     pushed = push_model(tmp_path, repository, noise(whole, "killed"))
     ref = str(replace(pushed, registry=proxy.host))
@@ -252,7 +273,9 @@ def test_a_killed_pull_is_resumed(node, proxy, tmp_path, repository):
 
 
 @pytest.mark.integration
-def test_two_nodes_on_one_store_fetch_each_blob_once(node, model, proxy, tmp_path):
+def test_two_nodes_on_one_store_fetch_each_blob_once(
+    node: LiveNode, model: Callable[..., str], proxy: Proxy, tmp_path: Path
+) -> None:
     ref = model()
     node.want({"ref": ref})
     other = LiveNode(tmp_path / "other", store=node.aimage.store)
@@ -270,7 +293,9 @@ def test_two_nodes_on_one_store_fetch_each_blob_once(node, model, proxy, tmp_pat
 
 
 @pytest.mark.integration
-def test_a_node_serves_its_models_as_a_read_only_registry(node, model, repository):
+def test_a_node_serves_its_models_as_a_read_only_registry(
+    node: LiveNode, model: Callable[..., str], repository: str
+) -> None:
     ref = model()
     node.want({"ref": ref})
     node.start()
@@ -292,7 +317,7 @@ def test_a_node_serves_its_models_as_a_read_only_registry(node, model, repositor
 
 
 @pytest.mark.integration
-def test_node_status_prints_the_state_of_models(node, model):
+def test_node_status_prints_the_state_of_models(node: LiveNode, model: Callable[..., str]) -> None:
     ref = model()
     node.want({"ref": ref})
     node.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.worker.conftest import begin
 pytestmark = pytest.mark.integration  # nodes in child processes
 
 
-def exposed(url):
+def exposed(url: str) -> tuple[Any, dict[Any, Any]]:
     """Return the text of /metrics, and the types of its families except those of the process."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
@@ -25,7 +26,7 @@ def exposed(url):
     return text, {name: found[name] for name in ours}
 
 
-def test_a_node_exposes_every_metric_of_nodes(node: LiveNode):
+def test_a_node_exposes_every_metric_of_nodes(node: LiveNode) -> None:
     node.start()
     text, found = exposed(node.url)
     wanted = {one.name: one.kind for one in METRICS if one.on_node}
@@ -35,7 +36,7 @@ def test_a_node_exposes_every_metric_of_nodes(node: LiveNode):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_worker_with_a_node_exposes_exactly_the_known_metrics(node: LiveNode):
+def test_a_worker_with_a_node_exposes_exactly_the_known_metrics(node: LiveNode) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     node.want({"ref": "127.0.0.1:1/none:v1"})
     node.worker = begin(node.aimage, "--node", "--desired", node.desired)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node import eviction
 from clowder_aimage.node.eviction import relieve
 from tests.node.nodes import MIB
+from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
 from tests.node.test_node_disk import names, put
 
@@ -20,13 +23,13 @@ LONG = 3600.0  # seconds; longer than any delay before removal
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch):
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for unwanted names at every turn."""
     monkeypatch.setattr(eviction, "OFTEN", 0.0)
     monkeypatch.setattr(eviction, "EVERY", 0.0)
 
 
-def files(home, name, *refs):
+def files(home: Path, name: str, *refs: str) -> Path:
     """Write a desired state with these models and return its directory."""
     directory = home / name
     directory.mkdir(exist_ok=True)
@@ -36,22 +39,22 @@ def files(home, name, *refs):
     return directory
 
 
-async def turns(*benches, count=4):
+async def turns(*benches: Bench, count: int = 4) -> None:
     """Run several turns of each bench with long pauses."""
     for _ in range(count):
         for bench in benches:
             await bench.turn(LONG)
 
 
-async def evicted(bench):
+async def evicted(bench: Bench) -> list[Any]:
     await asyncio.sleep(0.01)
     return [item.facts["model"] for item in bench.events._items if item.kind == "evict"]
 
 
-def test_a_name_removed_from_the_list_is_pruned(tmp_path, publisher):
+def test_a_name_removed_from_the_list_is_pruned(tmp_path: Path, publisher: Publisher) -> None:
     one, other = publisher.publish("a", tag="v1"), publisher.publish("b", tag="v2")
 
-    async def play():
+    async def play() -> None:
         bench = Bench(tmp_path, desired=files(tmp_path, "list", one, other), prune=True)
         await turns(bench)
         assert names(bench.store) == {one, other}
@@ -62,10 +65,12 @@ def test_a_name_removed_from_the_list_is_pruned(tmp_path, publisher):
     asyncio.run(play())
 
 
-def test_two_pruning_nodes_keep_each_others_tags_of_one_model(tmp_path, publisher):
+def test_two_pruning_nodes_keep_each_others_tags_of_one_model(
+    tmp_path: Path, publisher: Publisher
+) -> None:
     one, other = publisher.publish("a", tag="v1"), publisher.publish("a", tag="v2")
 
-    async def play():
+    async def play() -> None:
         benches = [
             Bench(tmp_path, desired=files(tmp_path, name, ref), prune=True)
             for name, ref in (("one", one), ("other", other))
@@ -80,10 +85,10 @@ def test_two_pruning_nodes_keep_each_others_tags_of_one_model(tmp_path, publishe
     asyncio.run(play())
 
 
-def test_models_of_a_stopped_node_are_not_pruned(tmp_path, publisher):
+def test_models_of_a_stopped_node_are_not_pruned(tmp_path: Path, publisher: Publisher) -> None:
     ours, theirs = publisher.publish("a", tag="v1"), publisher.publish("b", tag="v2")
 
-    async def play():
+    async def play() -> None:
         other = Bench(tmp_path, desired=files(tmp_path, "theirs", theirs))
         await other.turn()
         for one in other.node._models.values():
@@ -95,10 +100,12 @@ def test_models_of_a_stopped_node_are_not_pruned(tmp_path, publisher):
     asyncio.run(play())
 
 
-def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(tmp_path, publisher):
+def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(
+    tmp_path: Path, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
 
-    async def play():
+    async def play() -> None:
         one, other = (
             Bench(tmp_path, desired=files(tmp_path, name, ref), prune=True) for name in "ab"
         )
@@ -114,19 +121,21 @@ def test_a_shared_name_is_pruned_after_its_last_owner_removed_it(tmp_path, publi
 
 
 @pytest.mark.parametrize("when", ["running", "at the start"])
-def test_unreadable_records_prune_nothing(tmp_path, publisher, monkeypatch, when):
+def test_unreadable_records_prune_nothing(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     """Unreadable records do not count as empty, also after they are readable again."""
     ref = publisher.publish("a")
     listdir, is_lost = os.listdir, [False]
 
-    def failing(path="."):
+    def failing(path: str = ".") -> list[str]:
         if is_lost[0] and str(path).endswith("wanted"):
             raise PermissionError(13, "Permission denied", str(path))
         return listdir(path)
 
     monkeypatch.setattr(os, "listdir", failing)
 
-    async def play():
+    async def play() -> None:
         bench = Bench(tmp_path, want(ref), prune=True)
         await turns(bench)
         is_lost[0] = True
@@ -143,7 +152,9 @@ def test_unreadable_records_prune_nothing(tmp_path, publisher, monkeypatch, when
     asyncio.run(play())
 
 
-def test_no_model_is_evicted_if_that_frees_too_little(tmp_path, monkeypatch):
+def test_no_model_is_evicted_if_that_frees_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
     store = ImageLayout(tmp_path / "store")
     old, new = (put(store, name, 2 * MIB, at) for at, name in enumerate(("old", "new")))

@@ -12,8 +12,10 @@ import shutil
 import threading
 import time
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from aiohttp import web
@@ -26,14 +28,19 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.daemon import Daemon
 from clowder_aimage.node.eviction import DiskReading, Watermarks, relieve
 from clowder_aimage.node.model_spec import parse_specs
-from clowder_aimage.node.node import is_of
+from clowder_aimage.node.node import Node, is_of
 from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import MIB
+from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench
 from tests.node.test_node_disk import names, old_blobs, put, told
 from tests.node.test_node_live import asked
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout.ingest import FileIngest
+
 
 __all__ = ["old_blobs"]  # a fixture
 PARTIAL = 20 * MIB  # large enough for an ingest record
@@ -47,33 +54,33 @@ READS = (
 # -- lack of space
 
 
-def begun(store, age):
+def begun(store: ImageLayout, age: float) -> tuple[FileIngest, Callable[[], None]]:
     """Start an ingest; return it with a function that makes it ``age`` seconds old."""
     content = Descriptor("application/octet-stream", Digest.of(b"partial"), PARTIAL)
     ingest = store.ingest(content.digest.encoded, content)
     ingest.write_at(0, bytes(PARTIAL))
     at = time.time() - age
 
-    def let_age():
+    def let_age() -> None:
         for path in (store.root / ".aimage" / "ingest").iterdir():
             os.utime(path, (at, at))
 
     return ingest, let_age
 
 
-def abandoned(store, age):
+def abandoned(store: ImageLayout, age: float) -> None:
     """Leave an ingest of ``age`` seconds without a process."""
     ingest, let_age = begun(store, age)
     ingest.suspend()
     let_age()
 
 
-def partials(store):
+def partials(store: ImageLayout) -> int:
     return len(list((store.root / ".aimage" / "ingest").iterdir()))
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     """Return a store with an old unwanted model."""
     store = ImageLayout(tmp_path / "store")
     put(store, "old", 5 * MIB, 0)
@@ -81,7 +88,7 @@ def store(tmp_path):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_removes_abandoned_downloads_before_models(store):
+def test_relieve_removes_abandoned_downloads_before_models(store: ImageLayout) -> None:
     abandoned(store, 660.0)
     done = relieve(store, PARTIAL - MIB, keep=())
     assert (done.partials, done.forgotten) == (1, [])
@@ -90,7 +97,7 @@ def test_relieve_removes_abandoned_downloads_before_models(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_keeps_recent_downloads_and_evicts_a_model(store):
+def test_relieve_keeps_recent_downloads_and_evicts_a_model(store: ImageLayout) -> None:
     abandoned(store, 300.0)
     done = relieve(store, MIB, keep=())
     assert done.partials == 0 and partials(store)
@@ -98,7 +105,7 @@ def test_relieve_keeps_recent_downloads_and_evicts_a_model(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_keeps_a_slow_running_download(store):
+def test_relieve_keeps_a_slow_running_download(store: ImageLayout) -> None:
     ingest, let_age = begun(store, 86400.0)
     let_age()
     try:
@@ -109,7 +116,7 @@ def test_relieve_keeps_a_slow_running_download(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_evicts_models_if_abandoned_downloads_are_too_small(store):
+def test_relieve_evicts_models_if_abandoned_downloads_are_too_small(store: ImageLayout) -> None:
     abandoned(store, 660.0)
     done = relieve(store, PARTIAL + MIB, keep=())
     assert not partials(store) and not names(store)
@@ -117,10 +124,10 @@ def test_relieve_evicts_models_if_abandoned_downloads_are_too_small(store):
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_a_node_above_its_mark_removes_abandoned_downloads(tmp_path):
+def test_a_node_above_its_mark_removes_abandoned_downloads(tmp_path: Path) -> None:
     total, excess = 1000 * MIB, PARTIAL - MIB
 
-    async def play():
+    async def play() -> None:
         full = DiskReading(total, int(0.8 * total) + excess, int(0.2 * total) - excess)
         marks = Watermarks(0.8, 0.8, age=0.0, measure=lambda _: full)
         bench = Bench(tmp_path, marks=marks)
@@ -151,7 +158,7 @@ def test_a_node_above_its_mark_removes_abandoned_downloads(tmp_path):
         ("h.io/a", "oci://", False),
     ],
 )
-def test_is_of_accepts_each_spelling_of_a_name(ref, name, is_meant):
+def test_is_of_accepts_each_spelling_of_a_name(ref: str, name: str, is_meant: bool) -> None:
     (found,) = parse_specs([{"ref": ref}])
     assert is_of(name, found) is is_meant
 
@@ -162,10 +169,10 @@ def test_is_of_accepts_each_spelling_of_a_name(ref, name, is_meant):
 class Watched:
     """Record file system calls below ``home`` on the loop's thread, and count those elsewhere."""
 
-    def __init__(self, monkeypatch, home):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
         self.home = str(home)
         self.loop = threading.get_ident()
-        self.on_loop = []
+        self.on_loop: list[Any] = []
         self.elsewhere: Counter[Any] = Counter()
         self.is_on = False
         for name in READS:
@@ -173,10 +180,10 @@ class Watched:
         for module in (builtins, io):
             self._watch(monkeypatch, module, "open")
 
-    def _watch(self, monkeypatch, module, name):
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> None:
         real = getattr(module, name)
 
-        def watched(*arguments, **options):
+        def watched(*arguments: Any, **options: Any) -> Any:
             if not self.is_on or self._is_foreign(*arguments[:1]):
                 pass
             elif threading.get_ident() == self.loop:
@@ -187,12 +194,12 @@ class Watched:
 
         monkeypatch.setattr(module, name, watched)
 
-    def _is_foreign(self, place="."):
+    def _is_foreign(self, place: str = ".") -> bool:
         text = os.fsdecode(place) if isinstance(place, str | bytes | os.PathLike) else ""
         return text.startswith("/") and not text.startswith(self.home)
 
     @contextlib.contextmanager
-    def on(self):
+    def on(self) -> Iterator[None]:
         self.is_on = True
         try:
             yield
@@ -201,7 +208,7 @@ class Watched:
 
 
 @contextlib.asynccontextmanager
-async def served(home):
+async def served(home: Path) -> AsyncIterator[tuple[SimpleNamespace, Node]]:
     """Run a node on the current event loop; yield its URL and the node."""
     settings = NodeSettings(desired=home / "desired")
     service = make_service(settings, ImageLayout(home / "store"), ClientOptions(docker_config=home))
@@ -219,7 +226,9 @@ async def served(home):
         await runner.cleanup()
 
 
-def test_the_event_loop_makes_no_file_system_calls(tmp_path, publisher, monkeypatch):
+def test_the_event_loop_makes_no_file_system_calls(
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ref = publisher.publish("a")
     (tmp_path / "desired").mkdir()
     (tmp_path / "desired" / "models.json").write_text(json.dumps([{"ref": ref, "pin": True}]))
@@ -231,7 +240,7 @@ def test_the_event_loop_makes_no_file_system_calls(tmp_path, publisher, monkeypa
         ("GET", "/healthz", None, 200),
     ]
 
-    async def play():
+    async def play() -> None:
         watched = Watched(monkeypatch, tmp_path)
         async with served(tmp_path) as (here, node):
             async with asyncio.timeout(60):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,9 @@ def looked(node: LiveNode) -> None:
     until(lambda: node.metric('aimage_gc_runs_total{reason="high"}'), "a look at the disk")
 
 
-def test_an_invalid_list_after_a_restart_evicts_no_model(node, publisher: Publisher):
+def test_an_invalid_list_after_a_restart_evicts_no_model(
+    node: LiveNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
@@ -41,7 +44,9 @@ def test_an_invalid_list_after_a_restart_evicts_no_model(node, publisher: Publis
     assert node.names() == {ref}
 
 
-def test_a_list_that_appears_after_start_evicts_no_model(node, publisher: Publisher):
+def test_a_list_that_appears_after_start_evicts_no_model(
+    node: LiveNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
@@ -56,7 +61,7 @@ def test_a_list_that_appears_after_start_evicts_no_model(node, publisher: Publis
     assert node.names() == {ref}
 
 
-def test_a_node_that_never_read_its_list_is_not_ready(node, publisher: Publisher):
+def test_a_node_that_never_read_its_list_is_not_ready(node: LiveNode, publisher: Publisher) -> None:
     node.desired.rmdir()
     node.start()
     code, said = node.readiness()
@@ -68,7 +73,7 @@ def test_a_node_that_never_read_its_list_is_not_ready(node, publisher: Publisher
     until(lambda: node.readiness()[0] == 200, "the list to be read, and followed")
 
 
-def test_a_node_without_a_list_is_ready(tmp_path, publisher: Publisher):
+def test_a_node_without_a_list_is_ready(tmp_path: Path, publisher: Publisher) -> None:
     node = LiveNode(tmp_path / "bare")
     node.desired.rmdir()
     try:
@@ -81,7 +86,9 @@ def test_a_node_without_a_list_is_ready(tmp_path, publisher: Publisher):
         node.end()
 
 
-def test_nodes_on_one_store_keep_each_others_models(node, publisher: Publisher, tmp_path):
+def test_nodes_on_one_store_keep_each_others_models(
+    node: LiveNode, publisher: Publisher, tmp_path: Path
+) -> None:
     first, second = publisher.publish("a", tag="first"), publisher.publish("b", tag="second")
     other = LiveNode(tmp_path / "other", store=node.aimage.store)
     node.want({"ref": first})
@@ -102,7 +109,7 @@ def test_nodes_on_one_store_keep_each_others_models(node, publisher: Publisher, 
         other.end()
 
 
-def test_a_deleted_tag_of_a_present_model_is_reported(node, publisher: Publisher):
+def test_a_deleted_tag_of_a_present_model_is_reported(node: LiveNode, publisher: Publisher) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
@@ -120,7 +127,9 @@ def test_a_deleted_tag_of_a_present_model_is_reported(node, publisher: Publisher
     until(lambda: node.model(ref)["code"] is None, "it to be there again")
 
 
-def test_a_missing_model_of_policy_never_has_its_own_code(node, publisher: Publisher):
+def test_a_missing_model_of_policy_never_has_its_own_code(
+    node: LiveNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref, "pullPolicy": "Never"})
     node.start()
@@ -130,7 +139,7 @@ def test_a_missing_model_of_policy_never_has_its_own_code(node, publisher: Publi
     node.reaches(ref, "present")
 
 
-def test_a_component_that_the_model_lacks_is_reported(node, publisher: Publisher):
+def test_a_component_that_the_model_lacks_is_reported(node: LiveNode, publisher: Publisher) -> None:
     ref = publisher.publish("a")
     node.aimage("pull", "-q", ref)
     node.want({"ref": ref, "components": ["nothing"]})

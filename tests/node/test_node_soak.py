@@ -179,7 +179,9 @@ def usual(figures: list[Figures], what: str, kind: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_moving_tags_and_readers_cause_no_failures_or_growth(tmp_path, author, repository):
+def test_moving_tags_and_readers_cause_no_failures_or_growth(
+    tmp_path: Path, author: Aimage, repository: str
+) -> None:
     mover = Mover(author, repository)
     refs = [mover.publish(tag) for tag in ("one", "two")]
     node = LiveNode(tmp_path / "node")

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import urllib.error
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
@@ -21,7 +23,7 @@ from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.spec_files import read_directory
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls, drop_rights
-from tests.node.conftest import until
+from tests.node.conftest import LiveNode, until
 from tests.node.test_node_live import asked
 from tests.process import Aimage
 
@@ -30,7 +32,7 @@ NOT_WRITABLE = {"reason": "store not writable"}
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> ImageLayout:
     """Return a store with a pin."""
     store = ImageLayout(tmp_path / "store")
     store.pins.put("pinned:v1", {}, durable=False)
@@ -40,21 +42,25 @@ def store(tmp_path):
 # -- readiness
 
 
-def test_an_unreadable_store_is_a_readiness_reason(store, monkeypatch):
+def test_an_unreadable_store_is_a_readiness_reason(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("stat", "listdir", "open"):
         break_calls(monkeypatch, name, store.root)
     missing = {"reason": "model missing", "model": REF}
     assert Readiness(store).against([REF]) == [NOT_WRITABLE, missing]
 
 
-def test_unreadable_pins_are_a_readiness_reason(store, monkeypatch):
+def test_unreadable_pins_are_a_readiness_reason(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     missing = {"reason": "model missing", "model": "pinned:v1"}
     assert Readiness(store).against() == [missing]
     break_calls(monkeypatch, "listdir", store.root / ".aimage" / "pins")
     assert Readiness(store).against() == [{"reason": "store not readable"}]
 
 
-def refused(node, method, path, body):
+def refused(node: Any, method: Any, path: Any, body: Any) -> tuple[int, Any]:
     with pytest.raises(urllib.error.HTTPError) as caught:
         asked(node, method, path, body)
     with caught.value as answer:
@@ -62,7 +68,9 @@ def refused(node, method, path, body):
 
 
 @pytest.mark.integration
-def test_a_live_node_is_not_ready_while_its_store_is_inaccessible(node, monkeypatch):
+def test_a_live_node_is_not_ready_while_its_store_is_inaccessible(
+    node: LiveNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drop_rights(monkeypatch)
     root = node.aimage.store
     (root / ".aimage").mkdir(parents=True)
@@ -86,7 +94,7 @@ def test_a_live_node_is_not_ready_while_its_store_is_inaccessible(node, monkeypa
 
 
 @pytest.fixture
-def daemon(store, monkeypatch):
+def daemon(store: ImageLayout, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     """Return a node without a server that measures continuously."""
     monkeypatch.setattr(daemon_module, "EVERY", 0.001)
     store.pins.remove("pinned:v1")
@@ -94,19 +102,22 @@ def daemon(store, monkeypatch):
     return Daemon(service, NodeSettings(), {})
 
 
-async def comes(holds):
+async def comes(holds: Any) -> None:
     """Wait until ``holds()`` is true."""
     async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.001)
 
 
-def test_a_failing_measurement_is_logged_once_and_repeated(daemon, monkeypatch, caplog):
+def test_a_failing_measurement_is_logged_once_and_repeated(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[Any]
     readiness, looks = daemon._service.readiness, []
     real = readiness.against
     ready = daemon.node.metrics.ready._value.get
 
-    def failing(wanted, missing):
+    def failing(wanted: Any, missing: Any) -> list[dict[str, str]]:
         looks.append(len(looks))
         if len(looks) in range(3, 10):
             raise OSError(errno.EIO, "Input/output error")
@@ -114,7 +125,7 @@ def test_a_failing_measurement_is_logged_once_and_repeated(daemon, monkeypatch, 
             raise OSError(errno.ESTALE, "Stale file handle")
         return real(wanted, missing)
 
-    async def play():
+    async def play() -> Any:
         task = asyncio.create_task(daemon._measure())
         await comes(lambda: len(looks) > 2 and ready() == 0)
         await comes(lambda: len(looks) > 12 and ready() == 1)
@@ -127,10 +138,12 @@ def test_a_failing_measurement_is_logged_once_and_repeated(daemon, monkeypatch, 
     assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
 
 
-def test_an_accessible_store_is_ready_again(daemon, store, monkeypatch):
+def test_an_accessible_store_is_ready_again(
+    daemon: Daemon, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ready = daemon.node.metrics.ready._value.get
 
-    async def play():
+    async def play() -> None:
         task = asyncio.create_task(daemon._measure())
         await comes(lambda: ready() == 1)
         with monkeypatch.context() as closed:
@@ -144,14 +157,16 @@ def test_an_accessible_store_is_ready_again(daemon, store, monkeypatch):
     asyncio.run(play())
 
 
-def test_a_failing_background_task_is_logged_and_others_continue(caplog):
-    async def failing():
+def test_a_failing_background_task_is_logged_and_others_continue(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def failing() -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
 
-    async def play():
+    async def play() -> None:
         going = asyncio.Event()
 
-        async def on():
+        async def on() -> None:
             while True:
                 going.set()
                 await asyncio.sleep(0.001)
@@ -177,7 +192,9 @@ def test_a_failing_background_task_is_logged_and_others_continue(caplog):
         ("serve", "file/below", "Not a directory"),
     ],
 )
-def test_a_path_that_cannot_be_a_store_is_refused_at_start(tmp_path, verb, place, reason):
+def test_a_path_that_cannot_be_a_store_is_refused_at_start(
+    tmp_path: Path, verb: str, place: str, reason: str
+) -> None:
     (tmp_path / "file").write_text("no directory")
     named = tmp_path / place
     done = Aimage(tmp_path, named)(verb, "--addr", "127.0.0.1:0", "--store", named, code=2)
@@ -185,12 +202,14 @@ def test_a_path_that_cannot_be_a_store_is_refused_at_start(tmp_path, verb, place
     assert done.out == "" and "--store" in done.err
 
 
-def test_check_stores_does_not_create_the_store(tmp_path):
+def test_check_stores_does_not_create_the_store(tmp_path: Path) -> None:
     check_stores([tmp_path / "deep" / "store"])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_check_stores_accepts_a_read_only_store(tmp_path, monkeypatch):
+def test_check_stores_accepts_a_read_only_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("mkdir", "open"):
         break_calls(monkeypatch, name, tmp_path, errno.EROFS)
     check_stores([tmp_path])
@@ -200,7 +219,9 @@ def test_check_stores_accepts_a_read_only_store(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EIO])
-def test_check_stores_accepts_a_store_with_a_temporary_error(tmp_path, monkeypatch, number):
+def test_check_stores_accepts_a_store_with_a_temporary_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     break_calls(monkeypatch, "scandir", tmp_path, number)
     check_stores([tmp_path])
 
@@ -215,18 +236,22 @@ def test_check_stores_accepts_a_store_with_a_temporary_error(tmp_path, monkeypat
         ({"low": 101.0}, "--low: must be between 0 and 100 percent of the disk"),
     ],
 )
-def test_settings_out_of_range_are_refused_with_the_range(said, sentence):
+def test_settings_out_of_range_are_refused_with_the_range(
+    said: dict[str, Any], sentence: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         gather(NodeSettings, said, None, spell)
     assert caught.value.message == sentence
 
 
-def test_settings_at_the_limits_are_accepted():
+def test_settings_at_the_limits_are_accepted() -> None:
     found, _ = gather(NodeSettings, {"collect": "1s", "high": 100.0, "low": 0.0}, None)
     assert (found.collect, found.high, found.low) == (1.0, 100.0, 0.0)
 
 
-def test_unreadable_files_are_refused_with_the_reason(tmp_path, monkeypatch):
+def test_unreadable_files_are_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, desired = tmp_path / "hidden", tmp_path / "desired"
     desired.mkdir()
     (desired / "models.json").symlink_to(hidden / "models.json")

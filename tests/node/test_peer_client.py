@@ -6,6 +6,9 @@ import contextlib
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +32,12 @@ SHORT = PeerTimeouts(ping=2, range=1, stall=1)
 
 
 @contextlib.contextmanager
-def answering(*answers):
+def answering(*answers: Any) -> Iterator[str]:
     """Run a server that sends one response per connection; None means no response."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
-        def run():
+        def run() -> None:
             for said in answers:
                 with contextlib.suppress(OSError):
                     connection, _ = listening.accept()
@@ -53,7 +56,7 @@ def answering(*answers):
 
 
 @contextlib.contextmanager
-def answered(answer, **options):
+def answered(answer: Answer, **options: Any) -> Iterator[tuple[PeerClient, str, ScriptedRegistry]]:
     """Yield a client, and the URL of a server that always sends the same response."""
     with (
         ScriptedRegistry(lambda _: answer).running() as server,
@@ -62,7 +65,7 @@ def answered(answer, **options):
         yield client, f"http://{server.host}", server
 
 
-def head(status, headers=""):
+def head(status: str, headers: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\n{headers}Content-Length: 0\r\n\r\n".encode()
 
 
@@ -81,16 +84,17 @@ PONG = head("200 OK", f"Aimage-Node: {OTHER}\r\n")
         b"HTTP/1.1 200 OK\r\n" + b"X-Y: z\r\n" * 1000 + b"\r\n",
     ],
 )
-def test_a_ping_without_a_valid_answer_fails(said):
+def test_a_ping_without_a_valid_answer_fails(said: bytes | None) -> None:
     with answering(said, said) as url:
         client = PeerClient(ME, "token", timeouts=SHORT)
         with contextlib.closing(client), pytest.raises(PeerError):
             client.ping(url)
 
 
-def test_a_span_is_requested_with_ns_range_and_token():
+def test_a_span_is_requested_with_ns_range_and_token() -> None:
     with answered(Answer(206, PARTIAL, b"a range")) as (client, url, server):
         for is_stored in (False, True, False):
+            ends: list[Any]
             reader, ends = client.open(url, SPAN, is_stored=is_stored), []
             assert isinstance(reader, PeerReader)
             reader.on_end = ends.append
@@ -119,12 +123,12 @@ def test_a_span_is_requested_with_ns_range_and_token():
         Answer(500, {}, b"x" * 100_000),
     ],
 )
-def test_a_response_that_does_not_match_the_span_fails(answer):
+def test_a_response_that_does_not_match_the_span_fails(answer: Answer) -> None:
     with answered(answer) as (client, url, _), pytest.raises(PeerError):
         client.open(url, SPAN)
 
 
-def test_truncated_content_fails():
+def test_truncated_content_fails() -> None:
     said = b"HTTP/1.1 206 x\r\nContent-Range: bytes 3-9/100\r\nContent-Length: 7\r\n\r\na ran"
     with answering(said) as url, contextlib.closing(PeerClient(ME, None)) as client:
         reader = client.open(url, SPAN)
@@ -134,7 +138,7 @@ def test_truncated_content_fails():
                 pass
 
 
-def test_a_redirect_is_not_followed_but_its_node_ids_are_read():
+def test_a_redirect_is_not_followed_but_its_node_ids_are_read() -> None:
     headers = {"Location": "http://169.254.169.254/", "Aimage-Node": f"{OTHER}, 127.0.0.1, x"}
     with answered(Answer(307, headers)) as (client, url, server):
         refusal = client.open(url, SPAN)
@@ -143,13 +147,13 @@ def test_a_redirect_is_not_followed_but_its_node_ids_are_read():
         assert len(server.seen) == 1
 
 
-def test_a_closed_keep_alive_connection_is_reopened():
+def test_a_closed_keep_alive_connection_is_reopened() -> None:
     with answering(PONG, PONG) as url:  # it closes each connection  # noqa: SIM117
         with contextlib.closing(PeerClient(ME, None, timeouts=SHORT)) as client:
             assert client.ping(url) == client.ping(url) == OTHER
 
 
-def test_a_closed_client_sends_nothing():
+def test_a_closed_client_sends_nothing() -> None:
     with answered(Answer(200, {"Aimage-Node": OTHER})) as (client, url, server):
         client.close()
         with pytest.raises(PeerError):
@@ -157,7 +161,9 @@ def test_a_closed_client_sends_nothing():
         assert not server.seen
 
 
-def test_proxies_and_netrc_of_the_environment_are_not_used(monkeypatch, tmp_path):
+def test_proxies_and_netrc_of_the_environment_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "netrc").write_text("default login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
@@ -166,7 +172,7 @@ def test_proxies_and_netrc_of_the_environment_are_not_used(monkeypatch, tmp_path
         assert all("secret" not in str(headers) for node in nodes for _, headers in node.seen)
 
 
-def test_tls_is_verified_before_a_token_is_sent(tmp_path):
+def test_tls_is_verified_before_a_token_is_sent(tmp_path: Path) -> None:
     trustme = pytest.importorskip("trustme")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")

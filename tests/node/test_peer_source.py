@@ -7,7 +7,11 @@ import hashlib
 import json
 import random
 import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -21,6 +25,7 @@ from tests.content.artifact import blob
 from tests.memory_store import MemoryStore
 from tests.node.nodes import LIMITS, MIB, TOKEN, Node, fleet, noise, push_model
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry
 
 BLOB = noise(2 * RANGE + 12345, "near")
@@ -32,14 +37,14 @@ SHORT = replace(LIMITS, coming=0.3, busy=0.3, pause=0.1)
 
 
 @pytest.fixture
-def store():
+def store() -> MemoryStore:
     found = MemoryStore()
     found.push(CONTENT, bytes_body(BLOB))
     return found
 
 
 @pytest.fixture
-def node(tmp_path):
+def node(tmp_path: Path) -> Iterator[Node]:
     """Return a node whose only peer does not respond."""
     found = Node(tmp_path / "node").start()
     found.addresses.append("127.0.0.1:9")
@@ -48,7 +53,7 @@ def node(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def pushed(registry, tmp_path_factory):
+def pushed(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Push a model to the registry."""
     return push_model(tmp_path_factory.mktemp("pushed"), f"{registry.host}/tests/poison", *LAYERS)
 
@@ -56,7 +61,7 @@ def pushed(registry, tmp_path_factory):
 # -- reading
 
 
-def test_spans_of_any_offset_and_chunk_size_are_correct(node, store):
+def test_spans_of_any_offset_and_chunk_size_are_correct(node: Node, store: MemoryStore) -> None:
     source = node.sharing.near(REFERENCE)(store)
     draw = random.Random(7)
     spans = [(0, None), (RANGE, RANGE), (RANGE - 1, 2), (len(BLOB) - 1, 1), (len(BLOB), 5), (5, 0)]
@@ -70,7 +75,7 @@ def test_spans_of_any_offset_and_chunk_size_are_correct(node, store):
         assert data == BLOB[offset:end]
 
 
-def test_errors_of_the_registry_are_raised(node):
+def test_errors_of_the_registry_are_raised(node: Node) -> None:
     source = node.sharing.near(REFERENCE)(MemoryStore())
     with pytest.raises(NotFoundError), source.open(CONTENT) as reader:
         reader.read(1)
@@ -79,18 +84,20 @@ def test_errors_of_the_registry_are_raised(node):
     assert not source.exists(CONTENT)
 
 
-def test_a_reader_closed_early_does_not_block_others(node, store):
+def test_a_reader_closed_early_does_not_block_others(node: Node, store: MemoryStore) -> None:
     source = node.sharing.near(REFERENCE)(store)
     for _ in range(40):
         with source.open(CONTENT) as reader:
             reader.read(10)
 
 
-def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path, store):
+def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(
+    tmp_path: Path, store: MemoryStore
+) -> None:
     assert IDS[1] in {ranked(IDS[:2], CONTENT.digest, number)[0] for number in range(3)}
     with fleet(tmp_path, 2, ids=IDS[:2]) as (one, other):
 
-        async def busy(request):
+        async def busy(request: Any) -> web.Response | None:
             if "/blobs/" not in request.path:
                 return None
             one.sharing._closed.set()
@@ -106,10 +113,10 @@ def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(tmp_path, store):
 # -- faulty peers
 
 
-def instead(answer):
+def instead(answer: Any) -> Callable[[Any], Coroutine[Any, Any, Any]]:
     """Answer requests for ranges with ``answer(request, start, end)``."""
 
-    async def before(request):
+    async def before(request: Any) -> Any:
         if "/blobs/" not in request.path or request.method == "HEAD":
             return None
         first, last = request.headers["Range"].removeprefix("bytes=").split("-")
@@ -129,7 +136,9 @@ def check_right(node: Node) -> None:
     assert not list(node.layout.root.glob(".aimage/ingest/*"))
 
 
-def pull_from(answer, tmp_path, reference, **options):
+def pull_from(
+    answer: Any, tmp_path: Path, reference: Reference, **options: Any
+) -> tuple[Node, Node, Counter[str]]:
     """Pull with a peer that responds with ``answer``; return both nodes and the bytes by source."""
     with fleet(tmp_path, 2, ids=IDS[:2], **options) as (one, other):
         other.before = instead(answer)
@@ -140,28 +149,28 @@ def pull_from(answer, tmp_path, reference, **options):
         return one, other, came
 
 
-def partial(data, start, end, total=None):
+def partial(data: bytes, start: Any, end: Any, total: Any = None) -> web.Response:
     headers = {"Content-Range": f"bytes {start}-{end - 1}/{total or end}"}
     return web.Response(status=206, body=data, headers=headers)
 
 
-async def wrong_bytes(_, start, end):
+async def wrong_bytes(_: Any, start: Any, end: Any) -> web.Response:
     return partial(bytes(end - start), start, end)
 
 
-async def another_range(_, start, end):
+async def another_range(_: Any, start: Any, end: Any) -> web.Response:
     return partial(bytes(end - start), start + 1, end + 1)
 
 
-async def too_long(_, start, end):
+async def too_long(_: Any, start: Any, end: Any) -> web.Response:
     return partial(bytes(end - start + 1), start, end)
 
 
-async def everything(_, start, end):
+async def everything(_: Any, start: Any, end: Any) -> web.Response:
     return web.Response(body=bytes(end))
 
 
-async def endless(request, start, end):
+async def endless(request: Any, start: Any, end: Any) -> web.StreamResponse:
     answer = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {start}-{end - 1}/9"})
     answer.enable_chunked_encoding()
     await answer.prepare(request)
@@ -170,7 +179,7 @@ async def endless(request, start, end):
     return answer
 
 
-async def breaks_off(request, start, end):
+async def breaks_off(request: Any, start: Any, end: Any) -> web.StreamResponse:
     answer = web.StreamResponse(status=206, headers={"Content-Range": f"bytes {start}-{end - 1}/9"})
     answer.content_length = end - start
     await answer.prepare(request)
@@ -179,7 +188,7 @@ async def breaks_off(request, start, end):
     return answer
 
 
-async def is_missing(_, start, end):
+async def is_missing(_: Any, start: Any, end: Any) -> web.Response:
     return web.Response(status=404)
 
 
@@ -189,7 +198,9 @@ async def is_missing(_, start, end):
         wrong_bytes, another_range, too_long, everything, endless, breaks_off, is_missing,
     ],
 )  # fmt: skip
-def test_a_pull_with_a_faulty_peer_is_correct(tmp_path, pushed, answer):
+def test_a_pull_with_a_faulty_peer_is_correct(
+    tmp_path: Path, pushed: Reference, answer: Callable[[Any, Any, Any], Coroutine[Any, Any, Any]]
+) -> None:
     one, _, came = pull_from(answer, tmp_path, pushed)
     if answer not in (wrong_bytes, breaks_off):
         assert not came["neighbour"]
@@ -197,8 +208,10 @@ def test_a_pull_with_a_faulty_peer_is_correct(tmp_path, pushed, answer):
     assert bool(peer.failures) == (answer not in (wrong_bytes, is_missing))
 
 
-def test_a_wrong_blob_is_read_again_from_the_registry_only(tmp_path, registry, pushed):
-    async def wrong_large(_, start, end):
+def test_a_wrong_blob_is_read_again_from_the_registry_only(
+    tmp_path: Path, registry: RealRegistry, pushed: Reference
+) -> None:
+    async def wrong_large(_: Any, start: Any, end: Any) -> web.Response | None:
         return partial(bytes(end - start), start, end) if end - start > MIB else None
 
     with Proxy(registry.host).running() as proxy:
@@ -209,14 +222,14 @@ def test_a_wrong_blob_is_read_again_from_the_registry_only(tmp_path, registry, p
         assert proxy.sent() < 2 * len(LAYERS[0]) + MIB
 
 
-def hashed(data):
+def hashed(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def test_a_redirect_to_an_address_is_not_followed(tmp_path, pushed):
+def test_a_redirect_to_an_address_is_not_followed(tmp_path: Path, pushed: Reference) -> None:
     with ScriptedRegistry(lambda _: Answer(200)).running() as elsewhere:
 
-        async def redirects(request, *_):
+        async def redirects(request: Any, *_: Any) -> web.Response:
             host = request.headers["Aimage-Node"]  # a node does not redirect to the requesting node
             headers = {"Location": f"http://{elsewhere.host}/", "Aimage-Node": f"{host},127.0.0.1"}
             return web.Response(status=307, headers=headers)
@@ -225,14 +238,16 @@ def test_a_redirect_to_an_address_is_not_followed(tmp_path, pushed):
         assert not elsewhere.seen
 
 
-def test_a_redirect_leads_to_a_node_that_has_the_range(tmp_path, registry, pushed):
+def test_a_redirect_leads_to_a_node_that_has_the_range(
+    tmp_path: Path, registry: RealRegistry, pushed: Reference
+) -> None:
     with Proxy(registry.host).running() as proxy, fleet(tmp_path, 3, ids=IDS[:3]) as nodes:
         one, owner, holder = nodes
         holder.reference = one.reference = Reference(proxy.host, pushed.repository, pushed.tag)
         holder.pull(holder.reference)
         before = proxy.sent()
 
-        async def redirects(*_):
+        async def redirects(*_: Any) -> web.Response:
             return web.Response(status=307, headers={"Location": "/", "Aimage-Node": IDS[2]})
 
         owner.before = instead(redirects)
@@ -244,11 +259,11 @@ def test_a_redirect_leads_to_a_node_that_has_the_range(tmp_path, registry, pushe
         assert asked, "a node to which another one redirects is to fetch nothing"
 
 
-def test_circular_redirects_end(tmp_path, pushed):
+def test_circular_redirects_end(tmp_path: Path, pushed: Reference) -> None:
     with fleet(tmp_path, 3, ids=IDS[:3], limits=SHORT) as nodes:
         for node, other in ((nodes[1], IDS[2]), (nodes[2], IDS[1])):
 
-            async def redirects(*_, other=other):
+            async def redirects(*_: Any, other: str = other) -> web.Response:
                 return web.Response(status=307, headers={"Location": "/", "Aimage-Node": other})
 
             node.before = instead(redirects)
@@ -257,8 +272,8 @@ def test_circular_redirects_end(tmp_path, pushed):
         check_right(nodes[0])
 
 
-def test_an_owner_that_is_always_busy_is_left_out(tmp_path, pushed):
-    async def busy(*_):
+def test_an_owner_that_is_always_busy_is_left_out(tmp_path: Path, pushed: Reference) -> None:
+    async def busy(*_: Any) -> web.Response:
         return web.Response(status=429, headers={"Retry-After": "1"})
 
     one, _, _ = pull_from(busy, tmp_path, pushed, limits=SHORT)
@@ -267,8 +282,10 @@ def test_an_owner_that_is_always_busy_is_left_out(tmp_path, pushed):
 
 
 @pytest.mark.parametrize("is_head", [True, False])
-def test_a_peer_that_trickles_bytes_times_out(tmp_path, pushed, is_head):
-    async def drips(request, start, end):
+def test_a_peer_that_trickles_bytes_times_out(
+    tmp_path: Path, pushed: Reference, is_head: bool
+) -> None:
+    async def drips(request: Any, start: Any, end: Any) -> None:
         if is_head:
             await asyncio.sleep(60)
         headers = {"Content-Range": f"bytes {start}-{end - 1}/9"}
@@ -284,7 +301,9 @@ def test_a_peer_that_trickles_bytes_times_out(tmp_path, pushed, is_head):
     assert time.monotonic() - began < 30
 
 
-def test_only_the_token_of_the_nodes_is_sent_and_only_to_nodes(tmp_path, pushed):
+def test_only_the_token_of_the_nodes_is_sent_and_only_to_nodes(
+    tmp_path: Path, pushed: Reference
+) -> None:
     with fleet(tmp_path, 3, ids=IDS[:3]) as nodes:
         nodes[0].pull(pushed)
         for url, headers in [each for node in nodes for each in node.seen]:

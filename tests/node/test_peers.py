@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -29,10 +30,11 @@ IDS = [f"{number:032x}" for number in range(16)]
 class Clients:
     """A client whose pings return or raise the values of ``answers``."""
 
-    def __init__(self, **answers):
+    def __init__(self, **answers: Any) -> None:
+        self.asked: list[Any]
         self.answers, self.asked = answers, []
 
-    def ping(self, url):
+    def ping(self, url: Any) -> Any:
         self.asked.append(url)
         answer = self.answers[urlsplit(url).hostname]
         if isinstance(answer, Exception):
@@ -43,7 +45,8 @@ class Clients:
 class World:
     """Peers with a fake clock, pinged in the thread of the test."""
 
-    def __init__(self, *hosts, **answers):
+    def __init__(self, *hosts: str, **answers: Any) -> None:
+        self.news: list[Any]
         self.now, self.news = 1000.0, []
         self.client = Clients(**answers)
         self.peers = Peers(
@@ -55,18 +58,18 @@ class World:
             clock=lambda: self.now,
         )
 
-    def ping(self, later=0.0):
+    def ping(self, later: float = 0.0) -> None:
         self.now += later
         self.peers._look_up()
         for one in self.peers._due():
             self.peers._ping(one)
 
     @property
-    def states(self):
+    def states(self) -> dict[Any, Any]:
         return {each["url"].split("/")[2]: each["state"] for each in self.peers.states()}
 
     @property
-    def usable(self):
+    def usable(self) -> set[Any]:
         return set(self.peers.usable())
 
 
@@ -83,7 +86,7 @@ class World:
         ("dns:nodes.svc:8050", "dns://nodes.svc:8050"),
     ],
 )
-def test_an_address_is_parsed(text, address):
+def test_an_address_is_parsed(text: str, address: str) -> None:
     assert str(parse_peer(text)) == address
 
 
@@ -91,13 +94,13 @@ def test_an_address_is_parsed(text, address):
     "text",
     ["node", "node:0", ":80", "http://user:pw@node:80", "node:65536"],
 )
-def test_an_invalid_address_is_refused_with_the_valid_forms(text):
+def test_an_invalid_address_is_refused_with_the_valid_forms(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_peer(text)
     assert "HOST:PORT" in (caught.value.hint or "")
 
 
-def test_a_dns_name_is_resolved_to_its_routable_addresses(monkeypatch):
+def test_a_dns_name_is_resolved_to_its_routable_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ["10.0.0.1", "169.254.169.254", "::ffff:169.254.169.254", "fe80::1", "fd00::2", "::"]
     monkeypatch.setattr(peers, "addresses_of", lambda *_: [*hosts, "224.0.0.1"])
     found = urls_of(parse_peer("dns:nodes:8050"))
@@ -107,7 +110,7 @@ def test_a_dns_name_is_resolved_to_its_routable_addresses(monkeypatch):
 # -- liveness
 
 
-def test_a_responding_node_is_live_and_this_node_is_excluded():
+def test_a_responding_node_is_live_and_this_node_is_excluded() -> None:
     world = World("me", "other", "third", me=ME, other=OTHER, third=SILENT)
     world.ping()
     assert world.states == {"other:80": "live", "third:80": "silent"}
@@ -115,7 +118,7 @@ def test_a_responding_node_is_live_and_this_node_is_excluded():
     assert ("http://other:80", "live", None) in world.news
 
 
-def test_a_restarted_node_is_live_with_its_new_id():
+def test_a_restarted_node_is_live_with_its_new_id() -> None:
     world = World("other", other=OTHER)
     world.ping()
     world.client.answers["other"] = SILENT
@@ -127,7 +130,7 @@ def test_a_restarted_node_is_live_with_its_new_id():
     assert [news[1] for news in world.news] == ["live", "silent", "live"]
 
 
-def test_an_address_removed_from_the_configuration_is_forgotten():
+def test_an_address_removed_from_the_configuration_is_forgotten() -> None:
     world = World("other", other=OTHER)
     world.ping()
     world.peers._addresses = list
@@ -135,12 +138,14 @@ def test_an_address_removed_from_the_configuration_is_forgotten():
     assert not world.usable and not world.states
 
 
-def test_a_dns_name_keeps_its_last_addresses_if_the_lookup_fails(monkeypatch):
+def test_a_dns_name_keeps_its_last_addresses_if_the_lookup_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(**{"10.0.0.1": OTHER})
     world.peers._addresses = lambda: ["dns:nodes:80"]
     found = [["10.0.0.1"]]
 
-    def look_up(*_):
+    def look_up(*_: Any) -> list[str]:
         if not found:
             raise OSError("no answer")
         return found.pop()
@@ -151,7 +156,7 @@ def test_a_dns_name_keeps_its_last_addresses_if_the_lookup_fails(monkeypatch):
     assert world.usable == {OTHER}
 
 
-def test_a_failing_node_is_excluded_with_exponential_backoff():
+def test_a_failing_node_is_excluded_with_exponential_backoff() -> None:
     world = World("other", other=OTHER)
     world.ping()
     one, pauses = world.peers.usable()[OTHER], []
@@ -170,7 +175,7 @@ def test_a_failing_node_is_excluded_with_exponential_backoff():
     assert world.usable
 
 
-def test_a_late_response_excludes_a_node_for_a_minute_or_until_restart():
+def test_a_late_response_excludes_a_node_for_a_minute_or_until_restart() -> None:
     world = World("other", other=OTHER)
     world.ping()
     world.peers.failed(world.peers.usable()[OTHER], "late", cost=LATE)
@@ -181,7 +186,7 @@ def test_a_late_response_excludes_a_node_for_a_minute_or_until_restart():
     assert world.usable == {THIRD}
 
 
-def test_the_ping_interval_grows_with_the_number_of_nodes():
+def test_the_ping_interval_grows_with_the_number_of_nodes() -> None:
     hosts = [f"h{number}" for number in range(200)]
     world = World(*hosts, **{host: f"{n:032x}" for n, host in enumerate(hosts, 5)})
     for _ in range(60):
@@ -189,13 +194,13 @@ def test_the_ping_interval_grows_with_the_number_of_nodes():
     assert len(world.client.asked) < 200 + 60 * 13
 
 
-def test_live_nodes_notice_that_a_peer_stops_and_returns(tmp_path):
+def test_live_nodes_notice_that_a_peer_stops_and_returns(tmp_path: Path) -> None:
     with fleet(tmp_path, 3) as nodes:
         port = int(nodes[2].address.rpartition(":")[2])
         nodes[2].hang_up()
         gone = f"http://{nodes[2].address}"
 
-        def is_silent():
+        def is_silent() -> bool:
             return {"url": gone, "state": "silent"} in [
                 {"url": each["url"], "state": each["state"]}
                 for each in nodes[0].sharing.peers.states()
@@ -206,7 +211,7 @@ def test_live_nodes_notice_that_a_peer_stops_and_returns(tmp_path):
         nodes[0].knows(nodes[1].address, nodes[2].address)
 
 
-def test_a_peer_is_found_by_its_dns_name(tmp_path):
+def test_a_peer_is_found_by_its_dns_name(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         one, other = (Node(tmp_path / name).start() for name in ("one", "other"))
         stack.callback(one.stop)
@@ -215,7 +220,7 @@ def test_a_peer_is_found_by_its_dns_name(tmp_path):
         one.knows(other.address)
 
 
-def test_a_node_with_another_token_is_refused(tmp_path):
+def test_a_node_with_another_token_is_refused(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         one = Node(tmp_path / "one").start()
         other = Node(tmp_path / "other", token="another token").start()
@@ -223,7 +228,7 @@ def test_a_node_with_another_token_is_refused(tmp_path):
         stack.callback(other.stop)
         one.addresses.append(other.address)
 
-        def is_refused():
+        def is_refused() -> bool:
             return any(
                 "rejected the token" in each["reason"] for each in one.sharing.peers.states()
             )
@@ -237,7 +242,7 @@ def test_a_node_with_another_token_is_refused(tmp_path):
 
 @settings(max_examples=30)
 @given(st.integers(1, MAX_SIZE), st.data())
-def test_ranges_cover_a_blob_without_gap_or_overlap(size, data):
+def test_ranges_cover_a_blob_without_gap_or_overlap(size: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, (size - 1) // RANGE))
     part = BlobRange(DIGEST, size, number)
     assert 0 < part.length <= RANGE
@@ -249,17 +254,17 @@ def test_ranges_cover_a_blob_without_gap_or_overlap(size, data):
 
 
 @pytest.mark.parametrize(("size", "number"), [(0, 0), (5, -1), (RANGE, 1)])
-def test_an_impossible_range_is_refused(size, number):
+def test_an_impossible_range_is_refused(size: int, number: int) -> None:
     with pytest.raises(FormatError):
         BlobRange(DIGEST, size, number)
 
 
-def test_all_nodes_agree_on_the_owner():
+def test_all_nodes_agree_on_the_owner() -> None:
     assert ranked(IDS, DIGEST, 3) == ranked(reversed(IDS), DIGEST, 3)
     assert sorted(ranked(IDS, DIGEST, 3)) == IDS
 
 
-def test_ranges_are_spread_over_the_nodes():
+def test_ranges_are_spread_over_the_nodes() -> None:
     owners = Counter(ranked(IDS, DIGEST, number)[0] for number in range(4096))
     assert len(owners) == len(IDS)
     assert max(owners.values()) < 1.4 * 4096 / len(IDS)
@@ -267,7 +272,7 @@ def test_ranges_are_spread_over_the_nodes():
     assert len(firsts) > 8
 
 
-def test_removing_a_node_moves_only_the_ranges_that_it_owns():
+def test_removing_a_node_moves_only_the_ranges_that_it_owns() -> None:
     left = [node for node in IDS if node != IDS[5]]
     for number in range(200):
         before = [node for node in ranked(IDS, DIGEST, number) if node != IDS[5]]

@@ -6,9 +6,11 @@ import contextlib
 import io
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +25,11 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.peer import BlobSpan
 from tests.node.nodes import LIMITS, all_at_once, noise, push_model
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
+
+if TYPE_CHECKING:
+    from clowder_aimage.node.peers import SharingLimits
+
 
 BLOB = noise(2 * RANGE + 1000, "ranges")
 CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
@@ -30,31 +37,31 @@ REFERENCE = Reference.parse("registry.example.com/a/b:1")
 PARTS = [BlobRange.at(CONTENT, at) for at in range(0, len(BLOB), RANGE)]
 
 
-def bytes_of(part):
+def bytes_of(part: BlobRange) -> bytes:
     return BLOB[part.start : part.end]
 
 
 class Upstream:
     """Serve and count ranges of BLOB; reads block while ``gate`` is cleared."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.opened: list[Any] = []
         self.fails: Exception | None = None
         self.cut: int | None = None
         self.gate, self.asked = threading.Event(), threading.Semaphore(0)
         self.gate.set()
 
-    def known_size(self, digest):
+    def known_size(self, digest: Any) -> int:
         return CONTENT.size if digest == CONTENT.digest else 1000
 
-    def size(self, _, digest):
+    def size(self, _: Any, digest: Any) -> int:
         return self.known_size(digest)
 
-    def rate(self, _):
+    def rate(self, _: Any) -> None:
         return None
 
     @contextlib.contextmanager
-    def open(self, _, part):
+    def open(self, _: Any, part: Any) -> Iterator[io.BytesIO]:
         self.opened.append(part)
         self.asked.release()
         assert self.gate.wait(20)
@@ -65,57 +72,57 @@ class Upstream:
 
 
 class NoOwners:
-    def __init__(self, limits):
+    def __init__(self, limits: SharingLimits) -> None:
         self.peers = SimpleNamespace(limits=limits)
 
-    def open_stored(self, *_):
+    def open_stored(self, *_: Any) -> None:
         return None
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture
-def upstream():
+def upstream() -> Upstream:
     return Upstream()
 
 
-def cached(layout, upstream, **options):
+def cached(layout: ImageLayout, upstream: Any, **options: Any) -> RangeCache:
     owners: Any = NoOwners(replace(LIMITS, **options))
     return RangeCache(layout, upstream, owners, lambda *_: None)
 
 
 @pytest.fixture
-def cache(layout, upstream):
+def cache(layout: ImageLayout, upstream: Upstream) -> Iterator[RangeCache]:
     found = cached(layout, upstream)
     yield found
     found.close()
 
 
-def read(found, part):
+def read(found: Any, part: BlobRange) -> bytes:
     assert not isinstance(found, bool)
     with contextlib.closing(found):
         return os.pread(found.fileno(), part.length, found.offset)
 
 
-def kept(cache):
+def kept(cache: RangeCache) -> Any:
     return sum(part.length for part in cache._files)
 
 
-def span_of(digest, number=0):
+def span_of(digest: Digest, number: int = 0) -> BlobSpan:
     return BlobSpan(REFERENCE, digest, number * RANGE, number * RANGE + 1)
 
 
-def fetch(cache, number, seconds=20) -> Any:
+def fetch(cache: RangeCache, number: int, seconds: float = 20) -> Any:
     return cache.fetch(span_of(CONTENT.digest, number), seconds)
 
 
 # -- lookup
 
 
-def test_a_range_of_a_stored_blob_is_found(layout, cache):
+def test_a_range_of_a_stored_blob_is_found(layout: ImageLayout, cache: RangeCache) -> None:
     assert cache.find(PARTS[0]) is None
     layout.push(CONTENT, bytes_body(BLOB))
     for part in PARTS:
@@ -123,7 +130,9 @@ def test_a_range_of_a_stored_blob_is_found(layout, cache):
     assert cache.find(BlobRange(CONTENT.digest, len(BLOB) + 1, 0)) is None, "another size"
 
 
-def test_a_range_written_by_a_pull_is_found_in_its_ingest(layout, cache):
+def test_a_range_written_by_a_pull_is_found_in_its_ingest(
+    layout: ImageLayout, cache: RangeCache
+) -> None:
     ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(PARTS[1].start, bytes_of(PARTS[1]))
     assert cache.find(PARTS[1]) is None, "not all of it may be written"
@@ -136,7 +145,9 @@ def test_a_range_written_by_a_pull_is_found_in_its_ingest(layout, cache):
     ingest.abort()
 
 
-def test_symbolic_links_are_not_followed(layout, cache, tmp_path):
+def test_symbolic_links_are_not_followed(
+    layout: ImageLayout, cache: RangeCache, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_bytes(BLOB)
     for place in (layout.place(CONTENT), layout.root / ".aimage/ingest" / CONTENT.digest.encoded):
         os.makedirs(os.path.dirname(place))  # noqa: PTH103, PTH120
@@ -148,14 +159,14 @@ def test_symbolic_links_are_not_followed(layout, cache, tmp_path):
 # -- fetching for peers
 
 
-def test_concurrent_requests_fetch_a_range_once(cache, upstream):
+def test_concurrent_requests_fetch_a_range_once(cache: RangeCache, upstream: Upstream) -> None:
     found = all_at_once([lambda: fetch(cache, 1)] * 8)
     assert all(read(each, PARTS[1]) == bytes_of(PARTS[1]) for each in found)
     assert read(fetch(cache, 1), PARTS[1]) == bytes_of(PARTS[1])
     assert upstream.opened == [PARTS[1]]
 
 
-def test_a_slow_range_can_be_waited_for(cache, upstream):
+def test_a_slow_range_can_be_waited_for(cache: RangeCache, upstream: Upstream) -> None:
     upstream.gate.clear()
     assert fetch(cache, 0, 0.05) is True
     assert upstream.asked.acquire(timeout=20)
@@ -165,7 +176,9 @@ def test_a_slow_range_can_be_waited_for(cache, upstream):
     assert cache.wait(PARTS[1], 0.01) is False
 
 
-def test_a_stalled_range_fails(cache, upstream, monkeypatch):
+def test_a_stalled_range_fails(
+    cache: RangeCache, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(range_cache, "_MAX_STALL", 0.05)
     upstream.gate.clear()
     with pytest.raises(NetworkError):
@@ -173,7 +186,7 @@ def test_a_stalled_range_fails(cache, upstream, monkeypatch):
     upstream.gate.set()
 
 
-def test_the_number_of_concurrent_fetches_is_limited(cache, upstream):
+def test_the_number_of_concurrent_fetches_is_limited(cache: RangeCache, upstream: Upstream) -> None:
     upstream.gate.clear()
     digests = [Digest.of(bytes([number])) for number in range(range_cache.AT_ONCE + 1)]
     assert all(cache.fetch(span_of(digest), 0.05) is True for digest in digests)
@@ -184,7 +197,9 @@ def test_the_number_of_concurrent_fetches_is_limited(cache, upstream):
 
 
 @pytest.mark.parametrize("error", [NotFoundError("no"), AImageError("no")])
-def test_a_failed_range_is_fetched_again(cache, upstream, error):
+def test_a_failed_range_is_fetched_again(
+    cache: RangeCache, upstream: Upstream, error: AImageError
+) -> None:
     upstream.fails = error
     with pytest.raises(NotFoundError if isinstance(error, NotFoundError) else AImageError):
         fetch(cache, 0)
@@ -192,14 +207,14 @@ def test_a_failed_range_is_fetched_again(cache, upstream, error):
     assert read(fetch(cache, 0), PARTS[0]) == bytes_of(PARTS[0])
 
 
-def test_a_truncated_range_is_not_kept(cache, upstream):
+def test_a_truncated_range_is_not_kept(cache: RangeCache, upstream: Upstream) -> None:
     upstream.cut = 1000
     with pytest.raises(NetworkError):
         fetch(cache, 0)
     assert cache.find(PARTS[0]) is None and kept(cache) == 0
 
 
-def test_the_oldest_ranges_are_evicted_first(layout, upstream):
+def test_the_oldest_ranges_are_evicted_first(layout: ImageLayout, upstream: Upstream) -> None:
     cache = cached(layout, upstream, kept=2 * RANGE)
     for number in (0, 1, 2):
         read(fetch(cache, number), PARTS[number])
@@ -210,13 +225,13 @@ def test_the_oldest_ranges_are_evicted_first(layout, upstream):
     assert kept(cache) == 0 and read(held, PARTS[1]) == bytes_of(PARTS[1]), "it is being sent"
 
 
-def test_a_range_written_by_a_pull_is_dropped_from_the_cache(cache):
+def test_a_range_written_by_a_pull_is_dropped_from_the_cache(cache: RangeCache) -> None:
     fetch(cache, 0).close()
     cache.wrote(PARTS[0])
     assert kept(cache) == 0
 
 
-def test_nothing_is_fetched_on_a_full_disk(layout, upstream):
+def test_nothing_is_fetched_on_a_full_disk(layout: ImageLayout, upstream: Upstream) -> None:
     cache = cached(layout, upstream, spared=1 << 60)
     layout.root.mkdir()
     with pytest.raises(AImageError):
@@ -224,7 +239,9 @@ def test_nothing_is_fetched_on_a_full_disk(layout, upstream):
     assert not upstream.opened
 
 
-def test_a_symbolic_link_as_cache_directory_is_refused(layout, cache, tmp_path):
+def test_a_symbolic_link_as_cache_directory_is_refused(
+    layout: ImageLayout, cache: RangeCache, tmp_path: Path
+) -> None:
     (tmp_path / "elsewhere").mkdir()
     (layout.root / ".aimage").mkdir(parents=True)
     (layout.root / ".aimage/range").symlink_to(tmp_path / "elsewhere")
@@ -232,7 +249,7 @@ def test_a_symbolic_link_as_cache_directory_is_refused(layout, cache, tmp_path):
         fetch(cache, 0)
 
 
-def test_cached_ranges_are_in_unlinked_files(layout, cache):
+def test_cached_ranges_are_in_unlinked_files(layout: ImageLayout, cache: RangeCache) -> None:
     fetch(cache, 0).close()
     assert kept(cache) and not list((layout.root / ".aimage/range").iterdir())
 
@@ -240,7 +257,9 @@ def test_cached_ranges_are_in_unlinked_files(layout, cache):
 # -- registries
 
 
-def test_a_registry_that_ignores_range_headers_is_detected(tmp_path, registry, repository):
+def test_a_registry_that_ignores_range_headers_is_detected(
+    tmp_path: Path, registry: RealRegistry, repository: str
+) -> None:
     pushed = push_model(tmp_path, repository, BLOB)
     with Proxy(registry.host, ranges="ignored").running() as proxy:
         upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
@@ -252,7 +271,9 @@ def test_a_registry_that_ignores_range_headers_is_detected(tmp_path, registry, r
         upstream.close()
 
 
-def test_the_size_of_a_blob_is_requested_once(tmp_path, registry, repository):
+def test_the_size_of_a_blob_is_requested_once(
+    tmp_path: Path, registry: RealRegistry, repository: str
+) -> None:
     pushed = push_model(tmp_path, repository, BLOB)
     with Proxy(registry.host).running() as proxy:
         upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)

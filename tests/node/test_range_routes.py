@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import LIMITS, TOKEN, Node, acquaint, all_at_once, noise, push_model
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
 
 BLOB = noise(2 * RANGE + 1000, "shared")
 CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
@@ -28,20 +31,20 @@ STORED = {"Cache-Control": "only-if-cached"}
 
 
 @pytest.fixture
-def proxy(registry):
+def proxy(registry: RealRegistry) -> Iterator[Proxy]:
     with Proxy(registry.host).running() as found:
         yield found
 
 
 @pytest.fixture
-def pushed(tmp_path, repository, proxy):
+def pushed(tmp_path: Path, repository: str, proxy: Proxy) -> Reference:
     """Push BLOB and return its reference behind the proxy."""
     found = push_model(tmp_path, repository, BLOB)
     return Reference(proxy.host, found.repository, found.tag)
 
 
 @contextlib.contextmanager
-def running(tmp_path, count=1, **options):
+def running(tmp_path: Path, count: int = 1, **options: Any) -> Iterator[list[Node]]:
     """Run nodes that are peers of each other; the first of them has BLOB."""
     with contextlib.ExitStack() as stack:
         nodes = [Node(tmp_path / f"node{number}", **options).start() for number in range(count)]
@@ -53,13 +56,22 @@ def running(tmp_path, count=1, **options):
 
 
 @pytest.fixture
-def node(tmp_path):
+def node(tmp_path: Path) -> Iterator[Node]:
     found = Node(tmp_path / "node").start()
     yield found
     found.stop()
 
 
-def request(node, number=0, reference=None, *, method="GET", asker=ASKER, path=None, **headers):
+def request(
+    node: Node,
+    number: int = 0,
+    reference: Any = None,
+    *,
+    method: str = "GET",
+    asker: str = ASKER,
+    path: Any = None,
+    **headers: Any,
+) -> Any:
     """Send a request for a range of BLOB and return the response unread."""
     start = number * RANGE
     host = reference.registry if reference else "registry.example.com"
@@ -77,14 +89,14 @@ def request(node, number=0, reference=None, *, method="GET", asker=ASKER, path=N
     return response
 
 
-def ask(*args, **options):
+def ask(*args: Any, **options: Any) -> tuple[Any, Any, Any]:
     """Send a request and return the status, headers and body of the response."""
     response = request(*args, **options)
     with contextlib.closing(response.connection):
         return response.status, response.headers, response.read()
 
 
-def check(answer, number=0):
+def check(answer: Any, number: int = 0) -> None:
     """Check that the response is that range of BLOB."""
     status, headers, body = answer
     data = BLOB[number * RANGE :][:RANGE]
@@ -93,31 +105,31 @@ def check(answer, number=0):
     assert headers["Content-Range"] == f"bytes {start}-{start + len(data) - 1}/{len(BLOB)}"
 
 
-def test_a_ping_response_contains_the_node_id(node):
+def test_a_ping_response_contains_the_node_id(node: Node) -> None:
     assert ask(node, path="/v2/")[1]["Aimage-Node"] == node.id
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer another"])
-def test_a_request_without_the_node_token_is_401(tmp_path, authorization):
+def test_a_request_without_the_node_token_is_401(tmp_path: Path, authorization: str) -> None:
     with running(tmp_path) as (node,):
         assert ask(node, Authorization=authorization)[0] == 401
 
 
-def test_a_stored_blob_is_served_in_ranges(tmp_path):
+def test_a_stored_blob_is_served_in_ranges(tmp_path: Path) -> None:
     with running(tmp_path) as (node,):
         for number in range(3):
             check(ask(node, number), number)
         node.until(lambda: node.bytes == {"sent": len(BLOB)})
 
 
-def test_a_part_of_a_range_is_served(tmp_path):
+def test_a_part_of_a_range_is_served(tmp_path: Path) -> None:
     with running(tmp_path) as (node,):
         status, headers, body = ask(node, Range=f"bytes={RANGE + 5}-{RANGE + 9}")
         assert (status, body) == (206, BLOB[RANGE + 5 : RANGE + 10])
         assert headers["Content-Range"] == f"bytes {RANGE + 5}-{RANGE + 9}/{len(BLOB)}"
 
 
-def test_head_is_answered_from_the_store_only(node, pushed, proxy):
+def test_head_is_answered_from_the_store_only(node: Node, pushed: Reference, proxy: Proxy) -> None:
     assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 404
     node.layout.push(CONTENT, bytes_body(BLOB))
     assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 200
@@ -135,12 +147,16 @@ def test_head_is_answered_from_the_store_only(node, pushed, proxy):
         ({"asker": "../../etc"}, 404),  # not a node id
     ],
 )
-def test_an_invalid_range_request_fetches_nothing(node, wrong, status):
+def test_an_invalid_range_request_fetches_nothing(
+    node: Node, wrong: dict[str, str], status: int
+) -> None:
     assert ask(node, **wrong)[0] == status
     assert not (node.layout.root / "blobs").exists()
 
 
-def test_a_missing_range_is_fetched_from_the_registry_once(node, pushed, proxy):
+def test_a_missing_range_is_fetched_from_the_registry_once(
+    node: Node, pushed: Reference, proxy: Proxy
+) -> None:
     for answer in all_at_once([partial(ask, node, 1, pushed) for _ in range(5)]):
         check(answer, 1)
     check(ask(node, 1, pushed), 1)
@@ -148,23 +164,27 @@ def test_a_missing_range_is_fetched_from_the_registry_once(node, pushed, proxy):
     assert node.bytes["registry"] == RANGE and len(node.sharing.cache._files) == 1
 
 
-def test_a_missing_range_is_fetched_from_a_peer_before_the_registry(tmp_path, pushed, proxy):
+def test_a_missing_range_is_fetched_from_a_peer_before_the_registry(
+    tmp_path: Path, pushed: Reference, proxy: Proxy
+) -> None:
     with running(tmp_path, 2) as (_, other):
         check(ask(other, 1, pushed), 1)
         assert proxy.sent() == 0 and other.bytes["received"] == RANGE
 
 
-def test_a_range_past_the_end_is_404(node, pushed):
+def test_a_range_past_the_end_is_404(node: Node, pushed: Reference) -> None:
     assert ask(node, 0, pushed, Range=f"bytes={2 * RANGE}-{len(BLOB)}")[0] == 404
     assert ask(node, 0, pushed, Range=f"bytes={5 * RANGE}-{5 * RANGE}")[0] == 404
 
 
-def test_only_if_cached_fetches_nothing(node, pushed, proxy):
+def test_only_if_cached_fetches_nothing(node: Node, pushed: Reference, proxy: Proxy) -> None:
     assert ask(node, 0, pushed, **STORED)[0] == 404
     assert not proxy.seen
 
 
-def test_only_if_cached_waits_for_a_range_being_fetched(node, pushed, proxy):
+def test_only_if_cached_waits_for_a_range_being_fetched(
+    node: Node, pushed: Reference, proxy: Proxy
+) -> None:
     proxy.hold = 1000
     with ThreadPoolExecutor(2) as pool:
         cause = pool.submit(ask, node, 0, pushed)
@@ -176,7 +196,9 @@ def test_only_if_cached_waits_for_a_range_being_fetched(node, pushed, proxy):
     assert proxy.sent() == RANGE
 
 
-def test_a_node_fetches_only_from_repositories_of_its_models(tmp_path, pushed, proxy):
+def test_a_node_fetches_only_from_repositories_of_its_models(
+    tmp_path: Path, pushed: Reference, proxy: Proxy
+) -> None:
     with running(tmp_path, 3) as (one, other, third):
         third.has_repository = False
         asker = one.id
@@ -188,24 +210,24 @@ def test_a_node_fetches_only_from_repositories_of_its_models(tmp_path, pushed, p
     assert not proxy.seen
 
 
-def test_a_blob_that_the_registry_lacks_is_404(node, pushed):
+def test_a_blob_that_the_registry_lacks_is_404(node: Node, pushed: Reference) -> None:
     path = f"/v2/{pushed.repository}/blobs/{Digest.of(b'missing')}?ns={pushed.registry}"
     assert ask(node, path=path, Range="bytes=0-6")[0] == 404
 
 
-def test_an_unreachable_registry_is_502(node):
+def test_an_unreachable_registry_is_502(node: Node) -> None:
     assert ask(node, 0, Reference.parse("127.0.0.1:9/a/b:1"))[0] == 502
 
 
 # -- a busy node
 
 
-def hold(node):
+def hold(node: Node) -> Any:
     """Read only the head of a response, so that its slot stays occupied."""
     return request(node, 1)
 
 
-def test_a_busy_node_redirects_to_a_peer_that_fetched_the_range(tmp_path):
+def test_a_busy_node_redirects_to_a_peer_that_fetched_the_range(tmp_path: Path) -> None:
     with running(tmp_path, 3, limits=ONE_UPLOAD) as (one, other, third):
         check(ask(one, asker=other.id))
         check(ask(one))  # from an unknown node
@@ -215,7 +237,7 @@ def test_a_busy_node_redirects_to_a_peer_that_fetched_the_range(tmp_path):
         slow.connection.close()
 
 
-def test_a_request_waits_for_a_slot(tmp_path):
+def test_a_request_waits_for_a_slot(tmp_path: Path) -> None:
     with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         slow = hold(node)
         timer = threading.Timer(0.3, slow.read)
@@ -225,7 +247,9 @@ def test_a_request_waits_for_a_slot(tmp_path):
         slow.connection.close()
 
 
-def test_a_request_without_a_free_slot_is_429(tmp_path, monkeypatch):
+def test_a_request_without_a_free_slot_is_429(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(range_routes, "TURN_TIMEOUT", 0.1)
     with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         slow = hold(node)
@@ -236,7 +260,9 @@ def test_a_request_without_a_free_slot_is_429(tmp_path, monkeypatch):
         check(ask(node))
 
 
-def test_a_range_being_fetched_is_429_with_retry_after(node, pushed, proxy, monkeypatch):
+def test_a_range_being_fetched_is_429_with_retry_after(
+    node: Node, pushed: Reference, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(range_routes, "COMING_TIMEOUT", 0.1)
     proxy.hold = 1000
     status, headers, _ = ask(node, 0, pushed)
@@ -244,7 +270,9 @@ def test_a_range_being_fetched_is_429_with_retry_after(node, pushed, proxy, monk
     proxy.release()
 
 
-def test_a_client_that_does_not_read_loses_its_slot(tmp_path, monkeypatch):
+def test_a_client_that_does_not_read_loses_its_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(range_routes, "_STALL_TIMEOUT", 0.3)
     with running(tmp_path, limits=replace(LIMITS, uploads=2)) as (node,):
         slow = [hold(node), hold(node)]
@@ -253,7 +281,7 @@ def test_a_client_that_does_not_read_loses_its_slot(tmp_path, monkeypatch):
             each.connection.close()
 
 
-def test_a_disconnected_client_frees_its_slot(tmp_path):
+def test_a_disconnected_client_frees_its_slot(tmp_path: Path) -> None:
     with running(tmp_path, limits=ONE_UPLOAD) as (node,):
         for _ in range(3):
             slow = hold(node)
@@ -262,7 +290,9 @@ def test_a_disconnected_client_frees_its_slot(tmp_path):
         check(ask(node))
 
 
-def test_work_for_disconnected_clients_counts_until_it_ends(tmp_path, monkeypatch):
+def test_work_for_disconnected_clients_counts_until_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server cancels the request of a disconnected client, but its thread continues."""
     with running(tmp_path) as (node,):
         routes, ended = node.sharing.ranges, threading.Event()
@@ -274,7 +304,9 @@ def test_work_for_disconnected_clients_counts_until_it_ends(tmp_path, monkeypatc
         assert all(task.done() for task in tasks)
 
 
-def test_ranges_of_a_running_pull_are_served(tmp_path, pushed, proxy):
+def test_ranges_of_a_running_pull_are_served(
+    tmp_path: Path, pushed: Reference, proxy: Proxy
+) -> None:
     connection = ClientOptions(docker_config=tmp_path, jobs_override=1)  # one range after the other
     node = Node(tmp_path / "node", connection=connection).start()
     try:

@@ -8,7 +8,8 @@ import json
 import shutil
 import threading
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,29 +26,34 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import MIB
+from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
 from tests.node.test_node_disk import FULL, disk, names, old_blobs, put
-from tests.scripted import Answer, ScriptedRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen
+
+if TYPE_CHECKING:
+    from tests.node.small_disk import Disk
+
 
 __all__ = ["disk", "old_blobs"]  # fixtures
 
 
-def seconds(model):
+def seconds(model: Any) -> float:
     """Return the seconds until the next attempt according to the status."""
     return (datetime.fromisoformat(model["next"]) - datetime.now(UTC)).total_seconds()
 
 
-def played(test):
+def played(test: Any) -> Any:
     """Run a coroutine as a test."""
 
     @functools.wraps(test)
-    def run(*arguments, **named):
+    def run(*arguments: Any, **named: Any) -> None:
         asyncio.run(test(*arguments, **named))
 
     return run
 
 
-def here(bench):
+def here(bench: Bench) -> tuple[Any, Any, Any]:
     now = bench.model()
     return now["state"], now["code"], now["next"]
 
@@ -56,7 +62,9 @@ def here(bench):
 
 
 @played
-async def test_a_failed_model_that_is_pulled_manually_is_noticed(tmp_path, publisher):
+async def test_a_failed_model_that_is_pulled_manually_is_noticed(
+    tmp_path: Path, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     publisher.refuse(lambda passed: True, 404)
     bench = Bench(tmp_path, want(ref))
@@ -75,7 +83,7 @@ async def test_a_failed_model_that_is_pulled_manually_is_noticed(tmp_path, publi
 
 
 @played
-async def test_an_invalid_index_is_a_store_failure(tmp_path, publisher):
+async def test_an_invalid_index_is_a_store_failure(tmp_path: Path, publisher: Publisher) -> None:
     ref = publisher.publish("a")
     bench = Bench(tmp_path, want(ref, refresh=FOR_EVER))
     await bench.turn()
@@ -94,7 +102,9 @@ async def test_an_invalid_index_is_a_store_failure(tmp_path, publisher):
 
 
 @played
-async def test_a_store_that_is_not_writable_is_logged_once_and_served(tmp_path, publisher, caplog):
+async def test_a_store_that_is_not_writable_is_logged_once_and_served(
+    tmp_path: Path, publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
     refs = [publisher.publish("a", tag=tag) for tag in ("one", "other")]
     desired = tmp_path / "desired"
     desired.mkdir()
@@ -124,7 +134,9 @@ async def test_a_store_that_is_not_writable_is_logged_once_and_served(tmp_path, 
 
 
 @played
-async def test_eviction_is_retried_until_it_frees_space(disk, publisher, old_blobs):
+async def test_eviction_is_retried_until_it_frees_space(
+    disk: Disk, publisher: Publisher, old_blobs: None
+) -> None:
     ref = publisher.publish("a", size=20 * MIB)
     bench = Bench(disk.root, want(ref), marks=FULL)
     old = put(bench.store, "old", 30 * MIB, 1)
@@ -150,7 +162,7 @@ async def test_eviction_is_retried_until_it_frees_space(disk, publisher, old_blo
 # -- wrong content
 
 
-def test_the_pause_after_wrong_content_doubles_up_to_a_day():
+def test_the_pause_after_wrong_content_doubles_up_to_a_day() -> None:
     assert [whole(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
         1,
         2,
@@ -163,7 +175,7 @@ def test_the_pause_after_wrong_content_doubles_up_to_a_day():
     assert whole(1, 0.999) < 0.8 * HOUR and whole(99, 0.5) < DAY
 
 
-def test_two_nodes_keep_each_others_pins(tmp_path):
+def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:
     store = ImageLayout(tmp_path / "store")
     name = index_name(put(store, "model", 1000, 1))
     nodes = [
@@ -172,7 +184,7 @@ def test_two_nodes_keep_each_others_pins(tmp_path):
     ]
     owner = SpecStore(store.root, tmp_path / "a").owner
 
-    def keep():
+    def keep() -> Any:
         for pinner, model in nodes:
             found = check_model(store, model.spec, model.state.name)
             model.apply(functools.partial(store_read, name=model.state.name, found=found), 0.0)
@@ -191,7 +203,7 @@ def test_two_nodes_keep_each_others_pins(tmp_path):
         model.close()
 
 
-def test_close_leaves_no_lease_while_other_threads_hold(tmp_path):
+def test_close_leaves_no_lease_while_other_threads_hold(tmp_path: Path) -> None:
     store = ImageLayout(tmp_path / "store")
     reference = put(store, "model", 1000, 1)
     digest = store.resolve(reference).digest
@@ -207,14 +219,16 @@ def test_close_leaves_no_lease_while_other_threads_hold(tmp_path):
         assert not list((store.root / ".aimage" / "lease").iterdir())
 
 
-def asking():
+def asking() -> int:
     return sum(each.name == "aimage-upstream" for each in threading.enumerate())
 
 
-def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, publisher):
+def test_a_hung_registry_blocks_few_threads_and_no_other_registry(
+    tmp_path: Path, publisher: Publisher
+) -> None:
     other, answered = Reference.parse(publisher.publish("a")), threading.Event()
 
-    async def play(host):
+    async def play(host: str) -> None:
         questions, before = RegistryLimiter(ClientOptions(docker_config=tmp_path)), asking()
         refs = [Reference.parse(f"{host}/team/model:v{n}") for n in range(20)]
         tasks = [asyncio.create_task(questions.ask(ref, None)) for ref in refs]
@@ -228,7 +242,7 @@ def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, publ
         with pytest.raises(NotFoundError):
             await questions.ask(refs[0], None, timeout=60)
 
-    def silent(seen):
+    def silent(seen: Seen) -> Answer:
         answered.wait(60)
         return Answer(404)
 
@@ -238,8 +252,8 @@ def test_a_hung_registry_blocks_few_threads_and_no_other_registry(tmp_path, publ
 
 @played
 async def test_a_model_with_a_queued_tag_check_is_still_checked_in_the_store(
-    tmp_path, publisher, monkeypatch
-):
+    tmp_path: Path, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ref = publisher.publish("a")
     monkeypatch.setattr("clowder_aimage.node.reconciler.MAX_ALL", 1)
     monkeypatch.setattr("clowder_aimage.node.reconciler.LOOK", 0.05)

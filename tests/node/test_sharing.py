@@ -6,7 +6,10 @@ import base64
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +18,8 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings
 from tests.node.nodes import MIB, TOKEN, acquaint, all_at_once, fleet, noise, push_model
 from tests.proxy import Proxy
-from tests.real_registry import PASSWORD, USER
-from tests.scripted import Answer, ScriptedRegistry
+from tests.real_registry import PASSWORD, USER, RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen
 
 STAGGERED = 5
 
@@ -24,19 +27,21 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def proxy(registry):
+def proxy(registry: RealRegistry) -> Iterator[Proxy]:
     with Proxy(registry.host).running() as found:
         yield found
 
 
-def model(tmp_path, repository, proxy, *sizes):
+def model(tmp_path: Path, repository: str, proxy: Proxy, *sizes: int) -> tuple[Reference, int]:
     """Push a model; return its name behind the proxy and the size of its layers."""
     layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
     pushed = push_model(tmp_path, repository, *layers)
     return Reference(proxy.host, pushed.repository, pushed.tag), sum(sizes)
 
 
-def test_four_nodes_fetch_a_model_from_the_registry_once(tmp_path, repository, proxy):
+def test_four_nodes_fetch_a_model_from_the_registry_once(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     reference, size = model(tmp_path, repository, proxy, 70 * MIB + 5, 33 * MIB, 3 * MIB, 1000, 7)
     with fleet(tmp_path, 4) as nodes:
         done = all_at_once([partial(node.pull, reference) for node in nodes])
@@ -51,7 +56,9 @@ def test_four_nodes_fetch_a_model_from_the_registry_once(tmp_path, repository, p
     assert came >= 2.9 * size
 
 
-def test_successive_pulls_fetch_a_model_from_the_registry_once(tmp_path, repository, proxy):
+def test_successive_pulls_fetch_a_model_from_the_registry_once(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     reference, size = model(tmp_path, repository, proxy, 40 * MIB, 20 * MIB, 100)
     with fleet(tmp_path, 3) as nodes:
         for node in nodes:
@@ -59,7 +66,9 @@ def test_successive_pulls_fetch_a_model_from_the_registry_once(tmp_path, reposit
     assert size <= proxy.sent() <= 1.05 * size
 
 
-def test_staggered_pulls_fetch_a_model_from_the_registry_once(tmp_path, repository, proxy):
+def test_staggered_pulls_fetch_a_model_from_the_registry_once(
+    tmp_path: Path, repository: str, proxy: Any
+) -> None:
     proxy.pace = 20 * MIB
     sizes = [40 * MIB] * 3 + [3 * MIB] * 4
     layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
@@ -71,12 +80,12 @@ def test_staggered_pulls_fetch_a_model_from_the_registry_once(tmp_path, reposito
             node.has_repository = False  # it pulls the model later
         hears = [threading.Event() for _ in nodes]
 
-        def play(number):
+        def play(number: Any) -> Any:
             assert hears[number].wait(60)
             nodes[number].has_repository = True
             return nodes[number].pull(reference)
 
-        def tell():
+        def tell() -> None:
             for number, each in enumerate(hears):
                 proxy.wait_until(lambda number=number: proxy.sent() >= size * number / STAGGERED)
                 each.set()
@@ -86,7 +95,9 @@ def test_staggered_pulls_fetch_a_model_from_the_registry_once(tmp_path, reposito
     assert size <= proxy.sent() <= 1.05 * size
 
 
-def test_a_later_node_fetches_nothing_from_the_registry(tmp_path, repository, proxy):
+def test_a_later_node_fetches_nothing_from_the_registry(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     reference, size = model(tmp_path, repository, proxy, 70 * MIB, 20 * MIB, 100)
     with fleet(tmp_path / "old", 1) as old, fleet(tmp_path / "new", 1) as new:
         old[0].pull(reference)
@@ -97,13 +108,15 @@ def test_a_later_node_fetches_nothing_from_the_registry(tmp_path, repository, pr
         assert came["neighbour"] >= size
 
 
-def test_an_owner_that_dies_during_a_pull_does_not_affect_the_result(tmp_path, repository, proxy):
+def test_an_owner_that_dies_during_a_pull_does_not_affect_the_result(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     reference, _ = model(tmp_path, repository, proxy, 90 * MIB, 40 * MIB)
     with fleet(tmp_path, 3) as nodes:
         proxy.hold = 30 * MIB
         pulls = [partial(node.pull, reference) for node in nodes[:2]]
 
-        def kill():
+        def kill() -> None:
             proxy.wait_until(lambda: proxy.held > 0)
             nodes[2].hang_up()
             proxy.release()
@@ -117,14 +130,16 @@ def test_an_owner_that_dies_during_a_pull_does_not_affect_the_result(tmp_path, r
         assert not list((node.layout.root / ".aimage/ingest").glob("*"))
 
 
-def test_pulls_with_a_corrupt_mirror_are_correct(tmp_path, repository, proxy):
+def test_pulls_with_a_corrupt_mirror_are_correct(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     """Owners forward corrupt ranges, so each node must verify them itself."""
     reference, size = model(tmp_path, repository, proxy, 70 * MIB)
     wrong = bytearray(noise(size, f"{tmp_path} 0"))
     for start in range(0, size, 16 * MIB):
         wrong[start + 5] ^= 1
 
-    def answer(asked):
+    def answer(asked: Seen) -> Answer:
         if hashlib.sha256(noise(size, f"{tmp_path} 0")).hexdigest() not in asked.path:
             return Answer(404)
         first, last = map(int, asked.headers["Range"].removeprefix("bytes=").split("-"))
@@ -149,7 +164,9 @@ def test_pulls_with_a_corrupt_mirror_are_correct(tmp_path, repository, proxy):
         assert mirror.seen
 
 
-def test_without_neighbours_a_pull_goes_to_the_registry(tmp_path, repository, proxy):
+def test_without_neighbours_a_pull_goes_to_the_registry(
+    tmp_path: Path, repository: str, proxy: Proxy
+) -> None:
     reference, size = model(tmp_path, repository, proxy, 20 * MIB)
     with fleet(tmp_path, 1) as (node,):
         node.addresses.clear()
@@ -158,7 +175,9 @@ def test_without_neighbours_a_pull_goes_to_the_registry(tmp_path, repository, pr
     assert not came
 
 
-def test_registry_credentials_are_not_sent_to_neighbours(tmp_path, private_registry):
+def test_registry_credentials_are_not_sent_to_neighbours(
+    tmp_path: Path, private_registry: RealRegistry
+) -> None:
     secret = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
     auths = {"auths": {private_registry.host: {"auth": secret}}}
     (tmp_path / "config.json").write_text(json.dumps(auths))

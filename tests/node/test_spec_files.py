@@ -7,6 +7,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +37,10 @@ LOADERS = [yaml.SafeLoader, *filter(None, [getattr(yaml, "CSafeLoader", None)])]
 
 
 @pytest.fixture
-def loaders(monkeypatch):
+def loaders(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return an iterator over PyYAML's loaders that installs each of them."""
 
-    def each():
+    def each() -> Iterator[Any]:
         for loader in LOADERS:
             monkeypatch.setattr(yaml_document, "_LOADER", loader)
             yield loader
@@ -45,17 +48,17 @@ def loaders(monkeypatch):
     return each()
 
 
-def want(**said):
+def want(**said: Any) -> ModelSpec:
     """Parse a document with one entry and return its spec."""
     (found,) = parse_specs([{"ref": "example.com/a:v1"} | said])
     return found
 
 
-def names(directory):
+def names(directory: Path) -> list[Any]:
     return [each.name for each in read_directory(directory).specs]
 
 
-def refused(directory):
+def refused(directory: Path) -> str:
     """Return the message with which a directory is refused."""
     with pytest.raises(FormatError) as caught:
         read_directory(directory)
@@ -63,7 +66,7 @@ def refused(directory):
     return caught.value.message
 
 
-def refused_text(tmp_path, text, name="a.yaml"):
+def refused_text(tmp_path: Path, text: str, name: str = "a.yaml") -> str:
     (tmp_path / name).write_text(text, "utf-8")
     return refused(tmp_path).removeprefix(f"{tmp_path}/")
 
@@ -71,7 +74,7 @@ def refused_text(tmp_path, text, name="a.yaml"):
 # -- entries
 
 
-def test_all_keys_of_an_entry_are_parsed(tmp_path):
+def test_all_keys_of_an_entry_are_parsed(tmp_path: Path) -> None:
     (tmp_path / "a.yml").write_text(
         f"""\
 # a comment
@@ -97,21 +100,21 @@ def test_all_keys_of_an_entry_are_parsed(tmp_path):
     assert (found.name, found.origin) == (f"example.com/team/a:v1@{DIGEST}", "a.yml")
 
 
-def test_a_spec_has_documented_defaults():
+def test_a_spec_has_documented_defaults() -> None:
     found = want()
     assert (found.policy, found.priority, found.pin) == (IF_MISSING, 0, False)
     assert (found.components, found.refresh, found.origin) == ((), 300.0, "")
     assert (found.name, found.digest) == ("example.com/a:v1", None)
 
 
-def test_the_default_policy_is_kubernetes():
+def test_the_default_policy_is_kubernetes() -> None:
     for ref in ("h.io/a", "h.io/a:latest"):
         assert want(ref=ref).policy == default_policy(Reference.parse(ref)) == ALWAYS
     for ref in ("h.io/a:v1", f"h.io/a@{DIGEST}", f"h.io/a:latest@{DIGEST}"):
         assert want(ref=ref).policy == default_policy(Reference.parse(ref)) == IF_MISSING
 
 
-def test_policies_have_two_spellings():
+def test_policies_have_two_spellings() -> None:
     words = ("Never", "IfNotPresent", "Always", "never", "if-missing", "always")
     found = [want(pullPolicy=word).policy for word in words]
     assert found == [NEVER, IF_MISSING, ALWAYS] * 2
@@ -127,7 +130,7 @@ def test_policies_have_two_spellings():
         ({"ref": "h.io/a", "digest": DIGEST}, f"h.io/a@{DIGEST}"),
     ],
 )
-def test_a_digest_is_in_the_reference_or_beside_it(said, name):
+def test_a_digest_is_in_the_reference_or_beside_it(said: dict[str, str], name: str) -> None:
     found = want(**said)
     assert (found.name, str(found.digest)) == (name, DIGEST)
     assert found.reference.digest == found.digest
@@ -141,7 +144,9 @@ def test_a_digest_is_in_the_reference_or_beside_it(said, name):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_refresh_is_a_duration_of_a_second_or_more(said, seconds):
+def test_refresh_is_a_duration_of_a_second_or_more(
+    said: float | str, seconds: float | None
+) -> None:
     if seconds is None:
         with pytest.raises(FormatError, match="refresh"):
             want(refresh=said)
@@ -158,21 +163,21 @@ def test_refresh_is_a_duration_of_a_second_or_more(said, seconds):
     ],
     ids=str,
 )
-def test_to_json_parses_to_the_same_spec(said):
+def test_to_json_parses_to_the_same_spec(said: dict[str, Any]) -> None:
     found = want(**said)
     text = json.dumps(found.to_json())
     assert parse_specs([json.loads(text)]) == (found,)
     assert list(schema.violations("desired", [found.to_json()])) == []
 
 
-def test_specs_are_equal_without_their_origin():
+def test_specs_are_equal_without_their_origin() -> None:
     one, other = (parse_specs([{"ref": "h.io/a"}], origin)[0] for origin in ("a.yaml", "b.yaml"))
     assert one == other
     assert one.origin != other.origin
     assert one != want(ref="h.io/a", priority=1)
 
 
-def test_model_spec_refuses_a_reference_without_a_registry():
+def test_model_spec_refuses_a_reference_without_a_registry() -> None:
     with pytest.raises(FormatError, match="no registry"):
         ModelSpec(Reference.parse("a:v1"))
     with pytest.raises(FormatError, match=r"the digest in .* is not"):
@@ -196,7 +201,7 @@ def test_model_spec_refuses_a_reference_without_a_registry():
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_parse_specs_refuses_an_invalid_entry(entry, where):
+def test_parse_specs_refuses_an_invalid_entry(entry: str | dict[str, Any], where: str) -> None:
     with pytest.raises(FormatError) as caught:
         parse_specs([entry])
     assert where in f"{caught.value.message} {caught.value.hint}"
@@ -205,16 +210,16 @@ def test_parse_specs_refuses_an_invalid_entry(entry, where):
 
 
 @pytest.mark.parametrize("document", ["a", {"models": []}], ids=str)
-def test_a_document_is_a_list(document):
+def test_a_document_is_a_list(document: str | dict[str, list[Any]]) -> None:
     with pytest.raises(FormatError, match="is not of type 'array'"):
         parse_specs(document)
 
 
-def test_an_empty_document_is_an_empty_list():
+def test_an_empty_document_is_an_empty_list() -> None:
     assert parse_specs(None) == parse_specs([]) == ()
 
 
-def test_schema_and_parser_agree_on_references_with_a_registry():
+def test_schema_and_parser_agree_on_references_with_a_registry() -> None:
     for ref in ("a:v1", "team/a", "localhost/a", "h/a", "h.io/a", "h:1/a", "[::1]/a", "[::1]:5/a"):
         is_valid = not list(schema.violations("desired", [{"ref": ref}]))
         assert is_valid == (Reference.parse(ref).registry is not None), ref
@@ -223,7 +228,7 @@ def test_schema_and_parser_agree_on_references_with_a_registry():
 # -- duplicates
 
 
-def test_equal_entries_are_one_spec(tmp_path):
+def test_equal_entries_are_one_spec(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("- ref: h.io/a\n- ref: h.io/b\n")
     (tmp_path / "b.yaml").write_text("- ref: h.io/a:latest\n  pullPolicy: always\n")
     found = read_directory(tmp_path).specs
@@ -242,7 +247,9 @@ def test_equal_entries_are_one_spec(tmp_path):
         (f"digest: {DIGEST}", f'digest is null and "{DIGEST}"'),
     ],
 )
-def test_different_entries_of_one_model_are_refused_with_both_places(tmp_path, said, difference):
+def test_different_entries_of_one_model_are_refused_with_both_places(
+    tmp_path: Path, said: str, difference: str
+) -> None:
     (tmp_path / "a.yaml").write_text("- ref: h.io/b\n\n- ref: h.io/a:v1\n")
     (tmp_path / "b.yaml").write_text(f"- ref: h.io/a:v1\n  {said}\n")
     assert refused(tmp_path) == (
@@ -250,7 +257,7 @@ def test_different_entries_of_one_model_are_refused_with_both_places(tmp_path, s
     )
 
 
-def test_two_digests_of_one_repository_are_two_models():
+def test_two_digests_of_one_repository_are_two_models() -> None:
     found = parse_specs(
         [{"ref": f"h.io/a@{DIGEST}"}, {"ref": f"h.io/a@{OTHER}"}, {"ref": "h.io/a"}]
     )
@@ -260,7 +267,7 @@ def test_two_digests_of_one_repository_are_two_models():
 # -- files
 
 
-def test_files_are_read_by_name_and_hidden_ones_are_not(tmp_path):
+def test_files_are_read_by_name_and_hidden_ones_are_not(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('[{"ref": "h.io/b"}]')
     (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
     (tmp_path / "c.yml").write_bytes(b"\xef\xbb\xbf- ref: h.io/c\r\n")
@@ -271,7 +278,7 @@ def test_files_are_read_by_name_and_hidden_ones_are_not(tmp_path):
     assert [each.origin for each in found.specs] == ["a.yaml", "b.json", "c.yml"]
 
 
-def test_an_empty_file_has_no_specs(tmp_path, loaders):
+def test_an_empty_file_has_no_specs(tmp_path: Path, loaders: Any) -> None:
     for _ in loaders:
         for text in ("", "\n", "# nothing\n", "---\n", "[]", "~", "--- []\n...\n"):
             (tmp_path / "a.yaml").write_text(text)
@@ -281,12 +288,12 @@ def test_an_empty_file_has_no_specs(tmp_path, loaders):
         assert read_directory(tmp_path).specs == ()
 
 
-def test_an_empty_directory_has_no_specs(tmp_path):
+def test_an_empty_directory_has_no_specs(tmp_path: Path) -> None:
     found = read_directory(tmp_path)
     assert (found.specs, found.files) == ((), ())
 
 
-def test_a_missing_directory_is_refused(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("none", "file"):
         with pytest.raises(NotFoundError, match=r"directory .* not found"):
@@ -322,12 +329,14 @@ def test_a_missing_directory_is_refused(tmp_path):
     ],
     ids=lambda text: repr(text)[:40],
 )
-def test_invalid_yaml_is_refused_with_its_line(tmp_path, text, said, loaders):
+def test_invalid_yaml_is_refused_with_its_line(
+    tmp_path: Path, text: str, said: str, loaders: Any
+) -> None:
     for _ in loaders:
         assert said in refused_text(tmp_path, text)
 
 
-def test_an_alias_bomb_is_refused(tmp_path, loaders):
+def test_an_alias_bomb_is_refused(tmp_path: Path, loaders: Any) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
     for _ in loaders:
@@ -346,19 +355,19 @@ def test_an_alias_bomb_is_refused(tmp_path, loaders):
     ],
     ids=lambda text: repr(text)[:40],
 )
-def test_invalid_json_is_refused_with_its_line(tmp_path, text, said):
+def test_invalid_json_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     assert said in refused_text(tmp_path, text, "a.json")
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])
-def test_text_that_is_not_utf_8_is_refused_with_its_line(tmp_path, name):
+def test_text_that_is_not_utf_8_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"[\n# gr\xfc\xdfe\n]")
     assert refused(tmp_path) == f"{tmp_path / name}, line 2: not UTF-8"
     (tmp_path / name).write_bytes("- ref: h.io/a\n".encode("utf-16"))
     assert "not UTF-8" in refused(tmp_path)
 
 
-def test_a_large_file_is_refused(tmp_path):
+def test_a_large_file_is_refused(tmp_path: Path) -> None:
     text = "- ref: h.io/a\n"
     (tmp_path / "a.yaml").write_text(text + "#" * (spec_files.MAX_SIZE - len(text)))
     assert names(tmp_path) == ["h.io/a:latest"]
@@ -366,17 +375,17 @@ def test_a_large_file_is_refused(tmp_path):
     assert "is larger than 1048576 bytes" in refused(tmp_path)
 
 
-def test_a_named_pipe_is_refused_without_blocking(tmp_path):
+def test_a_named_pipe_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     assert "a.yaml is not a regular file" in refused(tmp_path)
 
 
-def test_a_directory_named_like_a_file_is_refused(tmp_path):
+def test_a_directory_named_like_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").mkdir()
     assert "a.yaml is not a regular file" in refused(tmp_path)
 
 
-def test_a_dangling_link_is_refused(tmp_path):
+def test_a_dangling_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").symlink_to("gone/a.yaml")
     assert refused(tmp_path).endswith("a.yaml: the link has no target")
     (tmp_path / "a.yaml").unlink()
@@ -386,7 +395,7 @@ def test_a_dangling_link_is_refused(tmp_path):
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="names are UTF-8 there")
 @pytest.mark.parametrize("name", [b"\xff.yaml", b"a\n\x1b[2Jb.yaml"])
-def test_an_unprintable_file_name_is_escaped(tmp_path, name):
+def test_an_unprintable_file_name_is_escaped(tmp_path: Path, name: bytes) -> None:
     path = tmp_path / os.fsdecode(name)
     path.write_text("- 5\n")
     assert ".yaml" in refused(tmp_path)
@@ -400,7 +409,7 @@ def test_an_unprintable_file_name_is_escaped(tmp_path, name):
     st.binary(max_size=200)
     | st.text(max_size=200).map(lambda text: text.encode("utf-8", "replace"))
 )
-def test_any_bytes_are_read_or_refused(tmp_path_factory, raw):
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, raw: Any) -> None:
     directory = tmp_path_factory.mktemp("any")
     for name in ("a.yaml", "a.json"):
         path = directory / name
@@ -423,7 +432,7 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(PIECES, max_size=30).map("".join))
-def test_both_yaml_loaders_read_or_refuse_any_input(text):
+def test_both_yaml_loaders_read_or_refuse_any_input(text: Any) -> None:
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(yaml_document, "_LOADER", each)
@@ -438,7 +447,7 @@ def test_both_yaml_loaders_read_or_refuse_any_input(text):
 class Plain(yaml.SafeDumper):  # type: ignore[misc]
     """A dumper that writes no aliases."""
 
-    def ignore_aliases(self, data):
+    def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
@@ -457,7 +466,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(VALUES, st.booleans())
-def test_yaml_dumped_by_pyyaml_is_read_as_the_same_value(value, is_flow):
+def test_yaml_dumped_by_pyyaml_is_read_as_the_same_value(value: Any, is_flow: bool) -> None:
     text = yaml.dump(value, Dumper=Plain, default_flow_style=is_flow)
     for each in LOADERS:
         with pytest.MonkeyPatch.context() as patch:
@@ -465,7 +474,7 @@ def test_yaml_dumped_by_pyyaml_is_read_as_the_same_value(value, is_flow):
             assert read_yaml(text, "a.yaml")[0] == value
 
 
-def test_json_lines_finds_lines_in_json_with_tabs():
+def test_json_lines_finds_lines_in_json_with_tabs() -> None:
     text = '[\n\t{\n\t\t"ref": "a",\n\t\t"pin": 1\n\t}\n]'
     assert json_lines(text)[0, "pin"] == 4
 
@@ -477,7 +486,9 @@ def test_json_lines_finds_lines_in_json_with_tabs():
         *((".nan", ".nan"), ("'5'", "5"), ("True", True), ("~", None), ("1e3", 1000.0)),
     ],
 )
-def test_plain_scalars_are_resolved_by_the_core_schema(text, value, loaders):
+def test_plain_scalars_are_resolved_by_the_core_schema(
+    text: str, value: str | float | None, loaders: Any
+) -> None:
     for _ in loaders:
         assert read_yaml(text, "a.yaml")[0] == value
 
@@ -485,7 +496,7 @@ def test_plain_scalars_are_resolved_by_the_core_schema(text, value, loaders):
 # -- changes
 
 
-def config_map(directory, version, **files):
+def config_map(directory: Path, version: str, **files: str) -> None:
     """Write or replace a ConfigMap as kubelet does, with links through ``..data``."""
     (directory / version).mkdir(parents=True)
     for name, text in files.items():
@@ -498,16 +509,16 @@ def config_map(directory, version, **files):
 
 
 class Watcher:
-    def __init__(self, directory):
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.seen: object = None
 
-    def changed(self):
+    def changed(self) -> bool:
         before, self.seen = self.seen, fingerprint(self.directory)
         return before != self.seen
 
 
-def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path):
+def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path: Path) -> None:
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
     watcher = Watcher(tmp_path)
     assert watcher.changed()
@@ -520,7 +531,7 @@ def test_a_config_map_is_read_and_its_replacement_is_noticed(tmp_path):
     assert not watcher.changed()
 
 
-def test_a_removed_config_map_key_is_refused_until_its_link_is_removed(tmp_path):
+def test_a_removed_config_map_key_is_refused_until_its_link_is_removed(tmp_path: Path) -> None:
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
     watcher = Watcher(tmp_path)
     watcher.changed()
@@ -532,11 +543,14 @@ def test_a_removed_config_map_key_is_refused_until_its_link_is_removed(tmp_path)
     assert names(tmp_path) == ["h.io/a:v1"]
 
 
-def test_a_directory_replaced_during_the_read_is_read_again(tmp_path, monkeypatch):
+def test_a_directory_replaced_during_the_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
+    done: list[Any]
     read, done = spec_files._content, []
 
-    def content(path):
+    def content(path: Path) -> bytes:
         raw = read(path)
         if not done:
             done.append(path)
@@ -547,12 +561,14 @@ def test_a_directory_replaced_during_the_read_is_read_again(tmp_path, monkeypatc
     assert names(tmp_path) == ["h.io/a:v2", "h.io/b:v2"]
 
 
-def test_a_file_deleted_during_the_read_is_ignored(tmp_path, monkeypatch):
+def test_a_file_deleted_during_the_read_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
     (tmp_path / "b.yaml").write_text("- ref: h.io/b\n")
     read = spec_files._content
 
-    def content(path):
+    def content(path: Path) -> bytes:
         (tmp_path / "b.yaml").unlink(missing_ok=True)
         return read(path)
 
@@ -560,10 +576,12 @@ def test_a_file_deleted_during_the_read_is_ignored(tmp_path, monkeypatch):
     assert names(tmp_path) == ["h.io/a:latest"]
 
 
-def test_files_that_change_constantly_are_refused(tmp_path, monkeypatch):
+def test_files_that_change_constantly_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, count = spec_files._content, iter(range(1000))
 
-    def content(path):
+    def content(path: Path) -> bytes:
         path.write_text(f"- ref: h.io/a:v{next(count)}\n" + "#" * next(count))
         return read(path)
 
@@ -573,7 +591,7 @@ def test_files_that_change_constantly_are_refused(tmp_path, monkeypatch):
     assert next(count) < 20
 
 
-def test_a_partly_written_file_is_noticed_again_when_complete(tmp_path):
+def test_a_partly_written_file_is_noticed_again_when_complete(tmp_path: Path) -> None:
     text = "- ref: h.io/a:v1\n  pin: true\n- ref: h.io/b:v1\n  pin: false\n"
     path, watcher = tmp_path / "a.yaml", Watcher(tmp_path)
     for end in range(len(text) + 1):
@@ -588,7 +606,7 @@ def test_a_partly_written_file_is_noticed_again_when_complete(tmp_path):
     assert not watcher.changed()
 
 
-def test_a_replaced_file_of_the_same_size_and_time_is_noticed(tmp_path):
+def test_a_replaced_file_of_the_same_size_and_time_is_noticed(tmp_path: Path) -> None:
     path, beside = tmp_path / "a.yaml", tmp_path / ".a.yaml.new"
     path.write_text("- ref: h.io/a:v1\n")
     os.utime(path, (1, 1))
@@ -602,7 +620,7 @@ def test_a_replaced_file_of_the_same_size_and_time_is_noticed(tmp_path):
     assert names(tmp_path) == ["h.io/a:v2"]
 
 
-def test_new_removed_and_renamed_files_are_noticed(tmp_path):
+def test_new_removed_and_renamed_files_are_noticed(tmp_path: Path) -> None:
     watcher = Watcher(tmp_path)
     assert watcher.changed()
     assert not watcher.changed()
@@ -616,7 +634,7 @@ def test_new_removed_and_renamed_files_are_noticed(tmp_path):
     assert not watcher.changed()
 
 
-def test_a_created_and_removed_directory_is_noticed(tmp_path):
+def test_a_created_and_removed_directory_is_noticed(tmp_path: Path) -> None:
     directory = tmp_path / "desired.d"
     watcher = Watcher(directory)
     assert watcher.changed()  # the first call, for a missing directory
@@ -631,7 +649,7 @@ def test_a_created_and_removed_directory_is_noticed(tmp_path):
 # -- the example
 
 
-def test_the_examples_are_valid_and_show_every_key():
+def test_the_examples_are_valid_and_show_every_key() -> None:
     documents = [yaml.safe_load(path.read_bytes()) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert documents
     for document in documents:
@@ -640,7 +658,7 @@ def test_the_examples_are_valid_and_show_every_key():
     assert keys == set(schema.load("desired")["$defs"]["want"]["properties"])
 
 
-def test_the_examples_are_parsed():
+def test_the_examples_are_parsed() -> None:
     found = read_directory(EXAMPLES).specs
     assert [(each.policy, each.pin, bool(each.digest)) for each in found] == [
         (IF_MISSING, True, False),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +18,11 @@ from clowder_aimage.node.pinner import SpecStore
 DIGEST = "sha256:" + "ab" * 32
 
 
-def files(root):
+def files(root: Path) -> list[Any]:
     return sorted((root / ".aimage" / "wanted").iterdir())
 
 
-def test_an_empty_store_has_no_records_and_stays_empty(tmp_path):
+def test_an_empty_store_has_no_records_and_stays_empty(tmp_path: Path) -> None:
     records = SpecStore(tmp_path)
     assert (records.ours(), records.others(), records.is_damaged()) == ({}, {}, False)
     assert records.last(tmp_path) is None
@@ -28,7 +30,7 @@ def test_an_empty_store_has_no_records_and_stays_empty(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_remembered_names_persist_until_forgotten(tmp_path):
+def test_remembered_names_persist_until_forgotten(tmp_path: Path) -> None:
     records = SpecStore(tmp_path)
     records.remember("h.io/a:v1")
     records.remember(f"h.io/b@{DIGEST}")
@@ -37,7 +39,7 @@ def test_remembered_names_persist_until_forgotten(tmp_path):
     assert set(SpecStore(tmp_path).ours()) == {f"h.io/b@{DIGEST}"}
 
 
-def test_remembering_a_known_name_writes_nothing(tmp_path):
+def test_remembering_a_known_name_writes_nothing(tmp_path: Path) -> None:
     records = SpecStore(tmp_path)
     records.remember("h.io/a:v1")
     (path,) = files(tmp_path)
@@ -46,7 +48,7 @@ def test_remembering_a_known_name_writes_nothing(tmp_path):
     assert path.stat() == before
 
 
-def test_each_directory_has_its_own_list(tmp_path):
+def test_each_directory_has_its_own_list(tmp_path: Path) -> None:
     one, other = (SpecStore(tmp_path, tmp_path / name) for name in ("one", "other"))
     one.remember("h.io/a:v1", f"h.io/a@{DIGEST}")
     other.remember("h.io/a:v1")
@@ -58,7 +60,7 @@ def test_each_directory_has_its_own_list(tmp_path):
     assert one.ours() == {} and set(other.ours()) == {"h.io/a:v1", "h.io/b:v1"}
 
 
-def test_the_last_valid_specs_of_a_directory_are_kept(tmp_path):
+def test_the_last_valid_specs_of_a_directory_are_kept(tmp_path: Path) -> None:
     specs = parse_specs([{"ref": "h.io/a:v1", "priority": 7}, {"ref": f"h.io/b@{DIGEST}"}])
     SpecStore(tmp_path).put_last(tmp_path / "one", specs)
     assert SpecStore(tmp_path).last(tmp_path / "one") == specs
@@ -69,7 +71,7 @@ def test_the_last_valid_specs_of_a_directory_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("raw", [b"{", b'{"key": 5}'], ids=repr)
-def test_damaged_records_are_skipped_and_reported(tmp_path, raw):
+def test_damaged_records_are_skipped_and_reported(tmp_path: Path, raw: bytes) -> None:
     records = SpecStore(tmp_path)
     records.remember("h.io/a:v1")
     records.remember("h.io/b:v1")
@@ -80,7 +82,7 @@ def test_damaged_records_are_skipped_and_reported(tmp_path, raw):
     assert not records.is_damaged()
 
 
-def test_a_symbolic_link_in_place_of_the_directory_is_refused(tmp_path):
+def test_a_symbolic_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (tmp_path / "store" / ".aimage").mkdir(parents=True)

@@ -29,13 +29,13 @@ def accepts(text: object) -> bool:
     return False
 
 
-def test_parse_refuses():
+def test_parse_refuses() -> None:
     corpus = {**VALUES, "bytes": HEX.encode()}
     assert [name for name, text in corpus.items() if accepts(text)] == []
 
 
 @pytest.mark.parametrize("field", ["config", "layer", "subject", "manifest"])
-def test_a_bad_digest_in_any_field_refuses_the_document(field):
+def test_a_bad_digest_in_any_field_refuses_the_document(field: str) -> None:
     good = {"mediaType": "a/b", "digest": f"sha256:{HEX}", "size": 1}
     bad = {**good, "digest": TEXTS["climbs"]}
     document = {
@@ -49,7 +49,7 @@ def test_a_bad_digest_in_any_field_refuses_the_document(field):
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
-def test_of_parse_and_str_agree(algorithm):
+def test_of_parse_and_str_agree(algorithm: str) -> None:
     digest = Digest.of(b"content", algorithm)
     assert digest.encoded == hashlib.new(algorithm, b"content").hexdigest()
     assert Digest.parse(str(digest)) == digest
@@ -59,20 +59,20 @@ def test_of_parse_and_str_agree(algorithm):
     assert hasher.hexdigest() == digest.encoded
 
 
-def test_an_unknown_algorithm_has_no_hasher():
+def test_an_unknown_algorithm_has_no_hasher() -> None:
     for name in ("md5", "shake_128", "SHA256", ""):
         with pytest.raises(FormatError):
             new_hasher(name)
 
 
 @given(st.text())
-def test_parse_gives_the_text_back_or_refuses(text):
+def test_parse_gives_the_text_back_or_refuses(text: str) -> None:
     with contextlib.suppress(FormatError):
         assert str(Digest.parse(text)) == text
 
 
 @given(st.text(alphabet="0123456789abcdefABCDEF./\\\0-", min_size=60, max_size=66))
-def test_only_lower_case_hex_passes(encoded):
+def test_only_lower_case_hex_passes(encoded: str) -> None:
     good = len(encoded) == 64 and set(encoded) <= set("0123456789abcdef")
     try:
         Digest.parse(f"sha256:{encoded}")

@@ -32,32 +32,32 @@ def parse(document: object, media_type: str = "") -> Manifest | Index:
 
 
 @pytest.mark.parametrize("size", [None, "1", -1, 1.0, True, 1 << 51])
-def test_a_size_is_a_number_of_bytes(size):
+def test_a_size_is_a_number_of_bytes(size: str | float | None) -> None:
     with pytest.raises(FormatError, match="size must be a number of bytes"):
         Descriptor.from_json({**ENTRY, "size": size})
 
 
 @pytest.mark.parametrize("value", [None, []])
-def test_a_descriptor_is_an_object(value):
+def test_a_descriptor_is_an_object(value: list[Any] | None) -> None:
     with pytest.raises(FormatError, match="a descriptor must be an object"):
         Descriptor.from_json(value)
 
 
 @pytest.mark.parametrize("media_type", [None, 1])
-def test_a_media_type_is_a_string(media_type):
+def test_a_media_type_is_a_string(media_type: int | None) -> None:
     with pytest.raises(FormatError, match="mediaType must be a string"):
         Descriptor.from_json({**ENTRY, "mediaType": media_type})
 
 
 @pytest.mark.parametrize("annotations", [[], "", {"a": 1}])
-def test_annotations_map_strings_to_strings(annotations):
+def test_annotations_map_strings_to_strings(annotations: list[Any] | str | dict[str, int]) -> None:
     with pytest.raises(FormatError, match="annotations must map strings to strings"):
         Descriptor.from_json({**ENTRY, "annotations": annotations})
     with pytest.raises(FormatError, match="annotations must map strings to strings"):
         parse({**MANIFEST, "annotations": annotations})
 
 
-def test_null_annotations_are_none():
+def test_null_annotations_are_none() -> None:
     assert Descriptor.from_json({**ENTRY, "annotations": None}).annotations == {}
     assert parse({**MANIFEST, "annotations": None}).annotations == {}
 
@@ -70,7 +70,9 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(), json_values, max_size=4), st.dictionaries(st.text(), st.text()))
-def test_a_descriptor_keeps_fields_it_does_not_know(extra, annotations):
+def test_a_descriptor_keeps_fields_it_does_not_know(
+    extra: dict[Any, Any], annotations: dict[Any, Any]
+) -> None:
     written = {**extra, **ENTRY, "annotations": annotations}
     again = Descriptor.from_json(written).to_json()
     assert again == (
@@ -82,18 +84,18 @@ def test_a_descriptor_keeps_fields_it_does_not_know(extra, annotations):
 @given(
     st.dictionaries(st.sampled_from(["mediaType", "digest", "size", "annotations"]), json_values)
 )
-def test_a_descriptor_of_odd_types_is_refused_with_our_error(value):
+def test_a_descriptor_of_odd_types_is_refused_with_our_error(value: dict[Any, Any]) -> None:
     with pytest.raises(FormatError):
         Descriptor.from_json(value)
 
 
-def test_the_order_of_a_descriptors_fields_is_fixed():
+def test_the_order_of_a_descriptors_fields_is_fixed() -> None:
     descriptor = Descriptor("a/b", Digest.of(b"x"), 1, {"k": "v"}, {"name": "n"})
     assert list(descriptor.to_json()) == ["mediaType", "digest", "size", "name", "annotations"]
     assert list(Descriptor("", Digest.of(b"x"), 1).to_json()) == ["digest", "size"]
 
 
-def test_both_layers_and_manifests_are_refused():
+def test_both_layers_and_manifests_are_refused() -> None:
     """CVE-2021-41190: what it is must not depend on who reads it."""
     both = {**MANIFEST, **INDEX}
     for media_type in ("", mediatype.OCI_MANIFEST, mediatype.OCI_INDEX):
@@ -104,7 +106,7 @@ def test_both_layers_and_manifests_are_refused():
         parse({**INDEX, "config": ENTRY})
 
 
-def test_the_transports_media_type_and_the_documents_own_must_agree():
+def test_the_transports_media_type_and_the_documents_own_must_agree() -> None:
     own = {**MANIFEST, "mediaType": mediatype.OCI_MANIFEST}
     for other in (mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST, "text/html"):
         with pytest.raises(FormatError, match="its media type is"):
@@ -115,13 +117,13 @@ def test_the_transports_media_type_and_the_documents_own_must_agree():
         assert parse(own, nothing).media_type == mediatype.OCI_MANIFEST
 
 
-def test_without_its_own_word_the_transports_counts_then_the_shape():
+def test_without_its_own_word_the_transports_counts_then_the_shape() -> None:
     assert parse(MANIFEST, mediatype.DOCKER_MANIFEST).media_type == mediatype.DOCKER_MANIFEST
     assert parse(MANIFEST).media_type == mediatype.OCI_MANIFEST
     assert parse(INDEX).media_type == mediatype.OCI_INDEX
 
 
-def test_a_shape_that_contradicts_the_media_type_is_refused():
+def test_a_shape_that_contradicts_the_media_type_is_refused() -> None:
     for media_type in (mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST):
         with pytest.raises(FormatError):
             parse(MANIFEST, media_type)
@@ -134,7 +136,7 @@ def test_a_shape_that_contradicts_the_media_type_is_refused():
             parse({**INDEX, "mediaType": media_type})
 
 
-def test_unknown_kinds_of_manifest_are_refused():
+def test_unknown_kinds_of_manifest_are_refused() -> None:
     for media_type in (
         "application/vnd.docker.distribution.manifest.v1+prettyjws",
         "application/vnd.oci.artifact.manifest.v1+json",
@@ -144,12 +146,12 @@ def test_unknown_kinds_of_manifest_are_refused():
             parse({**MANIFEST, "mediaType": media_type})
 
 
-def test_an_index_is_not_a_manifest():
+def test_an_index_is_not_a_manifest() -> None:
     with pytest.raises(FormatError, match="is an index, not a manifest"):
         Manifest.parse(json.dumps(INDEX).encode())
 
 
-def test_null_lists_are_how_go_writes_empty_ones():
+def test_null_lists_are_how_go_writes_empty_ones() -> None:
     assert parse({**MANIFEST, "layers": None}).children == (Descriptor.from_json(ENTRY),)
     assert parse({"schemaVersion": 2, "manifests": None}).children == ()
 
@@ -168,24 +170,24 @@ def test_null_lists_are_how_go_writes_empty_ones():
     ],
     ids=str,
 )
-def test_odd_types_are_refused(change):
+def test_odd_types_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError):
         parse({**MANIFEST, **change})
 
 
 @pytest.mark.parametrize("key", ["schemaVersion", "config", "layers"])
-def test_missing_fields_are_refused(key):
+def test_missing_fields_are_refused(key: str) -> None:
     with pytest.raises(FormatError):
         parse({k: v for k, v in MANIFEST.items() if k != key})
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"schemaVersion":' + b"2" * 5000 + b"}"])
-def test_parse_document_refuses_bytes_without_a_manifest(raw):
+def test_parse_document_refuses_bytes_without_a_manifest(raw: bytes) -> None:
     with pytest.raises(FormatError):
         parse_document(raw)
 
 
-def test_the_size_cap_is_the_registries():
+def test_the_size_cap_is_the_registries() -> None:
     body = json.dumps({**MANIFEST, "x": ""}).encode()
     full = body.replace(b'"x": ""', b'"x": "%s"' % (b"y" * (MAX_MANIFEST_SIZE - len(body))))
     assert len(parse_document(full).raw) == MAX_MANIFEST_SIZE
@@ -193,7 +195,7 @@ def test_the_size_cap_is_the_registries():
         parse_document(full + b" ")
 
 
-def test_fields_unknown_to_us_leave_the_bytes_alone():
+def test_fields_unknown_to_us_leave_the_bytes_alone() -> None:
     raw = (
         b'{ "zz":[1.50,{}],"schemaVersion":2,"layers":[],"config":%s}\n'
         % json.dumps(ENTRY).encode()
@@ -203,7 +205,7 @@ def test_fields_unknown_to_us_leave_the_bytes_alone():
     assert manifest.digest == Digest.of(raw)
 
 
-def test_build_is_compact_and_in_the_order_given():
+def test_build_is_compact_and_in_the_order_given() -> None:
     manifest = Manifest.build({"layers": [], "schemaVersion": 2, "config": ENTRY, "ü": "ß"})
     assert (
         manifest.raw
@@ -214,24 +216,24 @@ def test_build_is_compact_and_in_the_order_given():
     )
 
 
-def test_half_a_surrogate_pair_cannot_be_written():
+def test_half_a_surrogate_pair_cannot_be_written() -> None:
     with pytest.raises(FormatError, match="invalid Unicode"):
         encode({"name": "a\udcff"})
 
 
 @given(json_values)
-def test_encode_is_read_back_the_same(value):
+def test_encode_is_read_back_the_same(value: Any) -> None:
     assert json.loads(encode(value)) == value
 
 
 @given(st.binary(max_size=200) | st.text().map(str.encode))
-def test_arbitrary_bytes_are_refused_with_our_error(raw):
+def test_arbitrary_bytes_are_refused_with_our_error(raw: Any) -> None:
     with pytest.raises(FormatError):
         parse_document(raw)
 
 
 @given(st.data())
-def test_a_mutated_manifest_parses_or_is_refused_with_our_error(data):
+def test_a_mutated_manifest_parses_or_is_refused_with_our_error(data: st.DataObject) -> None:
     raw = bytearray(json.dumps({**MANIFEST, "mediaType": mediatype.OCI_MANIFEST}).encode())
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

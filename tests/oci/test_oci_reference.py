@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ DIGEST = Digest.of(b"x")
         ("h.x:65535/m", "h.x:65535", "m", "latest"),
     ],
 )
-def test_parse_a_tag(text, registry, repository, tag):
+def test_parse_a_tag(text: str, registry: str | None, repository: str, tag: str) -> None:
     reference = Reference.parse(text)
     assert reference == Reference(registry, repository, tag, None)
     assert Reference.parse(str(reference)) == reference
@@ -45,7 +47,7 @@ def test_parse_a_tag(text, registry, repository, tag):
         (f"h.x:5000/m:v1@{DIGEST}", "h.x:5000", "v1"),
     ],
 )
-def test_parse_a_digest(text, registry, tag):
+def test_parse_a_digest(text: str, registry: str | None, tag: str | None) -> None:
     reference = Reference.parse(text)
     assert reference == Reference(registry, "m", tag, DIGEST)
     assert str(reference) == text
@@ -120,7 +122,7 @@ NO_REFERENCES = [
 ]
 
 
-def test_parse_refuses():
+def test_parse_refuses() -> None:
     messages = {}
     for text in NO_REFERENCES:
         try:
@@ -140,7 +142,7 @@ def test_parse_refuses():
         ("LOCALHOST/model", "localhost/model"),
     ],
 )
-def test_capitals_are_refused_with_a_correction(text, meant):
+def test_capitals_are_refused_with_a_correction(text: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         Reference.parse(text)
     assert (caught.value.hint or "").endswith(f": {meant}")
@@ -157,7 +159,7 @@ def test_capitals_are_refused_with_a_correction(text, meant):
         ("127.0.0.1.evil.com/m", False),
     ],
 )
-def test_is_loopback(text, loopback):
+def test_is_loopback(text: str, loopback: bool) -> None:
     assert Reference.parse(text).is_loopback is loopback
 
 
@@ -188,12 +190,12 @@ def references(draw: st.DrawFn) -> Reference:
 
 @settings(max_examples=40)
 @given(references())
-def test_every_reference_survives_being_written_and_read(reference):
+def test_every_reference_survives_being_written_and_read(reference: Reference) -> None:
     assert Reference.parse(str(reference)) == reference
 
 
 @given(st.text() | st.text(alphabet="aZ0.:/@_-[]%\\ \n"))
-def test_any_text_is_a_reference_that_reads_back_or_a_usage_error(text):
+def test_any_text_is_a_reference_that_reads_back_or_a_usage_error(text: Any) -> None:
     try:
         reference = Reference.parse(text)
     except UsageError:

@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.process import Aimage
 
 pytest.importorskip("torch")
 pytest.importorskip("diffusers")
@@ -33,7 +37,9 @@ WORDS = "a red fox jumps over blue water at dawn ß 霧 near the old mill".split
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "bfloat16 shards"])
-def test_the_picture_that_diffusers_makes(sharded, aimage, repository, tmp_path):
+def test_the_picture_that_diffusers_makes(
+    sharded: bool, aimage: Callable[..., Aimage], repository: str, tmp_path: Path
+) -> None:
     rng = random.Random(SEED + sharded)
     fixed = {"max_shard_size": "50KB", "dtype": torch.bfloat16} if sharded else {}
     directory = tmp_path / "model"

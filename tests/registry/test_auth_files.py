@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,27 +22,29 @@ from clowder_aimage.registry.docker_config import (
     read_config,
 )
 from clowder_aimage.registry.session import Session
-from tests.scripted import Answer, ScriptedRegistry
+from tests.process import Aimage
+from tests.real_registry import RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen
 
 
-def basic(user, password="secret"):  # noqa: S107
+def basic(user: str, password: str = "secret") -> str:  # noqa: S107
     return base64.b64encode(f"{user}:{password}".encode()).decode()
 
 
-def config(**users):
+def config(**users: str) -> dict[Any, Any]:
     return {"auths": {key: {"auth": basic(user)} for key, user in users.items()}}
 
 
-def user_of(found):
+def user_of(found: Any) -> str | None:
     return base64.b64decode(found.basic).decode().partition(":")[0] if found else None
 
 
 @pytest.fixture
-def helpers(tmp_path, monkeypatch):
+def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return ``helpers(name, answer)``, which installs a credential helper that logs its input."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
 
-    def install(name, answer, code=0):
+    def install(name: Any, answer: Any, code: int = 0) -> Path:
         path = tmp_path / f"docker-credential-{name}"
         path.write_text(
             f"#!/bin/sh\ncat >> {tmp_path}/{name}.asked\necho '{answer}'\nexit {code}\n"
@@ -51,7 +55,7 @@ def helpers(tmp_path, monkeypatch):
     return install
 
 
-def answer(user, secret="secret"):  # noqa: S107
+def answer(user: str, secret: str = "secret") -> str:  # noqa: S107
     return json.dumps({"ServerURL": "x", "Username": user, "Secret": secret})
 
 
@@ -64,21 +68,21 @@ def answer(user, secret="secret"):  # noqa: S107
         ("teams", "host"),
     ],
 )
-def test_the_longest_path_takes_precedence(repository, user):
+def test_the_longest_path_takes_precedence(repository: str, user: str) -> None:
     known = config(
         **{"r.example.com": "host", "r.example.com/team": "team", "r.example.com/team/x": "x"}
     )
     assert user_of(find_credential([known], "r.example.com", repository)) == user
 
 
-def test_a_path_credential_is_not_used_for_other_paths():
+def test_a_path_credential_is_not_used_for_other_paths() -> None:
     known = config(**{"r.example.com/team/x": "x"})
     assert find_credential([known], "r.example.com", "team/y") is None
     assert find_credential([known], "r.example.com", "team") is None
     assert find_credential([known], "r.example.com:5000", "team/x") is None
 
 
-def test_the_first_file_takes_precedence_over_a_longer_key():
+def test_the_first_file_takes_precedence_over_a_longer_key() -> None:
     first, second = config(**{"r.example.com": "a"}), config(**{"r.example.com/x": "b"})
     assert user_of(find_credential([first, second], "r.example.com", "x")) == "a"
     assert user_of(find_credential([{}, second], "r.example.com", "x")) == "b"
@@ -94,12 +98,12 @@ def test_the_first_file_takes_precedence_over_a_longer_key():
         ("https://index.docker.io", "docker.io"),
     ],
 )
-def test_every_key_of_docker_hub_is_recognised(key, registry):
+def test_every_key_of_docker_hub_is_recognised(key: str, registry: str) -> None:
     assert user_of(find_credential([config(**{key: "hub"})], registry, "library/x")) == "hub"
 
 
 @pytest.mark.parametrize("what", ["access-token", "refresh-token"])
-def test_docker_desktop_tokens_are_not_used_as_passwords(what):
+def test_docker_desktop_tokens_are_not_used_as_passwords(what: str) -> None:
     known = config(**{f"{DOCKER_HUB_KEY}{what}": "hub"})
     assert find_credential([known], "docker.io", "library/x") is None
 
@@ -112,19 +116,21 @@ def test_docker_desktop_tokens_are_not_used_as_passwords(what):
         {"username": "<token>", "password": "t0k"},
     ],
 )
-def test_identity_tokens_are_read(entry):
+def test_identity_tokens_are_read(entry: dict[str, Any]) -> None:
     found = find_credential([{"auths": {"r.example.com": entry}}], "r.example.com", "x")
     assert found == Credential(identity_token="t0k")
     assert "t0k" not in repr(found)
 
 
 @pytest.mark.parametrize("auth", ["", "?", base64.b64encode(b"x").decode(), 7])
-def test_an_invalid_auth_entry_is_ignored(auth):
+def test_an_invalid_auth_entry_is_ignored(auth: str | int) -> None:
     known = {"auths": {"r.example.com": {"auth": auth}}}
     assert find_credential([known], "r.example.com", "x") is None
 
 
-def test_a_host_helper_precedes_the_entry_and_the_global_helper(helpers):
+def test_a_host_helper_precedes_the_entry_and_the_global_helper(
+    helpers: Callable[..., Path],
+) -> None:
     own, every = helpers("own", answer("own")), helpers("every", answer("every"))
     known = config(**{"r.example.com": "inline", "r.example.com/path": "path"})
     known |= {"credHelpers": {"r.example.com": "own"}, "credsStore": "every"}
@@ -138,7 +144,7 @@ def test_a_host_helper_precedes_the_entry_and_the_global_helper(helpers):
     assert user_of(find_credential([known], "other.example.com", "x")) == "every"
 
 
-def test_a_helper_returns_an_identity_token(helpers):
+def test_a_helper_returns_an_identity_token(helpers: Callable[..., Path]) -> None:
     helpers("own", answer("<token>", "t0k"))
     known = {"credHelpers": {"r.example.com": "own"}}
     found = find_credential([known], "r.example.com", "x")
@@ -146,20 +152,22 @@ def test_a_helper_returns_an_identity_token(helpers):
 
 
 @pytest.mark.parametrize(("said", "code"), [("no", 0), ("[]", 0), ("not found", 1)])
-def test_a_helper_without_a_credential_is_ignored(helpers, said, code):
+def test_a_helper_without_a_credential_is_ignored(
+    helpers: Callable[..., Path], said: str, code: int
+) -> None:
     helpers("own", said, code)
     known = config(**{"r.example.com": "inline"}) | {"credHelpers": {"r.example.com": "own"}}
     assert user_of(find_credential([known], "r.example.com", "x")) == "inline"
 
 
-def test_a_helper_is_run_from_path_only(helpers, tmp_path):
+def test_a_helper_is_run_from_path_only(helpers: Callable[..., Path], tmp_path: Path) -> None:
     asked = helpers("own", answer("own"))
     known = {"credsStore": f"x/../../{tmp_path}/docker-credential-own"}
     assert find_credential([known], "r.example.com", "x") is None
     assert not asked.exists()
 
 
-def test_a_docker_hub_helper_configured_by_containers_is_used(helpers):
+def test_a_docker_hub_helper_configured_by_containers_is_used(helpers: Callable[..., Path]) -> None:
     asked = helpers("own", answer("own"))
     known = {"credHelpers": {"docker.io": "own"}}
     assert helper(known, "docker.io") == "own"
@@ -167,7 +175,7 @@ def test_a_docker_hub_helper_configured_by_containers_is_used(helpers):
     assert asked.read_text() == DOCKER_HUB_KEY
 
 
-def files(tmp_path, **options):
+def files(tmp_path: Path, **options: Any) -> tuple[Path, ClientOptions]:
     first = tmp_path / "first" / "auth.json"
     return first, ClientOptions(
         docker_config=tmp_path / "docker",
@@ -177,7 +185,7 @@ def files(tmp_path, **options):
     )
 
 
-def test_auth_files_are_searched_in_order(tmp_path):
+def test_auth_files_are_searched_in_order(tmp_path: Path) -> None:
     first, connection = files(tmp_path)
     assert connection.auth_files == (first, tmp_path / "docker" / "config.json")
     (tmp_path / "run.json").write_text("{}")
@@ -192,13 +200,13 @@ def test_auth_files_are_searched_in_order(tmp_path):
     assert ClientOptions(docker_config=tmp_path).auth_files == (tmp_path / "config.json",)
 
 
-def _accepting(seen):
+def _accepting(seen: Seen) -> Answer:
     if seen.headers.get("Authorization") != f"Basic {basic('operator')}":
         return Answer(401, {"WWW-Authenticate": 'Basic realm="x"'})
     return Answer(200)
 
 
-def test_login_and_logout_use_the_named_file(tmp_path):
+def test_login_and_logout_use_the_named_file(tmp_path: Path) -> None:
     first, connection = files(tmp_path)
     with ScriptedRegistry(_accepting).running() as registry:
         assert login(registry.host, "operator", "secret", connection) == str(first)
@@ -211,19 +219,19 @@ def test_login_and_logout_use_the_named_file(tmp_path):
         logout(registry.host, connection)
 
 
-def test_logout_removes_every_spelling_of_a_host():
+def test_logout_removes_every_spelling_of_a_host() -> None:
     known = config(**{DOCKER_HUB_KEY: "a", "docker.io": "b", "docker.io/team": "c"})
     assert keys_of(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io"]
 
 
 @pytest.mark.parametrize("name", ["run.json", "home.json"])
-def test_the_error_for_a_broken_file_names_it(tmp_path, name):
+def test_the_error_for_a_broken_file_names_it(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"auths": []}')
     with pytest.raises(StoreError, match=name):
         read_config(tmp_path / name)
 
 
-def test_a_helper_runs_only_after_a_challenge(tmp_path, helpers):
+def test_a_helper_runs_only_after_a_challenge(tmp_path: Path, helpers: Callable[..., Path]) -> None:
     asked = helpers("own", answer("operator"))
     (tmp_path / "config.json").write_text(json.dumps({"credsStore": "own"}))
     connection = ClientOptions(docker_config=tmp_path)
@@ -240,13 +248,13 @@ def test_a_helper_runs_only_after_a_challenge(tmp_path, helpers):
     assert asked.read_text() == registry.host
 
 
-def test_amazon_ecr_basic_credentials(tmp_path, helpers):
+def test_amazon_ecr_basic_credentials(tmp_path: Path, helpers: Callable[..., Path]) -> None:
     """Basic authentication without a token service: user AWS, password of two kilobytes."""
     secret = base64.b64encode(bytes(range(256)) * 6).decode()
     asked = helpers("ecr-login", answer("AWS", secret))
     expected = f"Basic {basic('AWS', secret)}"
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.headers.get("Authorization") == expected:
             return Answer(200)
         challenge = 'Basic realm="https://ecr.example.com/",service="ecr.amazonaws.com"'
@@ -268,14 +276,14 @@ def test_amazon_ecr_basic_credentials(tmp_path, helpers):
 
 
 @pytest.mark.parametrize("token", ["", 7, "two words", "ünicode"])
-def test_an_invalid_registry_token_is_ignored(token):
+def test_an_invalid_registry_token_is_ignored(token: str | int) -> None:
     """A token that is invalid in a header is skipped, and the next credential is used."""
     entry = {"registrytoken": token, "auth": basic("user")}
     known = {"auths": {"r.example.com": entry}}
     assert user_of(find_credential([known], "r.example.com", "x")) == "user"
 
 
-def test_a_registry_token_takes_precedence_and_is_not_logged():
+def test_a_registry_token_takes_precedence_and_is_not_logged() -> None:
     entry = {"registrytoken": "r3ady", "auth": basic("user"), "identitytoken": "1dent1ty"}
     found = find_credential([{"auths": {"r.example.com": entry}}], "r.example.com", "x")
     assert found == Credential(registry_token="r3ady")
@@ -283,7 +291,9 @@ def test_a_registry_token_takes_precedence_and_is_not_logged():
 
 
 @pytest.mark.integration
-def test_the_command_line_reads_the_default_auth_files(aimage, private_registry, tiny):
+def test_the_command_line_reads_the_default_auth_files(
+    aimage: Callable[..., Aimage], private_registry: RealRegistry, tiny: Path
+) -> None:
     """podman's file with a path, and REGISTRY_AUTH_FILE, precede docker's wrong credentials."""
     here, host = aimage(), private_registry.host
     right = {"auth": basic("operator", "open sesame")}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -21,28 +24,28 @@ from clowder_aimage.registry import ClientOptions, Repository, logout
 from clowder_aimage.registry.auth import _is_internal
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 BASIC = base64.b64encode(b"operator:secret").decode()
 
 
-def _docker_config(tmp_path, *hosts):
+def _docker_config(tmp_path: Path, *hosts: str) -> None:
     value = {"auths": {host: {"auth": BASIC} for host in hosts}}
     (tmp_path / "config.json").write_text(json.dumps(value))
 
 
-def _pull(registry, tmp_path, **options):
+def _pull(registry: ScriptedRegistry, tmp_path: Path, **options: Any) -> Descriptor:
     reference = Reference.parse(f"{registry.host}/team/x")
     with Repository(reference, ClientOptions(docker_config=tmp_path, **options)) as repository:
         return copy(repository, reference, MemoryStore())
 
 
-def _guarded(challenge, wanted):
+def _guarded(challenge: Callable[[], str], wanted: str) -> Callable[[Any], Answer]:
     """Return a registry that requires the header ``wanted``."""
     right = serving(MANIFEST, BLOBS)
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if seen.headers.get("Authorization") == wanted:
             return right(seen)
         return Answer(401, {"WWW-Authenticate": challenge()})
@@ -50,16 +53,16 @@ def _guarded(challenge, wanted):
     return script
 
 
-def _tokens(seen):
+def _tokens(seen: Seen) -> Answer:
     return Answer(200, {}, json.dumps({"token": "t0k3n"}).encode())
 
 
-def _with_realm(realm_of):
+def _with_realm(realm_of: Callable[[Any], str]) -> ScriptedRegistry:
     """Return a registry whose challenge has this realm, by default its own ``/token``."""
     right = serving(MANIFEST, BLOBS)
-    holder = {}
+    holder: dict[Any, Any] = {}
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.path.startswith("/token"):
             return _tokens(seen)
         if seen.headers.get("Authorization") == "Bearer t0k3n":
@@ -73,7 +76,7 @@ def _with_realm(realm_of):
     return registry
 
 
-def test_basic_authentication(tmp_path):
+def test_basic_authentication(tmp_path: Path) -> None:
     script = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
     with ScriptedRegistry(script).running() as registry:
         with pytest.raises(UnauthorizedError, match="no credentials"):
@@ -85,14 +88,14 @@ def test_basic_authentication(tmp_path):
             _pull(registry, tmp_path)
 
 
-def test_credentials_are_not_sent_before_a_challenge(tmp_path):
+def test_credentials_are_not_sent_before_a_challenge(tmp_path: Path) -> None:
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         _docker_config(tmp_path, registry.host)
         _pull(registry, tmp_path)
     assert not any("Authorization" in seen.headers for seen in registry.seen)
 
 
-def test_netrc_is_not_read(tmp_path, monkeypatch):
+def test_netrc_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text("machine 127.0.0.1 login operator password secret\n")
     monkeypatch.setenv("NETRC", str(netrc))
@@ -101,7 +104,7 @@ def test_netrc_is_not_read(tmp_path, monkeypatch):
     assert not any("Authorization" in seen.headers for seen in registry.seen)
 
 
-def test_a_token_service_on_the_registry_host(tmp_path):
+def test_a_token_service_on_the_registry_host(tmp_path: Path) -> None:
     with _with_realm(lambda it: f"http://{it.host}/token").running() as registry:
         _docker_config(tmp_path, registry.host)
         _pull(registry, tmp_path)
@@ -112,7 +115,7 @@ def test_a_token_service_on_the_registry_host(tmp_path):
     assert query == {"service": ["test"], "scope": ["repository:team/x:pull"]}
 
 
-def test_a_realm_on_another_host_receives_no_credentials(tmp_path):
+def test_a_realm_on_another_host_receives_no_credentials(tmp_path: Path) -> None:
     """CVE-2025-51471, CVE-2026-48978: another host is contacted anonymously unless trusted."""
     with ScriptedRegistry(_tokens).running() as other:
         realm = f"http://{other.host.replace('127.0.0.1', 'localhost')}/token"
@@ -126,7 +129,7 @@ def test_a_realm_on_another_host_receives_no_credentials(tmp_path):
 
 
 @pytest.mark.parametrize("realm", ["", "file:///etc/passwd", "token", "//", "gopher://x/"])
-def test_an_invalid_realm_url_is_refused(realm, tmp_path):
+def test_an_invalid_realm_url_is_refused(realm: str, tmp_path: Path) -> None:
     with (
         _with_realm(lambda _: realm).running() as registry,
         pytest.raises(UnauthorizedError),
@@ -146,13 +149,13 @@ def test_an_invalid_realm_url_is_refused(realm, tmp_path):
         ("1.1.1.1", False),
     ],
 )
-def test_internal_addresses_are_recognised(host, internal):
+def test_internal_addresses_are_recognised(host: str, internal: bool) -> None:
     assert _is_internal(host) == internal
 
 
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no", b'{"token": 7}', b'{"token": "a\\nb"}'])
-def test_a_token_response_without_a_token_fails(answer, tmp_path):
-    def script(seen):
+def test_a_token_response_without_a_token_fails(answer: bytes, tmp_path: Path) -> None:
+    def script(seen: Seen) -> Answer:
         if seen.path.startswith("/token"):
             return Answer(200, {}, answer)
         challenge = f'Bearer realm="http://{registry.host}/token",service="x"'
@@ -163,8 +166,8 @@ def test_a_token_response_without_a_token_fails(answer, tmp_path):
         _pull(registry, tmp_path)
 
 
-def test_a_huge_token_response_is_not_read_in_full(tmp_path):
-    def script(seen):
+def test_a_huge_token_response_is_not_read_in_full(tmp_path: Path) -> None:
+    def script(seen: Seen) -> Answer:
         if seen.path.startswith("/token"):
             return Answer(200, {}, b" " * 5_000_000)
         challenge = f'Bearer realm="http://{registry.host}/token",service="x"'
@@ -175,12 +178,12 @@ def test_a_huge_token_response_is_not_read_in_full(tmp_path):
         _pull(registry, tmp_path)
 
 
-def test_a_redirect_to_another_origin_drops_credentials(tmp_path):
+def test_a_redirect_to_another_origin_drops_credentials(tmp_path: Path) -> None:
     """Another port is another origin. Blobs are often redirected to a CDN like this."""
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as cdn:
         inner = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
 
-        def script(seen):
+        def script(seen: Seen) -> Any:
             answer = inner(seen)
             if answer.status == 200 and "/blobs/" in seen.path:
                 return Answer(307, {"Location": f"http://{cdn.host}{seen.path}"})
@@ -193,13 +196,13 @@ def test_a_redirect_to_another_origin_drops_credentials(tmp_path):
     assert not any("Authorization" in seen.headers for seen in cdn.seen)
 
 
-def test_an_upload_location_on_another_host_receives_no_credentials(tmp_path):
-    def taking(seen):
+def test_an_upload_location_on_another_host_receives_no_credentials(tmp_path: Path) -> None:
+    def taking(seen: Seen) -> Answer:
         return Answer(201)
 
     with ScriptedRegistry(taking).running() as other:
 
-        def script(seen):
+        def script(seen: Seen) -> Answer:
             if seen.headers.get("Authorization") != f"Basic {BASIC}":
                 return Answer(401, {"WWW-Authenticate": 'Basic realm="x"'})
             return Answer(202, {"Location": f"http://{other.host}/upload?state=1"})
@@ -219,7 +222,7 @@ def test_an_upload_location_on_another_host_receives_no_credentials(tmp_path):
     "host",
     ["127.1", "2130706433", "0x7f000001", "017700000001", "0", "localhost.", "169.254.169.254."],
 )
-def test_other_spellings_of_internal_addresses_are_refused(host):
+def test_other_spellings_of_internal_addresses_are_refused(host: str) -> None:
     assert _is_internal(host)
 
 
@@ -232,7 +235,9 @@ def test_other_spellings_of_internal_addresses_are_refused(host):
         lambda host: {host: {"auth": BASIC}, "odd.example.com": "nonsense"},
     ],
 )
-def test_auth_keys_that_docker_accepts_are_accepted(auths, tmp_path):
+def test_auth_keys_that_docker_accepts_are_accepted(
+    auths: Callable[[Any], dict[Any, Any]], tmp_path: Path
+) -> None:
     script = _guarded(lambda: 'Basic realm="test"', f"Basic {BASIC}")
     with ScriptedRegistry(script).running() as registry:
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths(registry.host)}))
@@ -242,7 +247,7 @@ def test_auth_keys_that_docker_accepts_are_accepted(auths, tmp_path):
 @pytest.mark.parametrize(
     "text", ["[]", '{"auths": []}', '{"credHelpers": 1}', '{"credsStore": {}}']
 )
-def test_an_invalid_docker_config_is_refused_and_unchanged(text, tmp_path):
+def test_an_invalid_docker_config_is_refused_and_unchanged(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StoreError, match="cannot read"):
         logout("registry.example.com", ClientOptions(docker_config=tmp_path))
@@ -250,13 +255,13 @@ def test_an_invalid_docker_config_is_refused_and_unchanged(text, tmp_path):
 
 
 @pytest.mark.parametrize("text", ['{"auths": null}', "{}", '{"credHelpers": null}'])
-def test_a_docker_config_without_credentials_is_accepted(text, tmp_path):
+def test_a_docker_config_without_credentials_is_accepted(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(NotFoundError):
         logout("registry.example.com", ClientOptions(docker_config=tmp_path))
 
 
-def test_a_symlinked_docker_config_stays_a_link(tmp_path):
+def test_a_symlinked_docker_config_stays_a_link(tmp_path: Path) -> None:
     real = tmp_path / "elsewhere.json"
     real.write_text(json.dumps({"auths": {"registry.example.com": {"auth": BASIC}}, "kept": 1}))
     (tmp_path / "config.json").symlink_to(real)
@@ -265,7 +270,9 @@ def test_a_symlinked_docker_config_stays_a_link(tmp_path):
     assert json.loads(real.read_text()) == {"auths": {}, "kept": 1}
 
 
-def test_a_helper_receives_docker_s_server_name(tmp_path, monkeypatch):
+def test_a_helper_receives_docker_s_server_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Docker Hub's key differs from its host name."""
     said = tmp_path / "said"
     helper = tmp_path / "docker-credential-test"
@@ -288,7 +295,9 @@ def test_a_helper_receives_docker_s_server_name(tmp_path, monkeypatch):
         ("https://a/v2/", "http://b/up", None),
     ],
 )
-def test_upload_locations_are_resolved_without_downgrading_to_http(base, location, url, tmp_path):
+def test_upload_locations_are_resolved_without_downgrading_to_http(
+    base: str, location: str, url: str | None, tmp_path: Path
+) -> None:
     with Session(
         Reference.parse("a.example.com/x"), ClientOptions(docker_config=tmp_path)
     ) as session:
@@ -300,7 +309,7 @@ def test_upload_locations_are_resolved_without_downgrading_to_http(base, locatio
 
 
 @pytest.mark.parametrize("location", ["http://[::1", "//h:-1/up"])
-def test_an_invalid_upload_location_is_refused(location, tmp_path):
+def test_an_invalid_upload_location_is_refused(location: str, tmp_path: Path) -> None:
     base = "https://a/v2/"
     with (
         Session(

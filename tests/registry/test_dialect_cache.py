@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, DialectCache
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
 
 FILE = b"{}"
@@ -23,7 +27,7 @@ DAY = 24 * 3600.0
 NOW = 20_000 * DAY
 
 
-def dialect_of(seen):
+def dialect_of(seen: Any) -> str:
     """Return the dialect of a manifest in a request, by its distinguishing fields."""
     if seen.headers["Content-Type"] == mediatype.DOCKER_MANIFEST:
         return "ollama"
@@ -37,12 +41,12 @@ class Picky:
 
     host = ""
 
-    def __init__(self, *takes):
+    def __init__(self, *takes: str) -> None:
         self.takes = set(takes)
-        self.offered = []
-        self.blobs = set()
+        self.offered: list[Any] = []
+        self.blobs: set[Any] = set()
 
-    def __call__(self, seen):
+    def __call__(self, seen: Any) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": "/upload/1"})
         if "/manifests/" in seen.path and seen.method == "PUT":
@@ -57,13 +61,20 @@ class Picky:
 class Client:
     """A store with one small AImage, and one machine's dialect cache."""
 
-    def __init__(self, tmp_path):
+    def __init__(self, tmp_path: Path) -> None:
         self.tmp_path = tmp_path
         self.now = NOW
         self.ladder = DialectCache(tmp_path / "state" / "registries.json", lambda: self.now)
         self.layout = ImageLayout(tmp_path / "store")
 
-    def push(self, picky, dialect_there="clowder", *, by_digest=False, **options):
+    def push(
+        self,
+        picky: Picky,
+        dialect_there: Any = "clowder",
+        *,
+        by_digest: bool = False,
+        **options: Any,
+    ) -> tuple[list[Any], list[tuple[str, str]]]:
         """Push the AImage; return the dialects offered and the substitutions reported."""
         reference = Reference.parse(f"{picky.host}/team/x:v1")
         layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
@@ -88,25 +99,25 @@ class Client:
 
 
 @pytest.fixture
-def client(tmp_path):
+def client(tmp_path: Path) -> Client:
     return Client(tmp_path)
 
 
 @pytest.fixture
-def picky():
+def picky() -> Iterator[Picky]:
     picky = Picky("container")
     with ScriptedRegistry(picky).running() as registry:
         picky.host = registry.host
         yield picky
 
 
-def test_the_next_push_begins_with_the_accepted_dialect(client, picky):
+def test_the_next_push_begins_with_the_accepted_dialect(client: Client, picky: Picky) -> None:
     assert client.push(picky) == (["clowder", "ollama", "container"], [])
     assert client.push(picky) == (["container"], [("container", "clowder")])
     assert client.push(picky)[0] == ["container"]
 
 
-def test_the_usual_order_is_restored_after_a_month(client, picky):
+def test_the_usual_order_is_restored_after_a_month(client: Client, picky: Picky) -> None:
     client.push(picky)
     client.now += 30 * DAY - 60
     assert client.push(picky)[0] == ["container"]
@@ -115,13 +126,13 @@ def test_the_usual_order_is_restored_after_a_month(client, picky):
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_a_clock_set_back_discards_the_entry(client, picky):
+def test_a_clock_set_back_discards_the_entry(client: Client, picky: Picky) -> None:
     client.push(picky)
     client.now -= DAY
     assert client.push(picky)[0] == ["clowder", "ollama", "container"]
 
 
-def test_a_requested_dialect_is_tried(client, picky):
+def test_a_requested_dialect_is_tried(client: Client, picky: Picky) -> None:
     """If it is accepted now, it comes first again."""
     client.push(picky)
     assert client.push(picky, dialect="clowder") == (["clowder", "ollama", "container"], [])
@@ -130,7 +141,7 @@ def test_a_requested_dialect_is_tried(client, picky):
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_a_registry_that_refuses_an_accepted_dialect(client, picky):
+def test_a_registry_that_refuses_an_accepted_dialect(client: Client, picky: Picky) -> None:
     """The remaining dialects follow, and those refused before come last."""
     picky.takes = {"ollama"}
     client.push(picky)
@@ -139,7 +150,7 @@ def test_a_registry_that_refuses_an_accepted_dialect(client, picky):
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_a_registry_that_refuses_all_dialects_is_removed(client, picky):
+def test_a_registry_that_refuses_all_dialects_is_removed(client: Client, picky: Picky) -> None:
     client.push(picky)
     picky.takes = set()
     with pytest.raises(ManifestRefusedError, match="415") as caught:
@@ -148,7 +159,7 @@ def test_a_registry_that_refuses_all_dialects_is_removed(client, picky):
     assert client.ladder.refused(picky.host) == frozenset()
 
 
-def test_dialects_that_were_not_refused_are_not_replaced(client, picky):
+def test_dialects_that_were_not_refused_are_not_replaced(client: Client, picky: Picky) -> None:
     """Only the custom type was refused: a clowder manifest is pushed unchanged."""
     picky.takes = {"clowder", "ollama", "container"}
     assert client.push(picky, "custom")[0] == ["custom", "clowder"]
@@ -157,7 +168,7 @@ def test_dialects_that_were_not_refused_are_not_replaced(client, picky):
     assert client.push(picky, "ollama") == (["ollama"], [])
 
 
-def test_push_by_digest_or_without_fallback_keeps_the_dialect(client, picky):
+def test_push_by_digest_or_without_fallback_keeps_the_dialect(client: Client, picky: Picky) -> None:
     client.push(picky)
     for options in ({"by_digest": True}, {"fallback": False}):
         with pytest.raises(ManifestRefusedError):
@@ -166,7 +177,7 @@ def test_push_by_digest_or_without_fallback_keeps_the_dialect(client, picky):
     assert client.push(picky)[0] == ["container"]  # and the cache is unchanged
 
 
-def test_refusals_are_kept_per_registry(client, picky):
+def test_refusals_are_kept_per_registry(client: Client, picky: Picky) -> None:
     client.push(picky)
     other = Picky("clowder", "container")
     with ScriptedRegistry(other).running() as elsewhere:
@@ -186,7 +197,7 @@ def test_refusals_are_kept_per_registry(client, picky):
         '{"registries": {"h:1": {"refused": {"clowder": NaN}}}}',
     ],
 )
-def test_a_damaged_cache_is_empty(text, tmp_path):
+def test_a_damaged_cache_is_empty(text: str, tmp_path: Path) -> None:
     path = tmp_path / "registries.json"
     path.write_text(text)
     ladder = DialectCache(path, lambda: NOW)
@@ -196,13 +207,13 @@ def test_a_damaged_cache_is_empty(text, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["registries.json"]
 
 
-def test_an_unknown_dialect_is_ignored(client, picky):
+def test_an_unknown_dialect_is_ignored(client: Client, picky: Picky) -> None:
     client.ladder.record(picky.host, ["klingon"], "clowder")
     picky.takes.add("clowder")
     assert client.push(picky) == (["clowder"], [])
 
 
-def test_expired_entries_are_removed(tmp_path):
+def test_expired_entries_are_removed(tmp_path: Path) -> None:
     path, clock = tmp_path / "registries.json", [NOW]
     ladder = DialectCache(path, lambda: clock[0])
     ladder.record("old.example.com", ["clowder"], "ollama")
@@ -211,26 +222,26 @@ def test_expired_entries_are_removed(tmp_path):
     assert list(json.loads(path.read_text())["registries"]) == ["new.example.com"]
 
 
-def test_an_unwritable_cache_does_not_fail_a_push(client, picky):
+def test_an_unwritable_cache_does_not_fail_a_push(client: Client, picky: Picky) -> None:
     (client.tmp_path / "state").write_text("a file where the directory should be")
     assert client.push(picky)[0] == ["clowder", "ollama", "container"]
     assert client.push(picky)[0] == ["clowder", "ollama", "container"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_directory_does_not_fail_a_push(client, picky):
+def test_an_unwritable_directory_does_not_fail_a_push(client: Client, picky: Picky) -> None:
     (client.tmp_path / "state").mkdir(mode=0o500)
     assert client.push(picky)[0][-1] == "container"
 
 
-def test_the_cache_file_is_replaced_atomically(tmp_path):
+def test_the_cache_file_is_replaced_atomically(tmp_path: Path) -> None:
     """A concurrent reader sees either the old content or the new."""
     path = tmp_path / "registries.json"
     writer, reader = DialectCache(path, lambda: NOW), DialectCache(path, lambda: NOW)
     writer.record("h:1", ["clowder"], "ollama")
     seen, done = set(), threading.Event()
 
-    def read():
+    def read() -> None:
         while not done.is_set():
             seen.add(reader.refused("h:1"))
 
@@ -244,7 +255,9 @@ def test_the_cache_file_is_replaced_atomically(tmp_path):
 
 
 @pytest.mark.integration
-def test_the_second_push_skips_the_refused_dialect(aimage, tiny, repository):
+def test_the_second_push_skips_the_refused_dialect(
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
+) -> None:
     """docker-registry refuses the custom type; the second push does not offer it again."""
     here, name = aimage(), f"{repository}:v1"
     here("create", name, tiny, "--manifest-type", "custom")
@@ -269,7 +282,9 @@ def test_the_second_push_skips_the_refused_dialect(aimage, tiny, repository):
         ("darwin", "{}/state", "Library/Application Support/aimage-state/registries.json"),
     ],
 )
-def test_the_cache_is_in_the_state_directory(platform, named, place, tmp_path, monkeypatch):
+def test_the_cache_is_in_the_state_directory(
+    platform: str, named: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is never in the store, which is a layout that other tools read."""
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -18,6 +21,7 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import (
+    AccessError,
     AImageError,
     ManifestRefusedError,
     NotFoundError,
@@ -27,6 +31,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository, login
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
 ROBOT = "robot$team+node-7"
@@ -36,11 +41,11 @@ MANIFEST, _ = artifact(b"{}", b"weights")
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_waiting(monkeypatch)
 
 
-def says(status, code, message):
+def says(status: int, code: str, message: str) -> Answer:
     """Return an error response in the form of Harbor's core."""
     return Answer(status, {}, json.dumps({"errors": [{"code": code, "message": message}]}).encode())
 
@@ -48,20 +53,20 @@ def says(status, code, message):
 class Harbor:
     """Token service and registry on one host, as in Harbor."""
 
-    def __init__(self, inner, life=1800):
+    def __init__(self, inner: Any, life: int = 1800) -> None:
         self.inner = inner
         self.life = life
         self.now = 1_800_000_000.0
-        self.tokens = {}  # token -> expiry time
-        self.asked = []
+        self.tokens: dict[Any, Any] = {}  # token -> expiry time
+        self.asked: list[Any] = []
         self.before = lambda seen: None
         self.registry = ScriptedRegistry(self.script)
 
     @property
-    def host(self):
+    def host(self) -> str:
         return self.registry.host
 
-    def script(self, seen):
+    def script(self, seen: Any) -> Any:
         self.before(seen)
         if seen.path.startswith("/service/token"):
             self.asked.append(seen)
@@ -79,19 +84,19 @@ class Harbor:
             return Answer(401, {"Www-Authenticate": challenge})
         return self.inner(seen)
 
-    def connection(self, tmp_path, entry=None):
+    def connection(self, tmp_path: Path, entry: dict[Any, Any] | None = None) -> ClientOptions:
         auths = {self.host: entry or {"auth": BASIC}}
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
         return ClientOptions(docker_config=tmp_path, clock=lambda: self.now)
 
-    def repository(self, tmp_path):
+    def repository(self, tmp_path: Path) -> Repository:
         return Repository(Reference.parse(f"{self.host}/team/x"), self.connection(tmp_path))
 
 
-def refusing(method, answer):
+def refusing(method: str, answer: Answer | None) -> Callable[[Any], Answer | None]:
     """Return a registry that accepts uploads but refuses one kind of request."""
 
-    def inner(seen):
+    def inner(seen: Any) -> Answer | None:
         if seen.method == method:
             return answer
         if seen.method == "POST":
@@ -101,19 +106,19 @@ def refusing(method, answer):
     return inner
 
 
-def push(harbor, tmp_path, data=b"weights"):
+def push(harbor: Harbor, tmp_path: Path, data: bytes = b"weights") -> None:
     with harbor.registry.running(), harbor.repository(tmp_path) as repository:
         repository.push(Descriptor.of("application/x", data), bytes_body(data))
 
 
-def put_manifest(harbor, tmp_path):
+def put_manifest(harbor: Harbor, tmp_path: Path) -> None:
     with harbor.registry.running(), harbor.repository(tmp_path) as repository:
         reference = Reference.parse(f"{harbor.host}/team/x:v1")
         descriptor = Descriptor.of(mediatype.OCI_MANIFEST, MANIFEST)
         repository.push(descriptor, bytes_body(MANIFEST), reference)
 
 
-def test_a_robot_name_and_secret_are_sent_unchanged(tmp_path):
+def test_a_robot_name_and_secret_are_sent_unchanged(tmp_path: Path) -> None:
     harbor = Harbor(refusing("", None))
     push(harbor, tmp_path)
     (asked,) = harbor.asked
@@ -123,7 +128,7 @@ def test_a_robot_name_and_secret_are_sent_unchanged(tmp_path):
     assert parse_qs(urlsplit(asked.path).query)["scope"] == ["repository:team/x:pull,push"]
 
 
-def test_login_with_a_robot_account(tmp_path):
+def test_login_with_a_robot_account(tmp_path: Path) -> None:
     harbor = Harbor(lambda seen: Answer(200))
     with harbor.registry.running():
         login(harbor.host, ROBOT, SECRET, ClientOptions(docker_config=tmp_path))
@@ -139,18 +144,20 @@ def test_login_with_a_robot_account(tmp_path):
         (says(403, "FORBIDDEN", "project team not found"), UnauthorizedError),
     ],
 )
-def test_push_to_a_missing_project_fails(answer, error, tmp_path):
+def test_push_to_a_missing_project_fails(
+    answer: Answer, error: type[AccessError], tmp_path: Path
+) -> None:
     harbor = Harbor(refusing("POST", answer))
     with pytest.raises(error, match="project team not found") as caught:
         push(harbor, tmp_path)
     assert "create the project" in (caught.value.hint or "")
 
 
-def test_a_token_is_renewed_during_a_long_push(tmp_path):
+def test_a_token_is_renewed_during_a_long_push(tmp_path: Path) -> None:
     """Forty blobs of a minute each: the second token is requested before the first expires."""
     harbor = Harbor(refusing("", None))
 
-    def inner(seen):
+    def inner(seen: Any) -> Any:
         if seen.method == "PUT":
             harbor.now += 60
         return refusing("", None)(seen)
@@ -165,12 +172,12 @@ def test_a_token_is_renewed_during_a_long_push(tmp_path):
     assert len(refused) == 1  # the first request
 
 
-def test_a_token_that_expires_during_an_upload_is_renewed(tmp_path):
+def test_a_token_that_expires_during_an_upload_is_renewed(tmp_path: Path) -> None:
     """The upload outlasts the token, its last request is refused, and the blob is sent again."""
     harbor = Harbor(refusing("", None))
     slow = [1]
 
-    def before(seen):
+    def before(seen: Any) -> None:
         if seen.method == "PUT" and slow:
             slow.clear()
             harbor.now += 3600  # the time that the body took
@@ -182,7 +189,7 @@ def test_a_token_that_expires_during_an_upload_is_renewed(tmp_path):
     assert len(harbor.asked) == 2
 
 
-def test_push_to_a_proxy_cache_fails(tmp_path):
+def test_push_to_a_proxy_cache_fails(tmp_path: Path) -> None:
     said = "can not push artifact to a proxy project: team"
     harbor = Harbor(refusing("POST", says(405, "METHOD NOT ALLOWED", said)))
     with pytest.raises(RegistryError, match="can not push artifact to a proxy project"):
@@ -190,7 +197,7 @@ def test_push_to_a_proxy_cache_fails(tmp_path):
 
 
 @pytest.mark.parametrize("code", ["METHOD NOT ALLOWED", "METHODNOTALLOWED", "UNSUPPORTED"])
-def test_a_proxy_cache_error_does_not_try_other_dialects(code, tmp_path):
+def test_a_proxy_cache_error_does_not_try_other_dialects(code: str, tmp_path: Path) -> None:
     said = "can not push artifact to a proxy project: team"
     harbor = Harbor(refusing("PUT", says(405, code, said)))
     with pytest.raises(AImageError, match="proxy project") as caught:
@@ -214,7 +221,9 @@ def test_a_proxy_cache_error_does_not_try_other_dialects(code, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_a_policy_error_includes_harbor_s_message(answer, words, hint, tmp_path):
+def test_a_policy_error_includes_harbor_s_message(
+    answer: Answer, words: str, hint: str, tmp_path: Path
+) -> None:
     harbor = Harbor(refusing("PUT", answer))
     with pytest.raises(AImageError, match=words) as caught:
         put_manifest(harbor, tmp_path)
@@ -222,7 +231,7 @@ def test_a_policy_error_includes_harbor_s_message(answer, words, hint, tmp_path)
     assert not isinstance(caught.value, ManifestRefusedError)
 
 
-def test_a_pull_refused_by_the_vulnerability_policy_fails(tmp_path):
+def test_a_pull_refused_by_the_vulnerability_policy_fails(tmp_path: Path) -> None:
     said = "current image with 3 vulnerabilities cannot be pulled due to configured policy"
     harbor = Harbor(lambda _: says(412, "PROJECTPOLICYVIOLATION", said))
     with (
@@ -233,7 +242,7 @@ def test_a_pull_refused_by_the_vulnerability_policy_fails(tmp_path):
         repository.resolve(Reference.parse(f"{harbor.host}/team/x:v1"))
 
 
-def test_pull_through_a_proxy_cache(tmp_path):
+def test_pull_through_a_proxy_cache(tmp_path: Path) -> None:
     """A blob that is not cached yet is fetched upstream, so the response is slow."""
     kind = {"Content-Type": mediatype.OCI_MANIFEST}
     harbor = Harbor(lambda _: Answer(200, kind, MANIFEST))
@@ -248,7 +257,7 @@ def test_pull_through_a_proxy_cache(tmp_path):
 class Strict(Harbor):
     """Reissues no token to an unknown robot, and challenges with Basic on an invalid token."""
 
-    def script(self, seen):
+    def script(self, seen: Any) -> Any:
         header = seen.headers.get("Authorization", "")
         known = header == f"Basic {BASIC}" or b"refresh_token=1dent1ty" in seen.body
         if seen.path.startswith("/service/token") and not known:
@@ -262,10 +271,10 @@ class Strict(Harbor):
 
 
 @pytest.fixture
-def packed(aimage):
+def packed(aimage: Callable[..., Aimage]) -> Callable[[Any], Aimage]:
     """Return ``packed(host)``: the command line with a small AImage tagged for that host."""
 
-    def make(host):
+    def make(host: Any) -> Aimage:
         here = aimage()
         layout = ImageLayout(here.store)
         layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, b"{}"), "model_index.json")
@@ -280,7 +289,7 @@ def packed(aimage):
     return make
 
 
-def taking(seen):
+def taking(seen: Any) -> Answer:
     """Accept every upload and serve one-byte blobs."""
     if seen.method == "POST":
         return Answer(202, {"Location": "/upload/1"})
@@ -289,7 +298,7 @@ def taking(seen):
     return Answer(200 if seen.method == "GET" else 201)
 
 
-def helper(here):
+def helper(here: Any) -> dict[Any, Any]:
     """Return the environment of a credential helper that keeps one entry in a file."""
     programs = here.home / "programs"
     programs.mkdir()
@@ -305,7 +314,7 @@ def helper(here):
 
 
 @pytest.mark.parametrize("place", ["docker", "REGISTRY_AUTH_FILE", "helper"])
-def test_login_and_push_with_a_robot_account(place, packed):
+def test_login_and_push_with_a_robot_account(place: str, packed: Any) -> None:
     """The name and secret pass unchanged through stdin, a file or a helper, and two headers."""
     harbor = Strict(taking)
     with harbor.registry.running():
@@ -347,10 +356,12 @@ def test_login_and_push_with_a_robot_account(place, packed):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["POST", "PUT manifest"])
-def test_a_refused_push_tries_no_other_dialect(method, answer, code, hint, packed):
+def test_a_refused_push_tries_no_other_dialect(
+    method: str, answer: Answer, code: int, hint: str, packed: Any
+) -> None:
     """The error has Harbor's message, and no other dialect is tried."""
 
-    def inner(seen):
+    def inner(seen: Any) -> Answer:
         is_it = seen.method == "POST" if method == "POST" else "/manifests/" in seen.path
         return answer if is_it else taking(seen)
 
@@ -368,7 +379,7 @@ def test_a_refused_push_tries_no_other_dialect(method, answer, code, hint, packe
     assert len(puts) == (0 if method == "POST" else 1)
 
 
-def test_the_command_reports_a_pull_refused_by_policy(aimage):
+def test_the_command_reports_a_pull_refused_by_policy(aimage: Callable[..., Aimage]) -> None:
     said = "current image without vulnerability scanning cannot be pulled due to configured policy"
     harbor = Strict(lambda _: says(412, "PROJECTPOLICYVIOLATION", said))
     with harbor.registry.running():
@@ -381,7 +392,9 @@ def test_the_command_reports_a_pull_refused_by_policy(aimage):
 
 
 @pytest.mark.parametrize("entry", [{"auth": BASIC}, {"identitytoken": "1dent1ty"}])
-def test_requests_continue_after_a_token_is_discarded(entry, tmp_path):
+def test_requests_continue_after_a_token_is_discarded(
+    entry: dict[str, str], tmp_path: Path
+) -> None:
     """Harbor answers an invalid token with a ``Basic`` challenge, whatever the first one was."""
     harbor = Strict(taking)
     connection = harbor.connection(tmp_path, entry)
@@ -393,7 +406,7 @@ def test_requests_continue_after_a_token_is_discarded(entry, tmp_path):
     assert len(harbor.asked) == (1 if "auth" in entry else 3)
 
 
-def test_an_expired_registry_token_fails(tmp_path):
+def test_an_expired_registry_token_fails(tmp_path: Path) -> None:
     harbor = Strict(taking)
     connection = harbor.connection(tmp_path, {"registrytoken": "r3ady"})
     harbor.tokens["r3ady"] = harbor.now + 60

@@ -6,6 +6,9 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +19,8 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings, parse_rate, read_settings
-from tests.scripted import ScriptedRegistry, artifact, serving
+from tests.process import Aimage
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 BLOBS = [b"{}", *(str(i).encode() * 50_000 for i in range(8))]
 
@@ -28,14 +32,14 @@ class Counting:
     one is then slow, and one that does not is detected at once.
     """
 
-    def __init__(self, *, hold=False):
+    def __init__(self, *, hold: bool = False) -> None:
         self.inner = serving(*artifact(*BLOBS))
         self.lock = threading.Lock()
         self.now = self.most = 0
         self.two = threading.Event()
         self.patience = 8 if hold else 0.02  # less than the client's read timeout
 
-    def __call__(self, seen):
+    def __call__(self, seen: Any) -> Answer:
         if "/blobs/" not in seen.path:
             return self.inner(seen)
         with self.lock:
@@ -50,10 +54,10 @@ class Counting:
 
 
 @pytest.fixture
-def configured(aimage, tmp_path):
+def configured(aimage: Callable[..., Aimage], tmp_path: Path) -> Callable[..., Aimage]:
     """Return ``configured(host, **entry)``: the command line with that configuration."""
 
-    def make(host, **entry):
+    def make(host: Any, **entry: Any) -> Aimage:
         path = tmp_path / "config.json"
         path.write_text(json.dumps({"registries": {host: entry}}))
         here = aimage()
@@ -63,21 +67,21 @@ def configured(aimage, tmp_path):
     return make
 
 
-def test_jobs_of_a_registry_limit_concurrent_requests(configured):
+def test_jobs_of_a_registry_limit_concurrent_requests(configured: Callable[..., Aimage]) -> None:
     one = Counting()
     with ScriptedRegistry(one).running() as registry:
         configured(registry.host, jobs=1)("pull", f"{registry.host}/x")
     assert one.most == 1
 
 
-def test_jobs_on_the_command_line_take_precedence(configured):
+def test_jobs_on_the_command_line_take_precedence(configured: Callable[..., Aimage]) -> None:
     several = Counting(hold=True)
     with ScriptedRegistry(several).running() as registry:
         configured(registry.host, jobs=1)("pull", f"{registry.host}/x", "--jobs", "4")
     assert several.most > 1
 
 
-def test_rate_of_a_registry_limits_a_pull(configured):
+def test_rate_of_a_registry_limits_a_pull(configured: Callable[..., Aimage]) -> None:
     """400 kB at 400 kB a second."""
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         begun = time.monotonic()
@@ -85,7 +89,7 @@ def test_rate_of_a_registry_limits_a_pull(configured):
         assert time.monotonic() - begun > 1
 
 
-def test_rate_on_the_command_line_takes_precedence(configured):
+def test_rate_on_the_command_line_takes_precedence(configured: Callable[..., Aimage]) -> None:
     """At the configured byte per second it would take days."""
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
         here = configured(registry.host, limitRate="1")
@@ -93,11 +97,13 @@ def test_rate_on_the_command_line_takes_precedence(configured):
 
 
 @pytest.mark.parametrize(("limit", "given", "used"), [(7, None, [7]), (7, 9, [9]), (0, None, [])])
-def test_an_explicit_rate_takes_precedence(limit, given, used, tmp_path, monkeypatch):
+def test_an_explicit_rate_takes_precedence(
+    limit: int, given: int | None, used: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     class Noted(Rate):
-        def __init__(self, limit):
+        def __init__(self, limit: float) -> None:
             made.append(limit)
             super().__init__(limit, sleep=lambda _: None)
 
@@ -127,7 +133,7 @@ def test_an_explicit_rate_takes_precedence(limit, given, used, tmp_path, monkeyp
         ("10b/s", 10),
     ],
 )
-def test_rates_are_parsed(text, rate, tmp_path):
+def test_rates_are_parsed(text: str, rate: int, tmp_path: Path) -> None:
     """The command line and the configuration's schema accept the same rates."""
     assert parse_rate(text) == rate
     path = tmp_path / "config.json"
@@ -148,7 +154,7 @@ def test_rates_are_parsed(text, rate, tmp_path):
         {"chunkSize": 1024},
     ],
 )
-def test_invalid_limits_are_refused(entry, tmp_path):
+def test_invalid_limits_are_refused(entry: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"registries": {"r.example.com": entry}}))
     with pytest.raises(UsageError, match="cannot use the configuration"):

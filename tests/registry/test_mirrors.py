@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import urllib3
@@ -17,7 +20,9 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.host_settings import HostSettings, read_settings
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.session import Mirrors, Session
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving, skip_waiting
+from tests.process import Aimage
+from tests.real_registry import RealRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving, skip_waiting
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights", b"more")
 OTHER, OTHER_BLOBS = artifact(b"{}", b"other")
@@ -25,10 +30,12 @@ DIGEST = Digest.of(MANIFEST)
 BASIC = base64.b64encode(b"operator:secret").decode()
 
 
-def guarded(inner, user="operator:secret"):
+def guarded(
+    inner: Callable[[Seen], Answer], user: str = "operator:secret"
+) -> Callable[[Any], Answer]:
     wanted = f"Basic {base64.b64encode(user.encode()).decode()}"
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if seen.headers.get("Authorization") == wanted:
             return inner(seen)
         return Answer(401, {"WWW-Authenticate": 'Basic realm="x"'})
@@ -36,13 +43,22 @@ def guarded(inner, user="operator:secret"):
     return script
 
 
-def connect(tmp_path, registry, *mirrors, trust_tags=False, auths=None, **options):
+def connect(
+    tmp_path: Path,
+    registry: ScriptedRegistry,
+    *mirrors: str,
+    trust_tags: bool = False,
+    auths: dict[str, dict[str, str]] | None = None,
+    **options: Any,
+) -> ClientOptions:
     (tmp_path / "config.json").write_text(json.dumps({"auths": auths or {}}))
     settings = HostSettings(mirrors=mirrors, trust_tags=trust_tags)
     return ClientOptions(docker_config=tmp_path, registries={registry.host: settings}, **options)
 
 
-def pull(registry, connection, target=f"@{DIGEST}"):
+def pull(
+    registry: ScriptedRegistry, connection: ClientOptions, target: str = f"@{DIGEST}"
+) -> tuple[Descriptor, ImageLayout]:
     reference = Reference.parse(f"{registry.host}/team/x{target}")
     store = ImageLayout(connection.docker_config / "store")
     with Repository(reference, connection) as repository:
@@ -50,42 +66,52 @@ def pull(registry, connection, target=f"@{DIGEST}"):
 
 
 @pytest.fixture
-def upstream():
+def upstream() -> Iterator[ScriptedRegistry]:
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         yield registry
 
 
 @pytest.fixture
-def mirror():
+def mirror() -> Iterator[ScriptedRegistry]:
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         yield registry
 
 
-def test_a_digest_is_fetched_from_the_mirror_only(tmp_path, upstream, mirror):
+def test_a_digest_is_fetched_from_the_mirror_only(
+    tmp_path: Path, upstream: ScriptedRegistry, mirror: ScriptedRegistry
+) -> None:
     content, _ = pull(upstream, connect(tmp_path, upstream, mirror.host))
     assert content.digest == DIGEST
     assert upstream.seen == []
     assert len(mirror.seen) == 4
 
 
-def test_a_tag_is_resolved_by_the_registry(tmp_path, upstream, mirror):
+def test_a_tag_is_resolved_by_the_registry(
+    tmp_path: Path, upstream: ScriptedRegistry, mirror: ScriptedRegistry
+) -> None:
     pull(upstream, connect(tmp_path, upstream, mirror.host), ":v1")
     assert upstream.asked("GET") == ["/v2/team/x/manifests/v1"]
     assert len(mirror.asked("GET")) == 3
 
 
-def test_a_trusted_mirror_resolves_a_tag(tmp_path, upstream, mirror):
+def test_a_trusted_mirror_resolves_a_tag(
+    tmp_path: Path, upstream: ScriptedRegistry, mirror: ScriptedRegistry
+) -> None:
     pull(upstream, connect(tmp_path, upstream, mirror.host, trust_tags=True), ":v1")
     assert upstream.seen == []
 
 
-def test_a_mirror_path_prefixes_the_repository(tmp_path, upstream, mirror):
+def test_a_mirror_path_prefixes_the_repository(
+    tmp_path: Path, upstream: ScriptedRegistry, mirror: ScriptedRegistry
+) -> None:
     pull(upstream, connect(tmp_path, upstream, f"{mirror.host}/proxy/hub"))
     assert {path.partition("/x/")[0] for path in mirror.asked("GET")} == {"/v2/proxy/hub/team"}
 
 
 @pytest.mark.parametrize("status", [401, 429])
-def test_a_failing_mirror_is_not_used_again(tmp_path, upstream, status):
+def test_a_failing_mirror_is_not_used_again(
+    tmp_path: Path, upstream: ScriptedRegistry, status: int
+) -> None:
     slept: list[float] = []
     with ScriptedRegistry(lambda _: Answer(status, {"Retry-After": "50"})).running() as broken:
         connection = connect(tmp_path, upstream, broken.host, sleep=slept.append)
@@ -96,14 +122,18 @@ def test_a_failing_mirror_is_not_used_again(tmp_path, upstream, status):
     assert slept == []  # the mirror's Retry-After does not delay the pull
 
 
-def test_an_unreachable_mirror_is_skipped(tmp_path, upstream, mirror):
+def test_an_unreachable_mirror_is_skipped(
+    tmp_path: Path, upstream: ScriptedRegistry, mirror: ScriptedRegistry
+) -> None:
     with ScriptedRegistry(lambda _: Answer()).running() as gone:
         pass
     pull(upstream, connect(tmp_path, upstream, gone.host, mirror.host))
     assert upstream.seen == []  # served by the next mirror
 
 
-def test_a_mirror_without_one_blob_serves_the_others(tmp_path, upstream):
+def test_a_mirror_without_one_blob_serves_the_others(
+    tmp_path: Path, upstream: ScriptedRegistry
+) -> None:
     digests = list(BLOBS)
     partial = {digest: BLOBS[digest] for digest in digests[1:]}
     with ScriptedRegistry(serving(MANIFEST, partial)).running() as mirror:
@@ -112,20 +142,24 @@ def test_a_mirror_without_one_blob_serves_the_others(tmp_path, upstream):
     assert upstream.asked("GET") == [f"/v2/team/x/blobs/{digests[0]}"]
 
 
-def test_a_wrong_manifest_disables_the_mirror(tmp_path, upstream):
+def test_a_wrong_manifest_disables_the_mirror(tmp_path: Path, upstream: ScriptedRegistry) -> None:
     with ScriptedRegistry(serving(OTHER, OTHER_BLOBS)).running() as liar:
         content, _ = pull(upstream, connect(tmp_path, upstream, liar.host))
         assert len(liar.seen) == 1  # detected at its first wrong response
     assert content.digest == DIGEST
 
 
-def test_an_endless_manifest_is_not_read_in_full(tmp_path, upstream):
+def test_an_endless_manifest_is_not_read_in_full(
+    tmp_path: Path, upstream: ScriptedRegistry
+) -> None:
     with ScriptedRegistry(lambda _: Answer(200, {}, b" " * 5_000_000)).running() as liar:
         content, _ = pull(upstream, connect(tmp_path, upstream, liar.host))
     assert content.digest == DIGEST
 
 
-def test_a_wrong_blob_is_fetched_from_the_registry(tmp_path, upstream):
+def test_a_wrong_blob_is_fetched_from_the_registry(
+    tmp_path: Path, upstream: ScriptedRegistry
+) -> None:
     """The digest is verified at the end, and the blob then fetched from the registry."""
     wrong = {digest: b"x" * len(blob) for digest, blob in BLOBS.items()}
     with ScriptedRegistry(serving(MANIFEST, wrong)).running() as liar:
@@ -136,7 +170,7 @@ def test_a_wrong_blob_is_fetched_from_the_registry(tmp_path, upstream):
     assert sorted(upstream.asked("GET")) == sorted(f"/v2/team/x/blobs/{d}" for d in BLOBS)
 
 
-def test_a_blob_that_is_wrong_at_every_host_fails(tmp_path):
+def test_a_blob_that_is_wrong_at_every_host_fails(tmp_path: Path) -> None:
     wrong = serving(MANIFEST, {digest: b"x" * len(blob) for digest, blob in BLOBS.items()})
     with (
         ScriptedRegistry(wrong).running() as liar,
@@ -146,11 +180,13 @@ def test_a_blob_that_is_wrong_at_every_host_fails(tmp_path):
         pull(registry, connect(tmp_path, registry, liar.host))
 
 
-def test_a_mirror_that_keeps_disconnecting_is_replaced(tmp_path, upstream, monkeypatch):
+def test_a_mirror_that_keeps_disconnecting_is_replaced(
+    tmp_path: Path, upstream: ScriptedRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     skip_waiting(monkeypatch)
     whole = serving(MANIFEST, BLOBS)
 
-    def cut(seen):
+    def cut(seen: Seen) -> Answer:
         answer = whole(seen)
         return replace(answer, cut=0) if "/blobs/" in seen.path else answer
 
@@ -159,7 +195,9 @@ def test_a_mirror_that_keeps_disconnecting_is_replaced(tmp_path, upstream, monke
     assert content.digest == DIGEST
 
 
-def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(tmp_path, monkeypatch):
+def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The registry completes the blob that a mirror began; the mirror is still recorded."""
     skip_waiting(monkeypatch)
     large = bytes(range(256)) * 400
@@ -167,7 +205,7 @@ def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(tmp_path, mon
     digest = str(Digest.of(large))
     right, wrong = serving(manifest, blobs), serving(manifest, {digest: b"?" * len(large)})
 
-    def lying(seen):
+    def lying(seen: Seen) -> Answer:
         return replace(wrong(seen), cut=1000) if seen.path.endswith(digest) else right(seen)
 
     with (
@@ -184,19 +222,19 @@ def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(tmp_path, mon
 class Answering(Session):
     """A mirror's session that has every blob."""
 
-    def __init__(self):
-        self.asked = []
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
 
-    def url(self, path):
+    def url(self, path: str) -> str:
         return path
 
-    def request(self, method, url, **_):
+    def request(self, method: str, url: str, **_: Any) -> RegistryResponse:
         self.asked.append(url)
         return RegistryResponse(200, url, {}, urllib3.HTTPResponse(b""))
 
 
 @pytest.fixture
-def answering():
+def answering() -> tuple[Answering, Mirrors]:
     session = Answering()
     return session, Mirrors([session])
 
@@ -204,7 +242,7 @@ def answering():
 BLOB = f"blobs/{DIGEST}"
 
 
-def test_an_avoided_mirror_gets_no_requests(answering):
+def test_an_avoided_mirror_gets_no_requests(answering: tuple[Answering, Mirrors]) -> None:
     session, mirrors = answering
     assert mirrors.request("GET", BLOB, None, 1) is not None
     mirrors.avoid(DIGEST)
@@ -213,7 +251,9 @@ def test_an_avoided_mirror_gets_no_requests(answering):
     assert session.asked == [BLOB]
 
 
-def test_bytes_of_an_avoided_mirror_are_attributed_to_it(answering):
+def test_bytes_of_an_avoided_mirror_are_attributed_to_it(
+    answering: tuple[Answering, Mirrors],
+) -> None:
     _, mirrors = answering
     mirrors.request("GET", BLOB, None, 1)
     mirrors.avoid(DIGEST)
@@ -221,7 +261,9 @@ def test_bytes_of_an_avoided_mirror_are_attributed_to_it(answering):
     assert not mirrors.invalidate(DIGEST)  # reported once: all later bytes come from the registry
 
 
-def test_bytes_of_the_registry_are_not_attributed_to_a_mirror(answering):
+def test_bytes_of_the_registry_are_not_attributed_to_a_mirror(
+    answering: tuple[Answering, Mirrors],
+) -> None:
     session, mirrors = answering
     mirrors.avoid(DIGEST)
     assert not mirrors.invalidate(DIGEST)
@@ -229,8 +271,8 @@ def test_bytes_of_the_registry_are_not_attributed_to_a_mirror(answering):
     assert session.asked == [BLOB]
 
 
-def test_a_blob_missing_everywhere_names_the_registry(tmp_path):
-    def absent(_):
+def test_a_blob_missing_everywhere_names_the_registry(tmp_path: Path) -> None:
+    def absent(_: Seen) -> Answer:
         return Answer(404)
 
     with (
@@ -241,7 +283,7 @@ def test_a_blob_missing_everywhere_names_the_registry(tmp_path):
         pull(upstream, connect(tmp_path, upstream, mirror.host))
 
 
-def test_a_mirror_receives_no_registry_credentials(tmp_path):
+def test_a_mirror_receives_no_registry_credentials(tmp_path: Path) -> None:
     """Check every header that the mirror receives, although it challenges for credentials."""
     inner = serving(MANIFEST, BLOBS)
     with (
@@ -256,7 +298,7 @@ def test_a_mirror_receives_no_registry_credentials(tmp_path):
             assert not any("secret" in value or BASIC in value for value in seen.headers.values())
 
 
-def test_a_mirror_receives_its_own_credentials(tmp_path):
+def test_a_mirror_receives_its_own_credentials(tmp_path: Path) -> None:
     inner = serving(MANIFEST, BLOBS)
     with (
         ScriptedRegistry(guarded(inner)).running() as upstream,
@@ -270,10 +312,10 @@ def test_a_mirror_receives_its_own_credentials(tmp_path):
         assert sent == {None, f"Basic {own}"}
 
 
-def test_a_push_does_not_use_mirrors(tmp_path, mirror):
+def test_a_push_does_not_use_mirrors(tmp_path: Path, mirror: ScriptedRegistry) -> None:
     """A blob on a mirror may be missing in the registry, and its tags may differ."""
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": "/upload/1"})
         return Answer(201) if seen.method == "PUT" else Answer(404)
@@ -291,7 +333,7 @@ def test_a_push_does_not_use_mirrors(tmp_path, mirror):
     assert mirror.seen == []
 
 
-def test_command_line_options_do_not_apply_to_mirrors():
+def test_command_line_options_do_not_apply_to_mirrors() -> None:
     entries = {
         "r.example.com": HostSettings(plain_http=True),
         "m.example.com": HostSettings(insecure=True),
@@ -304,7 +346,7 @@ def test_command_line_options_do_not_apply_to_mirrors():
     assert not ClientOptions(insecure=True, registries=entries).to("r.example.com").plain_http
 
 
-def test_the_config_file_is_parsed(tmp_path):
+def test_the_config_file_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     assert read_settings(path)[0] == {}
     entry = {
@@ -339,7 +381,7 @@ def test_the_config_file_is_parsed(tmp_path):
         '{"registries": {"x": {"caFile": ""}}}',
     ],
 )
-def test_an_invalid_config_file_is_refused(tmp_path, text):
+def test_an_invalid_config_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(UsageError, match="cannot use the configuration"):
@@ -347,7 +389,9 @@ def test_an_invalid_config_file_is_refused(tmp_path, text):
 
 
 @pytest.mark.integration
-def test_the_command_line_reads_the_config_file(aimage, tiny, registry, upstream):
+def test_the_command_line_reads_the_config_file(
+    aimage: Callable[..., Aimage], tiny: Path, registry: RealRegistry, upstream: ScriptedRegistry
+) -> None:
     """From the environment variable or the default place; a named file must exist."""
     here = aimage()
     host = registry.host
@@ -364,7 +408,7 @@ def test_the_command_line_reads_the_config_file(aimage, tiny, registry, upstream
     assert "AIMAGE_CONFIG" in there("pull", f"{upstream.host}/mirrored/x:v1", code=2).err
 
 
-def test_jobs_are_limited_per_registry():
+def test_jobs_are_limited_per_registry() -> None:
     entries = {"slow.example.com": HostSettings(jobs=2), "r.example.com": HostSettings(jobs=6)}
     connection = ClientOptions(registries=entries)
     assert connection.jobs("slow.example.com") == 2
@@ -373,12 +417,12 @@ def test_jobs_are_limited_per_registry():
     assert ClientOptions(registries=entries, jobs_override=5).jobs("slow.example.com") == 5
 
 
-def test_the_configured_chunk_size_is_respected(tmp_path):
+def test_the_configured_chunk_size_is_respected(tmp_path: Path) -> None:
     """With ``chunkSize`` set, no request is larger."""
     data = bytes(range(256)) * 10_000  # 2.4 MiB
     taken = []
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": "/upload/1"})
         if seen.method == "PATCH":

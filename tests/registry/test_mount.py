@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -15,24 +18,24 @@ from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository
 from clowder_aimage.registry.mount import CANDIDATES, sibling_repositories
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, skip_waiting
 
 BLOB = Descriptor.of("application/octet-stream", b"a blob")
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_waiting(monkeypatch)
 
 
 class Taking:
     """A registry that accepts blobs, and answers mounts by ``mount(from)``."""
 
-    def __init__(self, mount):
+    def __init__(self, mount: Any) -> None:
         self.mount = mount
-        self.asked = []
+        self.asked: list[Any] = []
 
-    def __call__(self, seen):
+    def __call__(self, seen: Any) -> Any:
         query = parse_qs(urlsplit(seen.path).query)
         if seen.method == "POST" and "mount" in query:
             self.asked.append(query["from"][0])
@@ -42,9 +45,14 @@ class Taking:
         return Answer(201 if seen.method == "PUT" else 404)
 
 
-def sent(mount, tmp_path, *places, blobs=(b"a blob",)):
+def sent(
+    mount: Callable[[Any], Answer],
+    tmp_path: Path,
+    *places: str,
+    blobs: tuple[bytes, ...] = (b"a blob",),
+) -> tuple[list[Any], list[str], list[Any], ScriptedRegistry]:
     """Push blobs with candidates ``places``; return the requests and events."""
-    told = []
+    told: list[Any] = []
     script = Taking(mount)
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
@@ -58,7 +66,7 @@ def sent(mount, tmp_path, *places, blobs=(b"a blob",)):
     return script.asked, puts, [event.kind for event in told], registry
 
 
-def test_a_mounted_blob_is_not_sent(tmp_path):
+def test_a_mounted_blob_is_not_sent(tmp_path: Path) -> None:
     asked, puts, told, registry = sent(lambda _: Answer(201), tmp_path, "a/b")
     assert (asked, puts, told) == (["a/b"], [], ["skip"])
     (seen,) = registry.seen
@@ -67,7 +75,7 @@ def test_a_mounted_blob_is_not_sent(tmp_path):
     )
 
 
-def test_a_202_response_continues_as_an_upload(tmp_path):
+def test_a_202_response_continues_as_an_upload(tmp_path: Path) -> None:
     answer = Answer(202, {"Location": "/upload/mount?state=1"})
     asked, puts, told, registry = sent(lambda _: answer, tmp_path, "a/b")
     assert (asked, puts, told) == (["a/b"], ["/upload/mount"], [])
@@ -76,7 +84,7 @@ def test_a_202_response_continues_as_an_upload(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
-def test_a_refused_mount_falls_back_to_an_upload(status, tmp_path):
+def test_a_refused_mount_falls_back_to_an_upload(status: int, tmp_path: Path) -> None:
     asked, puts, told, _ = sent(
         lambda _: Answer(status), tmp_path, "a/b", blobs=(b"one", b"two", b"three")
     )
@@ -85,16 +93,16 @@ def test_a_refused_mount_falls_back_to_an_upload(status, tmp_path):
     assert (puts, told) == (["/upload/plain"] * 3, [])
 
 
-def test_a_refused_mount_tries_the_next_candidate(tmp_path):
-    def mount(place):
+def test_a_refused_mount_tries_the_next_candidate(tmp_path: Path) -> None:
+    def mount(place: Any) -> Answer:
         return Answer(201 if place == "good" else 403)
 
     asked, puts, *_ = sent(mount, tmp_path, "bad", "good", blobs=(b"one", b"two"))
     assert (asked, puts) == (["bad", "good", "good"], [])
 
 
-def test_a_repository_without_a_blob_is_tried_last(tmp_path):
-    def mount(place):
+def test_a_repository_without_a_blob_is_tried_last(tmp_path: Path) -> None:
+    def mount(place: Any) -> Answer:
         return Answer(201) if place == "full" else Answer(202, {"Location": "/upload/mount"})
 
     asked, puts, *_ = sent(mount, tmp_path, "empty", "full", blobs=(b"one", b"two", b"three"))
@@ -102,17 +110,17 @@ def test_a_repository_without_a_blob_is_tried_last(tmp_path):
     assert puts == ["/upload/mount"]
 
 
-def test_the_number_of_candidates_is_limited(tmp_path):
+def test_the_number_of_candidates_is_limited(tmp_path: Path) -> None:
     places = [f"p{i}" for i in range(20)]
     asked, puts, *_ = sent(lambda _: Answer(404), tmp_path, *places)
     assert asked == places[:CANDIDATES]
     assert len(puts) == 1
 
 
-def test_an_upload_that_fails_after_a_mount_is_retried(tmp_path):
+def test_an_upload_that_fails_after_a_mount_is_retried(tmp_path: Path) -> None:
     left = [1]
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": "/upload"})
         return Answer(503) if left and left.pop() else Answer(201)
@@ -125,7 +133,7 @@ def test_an_upload_that_fails_after_a_mount_is_retried(tmp_path):
     assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"a blob"] * 2
 
 
-def test_a_refused_upload_without_a_mount_fails(tmp_path):
+def test_a_refused_upload_without_a_mount_fails(tmp_path: Path) -> None:
     with (
         ScriptedRegistry(lambda _: Answer(405)).running() as registry,
         pytest.raises(RegistryError, match="405"),
@@ -137,10 +145,10 @@ def test_a_refused_upload_without_a_mount_fails(tmp_path):
 
 
 @pytest.mark.parametrize("grants", [True, False], ids=["granted", "denied"])
-def test_a_token_without_the_source_scope(grants, tmp_path):
+def test_a_token_without_the_source_scope(grants: bool, tmp_path: Path) -> None:
     """The service issues tokens for the target only; a wider request gets that scope or none."""
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         path, _, query = seen.path.partition("?")
         if path == "/token":
             if "other" in query and not grants:
@@ -168,12 +176,12 @@ def test_a_token_without_the_source_scope(grants, tmp_path):
     assert [path for path in registry.asked("POST") if "mount=" in path]
 
 
-def manifest(*blobs):
+def manifest(*blobs: bytes) -> Manifest:
     raw, _ = artifact(*blobs)
     return Manifest.parse(raw)
 
 
-def test_sibling_repositories_are_distinct_and_of_one_registry():
+def test_sibling_repositories_are_distinct_and_of_one_registry() -> None:
     content = manifest(b"{}").descriptor
     other = manifest(b"{}", b"x").descriptor
     index = Descriptor(mediatype.OCI_INDEX, Digest.of(b"index"), 5)
@@ -191,13 +199,13 @@ def test_sibling_repositories_are_distinct_and_of_one_registry():
     assert sibling_repositories(names, target) == [("a", content), ("a", other)]
 
 
-def test_the_store_is_read_lazily_and_once(tmp_path):
+def test_the_store_is_read_lazily_and_once(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     target = Reference.parse("r.example/new:v1")
     reads = []
 
     class Counting(MemoryStore):
-        def tags(self):
+        def tags(self) -> Iterator[tuple[str, Descriptor]]:
             reads.append(1)
             yield from layout.tags()
 
@@ -223,7 +231,7 @@ def test_the_store_is_read_lazily_and_once(tmp_path):
     assert reads == [1]
 
 
-def test_a_push_mounts_blobs_of_other_stored_names(tmp_path):
+def test_a_push_mounts_blobs_of_other_stored_names(tmp_path: Path) -> None:
     made = manifest(b"{}", b"layer")
     script = Taking(lambda place: Answer(201))
     with ScriptedRegistry(script).running() as registry:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -10,7 +13,7 @@ import trustme
 from clowder_aimage.cli.console import option
 from clowder_aimage.content import copy
 from clowder_aimage.errors import NetworkError, StoreError
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.host_settings import certificates
 from tests.memory_store import MemoryStore
@@ -22,23 +25,28 @@ HOST = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture(scope="module")
-def authority():
+def authority() -> trustme.CA:
     return trustme.CA()
 
 
 @pytest.fixture(scope="module")
-def clients():
+def clients() -> trustme.CA:
     """Return the authority that signs client certificates."""
     return trustme.CA()
 
 
 @pytest.fixture(autouse=True)
-def no_bundle(monkeypatch):
+def no_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def secured(authority, clients=None, script=None, optional=False):
+def secured(
+    authority: trustme.CA,
+    clients: trustme.CA | None = None,
+    script: Callable[[Any], Answer] | None = None,
+    optional: bool = False,
+) -> ScriptedRegistry:
     """Return a TLS registry that requires a certificate signed by ``clients``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
@@ -51,7 +59,12 @@ def secured(authority, clients=None, script=None, optional=False):
     return registry
 
 
-def place(directory, host, authority=None, clients=None):
+def place(
+    directory: Path,
+    host: str,
+    authority: trustme.CA | None = None,
+    clients: trustme.CA | None = None,
+) -> Path:
     """Write the certs.d files of a host."""
     where = directory / host
     where.mkdir(parents=True, exist_ok=True)
@@ -64,7 +77,7 @@ def place(directory, host, authority=None, clients=None):
     return where
 
 
-def pull(host, tmp_path, **options):
+def pull(host: str, tmp_path: Path, **options: Any) -> Descriptor:
     reference = Reference.parse(f"{host}/x")
     connection = ClientOptions(
         docker_config=tmp_path, cert_dirs=(tmp_path / "none", tmp_path / "certs.d"), **options
@@ -73,7 +86,7 @@ def pull(host, tmp_path, **options):
         return copy(repository, reference, MemoryStore())
 
 
-def test_a_host_authority_is_trusted(authority, tmp_path):
+def test_a_host_authority_is_trusted(authority: trustme.CA, tmp_path: Path) -> None:
     with secured(authority).running() as registry, secured(authority).running() as other:
         place(tmp_path / "certs.d", registry.host, authority)
         pull(registry.host, tmp_path)
@@ -81,7 +94,9 @@ def test_a_host_authority_is_trusted(authority, tmp_path):
             pull(other.host, tmp_path)
 
 
-def test_a_client_certificate_is_sent(authority, clients, tmp_path):
+def test_a_client_certificate_is_sent(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     with secured(authority, clients).running() as registry:
         place(tmp_path / "certs.d", registry.host, authority)
         with pytest.raises(NetworkError):
@@ -90,14 +105,18 @@ def test_a_client_certificate_is_sent(authority, clients, tmp_path):
         pull(registry.host, tmp_path)
 
 
-def test_a_client_certificate_of_an_unknown_authority_is_refused(authority, clients, tmp_path):
+def test_a_client_certificate_of_an_unknown_authority_is_refused(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     with secured(authority, clients).running() as registry:
         place(tmp_path / "certs.d", registry.host, authority, trustme.CA())
         with pytest.raises(NetworkError):
             pull(registry.host, tmp_path)
 
 
-def test_a_ca_file_takes_precedence_and_keeps_the_client_certificate(authority, clients, tmp_path):
+def test_a_ca_file_takes_precedence_and_keeps_the_client_certificate(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     right, wrong = tmp_path / "right.pem", tmp_path / "wrong.pem"
     authority.cert_pem.write_to_path(str(right))
     trustme.CA().cert_pem.write_to_path(str(wrong))
@@ -111,8 +130,8 @@ def test_a_ca_file_takes_precedence_and_keeps_the_client_certificate(authority, 
 
 @pytest.mark.parametrize("trusted", [None, "right", "wrong", "nonsense"])
 def test_insecure_skips_verification_and_keeps_the_client_certificate(
-    trusted, authority, clients, tmp_path
-):
+    trusted: Any, authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     """The authority in certs.d is ignored."""
     told = {"right": authority, "wrong": trustme.CA()}.get(trusted)
     with secured(authority, clients).running() as registry:
@@ -122,7 +141,7 @@ def test_insecure_skips_verification_and_keeps_the_client_certificate(
         pull(registry.host, tmp_path, insecure=True)
 
 
-def test_insecure_with_an_authority_only(authority, tmp_path):
+def test_insecure_with_an_authority_only(authority: trustme.CA, tmp_path: Path) -> None:
     with secured(authority).running() as registry:
         place(tmp_path / "certs.d", registry.host, trustme.CA())
         with pytest.raises(NetworkError, match="cannot verify"):
@@ -130,7 +149,9 @@ def test_insecure_with_an_authority_only(authority, tmp_path):
         pull(registry.host, tmp_path, insecure=True)
 
 
-def test_insecure_accepts_the_certificate_of_another_host(authority, clients, tmp_path):
+def test_insecure_accepts_the_certificate_of_another_host(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("elsewhere.example.com").configure_cert(context)
     registry = ScriptedRegistry(serving(MANIFEST, BLOBS))
@@ -143,12 +164,14 @@ def test_insecure_accepts_the_certificate_of_another_host(authority, clients, tm
         pull(host, tmp_path, insecure=True)
 
 
-def test_another_origin_receives_no_client_certificate(authority, clients, tmp_path):
+def test_another_origin_receives_no_client_certificate(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     """Blobs are redirected to another port, which requests a certificate from a trusted CA."""
     shown = []
 
     class Recording(ssl.SSLSocket):
-        def read(self, *args):
+        def read(self, *args: Any) -> bytes:
             try:
                 return super().read(*args)
             finally:
@@ -164,7 +187,7 @@ def test_another_origin_receives_no_client_certificate(authority, clients, tmp_p
     address = f"{HOST}:{cdn.host.rpartition(':')[2]}"
     right = serving(MANIFEST, BLOBS)
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if "/blobs/" in seen.path:
             return Answer(307, {"Location": f"https://{address}{seen.path}"})
         return right(seen)
@@ -183,14 +206,18 @@ def test_another_origin_receives_no_client_certificate(authority, clients, tmp_p
 
 
 @pytest.mark.parametrize("broken", ["ca.crt", "client.cert", "client.key"])
-def test_an_invalid_certificate_file_is_refused(authority, clients, tmp_path, broken):
+def test_an_invalid_certificate_file_is_refused(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path, broken: str
+) -> None:
     where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
     (where / broken).write_text("nonsense")
     with pytest.raises(StoreError, match=r"cannot load the certificate .*c"):
         pull("r.example.com", tmp_path)
 
 
-def test_a_client_certificate_without_a_key_is_refused(authority, clients, tmp_path):
+def test_a_client_certificate_without_a_key_is_refused(
+    authority: trustme.CA, clients: trustme.CA, tmp_path: Path
+) -> None:
     where = place(tmp_path / "certs.d", "r.example.com", authority, clients)
     (where / "client.key").unlink()
     with pytest.raises(StoreError) as raised:
@@ -198,7 +225,7 @@ def test_a_client_certificate_without_a_key_is_refused(authority, clients, tmp_p
     assert "x.key" in str(raised.value.hint)
 
 
-def test_the_first_directory_with_the_host_is_used(tmp_path):
+def test_the_first_directory_with_the_host_is_used(tmp_path: Path) -> None:
     for name in ("a", "b"):
         where = tmp_path / name / "r.example.com:5000"
         where.mkdir(parents=True)
@@ -213,7 +240,9 @@ def test_the_first_directory_with_the_host_is_used(tmp_path):
     assert certificates(directories, "r.example.com") == []
 
 
-def test_ssl_cert_file_is_trusted(authority, tmp_path, monkeypatch):
+def test_ssl_cert_file_is_trusted(
+    authority: trustme.CA, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right, wrong = tmp_path / "right.pem", tmp_path / "wrong.pem"
     authority.cert_pem.write_to_path(str(right))
     trustme.CA().cert_pem.write_to_path(str(wrong))
@@ -229,7 +258,7 @@ def test_ssl_cert_file_is_trusted(authority, tmp_path, monkeypatch):
             pull(registry.host, tmp_path, ca_file=tmp_path / "absent.pem")
 
 
-def test_ssl_cert_dir_is_trusted(authority, tmp_path):
+def test_ssl_cert_dir_is_trusted(authority: trustme.CA, tmp_path: Path) -> None:
     """Authorities are named by the hash of their subject, as by ``openssl rehash``."""
     directory = tmp_path / "certs"
     directory.mkdir()
@@ -245,7 +274,9 @@ def test_ssl_cert_dir_is_trusted(authority, tmp_path):
             pull(registry.host, tmp_path, ca_bundle=tmp_path / "empty")
 
 
-def test_the_command_line_reads_ssl_cert_dir(tmp_path, monkeypatch):
+def test_the_command_line_reads_ssl_cert_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenSSL accepts a list there and skips missing directories; a file takes precedence."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()

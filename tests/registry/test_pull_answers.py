@@ -5,13 +5,17 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from clowder_aimage.content import chunk, copy
 from clowder_aimage.errors import (
     AImageError,
+    ContentError,
     FormatError,
     NetworkError,
     NotFoundError,
@@ -22,7 +26,11 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository, download
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving, skip_waiting
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving, skip_waiting
+
+if TYPE_CHECKING:
+    from clowder_aimage.content.copy_option import CopyEvent
+
 
 BLOB = bytes(range(256)) * 4096  # 1 MiB
 MANIFEST, BLOBS = artifact(b"{}", BLOB)
@@ -31,12 +39,14 @@ KIND = {"Content-Type": "application/vnd.oci.image.manifest.v1+json"}
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the delay between retries."""
     skip_waiting(monkeypatch)
 
 
-def pull(script, tmp_path, reference="{host}/team/x:v1"):
+def pull(
+    script: Callable[[Seen], Answer], tmp_path: Path, reference: str = "{host}/team/x:v1"
+) -> tuple[MemoryStore, Descriptor, ScriptedRegistry]:
     """Pull from a scripted registry into memory; return the requests as well."""
     store = MemoryStore()
     with ScriptedRegistry(script).running() as registry:
@@ -47,33 +57,33 @@ def pull(script, tmp_path, reference="{host}/team/x:v1"):
     return store, descriptor, registry
 
 
-def changed(change):
+def changed(change: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
     """Return the correct script with responses altered by ``change(seen, answer)``."""
     right = serving(MANIFEST, BLOBS)
 
-    def script(seen):
+    def script(seen: Any) -> Any:
         answer = right(seen)
         return change(seen, answer) or answer
 
     return script
 
 
-def is_blob(seen):
+def is_blob(seen: Seen) -> bool:
     return seen.path.endswith(NAME)
 
 
 class Once:
     """Acts on the first call only."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.left = 1
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         self.left -= 1
         return self.left >= 0
 
 
-def test_a_pull_from_a_correct_registry(tmp_path):
+def test_a_pull_from_a_correct_registry(tmp_path: Path) -> None:
     store, descriptor, registry = pull(serving(MANIFEST, BLOBS), tmp_path)
     assert descriptor.digest == Digest.of(MANIFEST)
     assert all(Digest.parse(name) in store._blobs for name in BLOBS)
@@ -81,10 +91,10 @@ def test_a_pull_from_a_correct_registry(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 4096, 1_000_000])
-def test_a_dropped_connection_is_resumed(cut, tmp_path):
+def test_a_dropped_connection_is_resumed(cut: int, tmp_path: Path) -> None:
     once = Once()
 
-    def change(seen, answer):
+    def change(seen: Any, answer: Any) -> Any:
         if is_blob(seen) and once:
             answer.headers["Content-Length"] = str(len(answer.body))
             answer.cut = cut
@@ -110,11 +120,11 @@ def test_a_dropped_connection_is_resumed(cut, tmp_path):
     ],
     ids=["another", "unnamed", "nonsense", "416", "501", "ignored"],
 )
-def test_a_wrong_content_range_is_refused(bad, tmp_path):
+def test_a_wrong_content_range_is_refused(bad: Answer, tmp_path: Path) -> None:
     """The blob is then read from the start, and the bytes already received are discarded."""
     once = Once()
 
-    def change(seen, answer):
+    def change(seen: Any, answer: Any) -> Answer | None:
         if is_blob(seen) and once:
             return Answer(200, {"Content-Length": str(len(BLOB))}, BLOB, 500_000)
         return bad if is_blob(seen) and "Range" in seen.headers else None
@@ -128,20 +138,24 @@ def test_a_wrong_content_range_is_refused(bad, tmp_path):
     [(len(BLOB), None), (len(BLOB) - 1, f"bytes=0-{len(BLOB) - 1}")],
     ids=["small", "large"],
 )
-def test_a_large_blob_is_requested_as_a_range(small, span, tmp_path, monkeypatch):
+def test_a_large_blob_is_requested_as_a_range(
+    small: int, span: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Even for the whole blob: the response shows whether the server supports ranges."""
     monkeypatch.setattr(download, "SMALL", small)
     _, _, registry = pull(serving(MANIFEST, BLOBS), tmp_path)
     assert [seen.headers.get("Range") for seen in registry.seen if is_blob(seen)] == [span]
 
 
-def without_ranges(manifest, blobs):
+def without_ranges(manifest: bytes, blobs: dict[str, bytes]) -> Callable[[Any], Answer]:
     """Return a script that ignores Range headers."""
     right = serving(manifest, blobs)
     return lambda seen: right(replace(seen, headers={}))
 
 
-def test_a_server_without_ranges_is_detected_by_its_first_response(tmp_path, monkeypatch):
+def test_a_server_without_ranges_is_detected_by_its_first_response(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(download, "SMALL", len(BLOB) - 1)
     with ScriptedRegistry(without_ranges(MANIFEST, BLOBS)).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
@@ -154,7 +168,9 @@ def test_a_server_without_ranges_is_detected_by_its_first_response(tmp_path, mon
         assert len(registry.seen) == 1
 
 
-def test_a_server_without_ranges_gets_one_connection_per_blob(tmp_path, monkeypatch):
+def test_a_server_without_ranges_gets_one_connection_per_blob(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One connection has a large blob left while another is idle."""
     monkeypatch.setattr(chunk, "WORTH_SHARING", 0.01)
     large = BLOB * 20
@@ -163,14 +179,14 @@ def test_a_server_without_ranges_gets_one_connection_per_blob(tmp_path, monkeypa
     left, lock, asked = set(blobs) - {str(digest)}, threading.Lock(), []
     idle, joined = threading.Event(), threading.Event()
 
-    def script(seen):
+    def script(seen: Seen) -> Any:
         if seen.path.endswith(str(digest)):
             asked.append(seen)
             if len(asked) > 1:
                 joined.set()
         return right(seen)
 
-    def on_event(event):
+    def on_event(event: CopyEvent) -> None:
         if not event.content:
             return
         if event.kind == "done":
@@ -194,11 +210,11 @@ def test_a_server_without_ranges_gets_one_connection_per_blob(tmp_path, monkeypa
 # -- redirects
 
 
-def redirecting(answer):
+def redirecting(answer: Answer) -> Callable[[Any], Answer]:
     """Redirect every blob to the address that ``answer`` gives."""
     right = serving(MANIFEST, BLOBS)
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if "/blobs/" in seen.path:
             return answer
         return right(replace(seen, path=seen.path.replace("/there/", "/blobs/")))
@@ -206,7 +222,7 @@ def redirecting(answer):
     return script
 
 
-def test_the_body_of_a_redirect_is_not_read_in_full(tmp_path):
+def test_the_body_of_a_redirect_is_not_read_in_full(tmp_path: Path) -> None:
     """A short body is read; it could be endless."""
     headers = {"Location": f"/there/{NAME}", "Content-Length": str(1 << 40)}
     script = redirecting(Answer(307, headers, b"gone", flood=64 << 20))
@@ -220,7 +236,7 @@ def test_the_body_of_a_redirect_is_not_read_in_full(tmp_path):
     assert registry.flooded < 32 << 20
 
 
-def test_a_short_redirect_keeps_the_connection(tmp_path):
+def test_a_short_redirect_keeps_the_connection(tmp_path: Path) -> None:
     headers = {"Location": f"/there/{NAME}"}
     script = redirecting(Answer(307, headers, b"<a href>elsewhere</a>"))
     with ScriptedRegistry(script).running() as registry:
@@ -242,18 +258,18 @@ def test_a_short_redirect_keeps_the_connection(tmp_path):
     ],
 )
 @pytest.mark.parametrize("what", ["/manifests/", "/blobs/"])
-def test_a_redirect_to_an_invalid_url_fails(what, location, tmp_path):
+def test_a_redirect_to_an_invalid_url_fails(what: str, location: str, tmp_path: Path) -> None:
     right = serving(MANIFEST, BLOBS)
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         return Answer(307, {"Location": location}) if what in seen.path else right(seen)
 
     with pytest.raises(NetworkError):
         pull(script, tmp_path)
 
 
-def test_a_connection_that_always_drops_fails(tmp_path):
-    def change(seen, answer):
+def test_a_connection_that_always_drops_fails(tmp_path: Path) -> None:
+    def change(seen: Any, answer: Any) -> Answer | None:
         return Answer(200, {"Content-Length": "9"}, b"", 0) if is_blob(seen) else None
 
     with pytest.raises(NetworkError, match="ended after 0 of"):
@@ -262,18 +278,18 @@ def test_a_connection_that_always_drops_fails(tmp_path):
 
 @pytest.mark.parametrize("status", [429, 502])
 @pytest.mark.parametrize("what", ["/manifests/", NAME])
-def test_a_transient_error_is_retried(status, what, tmp_path):
+def test_a_transient_error_is_retried(status: int, what: str, tmp_path: Path) -> None:
     once = Once()
     pull(changed(lambda seen, _: Answer(status) if what in seen.path and once else None), tmp_path)
 
 
-def test_a_permanent_error_includes_the_registry_s_message(tmp_path):
+def test_a_permanent_error_includes_the_registry_s_message(tmp_path: Path) -> None:
     body = json.dumps({"errors": [{"code": "UNKNOWN", "message": "the disk burns"}]}).encode()
     with pytest.raises(RegistryError, match=r"500 UNKNOWN for blob .*: the disk burns"):
         pull(changed(lambda seen, _: Answer(500, {}, body) if is_blob(seen) else None), tmp_path)
 
 
-def test_a_missing_blob_fails(tmp_path):
+def test_a_missing_blob_fails(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=NAME):
         pull(changed(lambda seen, _: Answer(404) if is_blob(seen) else None), tmp_path)
 
@@ -281,8 +297,8 @@ def test_a_missing_blob_fails(tmp_path):
 @pytest.mark.parametrize(
     "body", [BLOB[:-1] + b"?", BLOB + b"?", BLOB[:-1], b""], ids=["bit", "long", "short", "empty"]
 )
-def test_wrong_blob_bytes_fail_verification(body, tmp_path):
-    def change(seen, answer):
+def test_wrong_blob_bytes_fail_verification(body: bytes, tmp_path: Path) -> None:
+    def change(seen: Any, answer: Any) -> Answer | None:
         return Answer(200, {}, body) if is_blob(seen) and "Range" not in seen.headers else None
 
     if not body:
@@ -300,7 +316,7 @@ def test_wrong_blob_bytes_fail_verification(body, tmp_path):
         pull(changed(change), tmp_path)
 
 
-def test_a_manifest_pulled_by_digest_is_verified(tmp_path):
+def test_a_manifest_pulled_by_digest_is_verified(tmp_path: Path) -> None:
     digest = Digest.of(MANIFEST)
     reference = "{host}/team/x@" + str(digest)
     _, descriptor, _ = pull(serving(MANIFEST, BLOBS), tmp_path, reference)
@@ -310,7 +326,7 @@ def test_a_manifest_pulled_by_digest_is_verified(tmp_path):
         pull(serving(other, BLOBS), tmp_path, reference)
 
 
-def test_a_manifest_that_contradicts_its_headers_is_refused(tmp_path):
+def test_a_manifest_that_contradicts_its_headers_is_refused(tmp_path: Path) -> None:
     header = KIND | {"Docker-Content-Digest": str(Digest.of(b"other"))}
     script = changed(
         lambda seen, _: Answer(200, header, MANIFEST) if "/manifests/" in seen.path else None
@@ -319,7 +335,7 @@ def test_a_manifest_that_contradicts_its_headers_is_refused(tmp_path):
         pull(script, tmp_path)
 
 
-def evil(**fields):
+def evil(**fields: Any) -> bytes:
     document = json.loads(MANIFEST) | fields
     return json.dumps(document).encode()
 
@@ -335,7 +351,9 @@ def evil(**fields):
         (b" " * (4 * 1024 * 1024 + 1), VerificationError),
     ],
 )
-def test_an_invalid_manifest_is_refused(manifest, error, tmp_path):
+def test_an_invalid_manifest_is_refused(
+    manifest: bytes, error: type[ContentError], tmp_path: Path
+) -> None:
     with pytest.raises(error):
         pull(serving(manifest, BLOBS), tmp_path)
 
@@ -344,7 +362,9 @@ def test_an_invalid_manifest_is_refused(manifest, error, tmp_path):
     ("digest", "field"),
     [("sha256:../../../../etc/passwd", "config"), ("", "layers"), (None, "subject"), (7, "config")],
 )
-def test_a_bad_digest_is_refused_before_any_request(digest, field, tmp_path):
+def test_a_bad_digest_is_refused_before_any_request(
+    digest: str | int | None, field: str, tmp_path: Path
+) -> None:
     descriptor = {"mediaType": "text/plain", "digest": digest, "size": 1}
     manifest = evil(**{field: [descriptor] if field == "layers" else descriptor})
     store = MemoryStore()
@@ -360,13 +380,13 @@ def test_a_bad_digest_is_refused_before_any_request(digest, field, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1 << 60, -1, 1.5, "9", None, True])
-def test_an_absurd_size_is_refused(size, tmp_path):
+def test_an_absurd_size_is_refused(size: float | str | None, tmp_path: Path) -> None:
     layer = {"mediaType": "text/plain", "digest": NAME, "size": size}
     with pytest.raises(AImageError):
         pull(serving(evil(layers=[layer]), BLOBS), tmp_path)
 
 
-def test_a_compressed_manifest_is_refused(tmp_path):
+def test_a_compressed_manifest_is_refused(tmp_path: Path) -> None:
     """An encoding that was not requested could decompress to any size."""
     header = KIND | {"Content-Encoding": "gzip"}
     bomb = gzip.compress(b" " * 50_000_000)
@@ -374,7 +394,7 @@ def test_a_compressed_manifest_is_refused(tmp_path):
         pull(lambda _: Answer(200, header, bomb), tmp_path)
 
 
-def test_urls_of_foreign_layers_are_never_followed(tmp_path):
+def test_urls_of_foreign_layers_are_never_followed(tmp_path: Path) -> None:
     """CVE-2020-15157."""
     with ScriptedRegistry(lambda _: Answer(200, {}, BLOB)).running() as other:
         layer = json.loads(MANIFEST)["layers"][0] | {"urls": [f"http://{other.host}/x"]}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,7 @@ from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.pull import pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, Repository
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
 
 TAR = b"not really a tar, and nobody looks" * 1000
@@ -42,7 +46,13 @@ class Foreign:
     blobs: list[tuple[str, bytes]]
 
 
-def foreign(media_type, config, *layers, indent=None, **fields):
+def foreign(
+    media_type: str,
+    config: tuple[str, bytes],
+    *layers: tuple[str, bytes],
+    indent: int | None = None,
+    **fields: Any,
+) -> Foreign:
     """Return a manifest over (media type, bytes) pairs, with unknown fields."""
     blobs = [config, *layers]
     entries = [Descriptor.of(kind, data).to_json() | {"x-other": 1} for kind, data in blobs]
@@ -52,13 +62,13 @@ def foreign(media_type, config, *layers, indent=None, **fields):
     return Foreign(media_type, json.dumps(document, indent=indent).encode(), blobs)
 
 
-def image_config(*layers):
+def image_config(*layers: bytes) -> bytes:
     value = {"os": "linux", "architecture": "amd64", "config": {}}
     value["rootfs"] = {"type": "layers", "diff_ids": [str(Digest.of(layer)) for layer in layers]}
     return json.dumps(value).encode()
 
 
-def ollama(**fields):
+def ollama(**fields: Any) -> Foreign:
     kind = "application/vnd.ollama.image."
     return foreign(
         mediatype.DOCKER_MANIFEST,
@@ -120,11 +130,11 @@ CUSTOM = foreign(
 )
 
 
-def serving(thing, content_type):
+def serving(thing: Foreign, content_type: str) -> Callable[[Any], Answer]:
     """Return a registry that serves a foreign artifact, and accepts any push."""
     blobs = {str(Digest.of(data)): data for _, data in thing.blobs}
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if seen.method in ("POST", "PATCH"):
             return Answer(202, {"Location": "/v2/upload"})
         if seen.method == "PUT":
@@ -137,7 +147,7 @@ def serving(thing, content_type):
     return script
 
 
-def round_trip(script, thing, tmp_path):
+def round_trip(script: Any, thing: Foreign, tmp_path: Path) -> tuple[bytes, str]:
     """Pull and push again; return the manifest and media type that the registry received."""
     store = ImageLayout(tmp_path / "store")
     with ScriptedRegistry(script).running() as registry:
@@ -152,7 +162,7 @@ def round_trip(script, thing, tmp_path):
     return put.body, put.headers["Content-Type"]
 
 
-def check(store, name, thing):
+def check(store: ImageLayout, name: Reference, thing: Foreign) -> None:
     """Verify that the artifact is stored byte for byte and tagged."""
     root = store.resolve(name)
     assert (root.digest, root.media_type) == (Digest.of(thing.raw), thing.media_type)
@@ -162,7 +172,9 @@ def check(store, name, thing):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_foreign_artifacts_round_trip_through_a_real_registry(kind, aimage, repository, tmp_path):
+def test_foreign_artifacts_round_trip_through_a_real_registry(
+    kind: str, aimage: Callable[..., Aimage], repository: str, tmp_path: Path
+) -> None:
     thing, name = KINDS[kind], Reference.parse(f"{repository}:v1")
     digest = str(Digest.of(thing.raw))
     with Repository(name, ClientOptions(docker_config=tmp_path)) as there:
@@ -181,14 +193,16 @@ def test_foreign_artifacts_round_trip_through_a_real_registry(kind, aimage, repo
     check(ImageLayout(other.store), Reference.parse(again), thing)
 
 
-def test_an_aimage_type_manifest_that_is_not_an_aimage_round_trips(tmp_path):
+def test_an_aimage_type_manifest_that_is_not_an_aimage_round_trips(tmp_path: Path) -> None:
     """Known registries refuse the type, but another might accept it."""
     script = serving(CUSTOM, mediatype.AIMAGE_MANIFEST)
     assert round_trip(script, CUSTOM, tmp_path) == (CUSTOM.raw, mediatype.AIMAGE_MANIFEST)
 
 
 @pytest.mark.integration
-def test_a_custom_type_aimage_is_pulled_from_registry_serve(aimage, tiny):
+def test_a_custom_type_aimage_is_pulled_from_registry_serve(
+    aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     """``registry serve`` refuses the type on push, but serves it from a layout."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     maker = aimage("maker")
@@ -204,7 +218,7 @@ def test_a_custom_type_aimage_is_pulled_from_registry_serve(aimage, tiny):
 
 
 @contextlib.contextmanager
-def served(here):
+def served(here: Aimage) -> Iterator[str]:
     """Run ``aimage registry serve`` on a store; yield its host."""
     process = here.start("registry", "serve", "--addr", "127.0.0.1:0")
     try:
@@ -227,7 +241,7 @@ def served(here):
         "",
     ],
 )
-def test_an_ollama_manifest_without_content_type(content_type, tmp_path):
+def test_an_ollama_manifest_without_content_type(content_type: str, tmp_path: Path) -> None:
     """ollama's registry sends no Content-Type for manifests."""
     thing = ollama()
     script = serving(thing, content_type)
@@ -236,7 +250,9 @@ def test_an_ollama_manifest_without_content_type(content_type, tmp_path):
 
 @pytest.mark.parametrize("content_type", ["text/plain", "application/json", ""])
 @pytest.mark.parametrize("on_layers", [True, False])
-def test_an_ollama_manifest_without_media_type(on_layers, content_type, tmp_path):
+def test_an_ollama_manifest_without_media_type(
+    on_layers: bool, content_type: str, tmp_path: Path
+) -> None:
     """With neither mediaType nor Content-Type, the kind is inferred and kept."""
     thing = ollama(mediaType=None)
     thing.media_type = mediatype.OCI_MANIFEST
@@ -250,7 +266,7 @@ def test_an_ollama_manifest_without_media_type(on_layers, content_type, tmp_path
 
 
 @pytest.mark.parametrize("fields", [{"annotations": None}, {"subject": None}, {"urls": ["x"]}])
-def test_unknown_fields_are_kept(fields, tmp_path):
+def test_unknown_fields_are_kept(fields: dict[str, Any], tmp_path: Path) -> None:
     thing = ollama(**fields)
     script = serving(thing, thing.media_type)
     assert round_trip(script, thing, tmp_path) == (thing.raw, mediatype.DOCKER_MANIFEST)
@@ -264,7 +280,7 @@ def test_unknown_fields_are_kept(fields, tmp_path):
         "application/json",
     ],
 )
-def test_schema_1_is_refused_with_advice(content_type, tmp_path):
+def test_schema_1_is_refused_with_advice(content_type: str, tmp_path: Path) -> None:
     script = serving(Foreign("", SCHEMA1, []), content_type)
     store = ImageLayout(tmp_path / "store")
     with ScriptedRegistry(script).running() as registry:

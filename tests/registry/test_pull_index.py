@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,7 @@ from clowder_aimage.oci.manifest import encode
 from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.verify import repair, verify
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
 
 HERE = Platform.of(os.uname().sysname, os.uname().machine)
@@ -32,28 +36,28 @@ class Shelf:
     content: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     root: bytes = b""
 
-    def manifest(self, text, media_type=mediatype.OCI_MANIFEST, **fields):
+    def manifest(self, text: str, media_type: Any = mediatype.OCI_MANIFEST, **fields: Any) -> Any:
         """Add a manifest with a layer of its own."""
         config, layer = (self._blob(data) for data in (b"{}", text.encode() * 100))
         document = {"schemaVersion": 2, "mediaType": media_type, "config": config}
         return self._document(document | {"layers": [layer]} | fields)
 
-    def index(self, *children, media_type=mediatype.OCI_INDEX):
+    def index(self, *children: Any, media_type: str = mediatype.OCI_INDEX) -> Any:
         document = {"schemaVersion": 2, "mediaType": media_type, "manifests": list(children)}
         return self._document(document)
 
-    def _blob(self, data):
+    def _blob(self, data: bytes) -> dict[str, Any]:
         found = Descriptor.of("application/vnd.example.blob", data)
         self.content[str(found.digest)] = (found.media_type, data)
         return found.to_json()
 
-    def _document(self, value):
+    def _document(self, value: dict[Any, Any]) -> dict[str, Any]:
         self.root = encode(value)
         found = Descriptor.of(value["mediaType"], self.root)
         self.content[str(found.digest)] = (found.media_type, self.root)
         return found.to_json()
 
-    def __call__(self, seen):
+    def __call__(self, seen: Any) -> Answer:
         wanted = seen.path.rpartition("/")[2]
         wanted = str(Digest.of(self.root)) if wanted == "v1" else wanted
         if wanted not in self.content:
@@ -62,7 +66,9 @@ class Shelf:
         return Answer(200, {"Content-Type": media_type}, data)
 
 
-def said(child, platform=None, variant=None, **annotations):
+def said(
+    child: Any, platform: str | None = None, variant: str | None = None, **annotations: str
+) -> Any:
     """Return the descriptor of a child in an index."""
     if variant is not None:
         annotations[mediatype.VARIANT] = variant
@@ -75,15 +81,15 @@ def said(child, platform=None, variant=None, **annotations):
 
 
 @pytest.fixture
-def shelf():
+def shelf() -> Shelf:
     return Shelf()
 
 
 @pytest.fixture
-def fetch(shelf, tmp_path):
+def fetch(shelf: Shelf, tmp_path: Path) -> Callable[..., str]:
     """Pull from the shelf; return the layout, the digest and the requests."""
 
-    def run(wish=ANY, name="{host}/team/x:v1"):
+    def run(wish: ManifestSelector = ANY, name: str = "{host}/team/x:v1") -> str:
         store = ImageLayout(tmp_path / "store")
         with ScriptedRegistry(shelf).running() as registry:
             reference = Reference.parse(name.format(host=registry.host))
@@ -98,7 +104,9 @@ def fetch(shelf, tmp_path):
 
 @pytest.mark.parametrize("media_type", [mediatype.OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST])
 @pytest.mark.parametrize("wish", ["a", "b"])
-def test_only_the_selected_variant_is_fetched(media_type, wish, shelf, fetch):
+def test_only_the_selected_variant_is_fetched(
+    media_type: str, wish: str, shelf: Shelf, fetch: Any
+) -> None:
     children = {name: shelf.manifest(name) for name in "ab"}
     shelf.index(
         *(said(child, variant=name) for name, child in children.items()), media_type=media_type
@@ -115,27 +123,29 @@ def test_only_the_selected_variant_is_fetched(media_type, wish, shelf, fetch):
     assert raw == shelf.content[digest][1]
 
 
-def test_a_single_child_needs_no_option(shelf, fetch):
+def test_a_single_child_needs_no_option(shelf: Shelf, fetch: Callable[..., str]) -> None:
     child = shelf.manifest("a")
     shelf.index(said(child, "plan9/mips", "odd"))
     assert fetch() == child["digest"]
 
 
-def test_the_host_platform_is_selected_by_default(shelf, fetch):
+def test_the_host_platform_is_selected_by_default(shelf: Shelf, fetch: Callable[..., str]) -> None:
     mine, other = shelf.manifest("a"), shelf.manifest("b")
     shelf.index(said(other, "plan9/mips"), said(mine, str(HERE)))
     assert fetch() == mine["digest"]
     assert fetch(ManifestSelector(platform=Platform.parse("plan9/mips"))) == other["digest"]
 
 
-def test_an_attestation_is_not_a_candidate(shelf, fetch):
+def test_an_attestation_is_not_a_candidate(shelf: Shelf, fetch: Callable[..., str]) -> None:
     mine, one, two = (shelf.manifest(name) for name in "abc")
     about = {"vnd.docker.reference.type": "attestation-manifest"}
     shelf.index(said(one, "unknown/unknown"), said(two, str(HERE), **about), said(mine))
     assert fetch() == mine["digest"]
 
 
-def test_a_nested_index_passes_its_annotations_to_its_children(shelf, fetch):
+def test_a_nested_index_passes_its_annotations_to_its_children(
+    shelf: Shelf, fetch: Callable[..., str]
+) -> None:
     mine, other = shelf.manifest("a"), shelf.manifest("b")
     inner = [shelf.index(said(child, str(HERE))) for child in (mine, other)]
     shelf.index(*(said(child, variant=name) for name, child in zip("ab", inner, strict=True)))
@@ -144,7 +154,7 @@ def test_a_nested_index_passes_its_annotations_to_its_children(shelf, fetch):
 
 
 @pytest.mark.parametrize("depth", [4, 5])
-def test_nesting_depth_is_limited(depth, shelf, fetch):
+def test_nesting_depth_is_limited(depth: int, shelf: Shelf, fetch: Callable[..., str]) -> None:
     child = mine = shelf.manifest("a")
     for _ in range(depth + 1):
         child = shelf.index(child)
@@ -155,7 +165,7 @@ def test_nesting_depth_is_limited(depth, shelf, fetch):
         fetch()
 
 
-def test_a_repeated_index_is_read_once(shelf, fetch):
+def test_a_repeated_index_is_read_once(shelf: Shelf, fetch: Any) -> None:
     child = mine = shelf.manifest("a")
     for _ in range(4):
         child = shelf.index(*[child] * 50)
@@ -164,7 +174,7 @@ def test_a_repeated_index_is_read_once(shelf, fetch):
 
 
 @pytest.mark.integration
-def test_the_number_of_indexes_is_limited(shelf, fetch):
+def test_the_number_of_indexes_is_limited(shelf: Shelf, fetch: Callable[..., str]) -> None:
     shelf.index(*(shelf.index(shelf.manifest(str(number))) for number in range(64)))
     with pytest.raises(FormatError, match="over 64 nested indexes"):
         fetch()
@@ -172,7 +182,9 @@ def test_the_number_of_indexes_is_limited(shelf, fetch):
 
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("is_index", [True, False])
-def test_a_child_whose_media_type_differs_from_the_index_is_refused(own, is_index, shelf, fetch):
+def test_a_child_whose_media_type_differs_from_the_index_is_refused(
+    own: bool, is_index: bool, shelf: Shelf, fetch: Callable[..., str]
+) -> None:
     """Its kind must not depend on the source: the index, the registry or the child."""
     inner = shelf.manifest("a")
     child = shelf.index(inner) if is_index else inner
@@ -189,14 +201,16 @@ def test_a_child_whose_media_type_differs_from_the_index_is_refused(own, is_inde
     assert fetch() == (inner if is_index else child)["digest"]
 
 
-def test_a_child_with_layers_and_manifests_is_refused(shelf, fetch):
+def test_a_child_with_layers_and_manifests_is_refused(
+    shelf: Shelf, fetch: Callable[..., str]
+) -> None:
     shelf.index(shelf.manifest("a", manifests=[]))
     with pytest.raises(FormatError, match="both layers and manifests"):
         fetch()
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_repair_keeps_a_whole_index(count, shelf, tmp_path):
+def test_repair_keeps_a_whole_index(count: int, shelf: Shelf, tmp_path: Path) -> None:
     children = [shelf.manifest(name) for name in "ab"[:count]]
     whole = shelf.index(*(said(child, variant="x") for child in children))
     layer = json.loads(shelf.content[children[0]["digest"]][1])["layers"][0]["digest"]
@@ -213,7 +227,7 @@ def test_repair_keeps_a_whole_index(count, shelf, tmp_path):
     assert verify(store).problems == []
 
 
-def test_a_whole_index_is_pulled_without_a_selector(shelf, fetch):
+def test_a_whole_index_is_pulled_without_a_selector(shelf: Shelf, fetch: Any) -> None:
     children = [shelf.manifest(name) for name in "abc"]
     whole = shelf.index(*(said(child, variant="x") for child in children))
     assert fetch(None) == whole["digest"]
@@ -222,7 +236,7 @@ def test_a_whole_index_is_pulled_without_a_selector(shelf, fetch):
 
 
 @pytest.mark.parametrize("tag", ["", ":v1"])
-def test_a_pull_by_index_digest_names_the_child(tag, shelf, fetch):
+def test_a_pull_by_index_digest_names_the_child(tag: str, shelf: Shelf, fetch: Any) -> None:
     child = shelf.manifest("a")
     index = shelf.index(child)
     digest = fetch(name="{host}/team/x" + f"{tag}@{index['digest']}")
@@ -232,14 +246,14 @@ def test_a_pull_by_index_digest_names_the_child(tag, shelf, fetch):
         fetch.store.resolve(Reference.parse(f"x@{index['digest']}"))
 
 
-def test_a_tag_is_resolved_once(shelf, fetch):
+def test_a_tag_is_resolved_once(shelf: Shelf, fetch: Any) -> None:
     """The tag may move meanwhile: later requests use the digest."""
     shelf.index(shelf.manifest("a"))
     fetch()
     assert [path for path in fetch.asked if path.endswith("/v1")] == ["/v2/team/x/manifests/v1"]
 
 
-def test_a_dry_run_reports_the_selected_manifest(shelf, tmp_path):
+def test_a_dry_run_reports_the_selected_manifest(shelf: Shelf, tmp_path: Path) -> None:
     children = {name: shelf.manifest(name) for name in "ab"}
     shelf.index(*(said(child, variant=name) for name, child in children.items()))
     with ScriptedRegistry(shelf).running() as registry:
@@ -253,7 +267,9 @@ def test_a_dry_run_reports_the_selected_manifest(shelf, tmp_path):
 
 
 @pytest.mark.parametrize("own", [None, "a"])
-def test_a_plain_manifest_matches_the_variant_it_declares(own, shelf, fetch):
+def test_a_plain_manifest_matches_the_variant_it_declares(
+    own: str | None, shelf: Shelf, fetch: Callable[..., str]
+) -> None:
     annotations = {"annotations": {mediatype.VARIANT: own}} if own else {}
     digest = shelf.manifest("a", **annotations)["digest"]
     assert fetch(ManifestSelector(platform=Platform("plan9", "mips"))) == digest
@@ -263,7 +279,9 @@ def test_a_plain_manifest_matches_the_variant_it_declares(own, shelf, fetch):
         assert fetch(ManifestSelector("a")) == digest
 
 
-def test_a_child_with_another_variant_than_the_index_is_refused(shelf, fetch):
+def test_a_child_with_another_variant_than_the_index_is_refused(
+    shelf: Shelf, fetch: Callable[..., str]
+) -> None:
     child = shelf.manifest("a")
     shelf.index(child | {"size": child["size"] + 1})
     with pytest.raises(VerificationError, match="size mismatch"):
@@ -273,7 +291,7 @@ def test_a_child_with_another_variant_than_the_index_is_refused(shelf, fetch):
 # -- the choice by itself
 
 
-def candidates(*lines):
+def candidates(*lines: str) -> list[Candidate]:
     """Return a candidate for each ``variant platform`` (``-`` is none)."""
     found = []
     for number, line in enumerate(lines):
@@ -330,7 +348,7 @@ def candidates(*lines):
         (["a -", "- -"], ManifestSelector(""), 1),
     ],
 )
-def test_select_chooses_a_candidate(lines, wish, number):
+def test_select_chooses_a_candidate(lines: list[str], wish: ManifestSelector, number: int) -> None:
     found = candidates(*lines)
     assert choose(found, wish, LINUX, NAME) is found[number]
 
@@ -348,7 +366,9 @@ def test_select_chooses_a_candidate(lines, wish, number):
         (["- -", "- -"], ANY, []),
     ],
 )
-def test_several_matches_are_listed_with_their_differences(lines, wish, options):
+def test_several_matches_are_listed_with_their_differences(
+    lines: list[str], wish: ManifestSelector, options: list[str]
+) -> None:
     found = candidates(*lines)
     with pytest.raises(UsageError) as error:
         choose(found, wish, LINUX, NAME)
@@ -372,7 +392,7 @@ def test_several_matches_are_listed_with_their_differences(lines, wish, options)
         ([], ANY, "without selectable manifests"),
     ],
 )
-def test_no_match_lists_the_candidates(lines, wish, said):
+def test_no_match_lists_the_candidates(lines: list[str], wish: ManifestSelector, said: str) -> None:
     found = candidates(*lines)
     with pytest.raises(NotFoundError, match=said) as error:
         choose(found, wish, LINUX, NAME)
@@ -380,7 +400,7 @@ def test_no_match_lists_the_candidates(lines, wish, said):
     assert "--whole" in (advice(error.value) or "")
 
 
-def test_foreign_text_is_printed_on_one_line():
+def test_foreign_text_is_printed_on_one_line() -> None:
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, b"")
     found = [Candidate(descriptor, "x\n  y" * 100), *candidates(*["a -"] * 60)]
     with pytest.raises(UsageError) as error:
@@ -394,7 +414,7 @@ def test_foreign_text_is_printed_on_one_line():
 @pytest.mark.parametrize(
     "platform", [None, [], "linux", {"os": 1, "architecture": "x"}, {"os": "x"}]
 )
-def test_an_invalid_platform_is_ignored(platform):
+def test_an_invalid_platform_is_ignored(platform: list[Any] | str | dict[str, Any] | None) -> None:
     descriptor = Descriptor.of("x/y", b"", extra={"platform": platform})
     assert Platform.in_descriptor(descriptor) is None
 
@@ -402,7 +422,7 @@ def test_an_invalid_platform_is_ignored(platform):
 # -- the command line
 
 
-def push_index(repository, shelf, tmp_path):
+def push_index(repository: str, shelf: Shelf, tmp_path: Path) -> None:
     """Push the shelf to a real registry."""
     name = Reference.parse(f"{repository}:v1")
     root = Digest.of(shelf.root)
@@ -419,7 +439,9 @@ def push_index(repository, shelf, tmp_path):
             there.push(descriptor, bytes_body(data), tag)
 
 
-def test_the_command_line_selects_a_manifest(aimage, repository, shelf, tmp_path):
+def test_the_command_line_selects_a_manifest(
+    aimage: Callable[..., Aimage], repository: str, shelf: Shelf, tmp_path: Path
+) -> None:
     children = {name: shelf.manifest(name) for name in ("bf16", "int8")}
     index = shelf.index(*(said(child, str(HERE), name) for name, child in children.items()))
     push_index(repository, shelf, tmp_path)
@@ -447,7 +469,9 @@ def test_the_command_line_selects_a_manifest(aimage, repository, shelf, tmp_path
     assert run("push", value["reference"]).line == children["bf16"]["digest"]
 
 
-def test_show_lists_a_stored_index(aimage, repository, shelf, tmp_path):
+def test_show_lists_a_stored_index(
+    aimage: Callable[..., Aimage], repository: str, shelf: Shelf, tmp_path: Path
+) -> None:
     child, alone = shelf.manifest("a"), shelf.manifest("b")
     about = said(shelf.manifest("c"), "unknown/unknown")
     index = shelf.index(said(child, "linux/arm64", "x\ny"), alone, about)
@@ -470,7 +494,9 @@ def test_show_lists_a_stored_index(aimage, repository, shelf, tmp_path):
     }
 
 
-def test_copy_includes_the_whole_index(aimage, repository, shelf, tmp_path):
+def test_copy_includes_the_whole_index(
+    aimage: Callable[..., Aimage], repository: str, shelf: Shelf, tmp_path: Path
+) -> None:
     index = shelf.index(*(said(shelf.manifest(name), variant=name) for name in "ab"))
     push_index(repository, shelf, tmp_path)
     assert aimage()("copy", f"{repository}:v1", f"{repository}:v2").line == index["digest"]

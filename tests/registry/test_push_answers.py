@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,23 +22,23 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, Repository
-from tests.scripted import Answer, ScriptedRegistry, skip_waiting
+from tests.scripted import Answer, ScriptedRegistry, Seen, skip_waiting
 
 FILE = b'{"model_type": "test"}'
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_waiting(monkeypatch)
 
 
-def error(status, code, message="", detail=None):
+def error(status: int, code: str, message: str = "", detail: Any = None) -> Answer:
     """Return an error response in the specification's form."""
     body = {"errors": [{"code": code, "message": message, "detail": detail}]}
     return Answer(status, {}, json.dumps(body).encode())
 
 
-def test_the_airplay_receiver_of_macos_is_named(tmp_path):
+def test_the_airplay_receiver_of_macos_is_named(tmp_path: Path) -> None:
     answer = Answer(403, {"Server": "AirTunes/845.5.1"})
     with ScriptedRegistry(lambda _: answer).running() as receiver:
         reference = Reference.parse(f"{receiver.host}/team/x:v1")
@@ -45,11 +48,11 @@ def test_the_airplay_receiver_of_macos_is_named(tmp_path):
     assert caught.value.exit_code == 1 and "another port" in str(caught.value.hint)
 
 
-def taking(refuse):
+def taking(refuse: Callable[..., Answer | None]) -> Callable[[Any], Answer]:
     """Return a registry that accepts blobs and applies ``refuse(media type)`` to manifests."""
     blobs: set[str] = set()
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": "/upload/1"})
         if "/manifests/" in seen.path:
@@ -65,7 +68,7 @@ def taking(refuse):
     return script
 
 
-def store_with(tmp_path, reference, dialect="clowder"):
+def store_with(tmp_path: Path, reference: Reference, dialect: str = "clowder") -> ImageLayout:
     layout = ImageLayout(tmp_path / "store")
     layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
     aimage = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
@@ -76,7 +79,9 @@ def store_with(tmp_path, reference, dialect="clowder"):
     return layout
 
 
-def try_push(script, tmp_path, dialect="clowder", **options):
+def try_push(
+    script: Any, tmp_path: Path, dialect: str = "clowder", **options: Any
+) -> tuple[ScriptedRegistry, list[str]]:
     """Push a small AImage; return the registry and the dialects tried after the first."""
     tried = []
     with ScriptedRegistry(script).running() as registry:
@@ -115,8 +120,8 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_refused_manifest_type_falls_back(name, tmp_path):
-    def refuse(media_type, document):
+def test_a_refused_manifest_type_falls_back(name: str, tmp_path: Path) -> None:
+    def refuse(media_type: Any, document: Any) -> Answer | None:
         is_container = document["config"]["mediaType"] == mediatype.OCI_CONFIG
         return None if is_container else REFUSALS[name]
 
@@ -129,11 +134,11 @@ def test_a_refused_manifest_type_falls_back(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_failures_do_not_fall_back(name, tmp_path):
+def test_other_failures_do_not_fall_back(name: str, tmp_path: Path) -> None:
     answer, kind = OTHERS[name]
     tried = []
 
-    def offer(*_):
+    def offer(*_: Any) -> Answer:
         tried.append(1)
         return answer
 
@@ -143,13 +148,13 @@ def test_other_failures_do_not_fall_back(name, tmp_path):
     assert len(tried) == 1
 
 
-def test_the_last_error_is_raised_when_all_dialects_are_refused(tmp_path):
+def test_the_last_error_is_raised_when_all_dialects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestRefusedError, match="415"):
         try_push(taking(lambda *_: REFUSALS["zot"]), tmp_path)
 
 
-def test_custom_falls_back_through_every_dialect(tmp_path):
-    def refuse(media_type, document):
+def test_custom_falls_back_through_every_dialect(tmp_path: Path) -> None:
+    def refuse(media_type: Any, document: Any) -> Answer | None:
         return None if media_type == mediatype.DOCKER_MANIFEST else REFUSALS["distribution 2.8"]
 
     _, tried = try_push(taking(refuse), tmp_path, dialect="custom")
@@ -158,10 +163,12 @@ def test_custom_falls_back_through_every_dialect(tmp_path):
 
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
-def test_a_transient_error_is_retried_with_the_whole_body(method, status, tmp_path):
+def test_a_transient_error_is_retried_with_the_whole_body(
+    method: str, status: int, tmp_path: Path
+) -> None:
     right, left = taking(lambda *_: None), [1]
 
-    def script(seen):
+    def script(seen: Any) -> Any:
         if seen.method == method and left:
             left.clear()
             return Answer(status)
@@ -173,7 +180,7 @@ def test_a_transient_error_is_retried_with_the_whole_body(method, status, tmp_pa
     assert all(bodies)  # no attempt resumed where a failed one ended
 
 
-def test_a_damaged_blob_fails_the_push(tmp_path):
+def test_a_damaged_blob_fails_the_push(tmp_path: Path) -> None:
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         layout = store_with(tmp_path, reference)
@@ -185,7 +192,7 @@ def test_a_damaged_blob_fails_the_push(tmp_path):
     assert not [seen for seen in registry.seen if "/manifests/" in seen.path]
 
 
-def test_an_empty_blob_is_pushed(tmp_path):
+def test_an_empty_blob_is_pushed(tmp_path: Path) -> None:
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
@@ -194,7 +201,7 @@ def test_an_empty_blob_is_pushed(tmp_path):
     assert put.headers["Content-Length"] == "0"
 
 
-def test_an_upload_response_without_location_fails(tmp_path):
+def test_an_upload_response_without_location_fails(tmp_path: Path) -> None:
     with (
         ScriptedRegistry(lambda _: Answer(202)).running() as registry,
         pytest.raises(AImageError, match="sent no Location"),
@@ -204,11 +211,11 @@ def test_an_upload_response_without_location_fails(tmp_path):
             repository.push(Descriptor.of("text/plain", b"x"), bytes_body(b"x"))
 
 
-def test_an_unexpected_response_body_is_not_read_in_full(tmp_path):
+def test_an_unexpected_response_body_is_not_read_in_full(tmp_path: Path) -> None:
     """An unexpected body of gigabytes closes the connection instead of being read."""
     right = taking(lambda *_: None)
 
-    def script(seen):
+    def script(seen: Seen) -> Any:
         answer = right(seen)
         if seen.method == "POST":
             answer.headers["Content-Length"] = str(1 << 40)

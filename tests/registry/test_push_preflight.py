@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, DialectCache
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
 
 OTHER = "application/vnd.example"
@@ -22,7 +25,7 @@ OTHER = "application/vnd.example"
 LAYERS = 18_000
 
 
-def put(layout, media_type, data):
+def put(layout: ImageLayout, media_type: str, data: bytes) -> Descriptor:
     """Store bytes in a layout without checks, as another tool might."""
     descriptor = Descriptor.of(media_type, data)
     path = layout.root / "blobs" / "sha256" / descriptor.digest.encoded
@@ -31,7 +34,7 @@ def put(layout, media_type, data):
     return descriptor
 
 
-def name(layout, descriptor, reference):
+def name(layout: ImageLayout, descriptor: Descriptor, reference: Reference) -> None:
     """Tag it in index.json."""
     entry = descriptor.to_json()
     entry["annotations"] = {"org.opencontainers.image.ref.name": str(reference)}
@@ -40,7 +43,7 @@ def name(layout, descriptor, reference):
     (layout.root / "index.json").write_text(json.dumps(index))
 
 
-def foreign(layout, size, *, config=f"{OTHER}.config"):
+def foreign(layout: ImageLayout, size: int, *, config: str = f"{OTHER}.config") -> Descriptor:
     """Return a manifest of exactly ``size`` bytes."""
     document: dict[str, Any] = {
         "schemaVersion": 2,
@@ -54,7 +57,7 @@ def foreign(layout, size, *, config=f"{OTHER}.config"):
 
 
 @pytest.fixture(scope="module")
-def large():
+def large() -> AImage:
     """Return an AImage of many small files, whose manifest fits in the ollama dialect only."""
     layers = []
     for i in range(LAYERS):
@@ -64,11 +67,11 @@ def large():
 
 
 @pytest.fixture
-def layout(tmp_path):
+def layout(tmp_path: Path) -> ImageLayout:
     return ImageLayout(tmp_path / "store")
 
 
-def stored(layout, aimage, reference):
+def stored(layout: ImageLayout, aimage: AImage, reference: Reference) -> None:
     """Store ``aimage`` in the ollama dialect, as another tool might."""
     for i in range(10):
         put(layout, mediatype.AIMAGE_FILE, str(i).encode())
@@ -78,10 +81,10 @@ def stored(layout, aimage, reference):
     layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
 
 
-def taking(status=201):
+def taking(status: int = 201) -> Callable[[Any], Answer]:
     """Return a registry that accepts blobs, and answers ``status`` to manifests."""
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if "/manifests/" in seen.path:
             return Answer(status)
         if seen.method == "POST":
@@ -91,7 +94,7 @@ def taking(status=201):
     return script
 
 
-def test_a_manifest_at_the_limit_is_sent(layout, tmp_path):
+def test_a_manifest_at_the_limit_is_sent(layout: ImageLayout, tmp_path: Path) -> None:
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         name(layout, foreign(layout, MAX_MANIFEST_SIZE), reference)
@@ -101,7 +104,9 @@ def test_a_manifest_at_the_limit_is_sent(layout, tmp_path):
 
 @pytest.mark.parametrize("config", [f"{OTHER}.config", mediatype.AIMAGE_CONFIG])
 @pytest.mark.parametrize("by_digest", [False, True])
-def test_a_manifest_over_the_limit_fails_before_any_request(config, by_digest, layout, tmp_path):
+def test_a_manifest_over_the_limit_fails_before_any_request(
+    config: str, by_digest: bool, layout: ImageLayout, tmp_path: Path
+) -> None:
     """For an AImage and a foreign artifact, by tag and by digest."""
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
@@ -116,7 +121,9 @@ def test_a_manifest_over_the_limit_fails_before_any_request(config, by_digest, l
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_oversized_manifest_in_an_index_fails(depth, layout, tmp_path):
+def test_an_oversized_manifest_in_an_index_fails(
+    depth: int, layout: ImageLayout, tmp_path: Path
+) -> None:
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
         child = foreign(layout, MAX_MANIFEST_SIZE + 1)
@@ -129,7 +136,7 @@ def test_an_oversized_manifest_in_an_index_fails(depth, layout, tmp_path):
         assert registry.seen == []
 
 
-def test_an_oversized_blob_in_an_index_is_accepted(layout, tmp_path):
+def test_an_oversized_blob_in_an_index_is_accepted(layout: ImageLayout, tmp_path: Path) -> None:
     """An index may list blobs; only manifests have the limit."""
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
@@ -141,7 +148,9 @@ def test_an_oversized_blob_in_an_index_is_accepted(layout, tmp_path):
 
 
 @pytest.mark.integration
-def test_push_fails_without_requests_when_no_dialect_fits(layout, large, tmp_path):
+def test_push_fails_without_requests_when_no_dialect_fits(
+    layout: ImageLayout, large: AImage, tmp_path: Path
+) -> None:
     """container is the last dialect, so none is left to try."""
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
@@ -154,7 +163,9 @@ def test_push_fails_without_requests_when_no_dialect_fits(layout, large, tmp_pat
         assert registry.seen == []
 
 
-def test_an_oversized_dialect_is_skipped(layout, large, tmp_path):
+def test_an_oversized_dialect_is_skipped(
+    layout: ImageLayout, large: AImage, tmp_path: Path
+) -> None:
     said = []
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")
@@ -175,7 +186,9 @@ def test_an_oversized_dialect_is_skipped(layout, large, tmp_path):
 
 
 @pytest.mark.integration
-def test_the_refusal_is_raised_when_no_other_dialect_fits(layout, large, tmp_path):
+def test_the_refusal_is_raised_when_no_other_dialect_fits(
+    layout: ImageLayout, large: AImage, tmp_path: Path
+) -> None:
     """The error explains why; an oversized dialect is not cached as refused."""
     ladder = DialectCache(tmp_path / "state.json")
     with ScriptedRegistry(taking(415)).running() as registry:
@@ -188,7 +201,9 @@ def test_the_refusal_is_raised_when_no_other_dialect_fits(layout, large, tmp_pat
         assert ladder.refused(registry.host) == frozenset()
 
 
-def test_the_command_reports_an_oversized_manifest(aimage, tmp_path):
+def test_the_command_reports_an_oversized_manifest(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     here = aimage()
     with ScriptedRegistry(taking()).running() as registry:
         reference = Reference.parse(f"{registry.host}/x:v1")

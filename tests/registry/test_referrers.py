@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +26,11 @@ SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_waiting(monkeypatch)
 
 
-def entry(text, kind=SBOM):
+def entry(text: str, kind: str = SBOM) -> dict[Any, Any]:
     """Return a descriptor in a list of referrers."""
     digest = str(Digest.of(text.encode()))
     return {
@@ -39,7 +42,7 @@ def entry(text, kind=SBOM):
     }
 
 
-def index(*entries, **fields):
+def index(*entries: Any, **fields: Any) -> bytes:
     document = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": entries}
     return json.dumps(document | fields).encode()
 
@@ -47,12 +50,12 @@ def index(*entries, **fields):
 class Keeping:
     """A registry that stores what is pushed; ``api`` enables its referrers API."""
 
-    def __init__(self, api=False):
+    def __init__(self, api: bool = False) -> None:
         self.api = api
         self.blobs = dict(BLOBS)
         self.manifests = {"v1": SUBJECT, str(DIGEST): SUBJECT}
 
-    def __call__(self, seen):
+    def __call__(self, seen: Any) -> Answer:
         place = seen.path.rpartition("/")[2]
         if "/referrers/" in seen.path:
             return Answer(404)
@@ -73,7 +76,7 @@ class Keeping:
         return Answer(200, {"Content-Type": json.loads(raw)["mediaType"]}, raw)
 
 
-def asked(script, tmp_path, kind=""):
+def asked(script: Any, tmp_path: Path, kind: str = "") -> tuple[list[dict[str, Any]], list[str]]:
     """List the referrers of SUBJECT in a scripted registry; return JSON and request paths."""
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
@@ -82,7 +85,9 @@ def asked(script, tmp_path, kind=""):
     return [each.to_json() for each in found], registry.asked("GET")
 
 
-def attached(script, tmp_path, *names, **options):
+def attached(
+    script: Any, tmp_path: Path, *names: str, **options: Any
+) -> tuple[Descriptor, ScriptedRegistry]:
     """Attach files of those names to SUBJECT; return the new manifest and the requests."""
     files = [tmp_path / name for name in names]
     for file in files:
@@ -94,8 +99,8 @@ def attached(script, tmp_path, *names, **options):
     return descriptor, registry
 
 
-def test_api_pages_are_followed_with_the_filter(tmp_path):
-    def script(seen):
+def test_api_pages_are_followed_with_the_filter(tmp_path: Path) -> None:
+    def script(seen: Any) -> Answer:
         path, _, query = seen.path.partition("?")
         assert path == f"/v2/team/x/referrers/{DIGEST}"
         if "last" in query:
@@ -107,14 +112,14 @@ def test_api_pages_are_followed_with_the_filter(tmp_path):
     assert asked(script, tmp_path, SBOM)[0] == [entry("one"), entry("two")]
 
 
-def test_an_ignored_filter_is_applied_locally(tmp_path):
+def test_an_ignored_filter_is_applied_locally(tmp_path: Path) -> None:
     answer = Answer(200, INDEX, index(entry("one"), entry("two", REPORT), entry("one")))
     assert asked(lambda _: answer, tmp_path, REPORT)[0] == [entry("two", REPORT)]
     assert asked(lambda _: answer, tmp_path)[0] == [entry("one"), entry("two", REPORT)]
 
 
-def test_circular_and_foreign_page_links_fail(tmp_path):
-    def to(link):
+def test_circular_and_foreign_page_links_fail(tmp_path: Path) -> None:
+    def to(link: str) -> Callable[[Any], Answer]:
         return lambda seen: Answer(200, INDEX | {"Link": f'<{link}>; rel="next"'}, index())
 
     with pytest.raises(RegistryError, match="form a cycle"):
@@ -124,8 +129,8 @@ def test_circular_and_foreign_page_links_fail(tmp_path):
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-def test_the_referrers_tag_is_read_without_the_api(status, tmp_path):
-    def script(seen):
+def test_the_referrers_tag_is_read_without_the_api(status: int, tmp_path: Path) -> None:
+    def script(seen: Any) -> Answer:
         if "/referrers/" in seen.path:
             return Answer(status)
         assert seen.path == f"/v2/team/x/manifests/sha256-{DIGEST.encoded}"
@@ -134,13 +139,13 @@ def test_the_referrers_tag_is_read_without_the_api(status, tmp_path):
     assert asked(script, tmp_path, REPORT)[0] == [entry("two", REPORT)]
 
 
-def test_no_referrers(tmp_path):
+def test_no_referrers(tmp_path: Path) -> None:
     assert asked(lambda _: Answer(404), tmp_path)[0] == []
     assert asked(lambda _: Answer(200, INDEX, index()), tmp_path)[0] == []
 
 
-def test_a_missing_page_fails(tmp_path):
-    def script(seen):
+def test_a_missing_page_fails(tmp_path: Path) -> None:
+    def script(seen: Any) -> Answer:
         link = {"Link": '<?last=1>; rel="next"'}
         return Answer(404) if "last" in seen.path else Answer(200, INDEX | link, index(entry("a")))
 
@@ -149,24 +154,24 @@ def test_a_missing_page_fails(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
-def test_an_error_is_not_an_empty_list(status, tmp_path):
+def test_an_error_is_not_an_empty_list(status: int, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=str(status)):
         asked(lambda _: Answer(status), tmp_path)
 
 
 @pytest.mark.parametrize("body", [b"", b"404 page not found", b"{}", SUBJECT])
-def test_an_invalid_referrers_list_is_refused(body, tmp_path):
+def test_an_invalid_referrers_list_is_refused(body: bytes, tmp_path: Path) -> None:
     with pytest.raises(FormatError):
         asked(lambda _: Answer(200, {}, body), tmp_path)
 
 
-def test_the_referrers_tag_of_a_subject():
+def test_the_referrers_tag_of_a_subject() -> None:
     assert tag_of(DIGEST) == f"sha256-{DIGEST.encoded}"
     long = Digest.of(b"", "sha512")
     assert tag_of(long) == f"sha512-{long.encoded[:64]}"
 
 
-def test_an_entry_has_the_artifact_type_and_annotations():
+def test_an_entry_has_the_artifact_type_and_annotations() -> None:
     about = Descriptor(mediatype.OCI_MANIFEST, DIGEST, len(SUBJECT))
     made = build(SBOM, [], about, {"a": "b"})
     assert referrer_entry(made.descriptor, made).to_json() == {
@@ -183,7 +188,7 @@ def test_an_entry_has_the_artifact_type_and_annotations():
     assert "artifactType" not in referrer_entry(empty.descriptor, empty).to_json()
 
 
-def test_a_new_entry_keeps_the_other_entries():
+def test_a_new_entry_keeps_the_other_entries() -> None:
     old = index(entry("one") | {"platform": {"os": "x"}}, annotations={"k": "v"}, other=[1])
     new = Descriptor.from_json(entry("two"))
     document = json.loads(with_entry(old, new))
@@ -195,7 +200,7 @@ def test_a_new_entry_keeps_the_other_entries():
     ]
 
 
-def test_an_attached_artifact_follows_the_specification(tmp_path):
+def test_an_attached_artifact_follows_the_specification(tmp_path: Path) -> None:
     registry = Keeping(api=True)
     descriptor, seen = attached(registry, tmp_path, "b.txt", "a.txt", annotations={"k": "v"})
     document = json.loads(registry.manifests[str(descriptor.digest)])
@@ -229,7 +234,7 @@ def test_an_attached_artifact_follows_the_specification(tmp_path):
     assert not [path for path in (each.path for each in seen.seen) if "sha256-" in path]
 
 
-def test_the_referrers_tag_is_maintained_without_oci_subject(tmp_path):
+def test_the_referrers_tag_is_maintained_without_oci_subject(tmp_path: Path) -> None:
     registry = Keeping()
     tag = tag_of(DIGEST)
     registry.manifests[tag] = index(entry("foreign"), annotations={"kept": "yes"})
@@ -250,11 +255,11 @@ def test_the_referrers_tag_is_maintained_without_oci_subject(tmp_path):
     assert listed[2]["annotations"] == {"k": "v"}
 
 
-def test_an_index_overwritten_concurrently_is_written_again(tmp_path):
+def test_an_index_overwritten_concurrently_is_written_again(tmp_path: Path) -> None:
     registry = Keeping()
     tag, left = tag_of(DIGEST), [1]
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         answer = registry(seen)
         if seen.method == "PUT" and seen.path.endswith(tag) and left:
             left.clear()
@@ -266,10 +271,10 @@ def test_an_index_overwritten_concurrently_is_written_again(tmp_path):
     assert listed == [entry("faster")["digest"], str(made.digest)]
 
 
-def test_an_index_that_is_always_overwritten_fails(tmp_path):
+def test_an_index_that_is_always_overwritten_fails(tmp_path: Path) -> None:
     registry = Keeping()
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         answer = registry(seen)
         registry.manifests.pop(tag_of(DIGEST), None)
         return answer
@@ -278,7 +283,7 @@ def test_an_index_that_is_always_overwritten_fails(tmp_path):
         attached(script, tmp_path, "one")
 
 
-def test_a_foreign_manifest_under_the_referrers_tag_is_kept(tmp_path):
+def test_a_foreign_manifest_under_the_referrers_tag_is_kept(tmp_path: Path) -> None:
     registry = Keeping()
     registry.manifests[tag_of(DIGEST)] = SUBJECT
     with pytest.raises(FormatError, match="expected an index"):
@@ -286,7 +291,7 @@ def test_a_foreign_manifest_under_the_referrers_tag_is_kept(tmp_path):
     assert registry.manifests[tag_of(DIGEST)] == SUBJECT
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     reference = Reference.parse("127.0.0.1:9/x")
     connection = ClientOptions(docker_config=tmp_path)
     files = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
@@ -295,6 +300,6 @@ def test_two_files_of_one_name_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["", "spdx", "a/b/c", "a/b; c=d", "/x", "a/ b", "a/b\n"])
-def test_an_invalid_media_type_is_refused(kind, tmp_path):
+def test_an_invalid_media_type_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="invalid media type"):
         attach(Reference.parse("127.0.0.1:9/x"), [], ClientOptions(), artifact_type=kind)

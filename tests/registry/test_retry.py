@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import email.utils
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     VerificationError,
 )
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.retry import (
     ATTEMPTS,
@@ -27,7 +30,7 @@ from clowder_aimage.registry.retry import (
     retrying,
 )
 from clowder_aimage.registry.session import Session
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 NOW = 1_800_000_000.0
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -36,24 +39,24 @@ MANIFEST, BLOBS = artifact(b"{}", b"weights")
 class Time:
     """A clock that only sleeping advances."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = NOW
-        self.slept = []
+        self.slept: list[Any] = []
 
-    def clock(self):
+    def clock(self) -> float:
         return self.now
 
-    def sleep(self, seconds):
+    def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.now += seconds
 
 
-def failing(*errors):
+def failing(*errors: Any) -> tuple[Callable[[], int], list[int]]:
     """Return a function that fails in these ways, then returns its number of calls."""
     left = list(errors)
     calls = []
 
-    def function():
+    def function() -> int:
         calls.append(1)
         if left:
             raise left.pop(0)
@@ -63,7 +66,7 @@ def failing(*errors):
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 599])
-def test_transient_statuses_are_retried(status):
+def test_transient_statuses_are_retried(status: int) -> None:
     function, _ = failing(RegistryError("x", status=status))
     assert retrying(function, sleep=lambda _: None) == 2
 
@@ -79,7 +82,7 @@ def test_transient_statuses_are_retried(status):
         OSError("disk"),
     ],
 )
-def test_permanent_errors_are_not_retried(error):
+def test_permanent_errors_are_not_retried(error: Any) -> None:
     assert not is_transient(error)
     function, calls = failing(error)
     with pytest.raises(type(error)):
@@ -87,7 +90,7 @@ def test_permanent_errors_are_not_retried(error):
     assert len(calls) == 1
 
 
-def test_the_last_error_is_raised_after_all_attempts():
+def test_the_last_error_is_raised_after_all_attempts() -> None:
     time = Time()
     function, calls = failing(*(BrokenOffError(str(count)) for count in range(9)))
     with pytest.raises(BrokenOffError, match=str(ATTEMPTS - 1)):
@@ -96,10 +99,10 @@ def test_the_last_error_is_raised_after_all_attempts():
     assert len(time.slept) == ATTEMPTS - 1
 
 
-def test_delays_have_full_jitter_and_grow_to_a_limit(monkeypatch):
+def test_delays_have_full_jitter_and_grow_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     bounds = []
 
-    def uniform(low, high):
+    def uniform(low: float, high: float) -> float:
         bounds.append((low, high))
         return high
 
@@ -111,7 +114,7 @@ def test_delays_have_full_jitter_and_grow_to_a_limit(monkeypatch):
     assert time.slept == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, *[LONGEST_WAIT] * 3])
 
 
-def test_an_attempt_with_progress_is_not_counted():
+def test_an_attempt_with_progress_is_not_counted() -> None:
     function, calls = failing(*(BrokenOffError("x") for _ in range(99)))
     with pytest.raises(BrokenOffError):
         retrying(function, progress=lambda: min(len(calls), 20), sleep=lambda _: None)
@@ -134,15 +137,15 @@ def test_an_attempt_with_progress_is_not_counted():
         ("Fri, 31 Feb 2026 00:00:00 GMT", 0),
     ],
 )
-def test_retry_after_is_parsed(value, seconds):
+def test_retry_after_is_parsed(value: str, seconds: float) -> None:
     assert retry_after(value, NOW) == seconds
 
 
-def busy(times, status=429, **headers):
+def busy(times: int, status: Any = 429, **headers: Any) -> ScriptedRegistry:
     """Return a registry that answers ``count`` requests as busy."""
     right, left = serving(MANIFEST, BLOBS), [None] * times
 
-    def script(seen):
+    def script(seen: Seen) -> Answer:
         if left:
             left.pop()
             return Answer(status, headers)
@@ -151,7 +154,7 @@ def busy(times, status=429, **headers):
     return ScriptedRegistry(script)
 
 
-def resolve(registry, tmp_path, time):
+def resolve(registry: ScriptedRegistry, tmp_path: Path, time: Time) -> Descriptor:
     reference = Reference.parse(f"{registry.host}/x")
     connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
     with Repository(reference, connection) as repository:
@@ -161,7 +164,7 @@ def resolve(registry, tmp_path, time):
 @pytest.mark.parametrize(
     ("status", "value"), [(429, "17"), (503, email.utils.formatdate(NOW + 17, usegmt=True))]
 )
-def test_retry_after_delays_the_next_request(tmp_path, status, value):
+def test_retry_after_delays_the_next_request(tmp_path: Path, status: int, value: str) -> None:
     time = Time()
     with busy(1, status, **{"Retry-After": value}).running() as registry:
         resolve(registry, tmp_path, time)
@@ -169,7 +172,7 @@ def test_retry_after_delays_the_next_request(tmp_path, status, value):
     assert time.slept == [17]
 
 
-def test_a_retry_after_over_the_limit_fails(tmp_path):
+def test_a_retry_after_over_the_limit_fails(tmp_path: Path) -> None:
     time = Time()
     with (
         busy(1, **{"Retry-After": "86400"}).running() as registry,
@@ -181,14 +184,14 @@ def test_a_retry_after_over_the_limit_fails(tmp_path):
     assert "try again in 3600 seconds" in (caught.value.hint or "")
 
 
-def test_a_retry_after_at_the_limit_is_retried(tmp_path):
+def test_a_retry_after_at_the_limit_is_retried(tmp_path: Path) -> None:
     time = Time()
     with busy(1, **{"Retry-After": "60"}).running() as registry:
         resolve(registry, tmp_path, time)
     assert time.slept == [LONGEST_PAUSE]
 
 
-def test_a_pause_applies_to_every_request_of_the_session(tmp_path):
+def test_a_pause_applies_to_every_request_of_the_session(tmp_path: Path) -> None:
     time = Time()
     connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
     with (
@@ -204,7 +207,7 @@ def test_a_pause_applies_to_every_request_of_the_session(tmp_path):
     assert time.slept == [5]
 
 
-def test_a_permanent_error_starts_no_pause(tmp_path):
+def test_a_permanent_error_starts_no_pause(tmp_path: Path) -> None:
     time = Time()
     with (
         busy(1, 404, **{"Retry-After": "9"}).running() as registry,
@@ -214,7 +217,7 @@ def test_a_permanent_error_starts_no_pause(tmp_path):
     assert time.slept == []
 
 
-def test_a_refused_connection_is_not_retried(tmp_path):
+def test_a_refused_connection_is_not_retried(tmp_path: Path) -> None:
     with ScriptedRegistry(lambda _: Answer()).running() as registry:
         pass
     time = Time()
@@ -223,7 +226,7 @@ def test_a_refused_connection_is_not_retried(tmp_path):
     assert time.slept == []
 
 
-def test_closing_the_session_ends_a_pause(tmp_path):
+def test_closing_the_session_ends_a_pause(tmp_path: Path) -> None:
     """No thread waits for a closed session."""
     connection = ClientOptions(docker_config=tmp_path)
     with busy(1, **{"Retry-After": "60"}).running() as registry:

@@ -50,6 +50,9 @@ import base64
 import json
 import logging
 import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -60,7 +63,11 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving, skip_waiting
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving, skip_waiting
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry.auth import Authenticator
+
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 BASIC = base64.b64encode(b"operator:pa55word").decode()
@@ -68,19 +75,19 @@ INDEX = "application/vnd.oci.image.index.v1+json"
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the delay between retries."""
     skip_waiting(monkeypatch)
 
 
-def log_in(tmp_path, host):
+def log_in(tmp_path: Path, host: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": BASIC}}}))
 
 
-def guarded(inner):
+def guarded(inner: Callable[[Seen], Answer]) -> Callable[[Any], Answer]:
     """Return a registry that requires the password."""
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if seen.headers.get("Authorization") == f"Basic {BASIC}":
             return inner(seen)
         return Answer(401, {"WWW-Authenticate": 'Basic realm="test"'})
@@ -88,7 +95,9 @@ def guarded(inner):
     return script
 
 
-def pull(registry, tmp_path, store=None, **options):
+def pull(
+    registry: ScriptedRegistry, tmp_path: Path, store: ImageLayout | None = None, **options: Any
+) -> Descriptor:
     name = Reference.parse(f"{registry.host}/team/x:v1")
     with Repository(name, ClientOptions(docker_config=tmp_path, **options)) as source:
         return copy(source, name, store or MemoryStore())
@@ -97,7 +106,7 @@ def pull(registry, tmp_path, store=None, **options):
 @pytest.mark.parametrize(
     "digest", ["sha256:../../../x", "sha256-" + "a" * 64, "sha256:" + "A" * 64, "x", "\0", None]
 )
-def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
+def test_a_bad_digest_in_an_index_or_among_referrers(digest: str | None, tmp_path: Path) -> None:
     entry = {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": digest, "size": 9}
     index = json.dumps({"schemaVersion": 2, "mediaType": INDEX, "manifests": [entry]}).encode()
     with ScriptedRegistry(lambda _: Answer(200, {"Content-Type": INDEX}, index)).running() as it:
@@ -116,7 +125,7 @@ def test_a_bad_digest_in_an_index_or_among_referrers(digest, tmp_path):
     assert not list(tmp_path.rglob("x"))
 
 
-def authenticator(tmp_path, host):
+def authenticator(tmp_path: Path, host: str) -> Authenticator:
     """Return the authenticator of a registry that need not exist."""
     connection = ClientOptions(docker_config=tmp_path)
     with Session(Reference.parse(f"{host}/x"), connection) as session:
@@ -124,7 +133,7 @@ def authenticator(tmp_path, host):
 
 
 @pytest.mark.parametrize("host", ["registry.example.com", "auth.example.com"])
-def test_a_realm_without_encryption_is_refused(host, tmp_path):
+def test_a_realm_without_encryption_is_refused(host: str, tmp_path: Path) -> None:
     """Even the registry's own realm, and even without credentials."""
     asked = authenticator(tmp_path, "registry.example.com")
     with pytest.raises(UnauthorizedError, match="does not use HTTPS"):
@@ -132,14 +141,14 @@ def test_a_realm_without_encryption_is_refused(host, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "127.0.0.1:1", "10.0.0.1", "[::1]:1", "127.1"])
-def test_an_internal_realm_of_a_public_registry_fails(host, tmp_path):
+def test_an_internal_realm_of_a_public_registry_fails(host: str, tmp_path: Path) -> None:
     """A public registry must not direct requests into this network."""
     asked = authenticator(tmp_path, "registry.example.com")
     with pytest.raises(UnauthorizedError, match="internal address"):
         asked.answer("pull", f'Bearer realm="https://{host}/token",service="x"', None)
 
 
-def test_urls_of_a_missing_layer_are_not_followed(tmp_path):
+def test_urls_of_a_missing_layer_are_not_followed(tmp_path: Path) -> None:
     """The registry lacks the layer and gives its URL, a host that challenges for credentials."""
     challenge = {"WWW-Authenticate": 'Basic realm="give"'}
     with ScriptedRegistry(lambda _: Answer(401, challenge)).running() as other:
@@ -156,19 +165,19 @@ def test_urls_of_a_missing_layer_are_not_followed(tmp_path):
     assert other.seen == []
 
 
-def test_a_redirect_back_to_the_origin_sends_no_credentials(tmp_path):
+def test_a_redirect_back_to_the_origin_sends_no_credentials(tmp_path: Path) -> None:
     """From the registry to another host and back: dropped credentials stay dropped."""
     with ScriptedRegistry(lambda seen: answer(seen)).running() as other:
         inner = serving(MANIFEST, BLOBS)
 
-        def script(seen):
+        def script(seen: Seen) -> Answer:
             if "/blobs/" in seen.path:
                 return Answer(307, {"Location": f"http://{other.host}{seen.path}"})
             return inner(seen)
 
         with ScriptedRegistry(guarded(script)).running() as registry:
 
-            def answer(seen):
+            def answer(seen: Seen) -> Answer:
                 return Answer(307, {"Location": f"http://{registry.host}/stolen{seen.path}"})
 
             log_in(tmp_path, registry.host)
@@ -180,7 +189,7 @@ def test_a_redirect_back_to_the_origin_sends_no_credentials(tmp_path):
     assert not any("Authorization" in seen.headers for seen in [*other.seen, *back])
 
 
-def test_no_secret_of_an_upload_is_logged(tmp_path, caplog):
+def test_no_secret_of_an_upload_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Including the signature in an upload location on another host."""
     caplog.set_level(logging.DEBUG)
     with ScriptedRegistry(lambda _: Answer(503)).running() as other:
@@ -202,7 +211,7 @@ def test_no_secret_of_an_upload_is_logged(tmp_path, caplog):
         assert not any(secret in repr(record.__dict__) for record in caplog.records)
 
 
-def test_a_huge_descriptor_size_allocates_no_memory(tmp_path):
+def test_a_huge_descriptor_size_allocates_no_memory(tmp_path: Path) -> None:
     """The size in a descriptor is not used to allocate memory."""
     layer = {"mediaType": "text/plain", "digest": str(Digest.of(b"weights")), "size": 1 << 50}
     raw = json.dumps(json.loads(MANIFEST) | {"layers": [layer]}).encode()

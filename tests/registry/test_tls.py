@@ -6,15 +6,19 @@ import json
 import socketserver
 import ssl
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 
 from clowder_aimage.content import copy
 from clowder_aimage.errors import NetworkError
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.memory_store import MemoryStore
+from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -22,12 +26,12 @@ HOST = "0.0.0.0"  # noqa: S104
 
 
 @pytest.fixture(scope="module")
-def authority():
+def authority() -> trustme.CA:
     return trustme.CA()
 
 
 @pytest.fixture
-def secured(authority):
+def secured(authority: trustme.CA) -> Iterator[str]:
     """Return a registry behind TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
@@ -38,14 +42,14 @@ def secured(authority):
 
 
 @pytest.fixture
-def ca_file(authority, tmp_path):
+def ca_file(authority: trustme.CA, tmp_path: Path) -> Path:
     path = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(path))
     return path
 
 
 @pytest.fixture
-def other_bundle(tmp_path, monkeypatch):
+def other_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Set an environment that trusts another authority."""
     path = tmp_path / "other.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
@@ -53,19 +57,19 @@ def other_bundle(tmp_path, monkeypatch):
     monkeypatch.delenv("CURL_CA_BUNDLE", raising=False)
 
 
-def pull(host, tmp_path, **options):
+def pull(host: str, tmp_path: Path, **options: Any) -> Descriptor:
     reference = Reference.parse(f"{host}/x")
     with Repository(reference, ClientOptions(docker_config=tmp_path, **options)) as repository:
         return copy(repository, reference, MemoryStore())
 
 
-def test_an_unknown_authority_is_not_trusted(secured, tmp_path):
+def test_an_unknown_authority_is_not_trusted(secured: str, tmp_path: Path) -> None:
     with pytest.raises(NetworkError, match="cannot verify the certificate") as raised:
         pull(secured, tmp_path)
     assert raised.value.remedy == "ca_file"  # no fallback to plain HTTP
 
 
-def test_tls_to_a_plain_http_registry_fails(tmp_path):
+def test_tls_to_a_plain_http_registry_fails(tmp_path: Path) -> None:
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         host = f"{HOST}:{registry.host.rpartition(':')[2]}"
         with pytest.raises(NetworkError, match=f"TLS handshake with {host} failed") as raised:
@@ -76,26 +80,32 @@ def test_tls_to_a_plain_http_registry_fails(tmp_path):
 
 
 @pytest.mark.usefixtures("other_bundle")
-def test_a_ca_file_takes_precedence_over_the_environment(secured, tmp_path, ca_file):
+def test_a_ca_file_takes_precedence_over_the_environment(
+    secured: str, tmp_path: Path, ca_file: Path
+) -> None:
     pull(secured, tmp_path, ca_file=ca_file)
 
 
-def test_the_ca_bundle_of_the_environment_is_used(secured, tmp_path, ca_file, monkeypatch):
+def test_the_ca_bundle_of_the_environment_is_used(
+    secured: str, tmp_path: Path, ca_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(ca_file))
     pull(secured, tmp_path)
 
 
 @pytest.mark.usefixtures("other_bundle")
-def test_insecure_takes_precedence_over_the_environment_without_warnings(secured, tmp_path):
+def test_insecure_takes_precedence_over_the_environment_without_warnings(
+    secured: str, tmp_path: Path
+) -> None:
     pull(secured, tmp_path, insecure=True)
 
 
-def test_plain_http_to_a_tls_registry_fails(secured, tmp_path):
+def test_plain_http_to_a_tls_registry_fails(secured: str, tmp_path: Path) -> None:
     with pytest.raises(NetworkError):
         pull(secured, tmp_path, plain_http=True)
 
 
-def test_loopback_bypasses_the_proxy(tmp_path, monkeypatch):
+def test_loopback_bypasses_the_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     for name in ("no_proxy", "NO_PROXY"):
@@ -108,7 +118,7 @@ def test_loopback_bypasses_the_proxy(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def local(authority):
+def local(authority: trustme.CA) -> Iterator[str]:
     """Return a loopback registry behind TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -118,22 +128,22 @@ def local(authority):
         yield registry.host
 
 
-def configured(here, host, **entry):
+def configured(here: Aimage, host: str, **entry: Any) -> None:
     """Write the configuration of one host."""
     file = here.home / "config.json"
     file.write_text(json.dumps({"registries": {host: entry}}))
     here.environment["AIMAGE_CONFIG"] = str(file)
 
 
-def shown(here, name):
+def shown(here: Aimage, name: str) -> tuple[Any, Any]:
     """Return a setting of ``config show`` and its source."""
     (found,) = (e for e in here("config", "show", "--json").value["settings"] if e["name"] == name)
     return found["value"], found["origin"]
 
 
 def test_options_and_configuration_enable_tls_for_a_loopback_host(
-    aimage, local, ca_file, monkeypatch
-):
+    aimage: Callable[..., Aimage], local: str, ca_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(variable, raising=False)
     here, name = aimage(), f"{local}/x"
@@ -151,7 +161,9 @@ def test_options_and_configuration_enable_tls_for_a_loopback_host(
     here("pull", name, "--ca-file", ca_file)
 
 
-def test_http_remains_the_default_for_loopback_hosts(aimage, ca_file):
+def test_http_remains_the_default_for_loopback_hosts(
+    aimage: Callable[..., Aimage], ca_file: Path
+) -> None:
     with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
         here, name = aimage(), f"{registry.host}/x"
         here.environment["SSL_CERT_FILE"] = str(ca_file)
@@ -165,15 +177,17 @@ def test_http_remains_the_default_for_loopback_hosts(aimage, ca_file):
         here("pull", name)
 
 
-def test_http_to_a_loopback_tls_registry_has_a_hint(aimage, local):
+def test_http_to_a_loopback_tls_registry_has_a_hint(
+    aimage: Callable[..., Aimage], local: str
+) -> None:
     failed = aimage()("pull", f"{local}/x", code=1).err
     assert f"connection to {local} lost" in failed
     assert "the registry may expect HTTPS: omit --plain-http" in failed
 
 
-def test_a_tls_alert_is_recognised(aimage):
+def test_a_tls_alert_is_recognised(aimage: Callable[..., Aimage]) -> None:
     class Handler(socketserver.BaseRequestHandler):
-        def handle(self):
+        def handle(self) -> None:
             self.request.recv(65536)
             self.request.sendall(b"\x15\x03\x01\x00\x02\x02\x46")
 
@@ -212,7 +226,9 @@ def test_a_tls_alert_is_recognised(aimage):
         (418, "", "418 I'm a Teapot for manifest HOST/x:latest\n", ""),
     ],
 )
-def test_the_first_line_of_another_body_is_shown(aimage, status, body, line, hint):
+def test_the_first_line_of_another_body_is_shown(
+    aimage: Callable[..., Aimage], status: int, body: str, line: str, hint: str
+) -> None:
     with ScriptedRegistry(lambda _: Answer(status, {}, body.encode())).running() as registry:
         code = 4 if status == 403 else 1
         failed = aimage()("pull", f"{registry.host}/x", code=code).err

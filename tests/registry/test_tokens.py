@@ -9,7 +9,10 @@ import json
 import logging
 import ssl
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -23,7 +26,7 @@ from clowder_aimage.registry.auth import _Challenge
 from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
-from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 BASIC = base64.b64encode(b"operator:pa55word").decode()
 NOW = 1_800_000_000.0
@@ -32,26 +35,34 @@ NOW = 1_800_000_000.0
 class Clock:
     """A clock that is advanced by hand."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = NOW
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
 class Guarded:
     """A registry with a token service; tokens are valid until ``self.revoke()``."""
 
-    def __init__(self, inner=None, *, scope=None, realm=None, entry=None, **answer):
+    def __init__(
+        self,
+        inner: Any = None,
+        *,
+        scope: str | None = None,
+        realm: Any = None,
+        entry: dict[str, str] | None = None,
+        **answer: Any,
+    ) -> None:
         self.inner = inner or (lambda _: Answer(200))
         self.scope, self.realm, self.answer = scope, realm, answer
         self.entry = {"auth": BASIC} if entry is None else entry
-        self.good = set()
+        self.good: set[Any] = set()
         self.count = 0
         self.lock = threading.Lock()
         self.registry = ScriptedRegistry(self.script)
 
-    def script(self, seen):
+    def script(self, seen: Seen) -> Any:
         if seen.path.startswith("/token"):
             return self.token()
         if seen.headers.get("Authorization", "").removeprefix("Bearer ") in self.good:
@@ -62,7 +73,7 @@ class Guarded:
             401, {"WWW-Authenticate": f'Bearer realm="{realm}",service="registry"{scope}'}
         )
 
-    def token(self):
+    def token(self) -> Answer:
         with self.lock:
             self.count += 1
             token = f"t0k3n-{self.count}"
@@ -70,36 +81,36 @@ class Guarded:
         body = {"token": token, "access_token": token} | self.answer
         return Answer(200, {}, json.dumps(body).encode())
 
-    def revoke(self):
+    def revoke(self) -> None:
         self.good.clear()
 
     @property
-    def asked(self):
+    def asked(self) -> list[Any]:
         return [seen for seen in self.registry.seen if seen.path.startswith("/token")]
 
-    def queries(self):
+    def queries(self) -> list[Any]:
         return [parse_qs(urlsplit(seen.path).query) for seen in self.asked]
 
     @contextlib.contextmanager
-    def session(self, tmp_path, **options):
+    def session(self, tmp_path: Path, **options: Any) -> Iterator[Session]:
         with self.registry.running():
             self.write(tmp_path)
             connection = ClientOptions(docker_config=tmp_path, **options)
             with Session(Reference(self.registry.host, "team/x"), connection) as session:
                 yield session
 
-    def write(self, tmp_path):
+    def write(self, tmp_path: Path) -> None:
         auths = {self.registry.host: self.entry}
         (tmp_path / "config.json").write_text(json.dumps({"auths": auths}))
 
 
-def get(session, path="tags/list", method="GET"):
+def get(session: Any, path: str = "tags/list", method: str = "GET") -> int:
     response = session.request(method, session.url(path))
     response.close()
     return response.status_code
 
 
-def test_the_default_scope_is_used_when_the_challenge_has_none(tmp_path):
+def test_the_default_scope_is_used_when_the_challenge_has_none(tmp_path: Path) -> None:
     guarded = Guarded()
     with guarded.session(tmp_path) as session:
         assert get(session) == get(session, method="HEAD") == 200
@@ -112,7 +123,7 @@ def test_the_default_scope_is_used_when_the_challenge_has_none(tmp_path):
     ]
 
 
-def test_a_challenge_with_several_scopes_shares_one_token(tmp_path):
+def test_a_challenge_with_several_scopes_shares_one_token(tmp_path: Path) -> None:
     guarded = Guarded(scope="repository:team/x:pull,push repository:team/y:pull")
     with guarded.session(tmp_path) as session:
         assert get(session) == get(session, method="POST") == 200
@@ -135,7 +146,9 @@ def test_a_challenge_with_several_scopes_shares_one_token(tmp_path):
         ({"expires_in": 300, "issued_at": "yesterday"}, 269, 271),
     ],
 )
-def test_a_token_is_renewed_before_it_expires(tmp_path, answer, good_for, not_for):
+def test_a_token_is_renewed_before_it_expires(
+    tmp_path: Path, answer: dict[str, Any], good_for: int, not_for: int
+) -> None:
     if isinstance(answer.get("issued_at"), float):
         when = datetime.datetime.fromtimestamp(answer["issued_at"], datetime.UTC)
         answer = answer | {"issued_at": when.isoformat().replace("+00:00", "Z")}
@@ -152,11 +165,11 @@ def test_a_token_is_renewed_before_it_expires(tmp_path, answer, good_for, not_fo
     assert len(refused) == 1  # renewed before a 401
 
 
-def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path):
+def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path: Path) -> None:
     """The token is revoked between POST and PUT: the upload begins again."""
     guarded = Guarded()
 
-    def inner(seen):
+    def inner(seen: Any) -> Answer:
         if seen.method == "PUT":
             return Answer(201)
         if guarded.count == 1:
@@ -182,7 +195,7 @@ def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path):
     ]
 
 
-def test_threads_share_one_exchange(tmp_path):
+def test_threads_share_one_exchange(tmp_path: Path) -> None:
     guarded = Guarded()
     with guarded.session(tmp_path, jobs_override=16) as session, ThreadPoolExecutor(16) as pool:
         assert set(pool.map(lambda _: get(session), range(64))) == {200}
@@ -192,7 +205,7 @@ def test_threads_share_one_exchange(tmp_path):
     assert guarded.count == 2
 
 
-def test_an_identity_token_is_exchanged_by_post(tmp_path):
+def test_an_identity_token_is_exchanged_by_post(tmp_path: Path) -> None:
     guarded = Guarded(entry={"identitytoken": "1dent1ty"}, refresh_token="r0tated")
     with guarded.session(tmp_path) as session:
         assert get(session) == 200
@@ -212,7 +225,7 @@ def test_an_identity_token_is_exchanged_by_post(tmp_path):
     assert parse_qs(second.body.decode())["refresh_token"] == ["r0tated"]
 
 
-def test_a_registry_token_is_sent_unchanged(tmp_path):
+def test_a_registry_token_is_sent_unchanged(tmp_path: Path) -> None:
     """Docker's ``registrytoken``: an access token obtained by another program."""
     guarded = Guarded(entry={"registrytoken": "r3ady"})
     guarded.good.add("r3ady")
@@ -224,7 +237,7 @@ def test_a_registry_token_is_sent_unchanged(tmp_path):
     assert guarded.asked == []  # the token service received no request
 
 
-def test_a_realm_on_another_host_receives_no_identity_token(tmp_path):
+def test_a_realm_on_another_host_receives_no_identity_token(tmp_path: Path) -> None:
     """Check every header and body that the other host receives."""
     guarded = Guarded(entry={"identitytoken": "1dent1ty"})
     with ScriptedRegistry(lambda _: guarded.token()).running() as other:
@@ -240,7 +253,7 @@ def test_a_realm_on_another_host_receives_no_identity_token(tmp_path):
         assert "1dent1ty" not in seen.path
 
 
-def test_a_busy_token_service_is_retried(tmp_path):
+def test_a_busy_token_service_is_retried(tmp_path: Path) -> None:
     guarded = Guarded()
     answers = [Answer(503), Answer(429)]
     right = guarded.token
@@ -256,7 +269,7 @@ def test_a_busy_token_service_is_retried(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_refusal_by_the_token_service_is_not_retried(tmp_path, status):
+def test_a_refusal_by_the_token_service_is_not_retried(tmp_path: Path, status: int) -> None:
     guarded = Guarded()
     guarded.token = lambda: Answer(status)  # type: ignore[method-assign]
     with guarded.session(tmp_path) as session:
@@ -266,7 +279,7 @@ def test_a_refusal_by_the_token_service_is_not_retried(tmp_path, status):
     assert len(guarded.asked) == 1
 
 
-def test_a_redirect_of_the_token_service_is_not_followed(tmp_path):
+def test_a_redirect_of_the_token_service_is_not_followed(tmp_path: Path) -> None:
     guarded = Guarded()
     with ScriptedRegistry(lambda _: Answer(200)).running() as other:
         guarded.token = lambda: Answer(307, {"Location": f"http://{other.host}/token"})  # type: ignore[method-assign]
@@ -293,19 +306,21 @@ def test_a_redirect_of_the_token_service_is_not_followed(tmp_path):
         ('"', _Challenge("")),
     ],
 )
-def test_challenges_are_parsed(header, challenge):
+def test_challenges_are_parsed(header: str, challenge: _Challenge) -> None:
     assert _Challenge.parse(header) == challenge
 
 
 @pytest.mark.parametrize("entry", [{"auth": BASIC}, {"identitytoken": "pa55word"}])
-def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
+def test_no_secret_is_logged_at_any_level(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: dict[str, str]
+) -> None:
     """Not the password, the token, or the signature in a CDN's URL."""
     caplog.set_level(logging.DEBUG)
     manifest, blobs = artifact(b"{}", b"weights")
     with ScriptedRegistry(serving(manifest, blobs)).running() as cdn:
         inner = serving(manifest, blobs)
 
-        def redirecting(seen):
+        def redirecting(seen: Any) -> Answer:
             if "/blobs/" in seen.path:
                 return Answer(307, {"Location": f"http://{cdn.host}{seen.path}?sig=s1gnature"})
             return inner(seen)
@@ -334,7 +349,9 @@ def test_no_secret_is_logged_at_any_level(tmp_path, caplog, entry):
 
 
 @pytest.fixture(params=["port", "scheme"])
-def elsewhere(request, tmp_path):
+def elsewhere(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[tuple[ScriptedRegistry, str, Path]]:
     """Return another origin on the same host, by port or by scheme, and its authority."""
     authority = trustme.CA()
     bundle = tmp_path / "ca.pem"
@@ -351,13 +368,15 @@ def elsewhere(request, tmp_path):
         yield other, f"{scheme}://{other.host}", bundle
 
 
-def test_another_origin_receives_no_credentials(tmp_path, elsewhere):
+def test_another_origin_receives_no_credentials(
+    tmp_path: Path, elsewhere: tuple[ScriptedRegistry, str, Path]
+) -> None:
     """Check every header: of a redirected blob, and of an upload location."""
     other, there, bundle = elsewhere
     manifest, blobs = artifact(b"{}", b"weights")
     inner = serving(manifest, blobs)
 
-    def script(seen):
+    def script(seen: Any) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": f"{there}/upload/1"})
         if "/blobs/" in seen.path and seen.method == "GET":
@@ -381,7 +400,7 @@ def test_another_origin_receives_no_credentials(tmp_path, elsewhere):
         assert not any("t0k3n" in value or BASIC in value for value in seen.headers.values())
 
 
-def test_oras_logging_is_disabled(caplog):
+def test_oras_logging_is_disabled(caplog: pytest.LogCaptureFixture) -> None:
     """Its logger would print the token service's responses."""
     caplog.set_level(logging.DEBUG)
     for name in ("oras", "oras.logger"):

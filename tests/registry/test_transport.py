@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import ssl
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
@@ -21,12 +23,19 @@ from clowder_aimage.registry.session import (
 from clowder_aimage.registry.transport import SEND_TIMEOUT, Transport
 from tests.scripted import Answer, ScriptedRegistry
 
+if TYPE_CHECKING:
+    from requests.adapters import BaseAdapter
+    from urllib3 import Timeout
+
+    from clowder_aimage.registry.response import RegistryResponse
+
+
 HOST = "0.0.0.0"  # noqa: S104
 BODY = bytes(5000)
 
 
 @pytest.fixture(params=["plain", "tls"])
-def session(request, tmp_path):
+def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Session]:
     """Return a session to a registry that accepts everything."""
     registry = ScriptedRegistry(lambda seen: Answer(201 if seen.body else 200))
     options: dict[str, Any] = {}
@@ -47,13 +56,13 @@ def session(request, tmp_path):
 
 
 @pytest.fixture
-def sent(monkeypatch):
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Record the socket timeout at each large write."""
     timeouts = []
     for kind in (socket.socket, ssl.SSLSocket):
         real = kind.sendall
 
-        def sendall(self, data, *flags, real=real):
+        def sendall(self: Any, data: Any, *flags: Any, real: Callable[..., None] = real) -> None:
             if len(data) == len(BODY):
                 timeouts.append(self.gettimeout())
             return real(self, data, *flags)
@@ -62,36 +71,36 @@ def sent(monkeypatch):
     return timeouts
 
 
-def put(session):
+def put(session: Session) -> None:
     response = session.request("PUT", session.url("manifests/v1"), body=BODY)
     assert response.status_code == 201
     response.close()
 
 
-def get(session):
+def get(session: Any) -> None:
     response = session.request("GET", session.url("tags/list"))
     response.raw.read()
     response.raw.release_conn()
 
 
-def test_a_body_has_a_longer_timeout_than_connecting(session, sent):
+def test_a_body_has_a_longer_timeout_than_connecting(session: Session, sent: Any) -> None:
     put(session)
     assert SEND_TIMEOUT > CONNECT_TIMEOUT
     assert sent == [SEND_TIMEOUT]
 
 
-def test_a_body_on_a_reused_connection_has_the_write_timeout(session, sent):
+def test_a_body_on_a_reused_connection_has_the_write_timeout(session: Session, sent: Any) -> None:
     get(session)
     put(session)
     assert sent == [SEND_TIMEOUT]
 
 
 @pytest.fixture
-def reads(monkeypatch):
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     """Record the read timeout of each request."""
     seconds, real = [], Transport.send
 
-    def send(self, *arguments, timeout):
+    def send(self: Transport, *arguments: Any, timeout: Timeout) -> RegistryResponse:
         seconds.append(timeout.read_timeout)
         return real(self, *arguments, timeout=timeout)
 
@@ -99,20 +108,24 @@ def reads(monkeypatch):
     return seconds
 
 
-def test_the_first_request_has_a_short_read_timeout(session, reads):
+def test_the_first_request_has_a_short_read_timeout(
+    session: Session, reads: list[float | None]
+) -> None:
     get(session)
     get(session)
     assert reads == [FIRST_READ_TIMEOUT, READ_TIMEOUT]
 
 
 @pytest.mark.parametrize("body", [BODY, b""], ids=["some", "empty"])
-def test_a_first_request_with_a_body_has_the_full_read_timeout(body, session, reads):
+def test_a_first_request_with_a_body_has_the_full_read_timeout(
+    body: bytes, session: Session, reads: list[float | None]
+) -> None:
     """The registry processes the body before it responds."""
     session.request("PUT", session.url("manifests/v1"), body=body).close()
     assert reads == [READ_TIMEOUT]
 
 
-def test_a_caller_can_extend_the_read_timeout(session, reads):
+def test_a_caller_can_extend_the_read_timeout(session: Session, reads: list[float | None]) -> None:
     session.request("PUT", session.url("manifests/v1"), body=BODY, read_timeout=500.0).close()
     assert reads == [500.0]
 
@@ -121,14 +134,14 @@ def test_a_caller_can_extend_the_read_timeout(session, reads):
 
 
 @pytest.fixture
-def adapter(tmp_path):
+def adapter(tmp_path: Path) -> Iterator[BaseAdapter]:
     session = open_session(ClientOptions(docker_config=tmp_path), "r.example.com")
     yield session.get_adapter("https://r.example.com/")
     session.close()
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_proxy_connections_use_our_connection_class(scheme, adapter):
+def test_proxy_connections_use_our_connection_class(scheme: str, adapter: Any) -> None:
     manager = adapter.proxy_manager_for("http://proxy.example.com:3128")
     pool = manager.connection_from_url(f"{scheme}://r.example.com/")
     plain = adapter.poolmanager.connection_from_url(f"{scheme}://r.example.com/")
@@ -137,7 +150,7 @@ def test_proxy_connections_use_our_connection_class(scheme, adapter):
 
 
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h"])
-def test_socks_connections_use_their_own_class(scheme, adapter):
+def test_socks_connections_use_their_own_class(scheme: str, adapter: Any) -> None:
     """Our connection class would bypass the SOCKS proxy."""
     socks = pytest.importorskip("urllib3.contrib.socks", exc_type=ImportError)
     manager = adapter.proxy_manager_for(f"{scheme}://proxy.example.com:1080")
@@ -146,7 +159,7 @@ def test_socks_connections_use_their_own_class(scheme, adapter):
         assert manager.connection_from_url(f"{scheme}://r.example.com/").ConnectionCls is kind
 
 
-def test_closing_closes_proxy_connections(adapter):
+def test_closing_closes_proxy_connections(adapter: Any) -> None:
     pools = [
         adapter.proxy_manager_for(proxy).connection_from_url("http://r.example.com/")
         for proxy in ("http://one.example.com:3128", "http://other.example.com:3128")

@@ -6,8 +6,10 @@ Tests with a real registry: tests/e2e/test_upload_faults.py.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,19 +23,23 @@ from clowder_aimage.registry.retry import ATTEMPTS
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
+if TYPE_CHECKING:
+    from clowder_aimage.content.copy_option import CopyEvent
+
+
 MIB = 1024 * 1024
 BLOB = hashlib.shake_128(b"a blob in pieces").digest(6 * MIB + 123)
 SIZE = len(BLOB)
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch):
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the delay between retries."""
     skip_waiting(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 4, 1 and 0.25 MiB in place of 64, 16, 4 and 1."""
     monkeypatch.setattr(upload, "FIRST_CHUNK", 4 * MIB)
     monkeypatch.setattr(upload, "SMALLEST_CHUNK", MIB // 4)
@@ -56,7 +62,7 @@ class Strict:
     begun: int = 0
     sizes: list[int] = field(default_factory=list)
 
-    def __call__(self, seen):
+    def __call__(self, seen: Any) -> Any:
         path, _, query = seen.path.partition("?")
         answer = self.fails(seen)
         if answer is not None:
@@ -74,7 +80,7 @@ class Strict:
             return self.where(204)
         return self.take(seen, query)
 
-    def where(self, status, *, begun=False):
+    def where(self, status: int, *, begun: bool = False) -> Answer:
         headers = {
             "Location": f"/upload/{self.begun}",
             "Range": f"0-{max(0, len(self.here) - 1)}",
@@ -83,7 +89,7 @@ class Strict:
             headers["OCI-Chunk-Min-Length"] = str(self.least)
         return Answer(status, headers)
 
-    def take(self, seen, query):
+    def take(self, seen: Any, query: Any) -> Answer:
         if len(seen.body) > self.limit:
             return Answer(413)
         span = seen.headers.get("Content-Range")
@@ -105,7 +111,7 @@ class Strict:
         return Answer(201)
 
 
-def push(strict, tmp_path, *blobs, chunk=0):
+def push(strict: Strict, tmp_path: Path, *blobs: bytes, chunk: int = 0) -> ScriptedRegistry:
     """Push an artifact of blobs from a layout; return the registry.
 
     ``chunk`` is the largest body that it is known to accept.
@@ -124,7 +130,7 @@ def push(strict, tmp_path, *blobs, chunk=0):
     with ScriptedRegistry(strict).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
 
-        def on_event(event):
+        def on_event(event: CopyEvent) -> None:
             if event.kind == "progress" and event.content and event.content.size > MIB:
                 counts.append(event.count)
 
@@ -139,7 +145,7 @@ def push(strict, tmp_path, *blobs, chunk=0):
     return registry
 
 
-def pieces(registry):
+def pieces(registry: ScriptedRegistry) -> list[Any]:
     """Return the method, range and size of every request with bytes of a large blob."""
     return [
         (seen.method, seen.headers.get("Content-Range"), len(seen.body))
@@ -151,7 +157,7 @@ def pieces(registry):
 # -- too large
 
 
-def test_chunks_are_sent_in_order(tmp_path):
+def test_chunks_are_sent_in_order(tmp_path: Path) -> None:
     """As ghcr.io requires: at most 4 MiB, each starting where the previous ended."""
     registry = push(Strict(limit=4 * MIB), tmp_path, BLOB)
     assert pieces(registry) == [
@@ -161,7 +167,7 @@ def test_chunks_are_sent_in_order(tmp_path):
     ]
 
 
-def test_the_learned_chunk_size_is_used_for_the_next_blob(tmp_path):
+def test_the_learned_chunk_size_is_used_for_the_next_blob(tmp_path: Path) -> None:
     """The limit of a registry is probed once."""
     other = BLOB[::-1]
     registry = push(Strict(limit=MIB), tmp_path, BLOB, other)
@@ -170,7 +176,7 @@ def test_the_learned_chunk_size_is_used_for_the_next_blob(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [MIB // 4, MIB // 4 + 1, MIB - 1])
-def test_every_chunk_size_is_tried(limit, tmp_path):
+def test_every_chunk_size_is_tried(limit: int, tmp_path: Path) -> None:
     """All sizes are tried, whatever their number; they do not count as failed attempts."""
     registry = push(Strict(limit=limit), tmp_path, BLOB)
     sizes = [size for _, _, size in pieces(registry)]
@@ -178,7 +184,7 @@ def test_every_chunk_size_is_tried(limit, tmp_path):
     assert set(sizes[3:]) == {MIB // 4}
 
 
-def test_a_limit_below_the_smallest_chunk_fails(tmp_path):
+def test_a_limit_below_the_smallest_chunk_fails(tmp_path: Path) -> None:
     strict = Strict(limit=MIB // 8)
     with pytest.raises(RegistryError, match="413"):
         push(strict, tmp_path, BLOB)
@@ -187,7 +193,7 @@ def test_a_limit_below_the_smallest_chunk_fails(tmp_path):
 
 
 @pytest.mark.parametrize("least", [MIB // 2, 3 * MIB])
-def test_the_minimum_chunk_size_is_respected(least, tmp_path):
+def test_the_minimum_chunk_size_is_respected(least: int, tmp_path: Path) -> None:
     """Chunks lie between the minimum and the limit; the last may be smaller."""
     strict = Strict(limit=4 * MIB - 1, least=least)
     push(strict, tmp_path, BLOB)
@@ -196,19 +202,21 @@ def test_the_minimum_chunk_size_is_respected(least, tmp_path):
     assert sum(body) + last == SIZE
 
 
-def test_a_minimum_chunk_size_above_the_limit_fails(tmp_path):
+def test_a_minimum_chunk_size_above_the_limit_fails(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="413"):
         push(Strict(limit=MIB, least=2 * MIB), tmp_path, BLOB)
 
 
 @pytest.mark.parametrize("least", ["-1", "x", "", "9" * 40])
-def test_an_invalid_minimum_chunk_size_is_ignored(least, tmp_path):
+def test_an_invalid_minimum_chunk_size_is_ignored(least: Any, tmp_path: Path) -> None:
     strict = Strict(limit=4 * MIB)
     strict.least = least
     push(strict, tmp_path, BLOB)
 
 
-def test_a_minimum_chunk_size_does_not_cause_chunking(tmp_path, monkeypatch):
+def test_a_minimum_chunk_size_does_not_cause_chunking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A registry that accepts any size gets a large blob in one request."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     registry = push(Strict(least=MIB), tmp_path, BLOB)
@@ -225,7 +233,9 @@ def test_a_minimum_chunk_size_does_not_cause_chunking(tmp_path, monkeypatch):
     ],
     ids=["largest", "smallest", "rest", "any"],
 )
-def test_the_minimum_chunk_size_overrides_the_configured_size(chunk, least, sizes, tmp_path):
+def test_the_minimum_chunk_size_overrides_the_configured_size(
+    chunk: int, least: int, sizes: list[int], tmp_path: Path
+) -> None:
     """If they contradict each other, the registry's own header is used."""
     registry = push(Strict(least=least), tmp_path, BLOB, chunk=chunk)
     assert [size for method, _, size in pieces(registry) if method == "PATCH"] == sizes
@@ -234,7 +244,7 @@ def test_the_minimum_chunk_size_overrides_the_configured_size(chunk, least, size
 # -- where it is
 
 
-def test_a_partially_kept_chunk_is_continued_at_the_offset(tmp_path):
+def test_a_partially_kept_chunk_is_continued_at_the_offset(tmp_path: Path) -> None:
     """The registry reports its offset, and the upload continues there."""
     strict = Strict(limit=MIB, keeps=lambda count: count - count // 3)
     registry = push(strict, tmp_path, BLOB)
@@ -244,21 +254,21 @@ def test_a_partially_kept_chunk_is_continued_at_the_offset(tmp_path):
     assert strict.begun == 4  # whole, 4 MiB, 1 MiB, which was continued; and the config
 
 
-def failing(condition, *answers):
+def failing(condition: Callable[[Any], Any], *answers: Answer) -> Callable[[Any], Answer | None]:
     """Return answers to the first requests that satisfy the condition."""
     left = list(answers)
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         return left.pop(0) if left and condition(seen) else None
 
     return fails
 
 
-def test_a_416_response_queries_the_offset(tmp_path):
+def test_a_416_response_queries_the_offset(tmp_path: Path) -> None:
     """Bytes of an earlier, broken request arrived and are not sent again."""
     strict = Strict(limit=MIB)
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
             strict.here += seen.body[: MIB // 2]  # received, then disconnected
             strict.fails = lambda _: None
@@ -271,10 +281,10 @@ def test_a_416_response_queries_the_offset(tmp_path):
     assert starts[:5] == [0, MIB, 2 * MIB, 2 * MIB + MIB // 2, 3 * MIB + MIB // 2]
 
 
-def test_a_missing_upload_is_restarted(tmp_path):
+def test_a_missing_upload_is_restarted(tmp_path: Path) -> None:
     strict = Strict(limit=MIB)
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
             strict.begun += 1  # the old location is unknown now
             strict.fails = lambda _: None
@@ -287,12 +297,12 @@ def test_a_missing_upload_is_restarted(tmp_path):
     assert starts == [0, MIB, 2 * MIB, *range(0, 6 * MIB, MIB)]
 
 
-def test_a_registry_that_keeps_losing_uploads_fails(tmp_path):
+def test_a_registry_that_keeps_losing_uploads_fails(tmp_path: Path) -> None:
     """Reaching the same offset after a loss is not progress."""
     strict = Strict(limit=MIB)
     asked = []
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
             asked.append(seen)
             assert len(asked) < 50
@@ -306,11 +316,11 @@ def test_a_registry_that_keeps_losing_uploads_fails(tmp_path):
     assert len(asked) <= ATTEMPTS + 1
 
 
-def test_a_repeated_416_response_fails(tmp_path):
+def test_a_repeated_416_response_fails(tmp_path: Path) -> None:
     strict = Strict(limit=MIB)
     asked = []
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
             asked.append(seen)
             return Answer(416)
@@ -323,7 +333,7 @@ def test_a_repeated_416_response_fails(tmp_path):
 
 
 @pytest.mark.parametrize("said", ["0-999999999", "bytes=0-x", "7-9", "", "0-" + "9" * 30])
-def test_an_invalid_offset_is_ignored(said, tmp_path):
+def test_an_invalid_offset_is_ignored(said: str, tmp_path: Path) -> None:
     """An offset outside the blob's size is not used."""
     strict = Strict()
     fails = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
@@ -333,10 +343,10 @@ def test_an_invalid_offset_is_ignored(said, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["0-{}", "bytes=0-{}"])
-def test_both_forms_of_a_range_are_parsed(form, tmp_path):
+def test_both_forms_of_a_range_are_parsed(form: str, tmp_path: Path) -> None:
     strict = Strict()
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.method == "PUT" and len(seen.body) > MIB and not strict.here:
             strict.here += seen.body[: 5 * MIB]
             return Answer(503)
@@ -351,7 +361,7 @@ def test_both_forms_of_a_range_are_parsed(form, tmp_path):
 
 
 @pytest.mark.parametrize("extra", ["", "other=1&"])
-def test_a_failed_offset_query_is_retried_once(extra, tmp_path):
+def test_a_failed_offset_query_is_retried_once(extra: str, tmp_path: Path) -> None:
     """Then a new upload begins, as the registry may never answer."""
     strict = Strict()
     puts = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
@@ -362,11 +372,11 @@ def test_a_failed_offset_query_is_retried_once(extra, tmp_path):
     assert len(asked) == 2
 
 
-def test_an_upload_whose_last_response_was_lost_is_not_repeated(tmp_path):
+def test_an_upload_whose_last_response_was_lost_is_not_repeated(tmp_path: Path) -> None:
     """The upload is complete and the blob exists."""
     strict = Strict()
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.method == "PUT" and len(seen.body) > MIB:
             strict.blobs[hashlib.sha256(seen.body).hexdigest()] = seen.body
             strict.begun += 1
@@ -381,11 +391,13 @@ def test_an_upload_whose_last_response_was_lost_is_not_repeated(tmp_path):
 # -- uploads that the registry lost
 
 
-def forgetting(method, status, then=lambda seen: None):
+def forgetting(
+    method: Any, status: int, then: Callable[[Any], None] = lambda seen: None
+) -> Callable[[Any], Any]:
     """Answer the first large request of a method with an unknown upload, after ``then``."""
     answer = failing(lambda seen: seen.method == method and len(seen.body) > MIB, Answer(status))
 
-    def fails(seen):
+    def fails(seen: Any) -> Any:
         found = answer(seen)
         if found is not None:
             then(seen)
@@ -395,7 +407,7 @@ def forgetting(method, status, then=lambda seen: None):
 
 
 @pytest.fixture(params=["PUT", "PATCH"])
-def method(request, monkeypatch):
+def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the method of a large upload."""
     if request.param == "PATCH":
         monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
@@ -403,7 +415,7 @@ def method(request, monkeypatch):
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_lost_upload_is_restarted(method, status, tmp_path):
+def test_a_lost_upload_is_restarted(method: Any, status: int, tmp_path: Path) -> None:
     registry = push(Strict(fails=forgetting(method, status)), tmp_path, BLOB)
     assert pieces(registry) == [(method, None, SIZE)] * 2
     first, second = [number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB]
@@ -412,7 +424,9 @@ def test_a_lost_upload_is_restarted(method, status, tmp_path):
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_lost_upload_whose_blob_exists_is_complete(method, status, tmp_path):
+def test_a_lost_upload_whose_blob_exists_is_complete(
+    method: Any, status: int, tmp_path: Path
+) -> None:
     """A request whose response was lost completed it, or another client did."""
     encoded = hashlib.sha256(BLOB).hexdigest()
     strict = Strict()
@@ -427,11 +441,13 @@ def test_a_lost_upload_whose_blob_exists_is_complete(method, status, tmp_path):
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_registry_that_loses_every_upload_fails_with_a_hint(method, status, tmp_path):
+def test_a_registry_that_loses_every_upload_fails_with_a_hint(
+    method: Any, status: int, tmp_path: Path
+) -> None:
     """The hint names a load balancer before registries without shared storage."""
     strict = Strict()
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         assert strict.begun < 50
         return Answer(status) if seen.method == method and len(seen.body) > MIB else None
 
@@ -443,11 +459,11 @@ def test_a_registry_that_loses_every_upload_fails_with_a_hint(method, status, tm
 
 
 @pytest.mark.parametrize("status", [404, 410])
-def test_a_registry_that_loses_each_upload_after_a_chunk_fails(status, tmp_path):
+def test_a_registry_that_loses_each_upload_after_a_chunk_fails(status: int, tmp_path: Path) -> None:
     """Accepting the first chunk each time is not progress."""
     strict = Strict()
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         assert strict.begun < 50
         return Answer(status) if seen.headers.get("Content-Range", "").startswith("2") else None
 
@@ -457,10 +473,10 @@ def test_a_registry_that_loses_each_upload_after_a_chunk_fails(status, tmp_path)
     assert strict.begun == ATTEMPTS
 
 
-def closing(strict, *, stored):
+def closing(strict: Strict, *, stored: bool) -> Callable[[Any], Answer | None]:
     """Answer a PUT without a body with 504 once; the blob may exist or not."""
 
-    def fails(seen):
+    def fails(seen: Any) -> Answer | None:
         if seen.method != "PUT" or seen.body or len(strict.here) != SIZE:
             return None
         if stored:
@@ -471,7 +487,7 @@ def closing(strict, *, stored):
     return fails
 
 
-def after_the_last_byte(registry):
+def after_the_last_byte(registry: ScriptedRegistry) -> list[Any]:
     """Return the requests after the last byte of a large blob."""
     large = max(number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB)
     return [
@@ -481,7 +497,9 @@ def after_the_last_byte(registry):
     ]
 
 
-def test_a_completed_upload_is_not_completed_again(tmp_path, monkeypatch):
+def test_a_completed_upload_is_not_completed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The upload still exists with all bytes, and so does the blob."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     strict = Strict()
@@ -492,7 +510,9 @@ def test_a_completed_upload_is_not_completed_again(tmp_path, monkeypatch):
     assert [step for step in asked[3:] if step[0] == "PUT"] == [("PUT", True)]  # the config's
 
 
-def test_the_blob_is_checked_before_the_upload_is_completed_again(tmp_path, monkeypatch):
+def test_the_blob_is_checked_before_the_upload_is_completed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     strict = Strict()
     strict.fails = closing(strict, stored=False)
@@ -505,7 +525,9 @@ def test_the_blob_is_checked_before_the_upload_is_completed_again(tmp_path, monk
 
 @pytest.mark.parametrize("location", ["http://[::1", "http://h:99999999/"])
 @pytest.mark.parametrize("when", ["POST", "PATCH"])
-def test_an_invalid_location_in_an_upload_fails(when, location, tmp_path, monkeypatch):
+def test_an_invalid_location_in_an_upload_fails(
+    when: str, location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is not retried: another attempt would not help."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     strict = Strict()
@@ -518,7 +540,7 @@ def test_an_invalid_location_in_an_upload_fails(when, location, tmp_path, monkey
 # -- other methods
 
 
-def test_a_large_blob_is_sent_by_patch(tmp_path, monkeypatch):
+def test_a_large_blob_is_sent_by_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PATCH without a range, as docker sends it, and an empty PUT."""
     monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
     registry = push(Strict(), tmp_path, BLOB)
@@ -526,11 +548,11 @@ def test_a_large_blob_is_sent_by_patch(tmp_path, monkeypatch):
     assert b"" in [seen.body for seen in registry.seen if seen.method == "PUT"]
 
 
-def test_a_damaged_blob_in_chunks_fails_without_retry(tmp_path):
+def test_a_damaged_blob_in_chunks_fails_without_retry(tmp_path: Path) -> None:
     """The registry detects it, and the error names the local copy."""
     strict = Strict(limit=MIB)
 
-    def spoiled(seen):
+    def spoiled(seen: Any) -> None:
         path = ImageLayout(tmp_path / "store").path(Descriptor.of("", BLOB))
         path.chmod(0o644)
         path.write_bytes(BLOB[: 3 * MIB] + b"?" + BLOB[3 * MIB + 1 :])

@@ -64,7 +64,9 @@ def blob_of(
 
 
 @given(quantized())
-def test_every_quantization_is_read_back(case):
+def test_every_quantization_is_read_back(
+    case: tuple[Quantization, tuple[int, ...], str | None],
+) -> None:
     kind, shape, scale = case
     found = read(blob_of("a.weight", kind, shape, scale), kind.metadata())
     assert list(found) == ["a.weight"]
@@ -75,20 +77,22 @@ def test_every_quantization_is_read_back(case):
 
 
 @given(quantized())
-def test_a_group_size_that_is_left_out_is_read_from_the_shapes(case):
+def test_a_group_size_that_is_left_out_is_read_from_the_shapes(
+    case: tuple[Quantization, tuple[int, ...], str | None],
+) -> None:
     kind, shape, scale = case
     found = read(blob_of("w", kind, shape, scale), {"quant_type": kind.type.name.upper()})
     assert found["w"].quantization == kind
 
 
-def test_a_blob_of_one_tensor():
+def test_a_blob_of_one_tensor() -> None:
     for name in ("unquantized", "legacy", "metadata"):
         tensors, metadata = SEEDS[name]
         ((key, dtype, shape),) = tensors
         assert read(tensors, metadata) == {key: BlobTensor(key, dtype, shape, None, {})}
 
 
-def test_a_packed_group_of_several_kinds():
+def test_a_packed_group_of_several_kinds() -> None:
     found = read(*SEEDS["packed"])
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
         EXPERT.format(0): ("int4", (2, 64)),
@@ -97,7 +101,7 @@ def test_a_packed_group_of_several_kinds():
     }
 
 
-def test_a_tensors_own_metadata_win_over_the_blobs():
+def test_a_tensors_own_metadata_win_over_the_blobs() -> None:
     tensors = affine("a", 2, 64, 4, 32) + affine("b", 2, 64, 8, 64)
     metadata = {**INT4, "b.quant_type": "int8", "b.group_size": "64"}
     found = read(tensors, metadata)
@@ -108,7 +112,7 @@ def test_a_tensors_own_metadata_win_over_the_blobs():
     refused("in groups of 64", tensors, {**metadata, "group_size": "64"})
 
 
-def test_a_floating_tensor_may_stand_beside_codes():
+def test_a_floating_tensor_may_stand_beside_codes() -> None:
     found = read([*affine("a", 2, 64, 4, 32), ("b", "F32", (2,)), ("b.bias", "F32", (2,))], INT4)
     assert [(name, tensor.dtype) for name, tensor in found.items()] == [
         ("a", "int4"),
@@ -117,20 +121,20 @@ def test_a_floating_tensor_may_stand_beside_codes():
     ]
 
 
-def test_names_that_only_look_like_parts_are_tensors():
+def test_names_that_only_look_like_parts_are_tensors() -> None:
     names = ["norm.scale", "fc.bias", "a.global_scale", "a", "a.scale", "x.scales", "x.weight"]
     found = read([(name, "BF16", (2,)) for name in names])
     assert list(found) == names
 
 
-def test_mlx_names_are_read():
+def test_mlx_names_are_read() -> None:
     found = read(*SEEDS["mlx"])
     assert list(found) == ["x.weight"]
     assert found["x.weight"].parts == {".scale": "x.scales", ".bias": "x.biases"}
     assert found["x.weight"].shape == (2, 64)
 
 
-def test_the_first_generations_key_may_be_quantized():
+def test_the_first_generations_key_may_be_quantized() -> None:
     found = read(affine("data", 2, 64, 4, 32), INT4)
     assert find_tensor(found, "a.weight", "unet").shape == (2, 64)
 
@@ -147,25 +151,27 @@ def nvfp4(*more: Tensor, shape: tuple[int, ...] = (3, 32)) -> list[Tensor]:
         ((2, 3, 32), [(), (1,), (2,), (2, 3), (2, 1), (2, 1, 1), (2, 3, 1), (1, 1, 1)]),
     ],
 )
-def test_a_global_scale_is_for_all_for_each_matrix_or_for_each_row(shape, factors):
+def test_a_global_scale_is_for_all_for_each_matrix_or_for_each_row(
+    shape: tuple[int, ...], factors: list[tuple[int, ...]]
+) -> None:
     for factor in factors:
         found = read(nvfp4(("w.global_scale", "F32", factor), shape=shape), NVFP4)
         assert found["w"].parts[".global_scale"] == "w.global_scale"
 
 
 @pytest.mark.parametrize("factor", [(2,), (3, 32), (1, 3), (3, 1, 1), (0,)])
-def test_other_global_scales_are_refused(factor):
+def test_other_global_scales_are_refused(factor: tuple[int, ...]) -> None:
     refused("is not an nvfp4 scale", nvfp4(("w.global_scale", "F32", factor)), NVFP4)
 
 
-def test_a_global_scale_is_a_float_of_nvfp4():
+def test_a_global_scale_is_a_float_of_nvfp4() -> None:
     refused("is not an nvfp4 scale", nvfp4(("w.global_scale", "BF16", ())), NVFP4)
     refused(
         "is not an nvfp4 scale", [*affine("w", 2, 64, 4, 32), ("w.global_scale", "F32", ())], INT4
     )
 
 
-def test_scales_of_activations_belong_to_the_codes():
+def test_scales_of_activations_belong_to_the_codes() -> None:
     inputs = [("w.input_scale", "F32", ()), ("w.input_global_scale", "F32", ())]
     found = read(nvfp4(*inputs), NVFP4)
     assert list(found) == ["w"]
@@ -201,7 +207,9 @@ W = affine("w", 2, 64, 4, 32)
         ("not 21", [W[0], ("w.scale", "BF16", (2, 3)), W[2]], {"quant_type": "int4"}),
     ],
 )
-def test_codes_that_do_not_fit_their_type(message, tensors, metadata):
+def test_codes_that_do_not_fit_their_type(
+    message: str, tensors: list[Any], metadata: dict[str, str]
+) -> None:
     refused(message, tensors, metadata)
 
 
@@ -234,16 +242,18 @@ def test_codes_that_do_not_fit_their_type(message, tensors, metadata):
         ),
     ],
 )
-def test_blobs_with_stray_parts_or_claims_are_refused(message, tensors, metadata):
+def test_blobs_with_stray_parts_or_claims_are_refused(
+    message: str, tensors: list[Any], metadata: dict[str, str]
+) -> None:
     refused(message, tensors, metadata)
 
 
-def test_foreign_metadata_are_ignored():
+def test_foreign_metadata_are_ignored() -> None:
     metadata = {"format": "pt", "optimizer.quant_type": "x", "group_size": "7", ".quant_type": "y"}
     assert list(read([("w", "U32", (2,))], metadata)) == ["w"]
 
 
-def test_a_tensor_is_found_by_all_its_names():
+def test_a_tensor_is_found_by_all_its_names() -> None:
     def tensor(key: str) -> BlobTensor:
         return BlobTensor(key, "F32", (1,), None, {})
 
@@ -261,7 +271,7 @@ def test_a_tensor_is_found_by_all_its_names():
 
 
 @pytest.mark.parametrize("key", ["a.weight", "unet/a.weight", "data"])
-def test_a_layer_of_one_tensor_has_no_other(key):
+def test_a_layer_of_one_tensor_has_no_other(key: str) -> None:
     found = read([(key, "F32", (1,)), ("a.weight.more", "F32", (1,))])
     message = r"^unet/a\.weight: the blob also contains a\.weight\.more$"
     with pytest.raises(FormatError, match=message):
@@ -270,7 +280,7 @@ def test_a_layer_of_one_tensor_has_no_other(key):
         find_group(found, "a.weight", "unet")
 
 
-def test_the_tensors_of_a_group_are_found():
+def test_the_tensors_of_a_group_are_found() -> None:
     found = read(*SEEDS["packed"])
     group = find_group(found, "model.layers.1.mlp.experts", "llm")
     assert group == found
@@ -282,7 +292,7 @@ def test_the_tensors_of_a_group_are_found():
     assert list(find_group(read([("a", "F32", ())]), "experts", "llm")) == ["a"]
 
 
-def test_a_group_of_another_place_is_refused():
+def test_a_group_of_another_place_is_refused() -> None:
     found = read(*SEEDS["packed"])
     with pytest.raises(FormatError, match=r"experts\.0\.up_proj\.weight of another group"):
         find_group(found, "model.layers.2.mlp.experts", "llm")
@@ -292,7 +302,7 @@ def test_a_group_of_another_place_is_refused():
         find_group({}, "model.layers.2.mlp.experts", "llm")
 
 
-def test_a_layer_promises_what_its_blob_holds():
+def test_a_layer_promises_what_its_blob_holds() -> None:
     tensor = read(W, INT4)["w"]
     for dtype, shape in (("int4", (2, 64)), ("U32", (2, 8)), ("int4", None), ("U32", None)):
         check_layer(tensor, "a/w", dtype, shape)
@@ -310,7 +320,9 @@ def test_a_layer_promises_what_its_blob_holds():
         ("F16", None, "F16"),
     ],
 )
-def test_a_layer_that_promises_something_else(dtype, shape, promised):
+def test_a_layer_that_promises_something_else(
+    dtype: str | None, shape: tuple[int, ...] | None, promised: str
+) -> None:
     message = rf"^a/w: the blob contains int4 \[2, 64\], its layer has {promised}$"
     with pytest.raises(FormatError, match=message):
         check_layer(read(W, INT4)["w"], "a/w", dtype, shape)

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import struct
+from random import Random
+from typing import Any
 
 import numpy
 import pytest
@@ -94,12 +96,14 @@ def file_of(header: bytes, data: bytes) -> bytes:
     ],
     ids=["matrix", "scalar", "no-elements", "quoted"],
 )
-def test_the_bytes_of_a_header_are_pinned(tensor, expected):
+def test_the_bytes_of_a_header_are_pinned(
+    tensor: tuple[str, str, tuple[int, ...]], expected: bytes
+) -> None:
     """Digests of tensors hang on these bytes: they may never change."""
     assert encode_header([tensor]) == expected
 
 
-def test_the_bytes_of_a_header_with_metadata_are_pinned():
+def test_the_bytes_of_a_header_with_metadata_are_pinned() -> None:
     written = encode_header([("w", "U32", [1]), ("w.scale", "BF16", [1])], {"quant_type": "int4"})
     text = (
         b'{"__metadata__":{"quant_type":"int4"},'
@@ -110,7 +114,9 @@ def test_the_bytes_of_a_header_with_metadata_are_pinned():
 
 
 @given(tensors, st.dictionaries(names, st.text(st.characters(exclude_categories=["Cs"]))))
-def test_encoded_headers_are_read_back(given_tensors, metadata):
+def test_encoded_headers_are_read_back(
+    given_tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[Any, Any]
+) -> None:
     raw = encode_header(given_tensors, metadata)
     assert len(raw) % 8 == 0
     size = sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors)
@@ -122,14 +128,18 @@ def test_encoded_headers_are_read_back(given_tensors, metadata):
 
 
 @given(names, st.sampled_from(sorted(NUMPY)), shapes, st.randoms())
-def test_a_blob_equals_that_of_the_reference_package(name, dtype, shape, random):
+def test_a_blob_equals_that_of_the_reference_package(
+    name: str, dtype: Any, shape: tuple[int, ...], random: Random
+) -> None:
     data = random.randbytes(nbytes(dtype, shape))
     values = numpy.frombuffer(data, NUMPY[dtype]).reshape(shape)
     assert encode_header([(name, dtype, shape)]) + data == safetensors.numpy.save({name: values})
 
 
 @given(tensors)
-def test_the_reference_package_reads_every_written_file(given_tensors):
+def test_the_reference_package_reads_every_written_file(
+    given_tensors: list[tuple[str, str, tuple[int, ...]]],
+) -> None:
     data = bytes(i % 251 for i in range(sum(nbytes(t, shape) for _, t, shape in given_tensors)))
     found = dict(safetensors.deserialize(encode_header(given_tensors) + data))
     assert {(n, i["dtype"], tuple(i["shape"])) for n, i in found.items()} == set(given_tensors)
@@ -145,7 +155,7 @@ def test_the_reference_package_reads_every_written_file(given_tensors):
         ("BOOL", "bool", (2, 3, 1, 2)),
     ],
 )
-def test_numbers_survive(dtype, kind, shape):
+def test_numbers_survive(dtype: str, kind: str, shape: tuple[int, ...]) -> None:
     count = math.prod(shape)
     values = numpy.arange(count).reshape(shape).astype(kind)
     blob = encode_header([("x", dtype, shape)]) + values.tobytes()
@@ -154,7 +164,7 @@ def test_numbers_survive(dtype, kind, shape):
     numpy.testing.assert_array_equal(read, values)
 
 
-def test_files_of_the_reference_package_are_read():
+def test_files_of_the_reference_package_are_read() -> None:
     values = {"b": numpy.ones((2, 2), "float16"), "a": numpy.zeros((), "float32")}
     raw = safetensors.numpy.save(values, metadata={"format": "pt"})
     header = read_header(io.BytesIO(raw), len(raw))
@@ -184,7 +194,9 @@ def holds(raw: bytes) -> bool:
 
 @settings(max_examples=150)
 @given(tensors, st.data())
-def test_a_mutated_file_still_describes_itself_or_is_refused(given_tensors, data):
+def test_a_mutated_file_still_describes_itself_or_is_refused(
+    given_tensors: list[tuple[str, str, tuple[int, ...]]], data: st.DataObject
+) -> None:
     raw = bytearray(encode_header(given_tensors, {"a": "b"}))
     raw += bytes(sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors))
     assert holds(bytes(raw))
@@ -206,7 +218,7 @@ def test_a_mutated_file_still_describes_itself_or_is_refused(given_tensors, data
 
 
 @given(st.binary(max_size=300))
-def test_arbitrary_bytes_never_break_the_reader(raw):
+def test_arbitrary_bytes_never_break_the_reader(raw: bytes) -> None:
     holds(raw)
 
 
@@ -228,12 +240,14 @@ def test_arbitrary_bytes_never_break_the_reader(raw):
     ),
     st.integers(0, 20),
 )
-def test_inconsistent_headers_are_refused_with_format_error(value, size):
+def test_inconsistent_headers_are_refused_with_format_error(
+    value: dict[Any, Any], size: int
+) -> None:
     text = json.dumps(value).encode()
     holds(file_of(text, bytes(size)))
 
 
-def test_the_reader_stops_at_the_promised_length():
+def test_the_reader_stops_at_the_promised_length() -> None:
     raw = encode_header([("a", "U8", (3,))])
     for cut in range(len(raw)):
         with pytest.raises(FormatError):
@@ -245,7 +259,7 @@ def test_the_reader_stops_at_the_promised_length():
 
 
 @pytest.mark.parametrize("length", [MAX_HEADER_SIZE + 1, 2**64 - 1])
-def test_a_huge_header_is_refused_before_it_is_read(length):
+def test_a_huge_header_is_refused_before_it_is_read(length: int) -> None:
     class Watched(io.BytesIO):
         asked = 0
 
@@ -259,13 +273,13 @@ def test_a_huge_header_is_refused_before_it_is_read(length):
     assert file.asked == 8
 
 
-def test_a_header_nested_deep_is_refused():
+def test_a_header_nested_deep_is_refused() -> None:
     for text in (b'{"a":' + b"[" * 100_000, b'{"a":' * 100_000):
         with pytest.raises(FormatError):
             parse_header(text, 0)
 
 
-def test_too_many_tensors_are_refused():
+def test_too_many_tensors_are_refused() -> None:
     item = '"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     text = "{" + ",".join(item % i for i in range(MAX_TENSORS + 1)) + "}"
     with pytest.raises(FormatError, match="100001 tensors"):
@@ -273,36 +287,36 @@ def test_too_many_tensors_are_refused():
 
 
 @pytest.mark.parametrize("text", [b"", b'{"\xff":{}}', '{"a":{}}'.encode("utf-16")])
-def test_only_utf8_is_read(text):
+def test_only_utf8_is_read(text: bytes) -> None:
     with pytest.raises(FormatError):
         parse_header(text, 0)
 
 
 @pytest.mark.parametrize("name", ["", "__metadata__", "a\0", "\x9b2J", "\ud800"])
-def test_names_that_no_reader_accepts_are_not_written(name):
+def test_names_that_no_reader_accepts_are_not_written(name: str) -> None:
     with pytest.raises(FormatError, match="tensor name"):
         encode_header([(name, "U8", (1,))])
 
 
-def test_a_name_is_written_once():
+def test_a_name_is_written_once() -> None:
     with pytest.raises(FormatError, match="invalid or duplicate tensor name"):
         encode_header([("a", "U8", (1,)), ("a", "U8", (1,))])
 
 
 @pytest.mark.parametrize("metadata", [{"a": "\ud800"}, {"\udfff": "a"}, {"a": None}, {1: "a"}])
-def test_metadata_that_is_not_text_is_not_written(metadata):
+def test_metadata_that_is_not_text_is_not_written(metadata: dict[Any, Any]) -> None:
     with pytest.raises(FormatError, match="must map strings to strings"):
         encode_header([], metadata)
 
 
-def test_halves_of_surrogate_pairs_are_not_read():
+def test_halves_of_surrogate_pairs_are_not_read() -> None:
     parse_header(b'{"__metadata__":{"a":"\\ud83d\\ude00"}}', 0)
     for text in (b'{"a":"\\ud83d"}', b'{"a":"\\ude00\\ud83d"}', b'{"\\ud83d":"a"}'):
         with pytest.raises(FormatError, match="must map strings to strings"):
             parse_header(b'{"__metadata__":%s}' % text, 0)
 
 
-def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
+def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FormatError, match="100001 tensors"):
         encode_header([("a", "U8", (0,))] * (MAX_TENSORS + 1))
     monkeypatch.setattr(header, "MAX_HEADER_SIZE", 104)
@@ -316,7 +330,7 @@ def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch):
 
 
 @pytest.mark.parametrize("number", ["-0", "1.0", "-1", "9" * 5000, "true"])
-def test_header_numbers_are_counts(number):
+def test_header_numbers_are_counts(number: str) -> None:
     for item in (
         '{"dtype":"U8","shape":[0],"data_offsets":[0,%s]}',
         '{"dtype":"U8","shape":[0],"data_offsets":[%s,0]}',
@@ -326,7 +340,7 @@ def test_header_numbers_are_counts(number):
             parse_header(('{"a":' + item % number + "}").encode(), 0)
 
 
-def test_a_long_header_of_brackets_is_refused_before_it_is_parsed():
+def test_a_long_header_of_brackets_is_refused_before_it_is_parsed() -> None:
     text = b'{"a":[' + b"[]," * MAX_VALUES + b"0]}"
     with pytest.raises(FormatError, match="more than 2000000 values"):
         parse_header(text, 0)
@@ -349,14 +363,14 @@ def test_a_long_header_of_brackets_is_refused_before_it_is_parsed():
         ("F6_E3M2", (3, 3), "does not fill whole bytes"),
     ],
 )
-def test_nbytes_refuses_impossible_sizes(dtype, shape, message):
+def test_nbytes_refuses_impossible_sizes(dtype: Any, shape: Any, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         nbytes(dtype, shape)
     with pytest.raises(FormatError, match=message):
         encode_header([("a", dtype, shape)])
 
 
-def test_the_sizes_of_all_dtypes():
+def test_the_sizes_of_all_dtypes() -> None:
     for dtype, bits in DTYPE_BITS.items():
         assert nbytes(dtype, (2, 4)) == bits
         assert nbytes(dtype, (5, 0)) == 0
@@ -367,12 +381,12 @@ def test_the_sizes_of_all_dtypes():
     assert nbytes("F64", (MAX_ELEMENTS,)) == MAX_ELEMENTS * 8
 
 
-def test_an_error_names_the_tensor():
+def test_an_error_names_the_tensor() -> None:
     with pytest.raises(FormatError, match=r"^a\.weight: unknown dtype 'F33'$"):
         parse_header(b'{"a.weight":{"dtype":"F33","shape":[1],"data_offsets":[0,4]}}', 4)
 
 
-def test_a_name_is_as_long_as_a_layers_at_most():
+def test_a_name_is_as_long_as_a_layers_at_most() -> None:
     """Readers look at all parts of a name: long ones would cost the square of their length."""
     longest = "layers.0." * 113 + "a" * 7
     assert len(longest) == MAX_NAME

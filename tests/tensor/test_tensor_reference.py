@@ -61,7 +61,7 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", POLICY)
-def test_every_policy_refuses_what_the_library_reads(name):
+def test_every_policy_refuses_what_the_library_reads(name: str) -> None:
     message, seen, text = POLICY[name]
     raw = file_of(text.encode(), bytes(1))
     assert theirs(raw) is not None
@@ -71,7 +71,7 @@ def test_every_policy_refuses_what_the_library_reads(name):
 
 
 @pytest.mark.integration
-def test_large_headers_are_a_policy_too():
+def test_large_headers_are_a_policy_too() -> None:
     item = '"%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
     text = "{" + ",".join(item % i for i in range(MAX_TENSORS + 1)) + "}"
     raw = file_of(text.encode(), b"")
@@ -83,7 +83,7 @@ def test_large_headers_are_a_policy_too():
     assert LARGE["too many values"] in str(ours(raw))
 
 
-def test_both_stop_at_the_same_size_of_a_header():
+def test_both_stop_at_the_same_size_of_a_header() -> None:
     for length, message in (
         (MAX_HEADER_SIZE, "invalid header length"),  # no more than a file that is cut off
         (MAX_HEADER_SIZE + 1, "header too large"),
@@ -99,13 +99,13 @@ def test_both_stop_at_the_same_size_of_a_header():
     assert file.tell() == 8
 
 
-def test_the_library_reads_all_seeds():
+def test_the_library_reads_all_seeds() -> None:
     for name, (given_tensors, metadata) in SEEDS.items():
         size = sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors)
         assert compare(encode_header(given_tensors, metadata) + bytes(size)) == "read", name
 
 
-def test_the_library_agrees_with_all_vectors():
+def test_the_library_agrees_with_all_vectors() -> None:
     """tests/vectors/ has a case for each."""
     for vector in VECTORS:
         outcome = compare(file_of(vector["header"].encode(), bytes(vector["data"])))
@@ -123,7 +123,7 @@ def fuzz(seeds: range) -> Counter[str]:
     return outcomes
 
 
-def test_mutants():
+def test_mutants() -> None:
     outcomes = fuzz(range(FEW))
     # A fuzzer that only makes rubbish, or only what is good, shows nothing.
     assert min(outcomes[word] for word in ("read", "no blob", "refused")) > FEW // 50
@@ -131,7 +131,7 @@ def test_mutants():
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_mutants():
+def test_a_hundred_thousand_mutants() -> None:
     outcomes = fuzz(range(FEW, FEW + MANY))
     assert sum(outcomes.values()) == MANY
     assert POLICY.keys() <= outcomes.keys(), dict(outcomes)
@@ -161,7 +161,9 @@ def running(size: int) -> bytes:
 
 
 @given(FILES, st.dictionaries(TEXTS, TEXTS, max_size=4))
-def test_the_library_reads_what_we_write(given_tensors, metadata):
+def test_the_library_reads_what_we_write(
+    given_tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[Any, Any]
+) -> None:
     raw = encode_header(given_tensors, metadata)
     data = running(sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors))
     assert compare(raw + data) in ("read", "no blob")
@@ -173,7 +175,9 @@ def test_the_library_reads_what_we_write(given_tensors, metadata):
 
 @settings(max_examples=50)
 @given(FILES, st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=4))
-def test_the_library_opens_the_files_we_write(given_tensors, metadata):
+def test_the_library_opens_the_files_we_write(
+    given_tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[Any, Any]
+) -> None:
     size = sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.safetensors")
@@ -187,7 +191,9 @@ def test_the_library_opens_the_files_we_write(given_tensors, metadata):
 
 @settings(max_examples=50)
 @given(FILES, st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=4))
-def test_we_read_what_the_library_writes(given_tensors, metadata):
+def test_we_read_what_the_library_writes(
+    given_tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[Any, Any]
+) -> None:
     kept, specs, expected = [], {}, {}
     for name, dtype, shape in given_tensors:
         if dtype not in WRITTEN:
@@ -213,7 +219,7 @@ def test_we_read_what_the_library_writes(given_tensors, metadata):
         assert raw[start : start + info.nbytes] == running(info.nbytes)
 
 
-def test_all_dtypes_of_the_library_are_known():
+def test_all_dtypes_of_the_library_are_known() -> None:
     with pytest.raises(safetensors.SafetensorError) as caught:
         safetensors.deserialize(
             file_of(b'{"a":{"dtype":"?","shape":[],"data_offsets":[0,0]}}', b"")
@@ -222,14 +228,14 @@ def test_all_dtypes_of_the_library_are_known():
     assert set(re.findall(r"`(\w+)`", listed)) == set(DTYPE_BITS)
 
 
-def test_all_dtypes_that_the_library_writes_are_tried():
+def test_all_dtypes_that_the_library_writes_are_tried() -> None:
     with pytest.raises(safetensors.SafetensorError) as caught:
         safetensors.TensorSpec(dtype="?", shape=[], data_ptr=1, data_len=0)
     listed = str(caught.value).partition("Supported dtypes: ")[2]
     assert set(listed.split(", ")) == set(WRITTEN.values())
 
 
-def test_the_library_agrees_on_the_size_of_every_dtype():
+def test_the_library_agrees_on_the_size_of_every_dtype() -> None:
     for dtype, bits in DTYPE_BITS.items():
         for shape in ((), (1,), (2,), (3,), (2, 2), (5, 0)):
             size = math.prod(shape) * bits // 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+from pathlib import Path
 
 import pytest
 
@@ -39,14 +40,14 @@ INDEXES = ["oci-index", "storage-index-standard", "storage-index-custom"]
 HEADERS = value("safetensors-headers")
 
 
-def test_every_vector_is_used():
+def test_every_vector_is_used() -> None:
     configs = {f"{name}-config" for name in WITH_CONFIGS}
     used = {*MANIFESTS, *INDEXES, *configs, "safetensors-headers"}
     assert {path.stem for path in HERE.glob("*.json")} == used
 
 
 @pytest.mark.parametrize("name", MANIFESTS + INDEXES)
-def test_a_document_keeps_its_bytes_and_fields(name, tmp_path):
+def test_a_document_keeps_its_bytes_and_fields(name: str, tmp_path: Path) -> None:
     document, written = parse_document(raw(name)), value(name)
     assert document.raw == raw(name)
     assert str(document.digest) == f"sha256:{hashlib.sha256(raw(name)).hexdigest()}"
@@ -68,7 +69,7 @@ def test_a_document_keeps_its_bytes_and_fields(name, tmp_path):
             assert file.read() == raw(name)
 
 
-def test_detect():
+def test_detect() -> None:
     dialects = {
         "ollama-first": "ollama",
         "ollama-second": "ollama",
@@ -85,12 +86,12 @@ def test_detect():
 
 
 @pytest.mark.parametrize("name", ["oci-artifact", "oci-unknown-fields"])
-def test_detect_refuses_another_artifact(name):
+def test_detect_refuses_another_artifact(name: str) -> None:
     with pytest.raises(FormatError, match="is not an AImage"):
         detect(Manifest.parse(raw(name)))
 
 
-def test_a_container_images_layers_are_not_guessed():
+def test_a_container_images_layers_are_not_guessed() -> None:
     manifest = Manifest.parse(raw("storage-manifest-standard"))
     config = b'{"rootfs":{"type":"layers","diff_ids":[%s]}}' % b",".join(
         f'"{layer.digest}"'.encode() for layer in manifest.layers
@@ -99,7 +100,7 @@ def test_a_container_images_layers_are_not_guessed():
         detect(manifest).read(manifest, config)
 
 
-def test_layers_without_names_are_named_by_media_type():
+def test_layers_without_names_are_named_by_media_type() -> None:
     manifest = Manifest.parse(raw("storage-manifest-custom"))
     aimage = detect(manifest).read(manifest, b'{"schemaVersion":1,"components":{}}')
     assert [layer.name for layer in aimage.layers] == ["gguf.0", "gguf.1", "lora.2", "lora.3"]
@@ -130,7 +131,7 @@ GGUF, FILE = "model.gguf.layer.v1", "model.file.layer.v1"
 LORA, TRANSFORMERS = "adapter.lora.layer.v1", "model.transformers.layer.v1"
 
 
-def test_a_gguf_model_of_ollama_is_read():
+def test_a_gguf_model_of_ollama_is_read() -> None:
     aimage = read("ollama-gguf")
     assert kinds(aimage) == [
         ("model.gguf", GGUF),
@@ -155,7 +156,7 @@ def test_a_gguf_model_of_ollama_is_read():
     }
 
 
-def test_a_modelpack_is_read():
+def test_a_modelpack_is_read() -> None:
     aimage = read("modelpack")
     assert kinds(aimage) == [
         ("model-00001-of-00002.safetensors", TRANSFORMERS),
@@ -181,7 +182,7 @@ def test_a_modelpack_is_read():
     }
 
 
-def test_a_model_of_docker_model_runner_is_read():
+def test_a_model_of_docker_model_runner_is_read() -> None:
     aimage = read("docker-model")
     assert kinds(aimage) == [
         ("model.gguf", GGUF),
@@ -205,7 +206,7 @@ def test_a_model_of_docker_model_runner_is_read():
     }
 
 
-def test_a_modelkit_is_read():
+def test_a_modelkit_is_read() -> None:
     aimage = read("kitops")
     kit = "application/vnd.kitops.modelkit."
     assert kinds(aimage) == [
@@ -226,7 +227,7 @@ def test_a_modelkit_is_read():
     }
 
 
-def test_layers_of_unknown_kinds_are_carried():
+def test_layers_of_unknown_kinds_are_carried() -> None:
     aimage = read("ep-layer")
     assert kinds(aimage) == [
         ("model.gguf", GGUF),
@@ -239,7 +240,7 @@ def test_layers_of_unknown_kinds_are_carried():
 
 
 @pytest.mark.parametrize("name", WITH_CONFIGS)
-def test_another_vendors_model_is_written_in_any_dialect(name):
+def test_another_vendors_model_is_written_in_any_dialect(name: str) -> None:
     aimage = read(name)
     for dialect in DIALECTS:
         manifest, config = DIALECTS[dialect].write(aimage)
@@ -247,7 +248,7 @@ def test_another_vendors_model_is_written_in_any_dialect(name):
         assert detect(manifest).read(manifest, config) == aimage
 
 
-def test_ollamas_first_generation_is_read():
+def test_ollamas_first_generation_is_read() -> None:
     manifest = Manifest.parse(raw("ollama-first"))
     assert manifest.config.media_type == ""
     aimage = DIALECTS["ollama"].read(manifest, b'{"model_format":"safetensors"}')
@@ -259,7 +260,7 @@ def test_ollamas_first_generation_is_read():
     assert aimage.properties == {"schemaVersion": 1, "components": {"text_encoder": {}}}
 
 
-def test_ollamas_second_generation_is_read():
+def test_ollamas_second_generation_is_read() -> None:
     manifest = Manifest.parse(raw("ollama-second"))
     aimage = DIALECTS["ollama"].read(manifest, b"{}")
     assert [(layer.name, layer.is_tensor) for layer in aimage.layers] == [
@@ -279,7 +280,7 @@ def test_ollamas_second_generation_is_read():
 
 
 @pytest.mark.parametrize("name", ["storage-index-standard", "storage-index-custom"])
-def test_the_storage_documents_index_is_read_and_kept(name, tmp_path):
+def test_the_storage_documents_index_is_read_and_kept(name: str, tmp_path: Path) -> None:
     (tmp_path / "index.json").write_bytes(raw(name))
     layout = ImageLayout(tmp_path)
     (entry,) = value(name)["manifests"]
@@ -293,7 +294,7 @@ def test_the_storage_documents_index_is_read_and_kept(name, tmp_path):
     assert kept[1].to_json() == entry
 
 
-def test_safetensors_headers_are_read():
+def test_safetensors_headers_are_read() -> None:
     good = [vector for vector in HEADERS if "error" not in vector]
     assert len(good) > 9
     for vector in good:
@@ -304,7 +305,7 @@ def test_safetensors_headers_are_read():
         assert read_header(io.BytesIO(file), len(file) + vector["data"]) == header
 
 
-def test_safetensors_headers_are_refused():
+def test_safetensors_headers_are_refused() -> None:
     found = {}
     refused = {vector["name"]: vector for vector in HEADERS if "error" in vector}
     for name, vector in refused.items():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +34,29 @@ def stocked(root: Path) -> LayeredStore:
     return store
 
 
-def job(name="tiny", steps=2, seed=1, **options):
+def job(name: str = "tiny", steps: int = 2, seed: int = 1, **options: Any) -> dict[Any, Any]:
     """Return arguments for ``Engine.generate``."""
     more = options.pop("parameters", {}) | {"steps": steps, "seed": seed}
     make = lambda aimage: GenerateRequest.for_model(aimage, "a dog", **more)  # noqa: E731
     return {"reference": Reference.parse(name), "make": make} | options
 
 
-async def served(engine, one):
+async def served(engine: Any, one: Any) -> list[Any]:
     async with contextlib.aclosing(engine.generate(**one)) as events:
         return [event async for event in events]
 
 
-def played(store, play, *, free=None, clock=time.monotonic, **limits):
+def played(
+    store: LayeredStore,
+    play: Callable[[Any], Coroutine[Any, Any, Any]],
+    *,
+    free: Callable[[], int | None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **limits: Any,
+) -> Any:
     """Run ``play(engine)`` on a new engine, then close the engine."""
 
-    async def run():
+    async def run() -> Any:
         metrics = Metrics()
         transfers = TransferQueue(store, ClientOptions(), metrics, EventLog())
         more: dict[str, Any] = {"clock": clock} | ({"free": free} if free else {})

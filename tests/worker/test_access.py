@@ -10,8 +10,12 @@ import os
 import re
 import socket
 import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from clowder_aimage.api.service import Service
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -30,6 +34,12 @@ from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
 
+if TYPE_CHECKING:
+    from multidict import CIMultiDictProxy
+
+    from tests.worker.conftest import LocalWorker
+
+
 ADMIN_TOKEN, INFER_TOKEN = "a" * 16, "i" * 16
 TOKENS = {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER}
 NOT_THERE = [("GET", "/nothing"), ("POST", "/../etc/passwd"), ("PUT", "/metrics")]
@@ -38,20 +48,20 @@ HARMLESS = {("POST", "/v1/images/generations"), ("POST", "/api/generate"), ("POS
 
 
 @pytest.fixture
-def service(tmp_path):
+def service(tmp_path: Path) -> Service:
     return make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
 
 def asked(
-    service,
-    paths=None,
+    service: Service,
+    paths: list[Any] | str | None = None,
     *,
-    tokens=None,
-    hosts=frozenset({"127.0.0.1"}),
-    origins=(),
-    advice=None,
-    **headers,
-):
+    tokens: Any = None,
+    hosts: Any = frozenset({"127.0.0.1"}),
+    origins: str | tuple[str, ...] = (),
+    advice: Any = None,
+    **headers: Any,
+) -> list[tuple[Any, Any, int, CIMultiDictProxy[str], str]]:
     """Request every route, or ``paths``; return method, path, status, headers and text of each."""
     app = build_app(WorkerRole(service), tokens=tokens, hosts=hosts, origins=origins, advice=advice)
     table = {
@@ -61,7 +71,7 @@ def asked(
     }
     found = []
 
-    async def ask():
+    async def ask() -> None:
         async with TestClient(TestServer(app)) as client:
             for method, path in sorted(paths or {*table, *NOT_THERE}):
                 timeout = 10
@@ -77,7 +87,7 @@ def asked(
     return found
 
 
-def test_every_route_has_a_scope(service):
+def test_every_route_has_a_scope(service: Service) -> None:
     routes = WorkerRole(service).routes()
     assert {route.scope for route in routes} <= set(SCOPES)
     table = [(route.method, route.path) for route in routes]
@@ -86,7 +96,7 @@ def test_every_route_has_a_scope(service):
         Route("GET", "/x", routes[0].handler, "anyone")
 
 
-def test_routes_that_change_state_need_the_admin_scope(service):
+def test_routes_that_change_state_need_the_admin_scope(service: Service) -> None:
     for route in WorkerRole(service).routes():
         if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
             assert route.scope == ADMIN, route.path
@@ -100,7 +110,7 @@ def test_routes_that_change_state_need_the_admin_scope(service):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:11434", "127.0.0.1.evil.example", "169.254.169.254", "["]
 )
-def test_unknown_host_headers_are_refused(service, host):
+def test_unknown_host_headers_are_refused(service: Service, host: str) -> None:
     ((_, _, status, _, text),) = asked(service, [("GET", "/healthz")], Host=host)
     assert status == 403 and "add it to the allowed hosts" in text
 
@@ -112,7 +122,9 @@ def test_unknown_host_headers_are_refused(service, host):
         ({"Origin": "https://app.example"}, "--allow-origin https://app.example"),
     ],
 )
-def test_a_refusal_names_the_option_of_the_server(service, headers, option):
+def test_a_refusal_names_the_option_of_the_server(
+    service: Service, headers: dict[str, str], option: str
+) -> None:
     ((_, _, status, _, text),) = asked(service, [("GET", "/v1/models")], advice=advice, **headers)
     assert status == 403
     assert json.loads(text)["error"]["message"].endswith(f"; start the server with {option}")
@@ -121,7 +133,9 @@ def test_a_refusal_names_the_option_of_the_server(service, headers, option):
 @pytest.mark.parametrize(
     ("sent", "message"), [("", "requires a token"), ("x" * 16, "unknown token")]
 )
-def test_a_wrong_token_is_not_answered_like_a_missing_one(service, sent, message):
+def test_a_wrong_token_is_not_answered_like_a_missing_one(
+    service: Service, sent: str, message: str
+) -> None:
     headers = {"Authorization": f"Bearer {sent}"} if sent else {}
     ((_, _, status, _, text),) = asked(service, [("GET", "/v1/models")], tokens=TOKENS, **headers)
     assert status == 401 and message in text
@@ -131,14 +145,14 @@ def test_a_wrong_token_is_not_answered_like_a_missing_one(service, sent, message
     "origin",
     ["http://evil.example", "null", "http://127.0.0.1.evil.example", "ftp://localhost", "http://["],
 )
-def test_foreign_origin_headers_are_refused(service, origin):
+def test_foreign_origin_headers_are_refused(service: Service, origin: str) -> None:
     ((_, _, status, headers, _),) = asked(service, [("GET", "/healthz")], Origin=origin)
     assert status == 403
     assert not any(name.lower().startswith("access-control") for name in headers)
 
 
 @pytest.mark.parametrize("origin", ["http://localhost:3000", "http://[::1]:1", "app://x"])
-def test_allowed_origins_read_and_get_cors_headers(service, origin):
+def test_allowed_origins_read_and_get_cors_headers(service: Service, origin: str) -> None:
     paths = [("GET", "/v1/models"), ("GET", "/nothing")]
     found = asked(service, paths, origins=("app://x",), Origin=origin, Sec_Fetch_Site="cross-site")
     assert sorted(answer[2] for answer in found) == [200, 404]
@@ -147,7 +161,7 @@ def test_allowed_origins_read_and_get_cors_headers(service, origin):
         assert "Access-Control-Allow-Credentials" not in headers
 
 
-def test_a_preflight_request_is_answered_without_a_token(service):
+def test_a_preflight_request_is_answered_without_a_token(service: Service) -> None:
     paths = [("OPTIONS", "/v1/images/generations")]
     names = "authorization, content-type"
     sent = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
@@ -159,7 +173,7 @@ def test_a_preflight_request_is_answered_without_a_token(service):
     assert asked(service, paths, tokens=TOKENS, **sent)[0][2] == 403
 
 
-def test_admin_routes_require_a_token_from_other_origins(service):
+def test_admin_routes_require_a_token_from_other_origins(service: Service) -> None:
     headers = {"Origin": "http://localhost:3000"}
     refused = {
         (method, path) for method, path, status, _, _ in asked(service, **headers) if status == 403
@@ -170,13 +184,13 @@ def test_admin_routes_require_a_token_from_other_origins(service):
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_state_changing_requests_from_other_sites_are_refused(service, site):
+def test_state_changing_requests_from_other_sites_are_refused(service: Service, site: str) -> None:
     for method, path, status, _, _ in asked(service, Sec_Fetch_Site=site):
         if method not in ("GET", "HEAD"):
             assert status == 403, (method, path)
 
 
-def test_responses_have_no_cors_headers(service):
+def test_responses_have_no_cors_headers(service: Service) -> None:
     paths = [("OPTIONS", "/v1/images/generations"), ("GET", "/metrics"), ("GET", "/nothing")]
     for _, path, _, headers, _ in asked(service, paths, Access_Control_Request_Method="POST"):
         assert not any(name.lower().startswith("access-control") for name in headers), path
@@ -186,7 +200,7 @@ def test_responses_have_no_cors_headers(service):
 
 
 @pytest.mark.parametrize("shown", ["Bearer", "Bearer wrong", "Bearer \u00e9", "Basic !", "x y z"])
-def test_invalid_authorization_headers_are_refused(service, shown):
+def test_invalid_authorization_headers_are_refused(service: Service, shown: str) -> None:
     paths = [("GET", "/metrics")]
     ((_, _, status, headers, text),) = asked(service, paths, tokens=TOKENS, Authorization=shown)
     assert status == 401
@@ -195,7 +209,7 @@ def test_invalid_authorization_headers_are_refused(service, shown):
     assert headers["WWW-Authenticate"].startswith("Bearer")
 
 
-def admins(service):
+def admins(service: Service) -> set[Any]:
     return {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.path))
         for route in WorkerRole(service).routes()
@@ -203,7 +217,7 @@ def admins(service):
     }
 
 
-def test_an_infer_token_is_refused_on_admin_routes(service):
+def test_an_infer_token_is_refused_on_admin_routes(service: Service) -> None:
     headers = {"Authorization": f"Bearer {INFER_TOKEN}"}
     refused = set()
     for method, path, status, _, _ in asked(service, tokens=TOKENS, **headers):
@@ -213,19 +227,19 @@ def test_an_infer_token_is_refused_on_admin_routes(service):
     assert refused == admins(service)
 
 
-def test_an_admin_token_is_accepted_as_bearer_or_basic_password(service):
+def test_an_admin_token_is_accepted_as_bearer_or_basic_password(service: Service) -> None:
     basic = "Basic " + __import__("base64").b64encode(f"me:{ADMIN_TOKEN}".encode()).decode()
     for shown in (f"Bearer {ADMIN_TOKEN}", f"bearer {ADMIN_TOKEN}", basic):
         answers = asked(service, [("GET", "/metrics")], tokens=TOKENS, Authorization=shown)
         assert [answer[2] for answer in answers] == [200]
 
 
-def test_any_key_is_accepted_without_configured_tokens(service):
+def test_any_key_is_accepted_without_configured_tokens(service: Service) -> None:
     answers = asked(service, [("GET", "/metrics")], Authorization="Bearer sk-whatever")
     assert answers[0][2] == 200
 
 
-def test_a_configured_host_header_is_accepted(service):
+def test_a_configured_host_header_is_accepted(service: Service) -> None:
     answers = asked(
         service,
         [("GET", "/healthz")],
@@ -238,7 +252,7 @@ def test_a_configured_host_header_is_accepted(service):
 # -- tokens
 
 
-def test_a_token_file_is_parsed(tmp_path):
+def test_a_token_file_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \n{'b' * 16}\n")
     assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: ADMIN}
@@ -252,7 +266,7 @@ def test_a_token_file_is_parsed(tmp_path):
         f"admin {'x' * 16}\ninfer {'x' * 16}\n",
     ],
 )
-def test_an_invalid_token_file_is_refused(tmp_path, text):
+def test_an_invalid_token_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(text)
     with pytest.raises(UsageError, match=re.escape(str(path))):
@@ -262,7 +276,7 @@ def test_an_invalid_token_file_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "worker.example:80"])
-def test_a_non_loopback_address_requires_a_token(address):
+def test_a_non_loopback_address_requires_a_token(address: str) -> None:
     with pytest.raises(UsageError, match="without tokens") as caught:
         check_access(Endpoint.parse_listen(address), is_allowed=False)
     assert caught.value.remedy == "listen_without_tokens"
@@ -270,11 +284,13 @@ def test_a_non_loopback_address_requires_a_token(address):
 
 
 @pytest.mark.parametrize("address", ["localhost:11434", "[::1]:1"])
-def test_a_loopback_address_requires_no_token(address):
+def test_a_loopback_address_requires_no_token(address: str) -> None:
     check_access(Endpoint.parse_listen(address), is_allowed=False)
 
 
-def test_remote_access_without_tokens_is_allowed_by_address_and_by_the_name_of_the_machine():
+def test_remote_access_without_tokens_is_allowed_by_address_and_by_the_name_of_the_machine() -> (
+    None
+):
     with contextlib.closing(listen("0.0.0.0:0", has_tokens=False, allow_remote=True)) as opened:
         hosts = opened.hosts
     assert hosts is not None and socket.gethostname().lower() in hosts
@@ -285,7 +301,9 @@ def test_remote_access_without_tokens_is_allowed_by_address_and_by_the_name_of_t
 @pytest.mark.parametrize(
     ("host", "status"), [("192.0.2.7:11434", 200), ("[2001:db8::1]", 200), ("evil.example", 403)]
 )
-def test_the_names_of_other_sites_are_refused_without_tokens(service, host, status):
+def test_the_names_of_other_sites_are_refused_without_tokens(
+    service: Service, host: str, status: int
+) -> None:
     hosts = frozenset({"localhost", ANY_ADDRESS})
     assert asked(service, [("GET", "/healthz")], hosts=hosts, Host=host)[0][2] == status
 
@@ -293,20 +311,20 @@ def test_the_names_of_other_sites_are_refused_without_tokens(service, host, stat
 # -- the unix socket
 
 
-def test_a_unix_socket_is_accessible_to_its_group_only(tmp_path):
+def test_a_unix_socket_is_accessible_to_its_group_only(tmp_path: Path) -> None:
     path = tmp_path / "run" / "aimage.sock"
     with listen_unix(path):
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         assert stat.S_IMODE(path.parent.stat().st_mode) & 0o777 == 0o750 & ~current_umask()
 
 
-def current_umask():
+def current_umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
 
 
-def test_a_stale_unix_socket_is_replaced(tmp_path):
+def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "s"
     listen_unix(path).close()
     assert path.exists()
@@ -314,7 +332,7 @@ def test_a_stale_unix_socket_is_replaced(tmp_path):
         listen_unix(path)
 
 
-def test_a_unix_socket_does_not_replace_a_file(tmp_path):
+def test_a_unix_socket_does_not_replace_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for name in ("file", "link"):
@@ -323,7 +341,7 @@ def test_a_unix_socket_does_not_replace_a_file(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_unix_socket_in_a_world_writable_directory_is_refused(tmp_path):
+def test_a_unix_socket_in_a_world_writable_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o1777)
     with pytest.raises(UsageError, match="is world-writable"):
@@ -335,7 +353,7 @@ def test_a_unix_socket_in_a_world_writable_directory_is_refused(tmp_path):
 # -- over the wire
 
 
-def over(path, text):
+def over(path: Path, text: bytes) -> bytes:
     """Send raw bytes to a unix socket and return the status line."""
     with socket.socket(socket.AF_UNIX) as line:
         line.settimeout(20)
@@ -344,7 +362,9 @@ def over(path, text):
         return line.makefile("rb").readline()
 
 
-def test_a_unix_socket_checks_the_host_header(worker, tmp_path_factory):
+def test_a_unix_socket_checks_the_host_header(
+    worker: LocalWorker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("s") / "run" / "s"
     other = worker.start("--socket", path)
     assert other.urls == [f"unix://{path}"]
@@ -355,7 +375,9 @@ def test_a_unix_socket_checks_the_host_header(worker, tmp_path_factory):
     assert not path.exists()
 
 
-def test_a_non_loopback_address_is_served_with_a_token_only(worker, tmp_path):
+def test_a_non_loopback_address_is_served_with_a_token_only(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin {ADMIN_TOKEN}\ninfer {INFER_TOKEN}\n")
     done = worker.aimage("serve", "--addr", "0.0.0.0:0", code=2)
@@ -373,7 +395,7 @@ def test_a_non_loopback_address_is_served_with_a_token_only(worker, tmp_path):
 # -- limits
 
 
-def raw(worker, text):
+def raw(worker: LocalWorker, text: bytes) -> bytes:
     """Send raw bytes over TCP and return the status line."""
     host, port = worker.host.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
@@ -381,7 +403,7 @@ def raw(worker, text):
         return line.makefile("rb").readline()
 
 
-def request(method, path, *headers, body=b""):
+def request(method: str, path: str, *headers: str, body: bytes = b"") -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -400,17 +422,17 @@ def request(method, path, *headers, body=b""):
     ],
     ids="line header hosts lengths length smuggled version tls".split(),
 )
-def test_malformed_or_oversized_requests_are_refused(worker, text):
+def test_malformed_or_oversized_requests_are_refused(worker: LocalWorker, text: bytes) -> None:
     assert raw(worker, text).split()[1:2] == [b"400"]
     assert worker.get("/healthz") == {"status": "ok"}
 
 
-def test_a_large_body_is_refused_before_it_is_sent(worker):
+def test_a_large_body_is_refused_before_it_is_sent(worker: LocalWorker) -> None:
     head = request("POST", "/nothing", f"Content-Length: {1 << 40}")
     assert b" 413 " in raw(worker, head)
 
 
-def test_an_endless_body_is_refused(worker):
+def test_an_endless_body_is_refused(worker: LocalWorker) -> None:
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     host, port = worker.host.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as line:
@@ -421,7 +443,7 @@ def test_an_endless_body_is_refused(worker):
     assert worker.get("/healthz") == {"status": "ok"}
 
 
-def test_a_compressed_body_is_not_decompressed_without_limit(worker):
+def test_a_compressed_body_is_not_decompressed_without_limit(worker: LocalWorker) -> None:
     import gzip
 
     body = gzip.compress(b"0" * (64 << 20))

@@ -6,9 +6,13 @@ import asyncio
 import contextlib
 import json
 import socket
-from typing import NoReturn
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+
+from clowder_aimage.api.service import Service
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -43,18 +47,18 @@ SECRET = "a lighthouse that nobody may know of"
 class Routes(WorkerRole):
     """A worker role with custom routes."""
 
-    def __init__(self, service, *routes):
+    def __init__(self, service: Service, *routes: Route) -> None:
         super().__init__(service)
         self._routes = list(routes)
 
-    def routes(self):
+    def routes(self) -> list[Route]:
         return self._routes
 
 
-def talked(role, talk):
+def talked(role: WorkerRole, talk: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
     """Return the result of ``talk(client)`` for a client of the role's application."""
 
-    async def run():
+    async def run() -> Any:
         async with asyncio.timeout(60), TestClient(TestServer(app.build_app(role))) as client:
             return await talk(client)
 
@@ -62,15 +66,15 @@ def talked(role, talk):
 
 
 @pytest.fixture
-def failing(tmp_path):
+def failing(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that requests a failing route and returns status, headers and body."""
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
-    def fail(error, path="/v1/x", **options):
-        async def handler(request):
+    def fail(error: Any, path: str = "/v1/x", **options: Any) -> Any:
+        async def handler(request: web.Request) -> NoReturn:
             raise error
 
-        async def talk(client):
+        async def talk(client: Any) -> tuple[Any, Any, Any]:
             answer = await client.post(path, **options)
             return answer.status, answer.headers, await answer.json()
 
@@ -99,7 +103,9 @@ def failing(tmp_path):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
 )
-def test_each_error_maps_to_a_status_and_an_error_object(failing, capsys, error, status, code):
+def test_each_error_maps_to_a_status_and_an_error_object(
+    failing: Any, capsys: pytest.CaptureFixture[str], error: Any, status: int, code: str
+) -> None:
     found, headers, body = failing(error)
     assert found == status
     assert set(body["error"]) == {"message", "type", "param", "code"}
@@ -109,24 +115,24 @@ def test_each_error_maps_to_a_status_and_an_error_object(failing, capsys, error,
     assert SECRET not in json.dumps(body) + said.out + said.err
 
 
-def test_errors_of_ollama_routes_have_ollamas_format(failing):
+def test_errors_of_ollama_routes_have_ollamas_format(failing: Any) -> None:
     found, headers, body = failing(BusyError(9, 30), "/api/x")
     assert (found, headers["Retry-After"]) == (503, "30")
     assert body == {"error": "the queue is full: 9 requests are waiting", "code": "overloaded"}
 
 
-def test_a_stalled_body_times_out_with_408(failing, monkeypatch):
+def test_a_stalled_body_times_out_with_408(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "BODY_TIMEOUT", 0.05)
 
-    async def never():
+    async def never() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.Event().wait()
 
     assert failing(ValueError(), data=never())[0] == 408
 
 
-def test_the_body_limit_of_a_route_is_enforced(failing):
-    async def chunks():
+def test_the_body_limit_of_a_route_is_enforced(failing: Any) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
         yield b"x" * 600
         yield b"x" * 401
 
@@ -135,16 +141,16 @@ def test_the_body_limit_of_a_route_is_enforced(failing):
     assert failing(ValueError(), data=b"x" * 1000)[0] == 500
 
 
-def test_a_handler_that_fails_midway_truncates_the_response(tmp_path):
+def test_a_handler_that_fails_midway_truncates_the_response(tmp_path: Path) -> None:
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
-    async def handler(request):
+    async def handler(request: web.Request) -> NoReturn:
         answer = web.StreamResponse()
         await answer.prepare(request)
         await answer.write(b"half")
         raise ValueError(SECRET)
 
-    async def talk(client):
+    async def talk(client: Any) -> str:
         answer = await client.get("/x")
         with pytest.raises(ClientError):
             await answer.read()
@@ -154,16 +160,16 @@ def test_a_handler_that_fails_midway_truncates_the_response(tmp_path):
     assert 'route="/x"' in text
 
 
-def test_error_messages_contain_no_local_paths():
+def test_error_messages_contain_no_local_paths() -> None:
     said = api_error(StoreError("cannot write /srv/secret/blobs"))
     assert (said.status, said.message) == (500, "cannot access the store")
 
 
-def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path):
+def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path: Path) -> None:
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
     service.engine.is_draining = True
 
-    async def talk(client):
+    async def talk(client: Any) -> tuple[Any, Any, Any, Any]:
         refused = await client.post("/api/pull", json={"model": "localhost:1/a"})
         seen = await client.get("/api/version")
         return refused.status, refused.headers["Retry-After"], seen.status, seen.headers
@@ -172,12 +178,12 @@ def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path):
     assert (status, after, seen, headers["Connection"]) == (503, "5", 200, "close")
 
 
-def test_a_stalled_request_head_closes_the_connection(monkeypatch):
+def test_a_stalled_request_head_closes_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "IDLE", 0.05)
     monkeypatch.setattr(server, "INTERVAL", 0.01)
     places = listen("127.0.0.1:0", has_tokens=False)
 
-    async def talk():
+    async def talk() -> None:
         async with asyncio.timeout(60), accepting(app.build_app(Role()), places):
             host, port = places.sockets[0].getsockname()
             reader, writer = await asyncio.open_connection(host, port)
@@ -190,7 +196,9 @@ def test_a_stalled_request_head_closes_the_connection(monkeypatch):
     places.close()
 
 
-def test_a_client_that_stops_reading_is_disconnected(tmp_path, monkeypatch):
+def test_a_client_that_stops_reading_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "WRITE", 0.05)
     monkeypatch.setattr(server, "INTERVAL", 0.01)
     service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
@@ -206,7 +214,7 @@ def test_a_client_that_stops_reading_is_disconnected(tmp_path, monkeypatch):
         finally:
             is_over.set()
 
-    async def talk():
+    async def talk() -> None:
         built = app.build_app(Routes(service, Route("GET", "/x", handler, "infer")))
         async with asyncio.timeout(60), accepting(built, places):
             with socket.create_connection(places.sockets[0].getsockname()) as client:
@@ -220,17 +228,17 @@ def test_a_client_that_stops_reading_is_disconnected(tmp_path, monkeypatch):
 class Slow:
     """A connection with ``waiting`` bytes in its write buffer."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.transport, self.waiting, self.is_aborted = self, 0, False
 
-    def get_write_buffer_size(self):
+    def get_write_buffer_size(self) -> int:
         return self.waiting
 
-    def abort(self):
+    def abort(self) -> None:
         self.is_aborted = True
 
 
-def test_a_slow_client_is_not_disconnected():
+def test_a_slow_client_is_not_disconnected() -> None:
     now = [0.0]
     watch, slow, stopped = server.WriteTimeout(lambda: now[0]), Slow(), Slow()
     for size in range(100, 90, -1):

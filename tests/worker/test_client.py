@@ -7,6 +7,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +32,7 @@ from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
         ("unix:///run/a b%41?c/worker.sock", "unix:///run/a b%41?c/worker.sock"),
     ],
 )
-def test_an_endpoint_is_parsed_from_an_address(text, where):
+def test_an_endpoint_is_parsed_from_an_address(text: str, where: str) -> None:
     assert str(Endpoint.parse(text)) == where
 
 
@@ -53,19 +55,19 @@ def test_an_endpoint_is_parsed_from_an_address(text, where):
         "bücher",
     ],
 )
-def test_an_invalid_address_is_refused(text):
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(errors.UsageError, match="invalid worker address"):
         Endpoint.parse(text)
 
 
-def test_credentials_in_an_address_are_refused_and_not_repeated():
+def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
     with pytest.raises(errors.UsageError) as caught:
         Endpoint.parse("http://me:secret@box")
     assert "AIMAGE_TOKEN" in str(advice(caught.value))
     assert "secret" not in f"{caught.value} {advice(caught.value)}"
 
 
-def test_a_json_request_over_tcp_carries_the_token():
+def test_a_json_request_over_tcp_carries_the_token() -> None:
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         client = WorkerClient(worker.host, "open-sesame")
         assert client.ask("DELETE", "/api/delete", {"model": "ö"}) == {"models": []}
@@ -75,25 +77,25 @@ def test_a_json_request_over_tcp_carries_the_token():
     assert asked.headers["Host"] == worker.host
 
 
-def test_no_authorization_header_is_sent_without_a_token():
+def test_no_authorization_header_is_sent_without_a_token() -> None:
     with ScriptedWorker(lambda _: says({})).running() as worker:
         WorkerClient(worker.host).ask("GET", "/")
     assert "Authorization" not in worker.asked[0].headers
 
 
-def test_a_json_request_is_sent_over_a_unix_socket(tmp_path):
+def test_a_json_request_is_sent_over_a_unix_socket(tmp_path: Path) -> None:
     with ScriptedWorker(lambda _: says([1]), tmp_path / "w.sock").running() as worker:
         assert WorkerClient(worker.host).ask("GET", "/") == [1]
     assert worker.asked[0].headers["Host"] == "localhost"
 
 
 @pytest.mark.parametrize("token", ["two words", "line\nbreak", "ümlaut", ""])
-def test_a_token_that_no_header_can_hold_is_refused(token):
+def test_a_token_that_no_header_can_hold_is_refused(token: str) -> None:
     with pytest.raises(errors.UsageError, match="token"):
         WorkerClient("box", token)
 
 
-def test_a_refused_connection_is_a_network_error(tmp_path):
+def test_a_refused_connection_is_a_network_error(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     for host in (f"127.0.0.1:{port}", f"unix://{tmp_path}/none.sock", f"unix:///{'x' * 200}"):
@@ -102,7 +104,7 @@ def test_a_refused_connection_is_a_network_error(tmp_path):
         assert caught.value.remedy == "no_worker"
 
 
-def test_an_empty_response_is_none():
+def test_an_empty_response_is_none() -> None:
     with ScriptedWorker(lambda _: Says()).running() as worker:
         assert WorkerClient(worker.host).ask("DELETE", "/api/delete") is None
 
@@ -128,7 +130,9 @@ def openai(status: int, code: str | None = None, kind: str = "server_error") -> 
         (507, {"error": "no: 507"}, errors.NoSpaceError),
     ],
 )
-def test_error_responses_raise_the_matching_error(status, body, kind):
+def test_error_responses_raise_the_matching_error(
+    status: int, body: dict[str, Any], kind: type[errors.AImageError]
+) -> None:
     with (
         ScriptedWorker(lambda _: says(body, status)).running() as worker,
         pytest.raises(errors.AImageError) as caught,
@@ -138,7 +142,7 @@ def test_error_responses_raise_the_matching_error(status, body, kind):
     assert caught.value.message == f"no: {status}"
 
 
-def test_a_401_response_hints_at_the_token_variable():
+def test_a_401_response_hints_at_the_token_variable() -> None:
     with (
         ScriptedWorker(lambda _: says({"error": "who?"}, 401)).running() as worker,
         pytest.raises(errors.UnauthorizedError) as caught,
@@ -147,7 +151,7 @@ def test_a_401_response_hints_at_the_token_variable():
     assert "AIMAGE_TOKEN" in str(advice(caught.value))
 
 
-def test_a_503_response_hints_at_retry_after():
+def test_a_503_response_hints_at_retry_after() -> None:
     with (
         ScriptedWorker(lambda _: says({"error": "busy"}, 503, Retry_After="7")).running() as worker,
         pytest.raises(errors.AccessError) as caught,
@@ -168,7 +172,7 @@ def test_a_503_response_hints_at_retry_after():
         Says([b"x" * (1 << 20)], 500),
     ],
 )
-def test_an_error_response_of_another_server_is_reported(answer):
+def test_an_error_response_of_another_server_is_reported(answer: Says) -> None:
     with (
         ScriptedWorker(lambda _: answer).running() as worker,
         pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
@@ -177,7 +181,7 @@ def test_an_error_response_of_another_server_is_reported(answer):
     assert "AIMAGE_HOST" in str(advice(caught.value))
 
 
-def test_a_response_that_is_not_json_is_refused():
+def test_a_response_that_is_not_json_is_refused() -> None:
     with (
         ScriptedWorker(lambda _: Says([b"<html>"])).running() as worker,
         pytest.raises(errors.FormatError, match="invalid response from"),
@@ -185,7 +189,7 @@ def test_a_response_that_is_not_json_is_refused():
         WorkerClient(worker.host).ask("GET", "/")
 
 
-def test_an_endless_response_is_refused():
+def test_an_endless_response_is_refused() -> None:
     def for_ever() -> Iterator[bytes]:
         while True:
             yield bytes(1 << 20)
@@ -196,7 +200,7 @@ def test_an_endless_response_is_refused():
         assert worker.left.wait(30)
 
 
-def test_a_response_that_is_not_http_is_a_network_error():
+def test_a_response_that_is_not_http_is_a_network_error() -> None:
     def speak() -> None:
         taken, _ = listening.accept()
         with taken:
@@ -211,7 +215,7 @@ def test_a_response_that_is_not_http_is_a_network_error():
         thread.join()
 
 
-def test_a_silent_worker_times_out(monkeypatch):
+def test_a_silent_worker_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clowder_aimage.engine.worker_client._SILENCE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}")
@@ -219,7 +223,7 @@ def test_a_silent_worker_times_out(monkeypatch):
             list(client.events("/", {}))
 
 
-def test_lines_are_yielded_before_the_stream_ends():
+def test_lines_are_yielded_before_the_stream_ends() -> None:
     """Send the second line only after the first one was read."""
     said = iter([line(completed=1), line(completed=2)])
 
@@ -241,7 +245,7 @@ def answer(said: Says, _: Asked) -> Says:
     return said
 
 
-def test_lines_are_joined_from_chunks_of_any_size():
+def test_lines_are_joined_from_chunks_of_any_size() -> None:
     text = line(a="ö" * 3) + b"\r\n" + line(b=1).strip()
     for size in (1, 2, 7, 1000):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
@@ -250,7 +254,7 @@ def test_lines_are_joined_from_chunks_of_any_size():
 
 
 @pytest.mark.parametrize("text", [b"{\n", b"[]\n", b"3\n", b"\xff\n"])
-def test_a_line_that_is_not_an_object_is_refused(text):
+def test_a_line_that_is_not_an_object_is_refused(text: bytes) -> None:
     with (
         ScriptedWorker(lambda _: Says([text])).running() as worker,
         pytest.raises(errors.FormatError),
@@ -258,7 +262,7 @@ def test_a_line_that_is_not_an_object_is_refused(text):
         list(WorkerClient(worker.host).lines("/", {}))
 
 
-def test_an_error_in_a_stream_is_raised():
+def test_an_error_in_a_stream_is_raised() -> None:
     answers = {
         "/1": (Says([line(status="x"), line(error="gone wrong")]), errors.AccessError),
         "/2": (Says([line(error="none", code="model_not_found")]), errors.NotFoundError),
@@ -287,7 +291,7 @@ def test_an_error_in_a_stream_is_raised():
             assert type(caught.value) is kind
 
 
-def test_server_sent_events_are_parsed_per_the_standard():
+def test_server_sent_events_are_parsed_per_the_standard() -> None:
     text = (
         b": keep-alive\n\n"
         b'event: progress\r\ndata: {"step": 1}\r\n\r\n'
@@ -309,7 +313,7 @@ def test_server_sent_events_are_parsed_per_the_standard():
             ]
 
 
-def test_a_large_event_arrives_whole():
+def test_a_large_event_arrives_whole() -> None:
     picture = "A" * 3_000_000
     with ScriptedWorker(lambda _: Says([event("done", {"b64": picture})])).running() as worker:
         _, (_, value) = WorkerClient(worker.host).events("/", {})
@@ -318,7 +322,7 @@ def test_a_large_event_arrives_whole():
 
 @pytest.mark.parametrize("said", [line(a=1), line(a=1) + b'{"half', b""])
 @pytest.mark.parametrize("length", [{}, {"Content-Length": "99"}], ids=["chunked", "length"])
-def test_a_stream_that_breaks_off_is_an_error(said, length):
+def test_a_stream_that_breaks_off_is_an_error(said: bytes, length: dict[str, str]) -> None:
     with (
         ScriptedWorker(lambda _: Says([said], headers=length, is_cut=True)).running() as worker,
         pytest.raises(errors.NetworkError, match="was lost"),
@@ -326,7 +330,7 @@ def test_a_stream_that_breaks_off_is_an_error(said, length):
         list(WorkerClient(worker.host).lines("/", {}))
 
 
-def test_an_endless_line_is_refused(monkeypatch):
+def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clowder_aimage.engine.worker_client._MAX_LINE", 1000)
     whole = line(a="b" * 900)
     answer = Says([whole, whole, b"x" * 600, b"x" * 600])
@@ -338,7 +342,7 @@ def test_an_endless_line_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("header", ["keep-alive", "close"])
-def test_closing_a_stream_closes_the_connection(header):
+def test_closing_a_stream_closes_the_connection(header: str) -> None:
     def for_ever() -> Iterator[bytes]:
         while True:
             yield event("progress", {"step": 1})
@@ -352,7 +356,7 @@ def test_closing_a_stream_closes_the_connection(header):
         assert worker.left.wait(30)
 
 
-def test_a_request_body_is_ascii():
+def test_a_request_body_is_ascii() -> None:
     def script(asked: Asked) -> Says:
         return says({"same": json.loads(asked.body) == {"prompt": "\udc80 ö"}})
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+
+from tests.process import Aimage, Done
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
@@ -27,7 +32,7 @@ from clowder_aimage.schema import load
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the path of a configuration file, in an environment without AIMAGE variables."""
     import os
 
@@ -37,7 +42,7 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "config.json"
 
 
-def written(file, **worker):
+def written(file: Path, **worker: Any) -> Path:
     file.write_text(json.dumps({"worker": worker}))
     return file
 
@@ -55,14 +60,14 @@ def written(file, **worker):
         *((-1, math.inf), ("-1", math.inf), ("-5m", math.inf), ("-0", 0.0)),
     ],
 )
-def test_durations_are_parsed(text, seconds):
+def test_durations_are_parsed(text: float | str, seconds: float) -> None:
     assert duration(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "-", "m", "5x", "5 m", "1e3", "inf", "nan", math.nan, True, None, "5m3", "--5"]
 )
-def test_durations_that_are_not_valid_are_refused(text):
+def test_durations_that_are_not_valid_are_refused(text: str | float | None) -> None:
     with pytest.raises(ValueError, match="invalid duration"):
         duration(text)
 
@@ -70,7 +75,7 @@ def test_durations_that_are_not_valid_are_refused(text):
 # -- precedence
 
 
-def test_defaults_apply_without_any_setting(file):
+def test_defaults_apply_without_any_setting(file: Path) -> None:
     said, origins = gather(Settings, {}, file)
     assert origins == {}
     assert said.address == DEFAULT_HOST == "127.0.0.1:11434"
@@ -81,7 +86,9 @@ def test_defaults_apply_without_any_setting(file):
     assert limits.deadline == math.inf
 
 
-def test_the_command_line_overrides_the_environment_and_the_file(file, monkeypatch):
+def test_the_command_line_overrides_the_environment_and_the_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(file, queue=1, maxModels=2, keepAlive="1h", aliases={"gpt-image-1": "tiny"})
     monkeypatch.setenv("AIMAGE_SERVE_MAX_MODELS", "3")
     monkeypatch.setenv("AIMAGE_SERVE_KEEP_ALIVE", "2h")
@@ -97,7 +104,9 @@ def test_the_command_line_overrides_the_environment_and_the_file(file, monkeypat
     }
 
 
-def test_lists_and_pairs_are_read_from_the_environment(file, monkeypatch):
+def test_lists_and_pairs_are_read_from_the_environment(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AIMAGE_SERVE_ALIASES", "gpt-image-1=tiny, dall-e-3 = team/tiny:v1,")
     monkeypatch.setenv("AIMAGE_SERVE_WANTED", "tiny, team/tiny:v1")
     monkeypatch.setenv("AIMAGE_SERVE_ALLOW_HOSTS", "pictures.example")
@@ -107,7 +116,9 @@ def test_lists_and_pairs_are_read_from_the_environment(file, monkeypatch):
     assert said.allow_hosts == ("pictures.example",)
 
 
-def test_memory_settings_are_parsed_from_all_sources(file, monkeypatch):
+def test_memory_settings_are_parsed_from_all_sources(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(file, memory="12GiB", textEncoder="keep")
     said, _ = gather(Settings, {}, file)
     assert (said.memory, said.text_encoder) == (12 << 30, "keep")
@@ -119,7 +130,9 @@ def test_memory_settings_are_parsed_from_all_sources(file, monkeypatch):
     assert gather(Settings, {}, written(file, memory=1000))[0].pull == "if-missing"
 
 
-def test_request_defaults_are_read_from_all_sources(file, monkeypatch):
+def test_request_defaults_are_read_from_all_sources(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written(file, pull="never", streamFormat="openai", pngFacts=False)
     said, _ = gather(Settings, {}, file)
     assert (said.pull, said.stream_format, said.png_facts) == ("never", "openai", False)
@@ -129,7 +142,7 @@ def test_request_defaults_are_read_from_all_sources(file, monkeypatch):
     assert (said.png_facts, origins["png_facts"]) == (False, "command line")
 
 
-def test_relative_paths_are_resolved_against_the_file(file):
+def test_relative_paths_are_resolved_against_the_file(file: Path) -> None:
     written(file, socket="run/s", tokenFile="/etc/tokens")
     assert read_section(file) == {
         "socket": str(file.parent / "run" / "s"),
@@ -146,7 +159,7 @@ def test_relative_paths_are_resolved_against_the_file(file):
         ("http://[::1]:80", "http://[::1]:80"),
     ],
 )
-def test_the_public_url_is_read_from_options_and_file(file, said, url):
+def test_the_public_url_is_read_from_options_and_file(file: Path, said: str, url: str) -> None:
     assert gather(Settings, {"public_url": said}, file)[0].public_url == url
     assert gather(Settings, {}, written(file, publicUrl=said))[0].public_url == url
     assert gather(Settings, {}, written(file))[0].public_url is None
@@ -184,8 +197,12 @@ def test_the_public_url_is_read_from_options_and_file(file, said, url):
     ],
 )
 def test_invalid_options_and_variables_are_refused_by_name(
-    file, monkeypatch, options, environment, sentence
-):
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    environment: dict[str, str],
+    sentence: str,
+) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=re.escape(sentence)):
@@ -206,7 +223,7 @@ def test_invalid_options_and_variables_are_refused_by_name(
         *('{"worker": {"aliases": ["a"]}}', '{"worker": {"logFormat": "xml"}}'),
     ],
 )
-def test_an_invalid_configuration_file_is_refused(file, text):
+def test_an_invalid_configuration_file_is_refused(file: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(UsageError, match="cannot use the configuration"):
         gather(Settings, {}, file)
@@ -215,7 +232,7 @@ def test_an_invalid_configuration_file_is_refused(file, text):
 # -- one set of names
 
 
-def test_schema_settings_and_options_have_the_same_names():
+def test_schema_settings_and_options_have_the_same_names() -> None:
     described = load("config")["$defs"]["worker"]["properties"]
     fields = Settings.model_fields
     assert set(described) == {camel(name) for name in fields}
@@ -224,7 +241,7 @@ def test_schema_settings_and_options_have_the_same_names():
     assert options - others - {"is_node", *NODE_OPTIONS} == set(fields)
 
 
-def test_the_schema_has_the_defaults_of_the_settings():
+def test_the_schema_has_the_defaults_of_the_settings() -> None:
     for name, field in Settings.model_fields.items():
         said = load("config")["$defs"]["worker"]["properties"][camel(name)].get("default")
         if said is not None:
@@ -234,11 +251,13 @@ def test_the_schema_has_the_defaults_of_the_settings():
 # -- aimage config show
 
 
-def shown(done):
+def shown(done: Done) -> dict[Any, Any]:
     return {one["name"]: (one["value"], one["origin"]) for one in done.value["settings"]}
 
 
-def test_config_show_lists_every_setting_with_its_origin(aimage, tmp_path):
+def test_config_show_lists_every_setting_with_its_origin(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
     here = aimage()
     file = tmp_path / "mine.json"
     registries = {"registry.example.com": {"mirrors": ["mirror.example.com"], "jobs": 4}}
@@ -275,7 +294,7 @@ worker:
 """
 
 
-def test_the_configuration_may_be_yaml(aimage):
+def test_the_configuration_may_be_yaml(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     directory = here.home / "config" / "aimage"
     directory.mkdir(parents=True)
@@ -309,7 +328,9 @@ def test_the_configuration_may_be_yaml(aimage):
         ("worker: {queue: '\udcff'}", "can't decode byte"),
     ],
 )
-def test_an_invalid_yaml_configuration_is_refused(aimage, text, message):
+def test_an_invalid_yaml_configuration_is_refused(
+    aimage: Callable[..., Aimage], text: str, message: str
+) -> None:
     here = aimage()
     here.environment["AIMAGE_CONFIG"] = str(here.home / "bad.yml")
     (here.home / "bad.yml").write_bytes(text.encode("utf-8", "surrogateescape"))
@@ -318,7 +339,7 @@ def test_an_invalid_yaml_configuration_is_refused(aimage, text, message):
         assert message in here("validate", "bad.yml", code=5).out
 
 
-def test_violations_of_yaml_documents_have_lines(aimage):
+def test_violations_of_yaml_documents_have_lines(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     (here.home / "bad.yaml").write_text("worker:\n  queue: 1\n  keepAlive: soon\n")
     assert here("validate", "bad.yaml", code=5).out.startswith("bad.yaml:3:1: /worker/keepAlive: ")
@@ -326,7 +347,7 @@ def test_violations_of_yaml_documents_have_lines(aimage):
     assert "list.yaml:1:1: /0/pin: " in here("validate", "list.yaml", code=5).out
 
 
-def test_only_an_explicitly_named_file_must_exist(aimage):
+def test_only_an_explicitly_named_file_must_exist(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     done = here("config", "show", "--json").value
     assert (done["exists"], done["file"].endswith("/aimage/config.json")) == (False, True)
@@ -335,7 +356,7 @@ def test_only_an_explicitly_named_file_must_exist(aimage):
         assert "file in AIMAGE_CONFIG not found" in here(*verb, code=2).err
 
 
-def test_config_show_masks_secrets(aimage):
+def test_config_show_masks_secrets(aimage: Callable[..., Aimage]) -> None:
     here = aimage()
     secret = "open-sesame"
     here.environment |= {
@@ -367,11 +388,13 @@ def test_config_show_masks_secrets(aimage):
         ("NO_PROXY", "localhost,.example.com", "localhost,.example.com"),
     ],
 )
-def test_credentials_in_values_are_masked(name, value, said):
+def test_credentials_in_values_are_masked(name: str, value: str, said: str) -> None:
     assert masked(name, value) == said
 
 
-def test_invalid_aliases_are_refused_from_option_and_environment(aimage):
+def test_invalid_aliases_are_refused_from_option_and_environment(
+    aimage: Callable[..., Aimage],
+) -> None:
     here = aimage()
     here.environment["AIMAGE_SERVE_ALIASES"] = "a"
     said = here("serve", "--addr", "127.0.0.1:0", code=2).err
@@ -389,7 +412,9 @@ def test_invalid_aliases_are_refused_from_option_and_environment(aimage):
         ({"registries": {"a.example": {"mirror": ["b.example"]}}}, "did you mean 'mirrors'?"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(tmp_path, document, message):
+def test_an_unknown_key_is_refused_with_the_nearest(
+    tmp_path: Path, document: dict[str, Any], message: str
+) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(document))
     with pytest.raises(UsageError) as caught:
@@ -398,7 +423,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path, document, message)
     assert str(file) in caught.value.message
 
 
-def test_the_url_of_the_schema_is_accepted(tmp_path):
+def test_the_url_of_the_schema_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"$schema": "https://x.example/config.schema.json"}))
     assert gather(Settings, {}, file)[1] == {}
@@ -411,14 +436,16 @@ def test_the_url_of_the_schema_is_accepted(tmp_path):
         ("AIMAGE_SERVE_XYZXYZXYZXYZXYZXYZXYZXYZXYZ", None),
     ],
 )
-def test_an_unknown_variable_is_refused_with_the_nearest(monkeypatch, variable, hint):
+def test_an_unknown_variable_is_refused_with_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, variable: str, hint: str | None
+) -> None:
     monkeypatch.setenv(variable, "5m")
     with pytest.raises(UsageError, match=f"unknown environment variable {variable}") as caught:
         gather(Settings, {}, None)
     assert caught.value.hint == hint
 
 
-def test_variables_of_a_kubernetes_service_are_ignored(monkeypatch):
+def test_variables_of_a_kubernetes_service_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_8050_TCP_ADDR", "SERVICE_PORT_HTTP"):
         monkeypatch.setenv(f"AIMAGE_SERVE_{name}", "10.0.0.1")
     assert gather(Settings, {}, None)[1] == {}

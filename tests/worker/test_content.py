@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,7 +94,9 @@ def proxy(registry: RealRegistry, pushed: str) -> Iterator[Proxy]:
 # -- the life of content
 
 
-def test_content_is_pulled_listed_and_deleted(ask, registry, pushed):
+def test_content_is_pulled_listed_and_deleted(
+    ask: Asker, registry: RealRegistry, pushed: str
+) -> None:
     url = f"oci://{registry.host}/{PATH}"
     assert ask.get(url)[0] == 404 and ask.listed() == []
     status, made = ask.post(url)
@@ -109,14 +112,18 @@ def test_content_is_pulled_listed_and_deleted(ask, registry, pushed):
     assert ask.delete(url)[0] == 404
 
 
-def test_pulled_content_can_generate_pictures(ask, registry, pushed):
+def test_pulled_content_can_generate_pictures(
+    ask: Asker, registry: RealRegistry, pushed: str
+) -> None:
     ask.post(f"oci://{registry.host}/{PATH}")
     body = {"model": f"{registry.host}/{PATH}", "prompt": "a dog", "steps": 1, "stream": False}
     status, answer = ask("POST", "/api/generate", body | {"width": 32, "height": 32})
     assert status == 200 and answer["image"]
 
 
-def test_content_is_206_with_progress_while_it_is_pulled(ask, proxy, pushed):
+def test_content_is_206_with_progress_while_it_is_pulled(
+    ask: Asker, proxy: Proxy, pushed: str
+) -> None:
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
@@ -131,7 +138,7 @@ def test_content_is_206_with_progress_while_it_is_pulled(ask, proxy, pushed):
     assert ask.get(url)[0] == 200
 
 
-def test_concurrent_posts_share_one_pull(ask, proxy):
+def test_concurrent_posts_share_one_pull(ask: Asker, proxy: Proxy) -> None:
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
@@ -143,7 +150,7 @@ def test_concurrent_posts_share_one_pull(ask, proxy):
     assert len(blobs) == len(set(blobs)) > 10
 
 
-def test_a_pull_continues_after_its_client_disconnects(ask, proxy):
+def test_a_pull_continues_after_its_client_disconnects(ask: Asker, proxy: Proxy) -> None:
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with closing(http.client.HTTPConnection(ask.worker.host, timeout=60)) as connection:
@@ -157,7 +164,7 @@ def test_a_pull_continues_after_its_client_disconnects(ask, proxy):
     assert len(blobs) == len(set(blobs))
 
 
-def test_deleting_content_cancels_its_pull(ask, proxy):
+def test_deleting_content_cancels_its_pull(ask: Asker, proxy: Proxy) -> None:
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
@@ -172,7 +179,7 @@ def test_deleting_content_cancels_its_pull(ask, proxy):
     assert ask.post(url)[0] == 201
 
 
-def test_deleting_a_stalled_pull_is_409(ask, proxy):
+def test_deleting_a_stalled_pull_is_409(ask: Asker, proxy: Proxy) -> None:
     url = f"oci://{proxy.host}/{PATH}"
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
@@ -185,7 +192,9 @@ def test_deleting_a_stalled_pull_is_409(ask, proxy):
         assert posted.result()[0] == 503
 
 
-def test_partial_content_is_206_with_the_missing_size(ask, registry, pushed):
+def test_partial_content_is_206_with_the_missing_size(
+    ask: Asker, registry: RealRegistry, pushed: str
+) -> None:
     name = f"{registry.host}/{PATH}"
     ask.worker.aimage("pull", "-q", name, "--component", "vae")
     status, answer = ask.get(f"oci://{name}")
@@ -198,7 +207,7 @@ def test_partial_content_is_206_with_the_missing_size(ask, registry, pushed):
 # -- names
 
 
-def test_content_is_addressed_by_digest(ask, registry, pushed):
+def test_content_is_addressed_by_digest(ask: Asker, registry: RealRegistry, pushed: str) -> None:
     url = f"oci://{registry.host}/{PATH.partition(':')[0]}@{pushed}"
     assert ask.get(url)[0] == 404
     status, made = ask.post(url)
@@ -210,19 +219,23 @@ def test_content_is_addressed_by_digest(ask, registry, pushed):
     assert ask.get(url)[0] == 404
 
 
-def test_an_unknown_digest_is_404(shared, registry, pushed):
+def test_an_unknown_digest_is_404(shared: Asker, registry: RealRegistry, pushed: str) -> None:
     url = f"oci://{registry.host}/tests/content@{Digest.of(b'nothing')}"
     assert shared.post(url)[0] == 404 and shared.get(url)[0] == 404
 
 
-def test_a_name_without_a_tag_means_latest(ask, registry, worker):
+def test_a_name_without_a_tag_means_latest(
+    ask: Asker, registry: RealRegistry, worker: LocalWorker
+) -> None:
     push(worker, f"{registry.host}/tests/content-latest:latest")
     url = f"oci://{registry.host}/tests/content-latest"
     assert ask.post(url)[1]["url"] == f"{url}:latest"
     assert ask.get(url)[0] == 200 and ask.delete(url)[0] == 204
 
 
-def test_both_base64_alphabets_are_accepted_in_paths(ask, registry, pushed):
+def test_both_base64_alphabets_are_accepted_in_paths(
+    ask: Asker, registry: RealRegistry, pushed: str
+) -> None:
     url = f"oci://{registry.host}/{PATH}"
     ask.post(url)
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
@@ -232,7 +245,7 @@ def test_both_base64_alphabets_are_accepted_in_paths(ask, registry, pushed):
     assert ask("HEAD", part(url)) == (200, None)
 
 
-def test_base64_with_a_slash_is_accepted_in_paths(shared):
+def test_base64_with_a_slash_is_accepted_in_paths(shared: Asker) -> None:
     url = next(
         url
         for tag in range(1000)
@@ -244,14 +257,14 @@ def test_base64_with_a_slash_is_accepted_in_paths(shared):
     )  # not 404: the path was decoded
 
 
-def test_a_local_name_is_content_but_is_not_pulled(shared):
+def test_a_local_name_is_content_but_is_not_pulled(shared: Asker) -> None:
     assert [each["url"] for each in shared.listed()] == ["oci://tiny:latest"]
     assert shared.get("oci://tiny")[0] == 200 and shared.post("oci://tiny")[0] == 200
     status, answer = shared.post("oci://nothing")
     assert status == 400 and "registry" in answer["error"]["message"]
 
 
-def test_ollama_urls_are_mapped_to_its_registry():
+def test_ollama_urls_are_mapped_to_its_registry() -> None:
     from clowder_aimage.api.storage import parse
 
     home = "registry.ollama.ai"
@@ -268,7 +281,7 @@ def test_ollama_urls_are_mapped_to_its_registry():
 
 
 @pytest.mark.parametrize("scheme", ["hf", "HTTP"])
-def test_an_unsupported_scheme_is_422_with_a_hint(shared, scheme):
+def test_an_unsupported_scheme_is_422_with_a_hint(shared: Asker, scheme: str) -> None:
     status, answer = shared.post(f"{scheme}://host.example/model/file.gguf")
     assert status == 422 and "oci://" in answer["error"]["message"]
 
@@ -280,28 +293,28 @@ def test_an_unsupported_scheme_is_422_with_a_hint(shared, scheme):
         *("oci://host.example/" + "x" * 3000, 5),
     ],
 )
-def test_an_invalid_url_is_400(shared, url):
+def test_an_invalid_url_is_400(shared: Asker, url: str | int) -> None:
     assert shared.post(url)[0] == 400
     if isinstance(url, str) and url:
         assert shared.get(url)[0] == 400 and shared.delete(url)[0] == 400
 
 
 @pytest.mark.parametrize("path", ["!", "____"])
-def test_a_path_that_is_not_base64_is_400(shared, path):
+def test_a_path_that_is_not_base64_is_400(shared: Asker, path: str) -> None:
     assert shared("GET", f"/content/{path}")[0] == 400
     assert shared("DELETE", f"/content/{path}")[0] == 400
 
 
 @pytest.mark.parametrize("body", ["{", "[]"])
-def test_an_invalid_body_is_400(shared, body):
+def test_an_invalid_body_is_400(shared: Asker, body: str) -> None:
     assert shared("POST", "/content/", body)[0] == 400
 
 
-def test_a_body_that_is_too_large_is_413(shared):
+def test_a_body_that_is_too_large_is_413(shared: Asker) -> None:
     assert shared.post("oci://host.example/x", credentials="x" * (1 << 21))[0] == 413
 
 
-def test_other_methods_are_405(shared):
+def test_other_methods_are_405(shared: Asker) -> None:
     assert shared("PUT", "/content/", {})[0] == 405
     assert shared("POST", part("oci://host.example/x"), {})[0] == 405
 
@@ -309,18 +322,20 @@ def test_other_methods_are_405(shared):
 # -- failures
 
 
-def test_content_that_the_registry_lacks_is_404(shared, registry, pushed):
+def test_content_that_the_registry_lacks_is_404(
+    shared: Asker, registry: RealRegistry, pushed: str
+) -> None:
     url = f"oci://{registry.host}/tests/nothing:v1"
     status, answer = shared.post(url)
     assert status == 404 and "nothing" in answer["error"]["message"]
     assert shared.get(url)[0] == 404
 
 
-def test_an_unreachable_registry_is_502(shared):
+def test_an_unreachable_registry_is_502(shared: Asker) -> None:
     assert shared.post("oci://127.0.0.1:1/tests/x:v1")[0] == 502
 
 
-def test_content_with_a_wrong_digest_is_502_and_not_tagged(ask, proxy):
+def test_content_with_a_wrong_digest_is_502_and_not_tagged(ask: Asker, proxy: Proxy) -> None:
     def spoil(passed: Passed, reply: Reply) -> None:
         if passed.is_blob and reply.body:
             reply.put(bytes(len(reply.body)))
@@ -330,7 +345,7 @@ def test_content_with_a_wrong_digest_is_502_and_not_tagged(ask, proxy):
     assert ask.listed() == []
 
 
-def test_deleting_pinned_content_is_409(ask, registry, pushed):
+def test_deleting_pinned_content_is_409(ask: Asker, registry: RealRegistry, pushed: str) -> None:
     name = f"{registry.host}/{PATH}"
     ask.post(f"oci://{name}")
     ask.worker.aimage("pin", name)
@@ -339,7 +354,7 @@ def test_deleting_pinned_content_is_409(ask, registry, pushed):
     assert ask.get(f"oci://{name}")[0] == 200
 
 
-def test_an_infer_token_is_403(ask, tmp_path):
+def test_an_infer_token_is_403(ask: Asker, tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
     other = ask.worker.start("--token-file", path)
@@ -376,14 +391,14 @@ def basic(password: str) -> dict[str, str]:
     return {"credentials": credentials, "credentialsType": "Basic"}
 
 
-def test_a_pull_without_required_credentials_is_403(ask, private):
+def test_a_pull_without_required_credentials_is_403(ask: Asker, private: str) -> None:
     status, answer = ask.post(private)
     assert status == 403 and "authentication" in answer["error"]["message"]
     assert ask.post(private, **basic("wrong"))[0] == 403
     assert ask.get(private)[0] == 404
 
 
-def test_credentials_are_used_for_one_pull_and_not_stored(ask, private):
+def test_credentials_are_used_for_one_pull_and_not_stored(ask: Asker, private: str) -> None:
     said = basic(PASSWORD)
     assert ask.post(private, **said)[0] == 201
     assert ask.delete(private)[0] == 204
@@ -395,7 +410,7 @@ def test_credentials_are_used_for_one_pull_and_not_stored(ask, private):
             assert not any(secret.encode() in path.read_bytes() for secret in secrets), path
 
 
-def test_a_bearer_token_is_sent_to_the_registry_unchanged(ask, proxy):
+def test_a_bearer_token_is_sent_to_the_registry_unchanged(ask: Asker, proxy: Proxy) -> None:
     def guard(passed: Passed) -> Reply | None:
         if passed.headers.get("Authorization") == "Bearer of-good-news":
             return None
@@ -408,7 +423,7 @@ def test_a_bearer_token_is_sent_to_the_registry_unchanged(ask, proxy):
     assert ask.post(url, credentials="of-good-news", credentialsType="bearer")[0] == 201
 
 
-def test_wrong_credentials_do_not_fail_a_pull_of_another_client(ask, proxy):
+def test_wrong_credentials_do_not_fail_a_pull_of_another_client(ask: Asker, proxy: Proxy) -> None:
     good, bad = "Bearer of-good-news", "Bearer of-bad-news"
 
     def guard(passed: Passed) -> Reply | None:
@@ -437,14 +452,14 @@ def test_wrong_credentials_do_not_fail_a_pull_of_another_client(ask, proxy):
         {"credentials": "bm9jb2xvbg==", "credentialsType": "Basic"},
     ],
 )
-def test_invalid_credentials_are_400_and_not_echoed(shared, more):
+def test_invalid_credentials_are_400_and_not_echoed(shared: Asker, more: dict[str, Any]) -> None:
     status, answer = shared.post("oci://host.example/x", **more)
     assert status == 400
     said = more["credentials"]
     assert not isinstance(said, str) or len(said) < 2 or said not in json.dumps(answer)
 
 
-def test_credentials_in_a_url_are_400_and_not_echoed(shared):
+def test_credentials_in_a_url_are_400_and_not_echoed(shared: Asker) -> None:
     for url in ("oci://user:open-sesame@host.example/x", "oci://host.example/x@open-sesame"):
         status, answer = shared.post(url)
         assert status == 400 and "open-sesame" not in json.dumps(answer)

@@ -6,8 +6,12 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from clowder_aimage.layout.layered_store import LayeredStore
 
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
@@ -31,12 +35,12 @@ from tests.worker.engine_runs import NAME, job, played, served, stocked
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("engine") / "store")
 
 
-def test_a_request_yields_queue_step_and_image_events(store, tmp_path):
-    async def play(engine):
+def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_path: Path) -> None:
+    async def play(engine: Any) -> tuple[Any, Any]:
         first = await served(engine, job(seed=7))
         second = await served(engine, job(seed=7))
         return first, second
@@ -57,8 +61,8 @@ def test_a_request_yields_queue_step_and_image_events(store, tmp_path):
     assert image.pixels.tobytes() == pixels.tobytes()
 
 
-def test_previews_use_the_requested_encoding(store):
-    async def play(engine):
+def test_previews_use_the_requested_encoding(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         encoding = PictureEncoding("jpeg", 80)
         asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
         return await served(engine, asked)
@@ -69,8 +73,8 @@ def test_previews_use_the_requested_encoding(store):
     assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, events[-1]))
 
 
-def test_a_killed_process_fails_its_request_and_is_started_again(store):
-    async def play(engine):
+def test_a_killed_process_fails_its_request_and_is_started_again(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         events = engine.generate(**job(steps=1000))
         async for event in events:
             if isinstance(event, Step):
@@ -84,8 +88,8 @@ def test_a_killed_process_fails_its_request_and_is_started_again(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_a_process_killed_while_idle_is_started_again(store):
-    async def play(engine):
+def test_a_process_killed_while_idle_is_started_again(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         await served(engine, job())
         runner = engine.loaded()[0].runner
         os.kill(runner.pid, signal.SIGKILL)
@@ -96,8 +100,8 @@ def test_a_process_killed_while_idle_is_started_again(store):
     assert [type(event) for event in played(store, play)][1] is LoadingEvent
 
 
-def test_an_invalid_request_leaves_the_model_loaded(store):
-    async def play(engine):
+def test_an_invalid_request_leaves_the_model_loaded(store: LayeredStore) -> None:
+    async def play(engine: Any) -> int:
         with pytest.raises(UsageError, match="multiple of 16"):
             await served(engine, job(parameters={"width": 33}))
         return len(engine.loaded())
@@ -105,19 +109,21 @@ def test_an_invalid_request_leaves_the_model_loaded(store):
     assert played(store, play) == 1
 
 
-def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(tmp_path, monkeypatch):
+def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = stocked(tmp_path / "store")
     before, other = store.resolve(NAME), store.resolve(Reference.parse("other"))
     assert before.digest != other.digest
     start = Runner.start
 
-    async def moved(*arguments, **options):
+    async def moved(*arguments: Any, **options: Any) -> Runner:
         store.tag(other, NAME)
         return await start(*arguments, **options)
 
     monkeypatch.setattr(Runner, "start", moved)
 
-    async def play(engine):
+    async def play(engine: Any) -> Any:
         events = await served(engine, job())
         assert [one.digest for one in engine.loaded()] == [before.digest]
         return events[-1]
@@ -132,7 +138,7 @@ def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(tmp_path, mo
 # -- frames
 
 
-def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data():
+def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data() -> None:
     whole = frame.encode({"is": "step", "index": 1}, b"x" * 100)
     script = (
         "import sys\n"
@@ -143,7 +149,7 @@ def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data():
         "out.write(whole[30:] + whole); out.flush()\n"
     )
 
-    async def play():
+    async def play() -> list[tuple[dict[str, Any], bytes]]:
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", script, stdin=pipe, stdout=pipe, stderr=pipe
@@ -175,7 +181,9 @@ def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data():
         (ValueError("a dog that is out of memory"), False),
     ],
 )
-def test_out_of_memory_errors_are_recognized(error, lacks):
+def test_out_of_memory_errors_are_recognized(
+    error: MemoryError | RuntimeError | ValueError, lacks: bool
+) -> None:
     assert _lacks_memory(error) is lacks
     if lacks:
         said = {"kind": "MemoryError", "message": "not enough memory", "hint": None}

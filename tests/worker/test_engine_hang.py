@@ -9,9 +9,13 @@ import asyncio
 import dataclasses
 import os
 import signal
+from asyncio.subprocess import Process
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from clowder_aimage.layout.layered_store import LayeredStore
 
 pytest.importorskip("mlx")
 pytest.importorskip("prometheus_client")
@@ -46,11 +50,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("hang") / "store")
 
 
-async def at_work(engine, name="tiny", **options):
+async def at_work(engine: Any, name: str = "tiny", **options: Any) -> tuple[Client, Any]:
     """Return a client whose request runs, and the process id of its model."""
     client = Client(engine, job(name, steps=1000, **options))
     await client.hears(Step)
@@ -58,7 +62,7 @@ async def at_work(engine, name="tiny", **options):
     return client, model.runner.pid
 
 
-async def queued(engine, *names):
+async def queued(engine: Any, *names: str) -> list[Client]:
     """Return clients whose requests are queued in this order."""
     clients = []
     for name in names:
@@ -67,7 +71,7 @@ async def queued(engine, *names):
     return clients
 
 
-async def loading(engine, name="tiny"):
+async def loading(engine: Any, name: str = "tiny") -> tuple[Client, int]:
     """Return a client whose model is being loaded, and the id of the stopped loading process."""
     before = children()
     client = Client(engine, job(name))
@@ -78,15 +82,15 @@ async def loading(engine, name="tiny"):
     return client, pid
 
 
-def patient(engine, deadline):
+def patient(engine: Any, deadline: float) -> None:
     engine.limits = dataclasses.replace(engine.limits, deadline=deadline)
 
 
 # -- a process that dies
 
 
-def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(store):
-    async def play(engine):
+def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[Any, Any]:
         first, pid = await at_work(engine)
         same, other = await queued(engine, "tiny", "other")
         os.kill(pid, signal.SIGSTOP)
@@ -98,8 +102,8 @@ def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(store):
     assert all(isinstance(heard[-1], ImageEvent) for heard in played(store, play))
 
 
-def test_a_model_whose_process_dies_is_unloaded(store):
-    async def play(engine):
+def test_a_model_whose_process_dies_is_unloaded(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[Any, float | None]:
         await served(engine, job())
         (model,) = engine.loaded()
         shown = {"model": "tiny"}
@@ -116,8 +120,8 @@ def test_a_model_whose_process_dies_is_unloaded(store):
 # -- a process that hangs
 
 
-def test_the_deadline_applies_to_a_hung_process(store):
-    async def play(engine):
+def test_the_deadline_applies_to_a_hung_process(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[str | None, Any, bool]:
         await served(engine, job())
         patient(engine, 0.5)
         client, pid = await at_work(engine)
@@ -134,8 +138,8 @@ def test_the_deadline_applies_to_a_hung_process(store):
     assert gone  # it did not react to the cancel
 
 
-def test_the_deadline_counts_from_the_request(store):
-    async def play(engine):
+def test_the_deadline_counts_from_the_request(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[str | None, str | None]:
         client, pid = await loading(engine)
         patient(engine, 0.2)
         with pytest.raises(DeadlineError) as loads:
@@ -157,10 +161,10 @@ def test_the_deadline_counts_from_the_request(store):
     assert "queued" in waits
 
 
-def test_a_cancelled_long_step_finishes_before_the_next_request(store):
+def test_a_cancelled_long_step_finishes_before_the_next_request(store: LayeredStore) -> None:
     """Return at once to the cancelled client; the next one waits, and the model stays loaded."""
 
-    async def play(engine):
+    async def play(engine: Any) -> tuple[Any, Any]:
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
         await client.leave()
@@ -174,8 +178,8 @@ def test_a_cancelled_long_step_finishes_before_the_next_request(store):
     assert before == after
 
 
-def test_repeated_cancellation_does_not_affect_later_requests(store):
-    async def play(engine):
+def test_repeated_cancellation_does_not_affect_later_requests(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[list[Any], list[Any]]:
         wanted = [(await served(engine, job(seed=seed)))[-1].data for seed in (5, 6)]
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
@@ -192,8 +196,8 @@ def test_repeated_cancellation_does_not_affect_later_requests(store):
     assert wanted == found
 
 
-def test_stop_ends_a_process_that_hangs(store):
-    async def play(engine):
+def test_stop_ends_a_process_that_hangs(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         client, pid = await at_work(engine)
         (waits,) = await queued(engine, "tiny")
         os.kill(pid, signal.SIGSTOP)
@@ -210,8 +214,8 @@ def test_stop_ends_a_process_that_hangs(store):
 # -- loads
 
 
-def test_stop_ends_a_load(store):
-    async def play(engine):
+def test_stop_ends_a_load(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         client, pid = await loading(engine)
         assert await engine.stop(NAME)
         assert is_gone(pid)
@@ -222,23 +226,25 @@ def test_stop_ends_a_load(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_stop_waits_for_a_process_that_is_slow_to_exit(store, monkeypatch):
+def test_stop_waits_for_a_process_that_is_slow_to_exit(
+    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process with many gigabytes takes long to exit."""
     kill, send = asyncio.subprocess.Process.kill, Runner.send
     killed, sent = [], []
 
-    def slowly(process):
+    def slowly(process: Process) -> None:
         killed.append(process)
         asyncio.get_running_loop().call_later(0.3, kill, process)
 
-    def recorded(runner, message):
+    def recorded(runner: Runner, message: dict[str, Any]) -> None:
         sent.append(message["do"])
         send(runner, message)
 
     monkeypatch.setattr(asyncio.subprocess.Process, "kill", slowly)
     monkeypatch.setattr(Runner, "send", recorded)
 
-    async def play(engine):
+    async def play(engine: Any) -> bool:
         client, pid = await loading(engine)
         await until(lambda: sent == ["load"])
         await client.leave()
@@ -249,11 +255,13 @@ def test_stop_waits_for_a_process_that_is_slow_to_exit(store, monkeypatch):
     assert played(store, play)
 
 
-def test_stop_ends_a_model_that_has_just_been_loaded(store, monkeypatch):
+def test_stop_ends_a_model_that_has_just_been_loaded(
+    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start, stopping = Runner.start, []
 
-    async def play(engine):
-        async def started(*args, **options):
+    async def play(engine: Any) -> tuple[bool, Any]:
+        async def started(*args: Any, **options: Any) -> Runner:
             runner = await start(*args, **options)
             (model,) = engine._scheduler.models
             stopping.append((asyncio.create_task(engine._scheduler.stop(model)), runner.pid))
@@ -271,8 +279,8 @@ def test_stop_ends_a_model_that_has_just_been_loaded(store, monkeypatch):
     assert played(store, play) == (True, [])
 
 
-def test_a_load_without_waiting_clients_is_cancelled(store):
-    async def play(engine):
+def test_a_load_without_waiting_clients_is_cancelled(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[bool, Any, list[str]]:
         client, pid = await loading(engine)
         (other,) = await queued(engine, "other")
         await client.leave()
@@ -284,8 +292,8 @@ def test_a_load_without_waiting_clients_is_cancelled(store):
     assert names == ["other:latest"]
 
 
-def test_a_load_without_progress_times_out(store):
-    async def play():
+def test_a_load_without_progress_times_out(store: LayeredStore) -> None:
+    async def play() -> bool:
         before = children()
         start = asyncio.create_task(
             Runner.start(store.roots, "tiny", store.resolve(NAME), EngineLimits(load_timeout=1.0))
@@ -300,8 +308,8 @@ def test_a_load_without_progress_times_out(store):
     assert asyncio.run(asyncio.wait_for(play(), 60))
 
 
-def test_a_failed_load_fails_all_waiting_requests(store):
-    async def play(engine):
+def test_a_failed_load_fails_all_waiting_requests(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         first, pid = await loading(engine)
         (second,) = await queued(engine, "tiny")
         os.kill(pid, signal.SIGKILL)
@@ -313,10 +321,10 @@ def test_a_failed_load_fails_all_waiting_requests(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store):
+def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store: LayeredStore) -> None:
     """The kernel reports lack of memory to a process only by killing it."""
 
-    async def play(engine):
+    async def play(engine: Any) -> tuple[Any, bool, float | None]:
         await served(engine, job("other"))
         idle = engine.loaded()[0].runner.pid
         client, pid = await loading(engine)
@@ -329,8 +337,8 @@ def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store):
     assert gone and evicted == 1
 
 
-def test_idle_models_are_evicted_when_free_memory_is_too_small(store):
-    async def play(engine):
+def test_idle_models_are_evicted_when_free_memory_is_too_small(store: LayeredStore) -> None:
+    async def play(engine: Any) -> list[Any]:
         await served(engine, job("other"))
         await served(engine, job("tiny"))
         return [str(one.reference) for one in engine.loaded()]
@@ -343,8 +351,8 @@ def test_idle_models_are_evicted_when_free_memory_is_too_small(store):
 # -- the end
 
 
-def test_closing_without_grace_stops_requests_cleanly(store):
-    async def play(engine):
+def test_closing_without_grace_stops_requests_cleanly(store: LayeredStore) -> None:
+    async def play(engine: Any) -> bool:
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
         await engine.close(0)
@@ -355,8 +363,8 @@ def test_closing_without_grace_stops_requests_cleanly(store):
     assert played(store, play)
 
 
-def test_a_closing_engine_loads_no_model(store):
-    async def play(engine):
+def test_a_closing_engine_loads_no_model(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[Any, list[Any], float | None]:
         client = Client(engine, job(steps=30))
         await client.hears(Step)
         os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)

@@ -6,11 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
+
+from tests.real_registry import RealRegistry
 
 pytest.importorskip("prometheus_client")
 
@@ -46,17 +51,17 @@ from tests.worker.engine_runs import (
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("line") / "store")
 
 
 @pytest.fixture(autouse=True)
-def _no_processes(monkeypatch):
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clowder_aimage.engine.scheduler.Runner", FakeRunner)
 
 
 @contextmanager
-def silence():
+def silence() -> Iterator[str]:
     """Run a registry that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
@@ -65,9 +70,9 @@ def silence():
 # -- the queue and the models in memory
 
 
-def test_requests_beyond_the_queue_are_refused_at_once(store):
-    async def play(engine):
-        async def one(seed):
+def test_requests_beyond_the_queue_are_refused_at_once(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[list[Any], int | str, Any]:
+        async def one(seed: int) -> int | str:
             try:
                 await served(engine, job(seed=seed))
             except BusyError as error:
@@ -84,8 +89,8 @@ def test_requests_beyond_the_queue_are_refused_at_once(store):
     assert (after, waiting) == ("served", 0)
 
 
-def test_a_cancelled_request_leaves_the_queue(store):
-    async def play(engine):
+def test_a_cancelled_request_leaves_the_queue(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         running = engine.generate(**job(steps=300))
         await anext(running)
         while not isinstance(await anext(running), Step):
@@ -103,10 +108,10 @@ def test_a_cancelled_request_leaves_the_queue(store):
     assert played(store, play, queue=1) == 0
 
 
-def test_an_idle_model_is_unloaded_after_keep_alive(store):
+def test_an_idle_model_is_unloaded_after_keep_alive(store: LayeredStore) -> None:
     now = [0.0]
 
-    async def play(engine):
+    async def play(engine: Any) -> list[int]:
         await served(engine, job(keep_alive=0))
         found = [len(engine.loaded())]
         await served(engine, job(keep_alive=60))
@@ -118,8 +123,8 @@ def test_an_idle_model_is_unloaded_after_keep_alive(store):
     assert played(store, play, clock=lambda: now[0]) == [0, 1, 0]
 
 
-def test_an_infinite_keep_alive_never_expires(store):
-    async def play(engine):
+def test_an_infinite_keep_alive_never_expires(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         await served(engine, job(keep_alive=float("inf")))
         await engine.expire()
         (model,) = engine.loaded()
@@ -128,8 +133,8 @@ def test_an_infinite_keep_alive_never_expires(store):
     assert played(store, play, keep_alive=0.0) is None
 
 
-def test_the_longest_idle_model_is_evicted(store):
-    async def play(engine):
+def test_the_longest_idle_model_is_evicted(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[Any, list[str]]:
         await served(engine, job("tiny"))
         runner = engine.loaded()[0].runner
         await served(engine, job("other"))
@@ -138,16 +143,16 @@ def test_the_longest_idle_model_is_evicted(store):
     assert played(store, play, models=1) == (False, ["other:latest"])
 
 
-def test_two_models_stay_loaded_within_the_limit(store):
-    async def play(engine):
+def test_two_models_stay_loaded_within_the_limit(store: LayeredStore) -> None:
+    async def play(engine: Any) -> list[Any]:
         await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))
         return sorted(str(model.reference) for model in engine.loaded())
 
     assert played(store, play, models=2) == ["other:latest", "tiny:latest"]
 
 
-def test_stop_ends_a_running_request(store):
-    async def play(engine):
+def test_stop_ends_a_running_request(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[int, Any]:
         events = engine.generate(**job(steps=1000))
         async for event in events:
             if isinstance(event, Step):
@@ -161,8 +166,8 @@ def test_stop_ends_a_running_request(store):
     assert played(store, play) == (0, False)
 
 
-def test_a_request_beyond_its_deadline_fails(store):
-    async def play(engine):
+def test_a_request_beyond_its_deadline_fails(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[float | None, float | None, Any]:
         await served(engine, job())
         engine.limits = dataclasses.replace(engine.limits, deadline=1.0)
         with pytest.raises(DeadlineError, match="exceeded the deadline"):
@@ -180,15 +185,17 @@ def test_a_request_beyond_its_deadline_fails(store):
 
 
 @pytest.mark.parametrize("name", ["absent", "localhost:1/absent"])
-def test_a_missing_model_is_not_found(store, name):
-    async def play(engine):
+def test_a_missing_model_is_not_found(store: LayeredStore, name: str) -> None:
+    async def play(engine: Any) -> None:
         with pytest.raises(NotFoundError, match="not found"):
             await served(engine, job(name, pull="never"))
 
     played(store, play)
 
 
-def test_a_missing_model_is_pulled_with_progress_events(store, registry, repository, tmp_path):
+def test_a_missing_model_is_pulled_with_progress_events(
+    store: LayeredStore, registry: RealRegistry, repository: str, tmp_path: Path
+) -> None:
     from clowder_aimage.engine.event import PullingEvent
     from clowder_aimage.push import push
 
@@ -197,7 +204,7 @@ def test_a_missing_model_is_pulled_with_progress_events(store, registry, reposit
     push(store, there, ClientOptions())
     fresh = LayeredStore([tmp_path / "fresh"])
 
-    async def play(engine):
+    async def play(engine: Any) -> Any:
         return await served(engine, job(str(there)))
 
     events = played(fresh, play)
@@ -206,8 +213,8 @@ def test_a_missing_model_is_pulled_with_progress_events(store, registry, reposit
     assert isinstance(events[-1], ImageEvent)
 
 
-def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store):
-    async def play(engine):
+def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
         running = asyncio.create_task(served(engine, job(steps=50)))
         while not engine.loaded():
             await asyncio.sleep(0.01)
@@ -221,8 +228,8 @@ def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store):
     assert isinstance(played(store, play)[-1], ImageEvent)
 
 
-def test_a_cancelled_request_stops_within_one_step(store):
-    async def play(engine):
+def test_a_cancelled_request_stops_within_one_step(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[int, Any, int]:
         async with contextlib.aclosing(engine.generate(**job(steps=1000))) as events:
             seen = 0
             async for event in events:
@@ -239,7 +246,7 @@ def test_a_cancelled_request_stops_within_one_step(store):
     assert cancelled == 1
 
 
-def _count(engine, name):
+def _count(engine: Any, name: str) -> int:
     for line in engine.metrics.text().decode().splitlines():
         if line.startswith(name):
             return int(float(line.rpartition(" ")[2]))
@@ -249,8 +256,8 @@ def _count(engine, name):
 # -- order
 
 
-def test_requests_are_served_in_order_across_models(store):
-    async def play(engine):
+def test_requests_are_served_in_order_across_models(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[list[Any], list[Any]]:
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
         is_running = engine.loaded()[0].runner.is_running
@@ -272,12 +279,14 @@ def test_requests_are_served_in_order_across_models(store):
     assert ahead == [0, 1, 2, 3]
 
 
-def test_a_load_does_not_block_requests_for_loaded_models(store, monkeypatch):
-    async def play(engine):
+def test_a_load_does_not_block_requests_for_loaded_models(
+    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(engine: Any) -> tuple[Any, bool]:
         await served(engine, job("tiny"))
         may_load, start = asyncio.Event(), FakeRunner.start
 
-        async def load(*arguments, **options):
+        async def load(*arguments: Any, **options: Any) -> FakeRunner:
             await may_load.wait()
             return await start(*arguments, **options)
 
@@ -298,8 +307,8 @@ def test_a_load_does_not_block_requests_for_loaded_models(store, monkeypatch):
 # -- downloads
 
 
-def test_hung_downloads_do_not_block_requests_for_loaded_models(store):
-    async def play(engine):
+def test_hung_downloads_do_not_block_requests_for_loaded_models(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[Any, list[Any]]:
         with silence() as host:
             pulls = [Client(engine, job(f"{host}/team/x{number}")) for number in range(3)]
             for each in pulls:
@@ -317,8 +326,8 @@ def test_hung_downloads_do_not_block_requests_for_loaded_models(store):
     assert all(isinstance(one[-1], ImageEvent) for one in heard)
 
 
-def test_the_deadline_includes_the_download(store):
-    async def play(engine):
+def test_the_deadline_includes_the_download(store: LayeredStore) -> None:
+    async def play(engine: Any) -> str | None:
         with silence() as host, pytest.raises(DeadlineError) as caught:
             await served(engine, job(f"{host}/team/x"))
         return caught.value.hint
@@ -326,8 +335,8 @@ def test_the_deadline_includes_the_download(store):
     assert "being pulled" in played(store, play, deadline=0.3)
 
 
-def test_closing_the_engine_stops_requests_that_wait_for_a_download(store):
-    async def play(engine):
+def test_closing_the_engine_stops_requests_that_wait_for_a_download(store: LayeredStore) -> None:
+    async def play(engine: Any) -> None:
         with silence() as host:
             asked = Client(engine, job(f"{host}/team/x"))
             await asked.hears(PullingEvent)
@@ -345,8 +354,8 @@ def test_closing_the_engine_stops_requests_that_wait_for_a_download(store):
 # -- requests
 
 
-def test_a_load_request_generates_nothing_and_skips_the_queue(store):
-    async def play(engine):
+def test_a_load_request_generates_nothing_and_skips_the_queue(store: LayeredStore) -> None:
+    async def play(engine: Any) -> tuple[Any, bool, Any, Any]:
         first = Client(engine, job(keep_alive=0.0), loads=True)
         heard = await first.result()
         gone = not engine.loaded()
@@ -364,14 +373,14 @@ def test_a_load_request_generates_nothing_and_skips_the_queue(store):
     assert kept == 77.0
 
 
-def test_parameters_may_depend_on_the_model(store):
-    def make(aimage):
+def test_parameters_may_depend_on_the_model(store: LayeredStore) -> None:
+    def make(aimage: Any) -> GenerateRequest:
         return GenerateRequest.for_model(aimage, "a dog", steps=len(aimage.layers) and 3)
 
-    def refuse(aimage):
+    def refuse(aimage: Any) -> NoReturn:
         raise UsageError("not by this one")
 
-    async def play(engine):
+    async def play(engine: Any) -> Any:
         heard = await served(engine, {"reference": NAME, "make": make})
         with pytest.raises(UsageError, match="not by this one"):
             await served(engine, {"reference": NAME, "make": refuse})
@@ -383,7 +392,7 @@ def test_parameters_may_depend_on_the_model(store):
 
 
 @pytest.mark.parametrize("part", ["config", "layer", "manifest"])
-def test_a_damaged_model_is_reported_as_damaged(tmp_path, part):
+def test_a_damaged_model_is_reported_as_damaged(tmp_path: Path, part: str) -> None:
     store = LayeredStore([tmp_path / "store"])
     stocked(tmp_path / "store")
     stored = read_aimage(store, NAME)
@@ -396,7 +405,7 @@ def test_a_damaged_model_is_reported_as_damaged(tmp_path, part):
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-1])
 
-    async def play(engine):
+    async def play(engine: Any) -> str | None:
         with pytest.raises(NotFoundError, match="incomplete or damaged: the store lacks") as caught:
             await served(engine, job())
         return caught.value.hint
@@ -407,12 +416,12 @@ def test_a_damaged_model_is_reported_as_damaged(tmp_path, part):
 # -- metrics
 
 
-def test_the_loaded_metric_counts_all_tags_of_a_model(tmp_path):
+def test_the_loaded_metric_counts_all_tags_of_a_model(tmp_path: Path) -> None:
     store = stocked(tmp_path / "store")
     for tag, name in (("a", "tiny"), ("b", "other")):
         store.tag(store.resolve(Reference.parse(name)), Reference.parse(f"same:{tag}"))
 
-    async def play(engine):
+    async def play(engine: Any) -> list[float | None]:
         await served(engine, job("same:a"))
         await served(engine, job("same:b"))
         shown = [sample(engine, "aimage_model_loaded", model="same")]
@@ -424,7 +433,7 @@ def test_the_loaded_metric_counts_all_tags_of_a_model(tmp_path):
     assert played(store, play, models=2) == [1, 1, 0]
 
 
-def test_the_number_of_model_labels_is_limited():
+def test_the_number_of_model_labels_is_limited() -> None:
     metrics = Metrics()
     labels = {metrics.model(f"team/model-{number}") for number in range(200)}
     assert "other" in labels and len(labels) == 51
@@ -439,7 +448,7 @@ def test_the_number_of_model_labels_is_limited():
 
 
 @pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
-def test_a_huge_keep_alive_never_expires(seconds):
+def test_a_huge_keep_alive_never_expires(seconds: float) -> None:
     model = ModelSlot(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
     assert not model.until
     model.keep_alive = 60.0
@@ -451,7 +460,7 @@ def test_a_huge_keep_alive_never_expires(seconds):
 # -- memory
 
 
-def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path):
+def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: Path) -> None:
     assert available(tmp_path) is None
     for name, text in {
         "proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    4000 kB\n",

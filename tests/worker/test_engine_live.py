@@ -12,10 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import pytest
+
+from tests.real_registry import RealRegistry
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
@@ -30,18 +34,22 @@ from tests.conftest import TINY
 from tests.process import PROGRAM, run, spawn
 from tests.proxy import Proxy, Reply
 
+if TYPE_CHECKING:
+    from tests.worker.conftest import LocalWorker, Worker
+
+
 LONG = {"model": "tiny", "prompt": "a dog", "size": "256x256", "steps": 150, "stream": True}
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 
 
-def post(worker, path, body):
+def post(worker: Worker, path: str, body: dict[str, Any]) -> HTTPConnection:
     line = http.client.HTTPConnection(worker.host, timeout=60)
     line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
     return line
 
 
-def begun(worker):
+def begun(worker: Worker) -> tuple[HTTPConnection, HTTPResponse, int]:
     """Start a long request; return its connection, its response and the process id of its model."""
     line = post(worker, "/v1/images/generations", LONG)
     answer = line.getresponse()
@@ -52,7 +60,7 @@ def begun(worker):
     return line, answer, pid
 
 
-def until(condition):
+def until(condition: Callable[[], bool]) -> None:
     """Poll until the condition holds."""
     for _ in range(3000):
         if condition():
@@ -61,7 +69,7 @@ def until(condition):
     raise AssertionError("it never came to pass")
 
 
-def status(worker, path="/healthz"):
+def status(worker: Worker, path: str = "/healthz") -> int:
     line = http.client.HTTPConnection(worker.host, timeout=30)
     with contextlib.closing(line):
         line.request("GET", path)
@@ -81,7 +89,9 @@ def status(worker, path="/healthz"):
         ("/api/pull", {"stream": False}),
     ],
 )
-def test_requests_that_wait_for_a_download_get_503_at_shutdown(worker, path, body):
+def test_requests_that_wait_for_a_download_get_503_at_shutdown(
+    worker: LocalWorker, path: str, body: dict[str, Any]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         other = worker.launch()
         name = f"127.0.0.1:{silent.getsockname()[1]}/team/x:v1"
@@ -105,7 +115,7 @@ def test_requests_that_wait_for_a_download_get_503_at_shutdown(worker, path, bod
 
 @pytest.mark.integration
 @needs_proc
-def test_a_forced_shutdown_is_reported_as_a_shutdown(worker):
+def test_a_forced_shutdown_is_reported_as_a_shutdown(worker: LocalWorker) -> None:
     other = worker.launch("--grace", "1h")
     line, answer, pid = begun(other)
     with contextlib.closing(line):
@@ -121,7 +131,7 @@ def test_a_forced_shutdown_is_reported_as_a_shutdown(worker):
 
 
 @pytest.mark.integration
-def test_sighup_does_not_end_the_worker(worker):
+def test_sighup_does_not_end_the_worker(worker: LocalWorker) -> None:
     other = worker.launch()
     other.process.send_signal(signal.SIGHUP)
     until(lambda: any("reload ignored" in line for line in other.lines))
@@ -133,7 +143,7 @@ def test_sighup_does_not_end_the_worker(worker):
 
 
 @pytest.mark.integration
-def test_a_model_process_exits_silently_after_its_worker(worker):
+def test_a_model_process_exits_silently_after_its_worker(worker: LocalWorker) -> None:
     process = spawn(
         [sys.executable, "-m", "clowder_aimage.engine.process"],
         stdin=subprocess.PIPE,
@@ -164,7 +174,7 @@ def test_a_model_process_exits_silently_after_its_worker(worker):
 
 @pytest.mark.integration
 @needs_proc
-def test_stderr_of_a_model_process_is_logged_by_the_worker(worker):
+def test_stderr_of_a_model_process_is_logged_by_the_worker(worker: LocalWorker) -> None:
     other = worker.launch("--log-format", "json", PYTHONFAULTHANDLER="1")
     line, answer, pid = begun(other)
     with contextlib.closing(line):
@@ -180,7 +190,9 @@ def test_stderr_of_a_model_process_is_logged_by_the_worker(worker):
 
 
 @pytest.mark.integration
-def test_a_failing_wanted_model_is_retried_and_does_not_block_others(worker, registry, repository):
+def test_a_failing_wanted_model_is_retried_and_does_not_block_others(
+    worker: LocalWorker, registry: RealRegistry, repository: str
+) -> None:
     first = worker.aimage.home / "first"
     worker.aimage("create", "-q", repository, TINY, "--store", first)
     worker.aimage("push", "-q", repository, "--store", first)
@@ -201,7 +213,9 @@ def test_a_failing_wanted_model_is_retried_and_does_not_block_others(worker, reg
 
 @pytest.mark.integration
 @pytest.mark.parametrize("target", ["3<&-", "3</dev/null"])
-def test_a_passed_descriptor_that_is_not_a_socket_is_refused(worker, target):
+def test_a_passed_descriptor_that_is_not_a_socket_is_refused(
+    worker: LocalWorker, target: str
+) -> None:
     command = shlex.join([*PROGRAM, "serve"])
     script = f"exec {target}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
     done = run(
@@ -215,7 +229,7 @@ def test_a_passed_descriptor_that_is_not_a_socket_is_refused(worker, target):
     assert "Traceback" not in done.stderr
 
 
-def test_a_passed_socket_that_does_not_listen_is_refused(monkeypatch):
+def test_a_passed_socket_that_does_not_listen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as mute:
         monkeypatch.setattr(systemd, "FIRST", os.dup(mute.fileno()))
         environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}

@@ -80,7 +80,7 @@ def ollama(url: str, **fields: Any) -> bytes:
     return drawn(url, "/api/generate", stream=False, **fields)
 
 
-def test_all_interfaces_make_identical_files(worker):
+def test_all_interfaces_make_identical_files(worker: LocalWorker) -> None:
     """Both the pixels and the facts are the same."""
     alone = run(worker, "--steps", 2)
     assert drawn(worker.url) == alone
@@ -92,7 +92,7 @@ def test_all_interfaces_make_identical_files(worker):
     assert facts["digest"] in worker.aimage("show", "tiny").out
 
 
-def test_png_facts_can_be_omitted(worker):
+def test_png_facts_can_be_omitted(worker: LocalWorker) -> None:
     said, silent = drawn(worker.url), drawn(worker.url, png_facts=False)
     assert facts_of(said)["seed"] == 7
     assert not [kind for kind in CHUNKS if kind in silent]
@@ -102,7 +102,7 @@ def test_png_facts_can_be_omitted(worker):
     assert silent[start:end] in said  # the picture is the same
 
 
-def test_png_facts_that_are_not_boolean_are_refused(worker):
+def test_png_facts_that_are_not_boolean_are_refused(worker: LocalWorker) -> None:
     assert refusal(worker.url, png_facts="no")["param"] == "png_facts"
     status, _, body = ask(worker.url, "/api/generate", png_facts="no")
     assert (status, "png_facts" in json.loads(body)["error"]) == (400, True)
@@ -111,7 +111,7 @@ def test_png_facts_that_are_not_boolean_are_refused(worker):
 # -- sizes and shifts
 
 
-def test_a_worker_supports_all_options_of_run(worker, tmp_path):
+def test_a_worker_supports_all_options_of_run(worker: LocalWorker, tmp_path: Path) -> None:
     options = ("--steps", 2, "--width", 48, "--shift", 1.5, "--guidance", 2, "--negative", "a cat")
     alone = run(worker, *options)
     assert run(worker, *options, AIMAGE_HOST=worker.url) == alone
@@ -134,7 +134,9 @@ def test_a_worker_supports_all_options_of_run(worker, tmp_path):
         ({"shift": 0}, "shift"),
     ],
 )
-def test_a_refusal_names_the_field_of_the_request(worker, fields, param):
+def test_a_refusal_names_the_field_of_the_request(
+    worker: LocalWorker, fields: dict[str, Any], param: str
+) -> None:
     assert refusal(worker.url, **fields)["param"] == param
 
 
@@ -150,7 +152,9 @@ TOO_LARGE = [(8192, 8192), (3840, 2160)]
 
 
 @pytest.mark.parametrize(("width", "height"), TOO_LARGE)
-def test_sizes_beyond_memory_are_refused_by_all_interfaces(worker, width, height):
+def test_sizes_beyond_memory_are_refused_by_all_interfaces(
+    worker: LocalWorker, width: int, height: int
+) -> None:
     """The limit is the machine's memory; sizes that OpenAI's API allows are refused too."""
     if (machine.memory() or 0) > 60 << 30:
         pytest.skip("this machine may have the memory")
@@ -176,12 +180,12 @@ def deaths(url: str) -> int:
     return int(float(found[1])) if found else 0
 
 
-def test_the_side_that_exceeds_the_limit_is_refused(worker):
+def test_the_side_that_exceeds_the_limit_is_refused(worker: LocalWorker) -> None:
     assert refusal(worker.url, height=8192, width=2048, size="2048x8192")["param"] == "size"
     assert refusal(worker.url, height=8192, width=1008)["param"] == "width"
 
 
-def test_all_interfaces_have_the_same_prompt_limit(worker):
+def test_all_interfaces_have_the_same_prompt_limit(worker: LocalWorker) -> None:
     text = "x" * 32_001
     assert refusal(worker.url, prompt=text)["param"] == "prompt"
     assert "32000 characters" in ollama_refusal(worker.url, prompt=text)
@@ -191,7 +195,9 @@ def test_all_interfaces_have_the_same_prompt_limit(worker):
 
 
 @pytest.mark.parametrize("case", GUIDED_AND_NOT)
-def test_pictures_of_a_worker_match_diffusers(worker, tmp_path, case):
+def test_pictures_of_a_worker_match_diffusers(
+    worker: LocalWorker, tmp_path: Path, case: str
+) -> None:
     """Compare with the pictures in tests/model/oracle; values may differ by at most one."""
     request = CASES[case]
     with np.load(ORACLE / f"{case.replace(' ', '-')}.npz") as recorded:
@@ -216,7 +222,7 @@ def test_pictures_of_a_worker_match_diffusers(worker, tmp_path, case):
 # -- settings of the worker
 
 
-def test_settings_of_the_worker_apply_to_requests_without_fields(worker):
+def test_settings_of_the_worker_apply_to_requests_without_fields(worker: LocalWorker) -> None:
     silent = worker.start("--no-png-facts", "--stream-format", "openai", "--pull", "never")
     assert facts_of(drawn(silent.url)) == {}
     assert facts_of(drawn(silent.url, png_facts=True))["seed"] == 7
@@ -232,7 +238,7 @@ def test_settings_of_the_worker_apply_to_requests_without_fields(worker):
 
 
 @pytest.fixture
-def own(stocked, tmp_path):
+def own(stocked: Path, tmp_path: Path) -> Aimage:
     """Return a command line with its own store."""
     shutil.copytree(stocked, tmp_path / "store")
     return Aimage(tmp_path, tmp_path / "store")
@@ -255,7 +261,9 @@ def spoil_text_encoder(store: Path) -> None:
         (("--memory", "40MB", "--max-models", "20"), False),
     ],
 )
-def test_the_text_encoder_is_released_according_to_the_settings(own, options, stays):
+def test_the_text_encoder_is_released_according_to_the_settings(
+    own: Aimage, options: tuple[str, ...], stays: bool
+) -> None:
     """A released text encoder is loaded again for new prompts only."""
     worker = LocalWorker(own, *options)
     try:

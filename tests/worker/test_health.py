@@ -12,9 +12,14 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from clowder_aimage.api.service import Service
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -30,6 +35,10 @@ from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 from tests.process import run
 
+if TYPE_CHECKING:
+    from tests.worker.conftest import LocalWorker
+
+
 # Metrics that dashboards and alerts depend on
 NAMES = """
 aimage_build_info aimage_generation_queue_depth aimage_generation_refused_total
@@ -40,43 +49,49 @@ PROCESS = "cpu_seconds_total resident_memory_bytes open_fds max_fds start_time_s
 
 
 @pytest.fixture
-def service(tmp_path):
+def service(tmp_path: Path) -> Service:
     return make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
 
 
-def spoken(service, talk, *, wanted=(), tokens=None):
+def spoken(
+    service: Service,
+    talk: Callable[[Any, Any], Coroutine[Any, Any, Any]],
+    *,
+    wanted: tuple[Any, ...] = (),
+    tokens: Any = None,
+) -> Any:
     """Return the result of ``talk(client, app)`` for a client of the whole application."""
     app = build_app(WorkerRole(service), tokens=tokens)
     service.wanted = wanted
 
-    async def read():
+    async def read() -> Any:
         async with asyncio.timeout(60), TestClient(TestServer(app)) as client:
             return await talk(client, app)
 
     return asyncio.run(read())
 
 
-def ready(service, **options):
-    async def talk(client, _):
+def ready(service: Service, **options: Any) -> Any:
+    async def talk(client: Any, _: Any) -> tuple[Any, Any, Any]:
         answer = await client.get("/readyz")
         return answer.status, await answer.json(), answer.headers.get("Retry-After")
 
     return spoken(service, talk, **options)
 
 
-def test_a_worker_with_an_empty_store_is_ready(service):
+def test_a_worker_with_an_empty_store_is_ready(service: Service) -> None:
     assert ready(service) == (200, {"status": "ok", "reasons": []}, None)
     assert not service.store.root.exists()
 
 
-def test_a_store_that_is_not_writable_makes_the_worker_not_ready(service):
+def test_a_store_that_is_not_writable_makes_the_worker_not_ready(service: Service) -> None:
     service.store.root.write_text("no directory")
     status, body, retry_after = ready(service)
     assert (status, body["status"], retry_after) == (503, "unavailable", "5")
     assert body["reasons"] == [{"reason": "store not writable"}]
 
 
-def test_a_missing_wanted_model_makes_the_worker_not_ready(service):
+def test_a_missing_wanted_model_makes_the_worker_not_ready(service: Service) -> None:
     reasons = [{"reason": "model missing", "model": "team/absent:v1"}]
     assert ready(service, wanted=("team/absent:v1",))[:2] == (
         503,
@@ -84,12 +99,12 @@ def test_a_missing_wanted_model_makes_the_worker_not_ready(service):
     )
 
 
-def test_readiness_without_a_token_names_no_models(service):
+def test_readiness_without_a_token_names_no_models(service: Service) -> None:
     status, body, _ = ready(service, wanted=("team/absent:v1",), tokens={"x" * 16: "admin"})
     assert (status, body["reasons"]) == (503, [{"reason": "model missing"}])
 
 
-def test_an_incomplete_pinned_model_is_missing(stocked, tmp_path):
+def test_an_incomplete_pinned_model_is_missing(stocked: Path, tmp_path: Path) -> None:
     shutil.copytree(stocked, tmp_path / "store")
     store = ImageLayout(tmp_path / "store")
     store.pins.put("tiny:latest", {}, durable=False)
@@ -108,7 +123,9 @@ def test_an_incomplete_pinned_model_is_missing(stocked, tmp_path):
     ]
 
 
-def test_a_probe_checks_blobs_again_only_after_a_change(stocked, tmp_path, monkeypatch):
+def test_a_probe_checks_blobs_again_only_after_a_change(
+    stocked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(stocked, tmp_path / "store")
     store, seen = ImageLayout(tmp_path / "store"), list[object]()
     store.pins.put("tiny:latest", {}, durable=False)
@@ -116,7 +133,7 @@ def test_a_probe_checks_blobs_again_only_after_a_change(stocked, tmp_path, monke
     # all changes are old
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
 
-    def looked(blob):
+    def looked(blob: Any) -> bool:
         seen.append(blob)
         return exists(blob)
 
@@ -133,7 +150,9 @@ def test_a_probe_checks_blobs_again_only_after_a_change(stocked, tmp_path, monke
     assert readiness.against() == [{"reason": "model missing", "model": "tiny:latest"}]
 
 
-def test_a_model_is_missing_only_while_the_index_is_unreadable(stocked, monkeypatch):
+def test_a_model_is_missing_only_while_the_index_is_unreadable(
+    stocked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store, later = ImageLayout(stocked), time.time_ns() + 10**11
     monkeypatch.setattr(index, "time", SimpleNamespace(time_ns=lambda: later))
     readiness = Readiness(store)
@@ -143,19 +162,21 @@ def test_a_model_is_missing_only_while_the_index_is_unreadable(stocked, monkeypa
     assert readiness.against(["tiny"]) == []
 
 
-def test_a_model_known_to_be_missing_is_not_resolved(stocked, monkeypatch):
+def test_a_model_known_to_be_missing_is_not_resolved(
+    stocked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = ImageLayout(stocked)
     monkeypatch.setattr(store, "resolve", None)
     missing = {"reason": "model missing", "model": "tiny:latest"}
     assert Readiness(store).against(missing=["tiny:latest"]) == [missing]
 
 
-def test_a_draining_worker_is_not_ready_but_healthy(service):
+def test_a_draining_worker_is_not_ready_but_healthy(service: Service) -> None:
     service.engine.is_draining = True
     status, body, _ = ready(service)
     assert (status, body["reasons"]) == (503, [{"reason": "draining"}])
 
-    async def talk(client, _):
+    async def talk(client: Any, _: Any) -> Any:
         return (await client.get("/healthz")).status
 
     assert spoken(service, talk) == 200
@@ -164,14 +185,14 @@ def test_a_draining_worker_is_not_ready_but_healthy(service):
 # -- metrics
 
 
-async def measured(client):
+async def measured(client: Any) -> Any:
     answer = await client.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     return await answer.text()
 
 
-def test_the_metrics_have_the_documented_names(service):
-    async def talk(client, _):
+def test_the_metrics_have_the_documented_names(service: Service) -> None:
+    async def talk(client: Any, _: Any) -> Any:
         await client.get("/healthz")
         return await measured(client)
 
@@ -180,8 +201,8 @@ def test_the_metrics_have_the_documented_names(service):
     assert 'aimage_http_requests_total{code="200",route="/healthz"} 1.0' in text
 
 
-def test_the_metrics_include_those_of_the_process(service):
-    async def talk(client, _):
+def test_the_metrics_include_those_of_the_process(service: Service) -> None:
+    async def talk(client: Any, _: Any) -> Any:
         return await measured(client)
 
     text = spoken(service, talk)
@@ -190,8 +211,10 @@ def test_the_metrics_include_those_of_the_process(service):
         assert [name for name in PROCESS if f"\nprocess_{name} " not in text] == []
 
 
-def test_the_page_of_the_description_shows_every_operation_and_loads_nothing(service):
-    async def talk(client, _):
+def test_the_page_of_the_description_shows_every_operation_and_loads_nothing(
+    service: Service,
+) -> None:
+    async def talk(client: Any, _: Any) -> tuple[Any, Any]:
         answer = await client.get("/docs")
         return answer.headers, await answer.text()
 
@@ -207,8 +230,8 @@ def test_the_page_of_the_description_shows_every_operation_and_loads_nothing(ser
     assert not re.search(r"<script|<img|<link|src=|url\(|https?://", text)
 
 
-def test_unknown_paths_models_and_methods_become_no_label(service):
-    async def talk(client, _):
+def test_unknown_paths_models_and_methods_become_no_label(service: Service) -> None:
+    async def talk(client: Any, _: Any) -> Any:
         for number in range(20):
             await client.get(f"/made-up/{number}")
             await client.get(f"/v1/models/made-up-{number}")
@@ -220,7 +243,7 @@ def test_unknown_paths_models_and_methods_become_no_label(service):
     assert "made-up" not in text and "M7" not in text
 
 
-def test_promtool_accepts_the_metrics(worker):
+def test_promtool_accepts_the_metrics(worker: LocalWorker) -> None:
     promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
@@ -235,9 +258,9 @@ def test_promtool_accepts_the_metrics(worker):
 # -- events
 
 
-async def heard(answer, count):
+async def heard(answer: Any, count: int) -> list[tuple[str, str, Any]]:
     """Read ``count`` events of a stream, each as id, kind and facts."""
-    found = []
+    found: list[Any] = []
     fields: dict[str, str] = {}
     while len(found) < count:
         line = (await answer.content.readline()).decode()
@@ -251,8 +274,8 @@ async def heard(answer, count):
     return found
 
 
-def test_events_are_streamed_and_replayed_after_last_event_id(service):
-    async def talk(client, _):
+def test_events_are_streamed_and_replayed_after_last_event_id(service: Service) -> None:
+    async def talk(client: Any, _: Any) -> tuple[Any, Any]:
         service.events.record("load", model="a")
         answer = await client.get("/v1/events")
         assert answer.headers["Content-Type"].startswith("text/event-stream")
@@ -272,8 +295,8 @@ def test_events_are_streamed_and_replayed_after_last_event_id(service):
     assert second[2].items() >= {"model": "a", "reason": "idle"}.items()
 
 
-def test_an_invalid_last_event_id_is_refused(service):
-    async def talk(client, _):
+def test_an_invalid_last_event_id_is_refused(service: Service) -> None:
+    async def talk(client: Any, _: Any) -> list[Any]:
         mark = f"{service.started:.3f}-"
         headers = [{"Last-Event-ID": mark + wrong} for wrong in ("", "-1", "x", "9" * 30)]
         return [(await client.get("/v1/events", headers=each)).status for each in headers]
@@ -281,8 +304,8 @@ def test_an_invalid_last_event_id_is_refused(service):
     assert spoken(service, talk) == [400] * 4
 
 
-def test_an_event_stream_ends_with_the_worker(service):
-    async def talk(client, app):
+def test_an_event_stream_ends_with_the_worker(service: Service) -> None:
+    async def talk(client: Any, app: Any) -> Any:
         answer = await client.get("/v1/events")
         service.events.close()
         return await answer.content.read()
@@ -290,8 +313,8 @@ def test_an_event_stream_ends_with_the_worker(service):
     assert spoken(service, talk) == b"retry: 2000\n\n"
 
 
-def test_head_responses_have_no_body(service):
-    async def talk(client, _):
+def test_head_responses_have_no_body(service: Service) -> None:
+    async def talk(client: Any, _: Any) -> list[tuple[Any, Any]]:
         found = []
         for path in ("/healthz", "/readyz", "/metrics", "/v1/events"):
             answer = await client.head(path)

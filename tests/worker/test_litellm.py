@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.worker.conftest import LocalWorker
+
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -126,7 +128,7 @@ def counted(worker: Worker) -> float:
 
 
 @pytest.mark.integration
-def test_a_picture_equals_that_of_aimage_run(litellm, named):
+def test_a_picture_equals_that_of_aimage_run(litellm: Litellm, named: Worker) -> None:
     made = litellm.made(seed=7, steps=2, size="48x64")
     wishes = ("--seed", 7, "--steps", 2, "--width", 48, "--height", 64)
     own = named.aimage.home / named.aimage("run", "-q", "tiny", "a dog", *wishes).line
@@ -137,7 +139,7 @@ def test_a_picture_equals_that_of_aimage_run(litellm, named):
     assert (made["size"], made["output_format"]) == ("48x64", "png")
 
 
-def test_several_pictures_are_returned_for_n(litellm):
+def test_several_pictures_are_returned_for_n(litellm: Litellm) -> None:
     made = litellm.made(n=2, size="32x32", quality="low", user="somebody")
     first, second = pictures(made)
     assert first.size == second.size == (32, 32)
@@ -145,12 +147,12 @@ def test_several_pictures_are_returned_for_n(litellm):
     assert made["usage"]["total_tokens"] == 0
 
 
-def test_the_asynchronous_call_returns_a_picture(litellm):
+def test_the_asynchronous_call_returns_a_picture(litellm: Litellm) -> None:
     made = litellm.made(function="aimage_generation", steps=1, size="32x32")
     assert [picture.size for picture in pictures(made)] == [(32, 32)]
 
 
-def test_parameters_of_gpt_image_are_supported(litellm):
+def test_parameters_of_gpt_image_are_supported(litellm: Litellm) -> None:
     made = litellm.made(
         model="openai/gpt-image-1",
         output_format="jpeg",
@@ -163,7 +165,7 @@ def test_parameters_of_gpt_image_are_supported(litellm):
     assert (made["output_format"], made["background"]) == ("jpeg", "opaque")
 
 
-def test_the_url_response_format_returns_a_link(litellm):
+def test_the_url_response_format_returns_a_link(litellm: Litellm) -> None:
     """litellm sends ``response_format`` only to models named like DALL-E."""
     (item,) = litellm.made(model="openai/dall-e-3", response_format="url")["data"]
     assert item["b64_json"] is None
@@ -172,7 +174,9 @@ def test_the_url_response_format_returns_a_link(litellm):
 
 
 @pytest.mark.parametrize("fields", [{"response_format": "b64_json"}, {"style": "vivid"}], ids=str)
-def test_parameters_refused_by_litellm_are_not_sent(litellm, named, fields):
+def test_parameters_refused_by_litellm_are_not_sent(
+    litellm: Litellm, named: Worker, fields: dict[str, str]
+) -> None:
     before = counted(named)
     found = litellm(**fields)
     assert kind(found) == "litellm.exceptions.UnsupportedParamsError"
@@ -197,7 +201,9 @@ def test_parameters_refused_by_litellm_are_not_sent(litellm, named, fields):
     ],
     ids=["absent", "size", "transparent", "empty"],
 )
-def test_refusals_raise_the_matching_exception(litellm, fields, status, name, text):
+def test_refusals_raise_the_matching_exception(
+    litellm: Litellm, fields: dict[str, str], status: int, name: str, text: str
+) -> None:
     found = litellm(**fields)
     assert kind(found) == f"litellm.exceptions.{name}"
     assert f"openai.{name}" in found["kinds"]
@@ -205,7 +211,7 @@ def test_refusals_raise_the_matching_exception(litellm, fields, status, name, te
     assert text in found["message"]
 
 
-def test_the_api_key_is_the_token(litellm, worker, tmp_path):
+def test_the_api_key_is_the_token(litellm: Litellm, worker: LocalWorker, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"infer {INFER}\n")
     tokens.chmod(0o600)
@@ -216,7 +222,9 @@ def test_the_api_key_is_the_token(litellm, worker, tmp_path):
     assert pictures(litellm.made(api_key=INFER, steps=1))
 
 
-def test_a_full_queue_raises_service_unavailable_until_a_client_leaves(litellm, named):
+def test_a_full_queue_raises_service_unavailable_until_a_client_leaves(
+    litellm: Litellm, named: Worker
+) -> None:
     litellm.made(steps=1)  # waits until litellm is imported
     body = {"model": "tiny", "prompt": "a cat", "stream": True, "steps": 1000, "n": 10}
     drawing = WorkerClient(named.host).events("/v1/images/generations", body)
@@ -230,7 +238,7 @@ def test_a_full_queue_raises_service_unavailable_until_a_client_leaves(litellm, 
         pass
 
 
-def test_litellm_retries_after_a_503_response(litellm):
+def test_litellm_retries_after_a_503_response(litellm: Litellm) -> None:
     picture = {"created": 1, "data": [{"b64_json": "AAAA"}]}
     busy = {"error": {"message": "2 wait", "type": "server_error", "code": "overloaded"}}
     answers = [says(busy, 503, Retry_After="1"), says(picture)]
@@ -247,7 +255,9 @@ def test_litellm_retries_after_a_503_response(litellm):
     assert [asked.path for asked in scripted.asked] == ["/v1/images/generations"] * 2
 
 
-def test_an_exceeded_deadline_raises_a_litellm_exception(litellm, worker):
+def test_an_exceeded_deadline_raises_a_litellm_exception(
+    litellm: Litellm, worker: LocalWorker
+) -> None:
     litellm.url = worker.start("--deadline", "0.2s").url
     found = litellm(steps=1000)
     assert kind(found).startswith("litellm.exceptions.")

@@ -7,8 +7,13 @@ import base64
 import io
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import LocalWorker
+
 
 aiohttp = pytest.importorskip("aiohttp")
 pytest.importorskip("mlx.core", reason="mlx is not installed")
@@ -29,15 +34,15 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
-async def ask(session, url, **changes):
+async def ask(session: Any, url: str, **changes: Any) -> tuple[Any, dict[Any, Any], Any]:
     async with session.post(f"{url}/v1/images/generations", json=BODY | changes) as answer:
         return answer.status, dict(answer.headers), await answer.read()
 
 
-def test_fifty_concurrent_clients_are_served_or_refused(worker):
+def test_fifty_concurrent_clients_are_served_or_refused(worker: LocalWorker) -> None:
     """With a queue of eight, each response is a picture or a 503 with Retry-After."""
 
-    async def play():
+    async def play() -> list[Any]:
         async with aiohttp.ClientSession() as session:
             asked = (ask(session, worker.url, seed=seed, steps=8) for seed in range(CLIENTS))
             return await asyncio.gather(*asked)
@@ -57,13 +62,13 @@ def test_fifty_concurrent_clients_are_served_or_refused(worker):
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_memory_is_constant_over_500_pictures_and_freed_after_unload(worker):
+def test_memory_is_constant_over_500_pictures_and_freed_after_unload(worker: LocalWorker) -> None:
     other = worker.launch()
 
-    async def play():
+    async def play() -> tuple[tuple[int, int], tuple[int, int], list[int], int]:
         async with aiohttp.ClientSession() as session:
 
-            async def many(count):
+            async def many(count: int) -> None:
                 for seed in range(count):
                     status, _, _ = await ask(session, other.url, seed=seed)
                     assert status == 200
@@ -90,10 +95,10 @@ def test_memory_is_constant_over_500_pictures_and_freed_after_unload(worker):
     assert server <= before[0] * 1.1
 
 
-def test_a_picture_of_the_worker_equals_that_of_run(worker, tmp_path):
+def test_a_picture_of_the_worker_equals_that_of_run(worker: LocalWorker, tmp_path: Path) -> None:
     pictures = pytest.importorskip("PIL.Image")
 
-    async def play():
+    async def play() -> Any:
         async with aiohttp.ClientSession() as session:
             return await ask(session, worker.url, seed=5, steps=3, size="64x48")
 

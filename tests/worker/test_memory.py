@@ -6,8 +6,13 @@ import asyncio
 import dataclasses
 import os
 import re
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from clowder_aimage.model.pipeline import Pipeline
 
 pytest.importorskip("mlx")
 
@@ -29,7 +34,7 @@ PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 GIB = 1 << 30
 
 
-def system(root, said, **files):
+def system(root: Path, said: str, **files: str) -> Path:
     """Create a root directory with ``/proc`` and the control group files ``files``."""
     (root / "proc" / "self").mkdir(parents=True)
     (root / "proc" / "self" / "cgroup").write_text(said)
@@ -40,12 +45,12 @@ def system(root, said, **files):
     return root
 
 
-def test_without_control_groups_the_limit_is_physical_memory(tmp_path):
+def test_without_control_groups_the_limit_is_physical_memory(tmp_path: Path) -> None:
     assert machine.memory(tmp_path) == int(PHYSICAL * 0.8)
     assert machine.memory(system(tmp_path, "0::/\n")) == int(PHYSICAL * 0.8)
 
 
-def test_limits_of_parent_groups_apply_in_cgroup_v2(tmp_path):
+def test_limits_of_parent_groups_apply_in_cgroup_v2(tmp_path: Path) -> None:
     files = {
         "a__memory_max": f"{GIB // 4}\n",
         "a__b__memory_max": "max\n",
@@ -54,12 +59,12 @@ def test_limits_of_parent_groups_apply_in_cgroup_v2(tmp_path):
     assert machine.memory(system(tmp_path, "0::/a/b\n", **files)) == int(GIB // 4 * 0.8)
 
 
-def test_the_limit_of_a_containers_root_cgroup_applies(tmp_path):
+def test_the_limit_of_a_containers_root_cgroup_applies(tmp_path: Path) -> None:
     root = system(tmp_path, "0::/kubepods/pod7\n", memory_max=f"{GIB // 2}")
     assert machine.memory(root) == int(GIB // 2 * 0.8)
 
 
-def test_the_limit_of_cgroup_v1_applies(tmp_path):
+def test_the_limit_of_cgroup_v1_applies(tmp_path: Path) -> None:
     said = "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n"
     files = {
         "memory__x__memory_limit_bytes": f"{GIB // 8}",
@@ -69,7 +74,7 @@ def test_the_limit_of_cgroup_v1_applies(tmp_path):
 
 
 @pytest.mark.parametrize("said", ["", "nonsense", "0", "0::", "0::/../../..\n"])
-def test_invalid_cgroup_files_are_ignored(tmp_path, said):
+def test_invalid_cgroup_files_are_ignored(tmp_path: Path, said: str) -> None:
     assert machine.memory(system(tmp_path, said, memory_max="much")) == int(PHYSICAL * 0.8)
 
 
@@ -77,27 +82,30 @@ def test_invalid_cgroup_files_are_ignored(tmp_path, said):
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> LayeredStore:
     store = LayeredStore([tmp_path / "store"])
     create(store, Reference.parse("tiny"), TINY)
     return store
 
 
-def lose_text_encoder(store):
+def lose_text_encoder(store: LayeredStore) -> None:
     """Delete the text encoder's weights."""
     for layer in read_aimage(store, Reference.parse("tiny")).aimage.component("text_encoder"):
         digest = layer.descriptor.digest
         (store.roots[0] / "blobs" / digest.algorithm / digest.encoded).unlink(missing_ok=True)
 
 
-async def picture(runner, prompt):
+async def picture(runner: Any, prompt: str) -> list[Any]:
+    events: list[Any]
     events, request = [], GenerateRequest(prompt, 32, 32, steps=1, seed=7)
     await runner.generate("tiny", request, PictureEncoding(), events.append)
     return [event.data for event in events if isinstance(event, ImageEvent)]
 
 
-def played(store, play, keep):
-    async def run():
+def played(
+    store: LayeredStore, play: Callable[[Any], Coroutine[Any, Any, Any]], keep: EngineLimits
+) -> Any:
+    async def run() -> Any:
         runner = await Runner.start(
             store.roots,
             "tiny",
@@ -113,7 +121,7 @@ def played(store, play, keep):
     return asyncio.run(run())
 
 
-async def two(runner):
+async def two(runner: Any) -> list[Any]:
     return [await picture(runner, prompt) for prompt in ("a dog", "a cat", "a dog")]
 
 
@@ -126,12 +134,14 @@ async def two(runner):
         EngineLimits(memory=30_000_000, models=30),
     ],
 )
-def test_releasing_the_text_encoder_does_not_change_pictures(store, keep):
+def test_releasing_the_text_encoder_does_not_change_pictures(
+    store: LayeredStore, keep: EngineLimits
+) -> None:
     stays = played(store, two, EngineLimits(text_encoder="keep"))
     assert played(store, two, keep) == stays
     assert stays[0] == stays[2] != stays[1]
 
-    async def without(runner):
+    async def without(runner: Any) -> Any:
         first = await picture(runner, "a dog")
         lose_text_encoder(store)
         with pytest.raises(AImageError):
@@ -142,8 +152,8 @@ def test_releasing_the_text_encoder_does_not_change_pictures(store, keep):
     assert played(store, without, keep) == stays[0]
 
 
-def test_the_text_encoder_is_kept_with_enough_memory(store):
-    async def without(runner):
+def test_the_text_encoder_is_kept_with_enough_memory(store: LayeredStore) -> None:
+    async def without(runner: Any) -> Any:
         await picture(runner, "a dog")
         lose_text_encoder(store)
         return await picture(runner, "a cat")
@@ -155,20 +165,20 @@ def test_the_text_encoder_is_kept_with_enough_memory(store):
 
 
 @pytest.fixture
-def pipeline(store):
+def pipeline(store: LayeredStore) -> Iterator[Pipeline]:
     with store.lease() as lease:
         stored = generate.find(store, Reference.parse("tiny"), lease)
         yield generate.load(store, stored).pipeline
 
 
-def refused(pipeline, width, height, **more):
+def refused(pipeline: Pipeline, width: int, height: int, **more: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
         pipeline.generate(GenerateRequest("a dog", width, height, steps=1, **more))
     return caught.value
 
 
 @pytest.mark.parametrize("size", [(8192, 8192), (8192, 2048), (4096, 4096), (3840, 2160)])
-def test_a_picture_beyond_memory_is_refused(pipeline, size):
+def test_a_picture_beyond_memory_is_refused(pipeline: Pipeline, size: tuple[int, int]) -> None:
     pipeline.set_memory("keep", None, 24 * GIB)
     error = refused(pipeline, *size)
     assert error.message.startswith(f"width {size[0]} and height {size[1]} are too large")
@@ -177,7 +187,7 @@ def test_a_picture_beyond_memory_is_refused(pipeline, size):
     assert error.hint.startswith("use a smaller size, such as ")
 
 
-def test_the_hint_suggests_the_largest_square(pipeline):
+def test_the_hint_suggests_the_largest_square(pipeline: Any) -> None:
     pipeline.set_memory("keep", None, GIB)
     assert (
         pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
@@ -193,7 +203,7 @@ def test_the_hint_suggests_the_largest_square(pipeline):
     assert refused(pipeline, 16, 16).hint == "use a smaller size"
 
 
-def test_attention_beyond_int32_is_refused(pipeline):
+def test_attention_beyond_int32_is_refused(pipeline: Any) -> None:
     """MLX on a CPU silently computes wrong values for more than 2^31 scores."""
     if on_gpu():
         pytest.skip("of a CPU")
@@ -205,7 +215,7 @@ def test_attention_beyond_int32_is_refused(pipeline):
     assert error.hint is not None and "1712x1712" in error.hint
 
 
-def test_heads_and_text_length_increase_the_attention_size(pipeline):
+def test_heads_and_text_length_increase_the_attention_size(pipeline: Any) -> None:
     few = pipeline.arrays(GenerateRequest("a dog"), 512, 512).numbers
     assert few == 4096**2  # in the decoder
     pipeline.vae.config = dataclasses.replace(pipeline.vae.config, mid_block_add_attention=False)
@@ -220,7 +230,7 @@ def test_heads_and_text_length_increase_the_attention_size(pipeline):
     )
 
 
-def test_buffers_of_the_decoder_are_counted(pipeline):
+def test_buffers_of_the_decoder_are_counted(pipeline: Any) -> None:
     if on_gpu():
         pytest.skip("of a CPU")
     wide = pipeline.arrays(GenerateRequest("a dog"), 8192, 16).size

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,17 +63,19 @@ def size_of(image: str) -> tuple[int, int]:
 # -- version and models
 
 
-def test_the_root_names_the_server(ask):
+def test_the_root_names_the_server(ask: Callable[..., tuple[int, Any]]) -> None:
     assert ask("/") == (200, "aimage is running")
     assert ask("/", method="HEAD") == (200, "")
 
 
-def test_the_version_is_digits_and_dots(ask):
+def test_the_version_is_digits_and_dots(ask: Callable[..., tuple[int, Any]]) -> None:
     status, answer = ask("/api/version")
     assert status == 200 and [int(part) for part in answer["version"].split(".")]
 
 
-def test_the_model_list_has_the_fields_that_clients_read(client, ask):
+def test_the_model_list_has_the_fields_that_clients_read(
+    client: Any, ask: Callable[..., tuple[int, Any]]
+) -> None:
     (model,) = client.list().models
     assert model.model == "tiny:latest"
     assert model.size > 1_000_000 and re.fullmatch("[0-9a-f]{64}", model.digest)
@@ -84,7 +87,7 @@ def test_the_model_list_has_the_fields_that_clients_read(client, ask):
     assert datetime.fromisoformat(raw["modified_at"]).tzinfo is not None
 
 
-def test_show_lists_the_image_capability(client, worker):
+def test_show_lists_the_image_capability(client: Any, worker: LocalWorker) -> None:
     shown = client.show("tiny")
     known = worker.aimage("show", "--json", "tiny").value
     assert shown.capabilities == ["image"]
@@ -94,7 +97,7 @@ def test_show_lists_the_image_capability(client, worker):
     assert "height 64" in shown.parameters
 
 
-def test_show_of_a_missing_model_is_404(client):
+def test_show_of_a_missing_model_is_404(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="not found") as caught:
         client.show("nothing")
     assert caught.value.status_code == 404
@@ -103,7 +106,7 @@ def test_show_of_a_missing_model_is_404(client):
 # -- pictures
 
 
-def test_a_stream_has_progress_and_the_picture(client):
+def test_a_stream_has_progress_and_the_picture(client: Any) -> None:
     parts = list(client.generate(**DRAW, options={"seed": 7}, stream=True))
     steps = [(part.completed, part.total) for part in parts if part.completed]
     assert steps == [(1, 3), (2, 3), (3, 3)]
@@ -113,14 +116,14 @@ def test_a_stream_has_progress_and_the_picture(client):
     assert {part.model for part in parts} == {"tiny"}
 
 
-def test_a_response_without_a_stream_has_the_same_picture(client):
+def test_a_response_without_a_stream_has_the_same_picture(client: Any) -> None:
     (*_, streamed) = client.generate(**DRAW, options={"seed": 7}, stream=True)
     plain = client.generate(**DRAW, options={"seed": 7})
     assert plain.done and plain.image == streamed.image
     assert plain.image != client.generate(**DRAW, options={"seed": 8}).image
 
 
-def test_a_picture_equals_that_of_the_command_line(client, worker):
+def test_a_picture_equals_that_of_the_command_line(client: Any, worker: LocalWorker) -> None:
     path = worker.aimage.home / "picture.png"
     sizes = ("--width", 32, "--height", 32, "--steps", 3, "--seed", 7)
     worker.aimage("run", "-q", "tiny", "a dog", *sizes, "-o", path)
@@ -129,7 +132,9 @@ def test_a_picture_equals_that_of_the_command_line(client, worker):
         assert ours.tobytes() == theirs.tobytes()
 
 
-def test_sizes_in_options_and_a_top_level_seed_are_accepted(ask):
+def test_sizes_in_options_and_a_top_level_seed_are_accepted(
+    ask: Callable[..., tuple[int, Any]],
+) -> None:
     options = {"width": 48, "height": 32.0, "steps": 1, "seed": 1}
     body = {"model": "tiny", "prompt": "a dog", "options": options, "seed": 5, "stream": False}
     status, answer = ask("/api/generate", body)
@@ -138,12 +143,12 @@ def test_sizes_in_options_and_a_top_level_seed_are_accepted(ask):
     assert answer["seed"] == 5
 
 
-def test_a_random_seed_is_drawn_without_one(ask):
+def test_a_random_seed_is_drawn_without_one(ask: Callable[..., tuple[int, Any]]) -> None:
     body = DRAW | {"stream": False, "options": {"seed": -1}}
     assert ask("/api/generate", body)[1]["seed"] != ask("/api/generate", body)[1]["seed"]
 
 
-def test_the_form_content_type_of_curl_is_accepted(worker):
+def test_the_form_content_type_of_curl_is_accepted(worker: LocalWorker) -> None:
     with closing(http.client.HTTPConnection(worker.host, timeout=60)) as connection:
         headers = {"Content-Type": "application/x-www-form-urlencoded"}
         connection.request("POST", "/api/generate", json.dumps(DRAW), headers)
@@ -156,7 +161,9 @@ def test_the_form_content_type_of_curl_is_accepted(worker):
 # -- keep_alive
 
 
-def test_ps_lists_loaded_models_with_their_expiry(client, ask):
+def test_ps_lists_loaded_models_with_their_expiry(
+    client: Any, ask: Callable[..., tuple[int, Any]]
+) -> None:
     client.generate(**DRAW, keep_alive="10m")
     (model,) = client.ps().models
     assert (model.name, model.model) == ("tiny:latest", "tiny:latest") and model.size > 0
@@ -166,14 +173,14 @@ def test_ps_lists_loaded_models_with_their_expiry(client, ask):
     assert datetime.fromisoformat(raw["expires_at"]).tzinfo is not None
 
 
-def test_an_infinite_keep_alive_has_a_distant_expiry(client):
+def test_an_infinite_keep_alive_has_a_distant_expiry(client: Any) -> None:
     client.generate(**DRAW, keep_alive=-1)
     (model,) = client.ps().models
     assert model.expires_at > datetime.now(UTC) + timedelta(days=365 * 50)
     assert model.expires_at.astimezone().year < 9000  # time zones still fit
 
 
-def test_a_huge_keep_alive_setting_has_a_distant_expiry(worker):
+def test_a_huge_keep_alive_setting_has_a_distant_expiry(worker: LocalWorker) -> None:
     other = worker.start("--keep-alive", "99999999h", "--grace", "99999999999h")
     with ollama.Client(other.url) as client:
         assert client.generate(**DRAW).image
@@ -181,7 +188,9 @@ def test_a_huge_keep_alive_setting_has_a_distant_expiry(worker):
     assert model.expires_at > datetime.now(UTC) + timedelta(days=365 * 50)
 
 
-def test_an_empty_prompt_loads_or_unloads_the_model(client, ask):
+def test_an_empty_prompt_loads_or_unloads_the_model(
+    client: Any, ask: Callable[..., tuple[int, Any]]
+) -> None:
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
     assert client.ps().models == []
     loaded = client.generate("tiny", keep_alive="1h30m")
@@ -193,12 +202,12 @@ def test_an_empty_prompt_loads_or_unloads_the_model(client, ask):
     assert client.ps().models == []
 
 
-def test_keep_alive_0_unloads_after_the_picture(client):
+def test_keep_alive_0_unloads_after_the_picture(client: Any) -> None:
     assert client.generate(**DRAW, keep_alive="0s").image
     assert client.ps().models == []
 
 
-def test_unloading_a_model_that_is_not_loaded_succeeds(ask):
+def test_unloading_a_model_that_is_not_loaded_succeeds(ask: Callable[..., tuple[int, Any]]) -> None:
     ask("/api/generate", {"model": "tiny", "keep_alive": 0})
     status, answer = ask("/api/generate", {"model": "tiny", "keep_alive": 0})
     assert (status, answer["done_reason"]) == (200, "unload")
@@ -206,12 +215,14 @@ def test_unloading_a_model_that_is_not_loaded_succeeds(ask):
 
 
 @pytest.mark.parametrize("said", ["soon", True, []])
-def test_an_invalid_keep_alive_is_refused(said, ask):
+def test_an_invalid_keep_alive_is_refused(
+    said: str | bool | list[Any], ask: Callable[..., tuple[int, Any]]
+) -> None:
     status, answer = ask("/api/generate", DRAW | {"keep_alive": said})
     assert status == 400 and "keep_alive" in answer["error"]
 
 
-def test_unloading_does_not_interrupt_running_requests(client):
+def test_unloading_does_not_interrupt_running_requests(client: Any) -> None:
     parts = client.generate(**DRAW | {"steps": 30}, keep_alive=-1, stream=True)
     assert not next(parts).done
     assert client.generate("tiny", "", keep_alive=0).done_reason == "unload"
@@ -220,7 +231,7 @@ def test_unloading_does_not_interrupt_running_requests(client):
     assert last.done_reason == "stop" and last.image
 
 
-def test_a_full_queue_is_503_with_retry_after(worker):
+def test_a_full_queue_is_503_with_retry_after(worker: LocalWorker) -> None:
     other = worker.start("--queue", 0)
     with ollama.Client(other.url) as busy:
         busy.generate("tiny")
@@ -243,7 +254,7 @@ def test_a_full_queue_is_503_with_retry_after(worker):
 # -- copies and deletion
 
 
-def test_a_copy_is_listed_and_can_be_deleted(client):
+def test_a_copy_is_listed_and_can_be_deleted(client: Any) -> None:
     assert client.copy("tiny", "another:v1").status == "success"
     digests = {model.model: model.digest for model in client.list().models}
     assert digests["another:v1"] == digests["tiny:latest"]
@@ -252,7 +263,9 @@ def test_a_copy_is_listed_and_can_be_deleted(client):
     assert client.generate(**DRAW).image  # shared blobs are kept
 
 
-def test_a_model_can_be_copied_by_digest(client, ask, worker):
+def test_a_model_can_be_copied_by_digest(
+    client: Any, ask: Callable[..., tuple[int, Any]], worker: LocalWorker
+) -> None:
     """The name beside the digest is ignored, as for generation."""
     digest = worker.aimage("show", "--json", "tiny").value["digest"]
     for name in (f"tiny@{digest}", f"tiny:v7@{digest}", f"other@{digest}"):
@@ -264,7 +277,7 @@ def test_a_model_can_be_copied_by_digest(client, ask, worker):
     assert ask("/api/copy", body)[0] == 404
 
 
-def test_copying_or_deleting_a_missing_model_is_404(client):
+def test_copying_or_deleting_a_missing_model_is_404(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="nothing:latest not found") as caught:
         client.copy("nothing", "another")
     assert caught.value.status_code == 404
@@ -273,7 +286,7 @@ def test_copying_or_deleting_a_missing_model_is_404(client):
     assert caught.value.status_code == 404
 
 
-def test_a_pinned_name_is_not_deleted(client, worker):
+def test_a_pinned_name_is_not_deleted(client: Any, worker: LocalWorker) -> None:
     worker.aimage("pin", "tiny")
     try:
         with pytest.raises(ollama.ResponseError, match="pinned") as caught:
@@ -284,7 +297,7 @@ def test_a_pinned_name_is_not_deleted(client, worker):
     assert client.list().models
 
 
-def test_a_deleted_model_is_unloaded(client, worker):
+def test_a_deleted_model_is_unloaded(client: Any, worker: LocalWorker) -> None:
     worker.aimage("convert", "-q", "tiny", "gone", "--quantize", "int8")
     client.generate("gone", keep_alive=-1)
     assert [model.name for model in client.ps().models] == ["gone:latest"]
@@ -313,12 +326,16 @@ def test_a_deleted_model_is_unloaded(client, worker):
         ({"options": {"seed": 1 << 64}}, "seed"),
     ],
 )
-def test_an_invalid_field_is_400_with_its_name(ask, change, word):
+def test_an_invalid_field_is_400_with_its_name(
+    ask: Callable[..., tuple[int, Any]], change: dict[str, Any], word: str
+) -> None:
     status, answer = ask("/api/generate", DRAW | {"stream": False} | change)
     assert status == 400 and word in answer["error"]
 
 
-def test_a_refusal_by_the_model_is_reported_in_a_stream(ask):
+def test_a_refusal_by_the_model_is_reported_in_a_stream(
+    ask: Callable[..., tuple[int, Any]],
+) -> None:
     status, answer = ask("/api/generate", DRAW | {"width": 33})
     told = answer[-1] if isinstance(answer, list) else {"status": status, **answer}
     assert told["status"] == 400 and "width" in told["error"]
@@ -331,33 +348,39 @@ def test_a_refusal_by_the_model_is_reported_in_a_stream(ask):
         *((path, b"{") for path in ("show", "pull", "push", "copy")),
     ],
 )
-def test_an_invalid_body_is_400(ask, path, body):
+def test_an_invalid_body_is_400(
+    ask: Callable[..., tuple[int, Any]], path: str, body: bytes
+) -> None:
     status, answer = ask(f"/api/{path}", body)
     assert status == 400 and isinstance(answer["error"], str) and answer["error"]
 
 
-def test_a_body_that_is_too_large_is_413(ask):
+def test_a_body_that_is_too_large_is_413(ask: Callable[..., tuple[int, Any]]) -> None:
     status, answer = ask("/api/generate", DRAW | {"prompt": "x" * (1 << 21)})
     assert status == 413 and "large" in answer["error"]
 
 
-def test_a_missing_model_is_404_before_the_stream(ask):
+def test_a_missing_model_is_404_before_the_stream(ask: Callable[..., tuple[int, Any]]) -> None:
     status, answer = ask("/api/generate", DRAW | {"model": "nothing"})
     assert status == 404 and "nothing:latest" in answer["error"]
 
 
 @pytest.mark.parametrize(("path", "body"), [("copy", {"source": "tiny"}), ("pull", {"model": 1})])
-def test_copy_and_pull_refuse_invalid_fields(ask, path, body):
+def test_copy_and_pull_refuse_invalid_fields(
+    ask: Callable[..., tuple[int, Any]], path: str, body: dict[str, Any]
+) -> None:
     assert ask(f"/api/{path}", body)[0] == 400
 
 
-def test_a_copy_needs_a_tag(ask):
+def test_a_copy_needs_a_tag(ask: Callable[..., tuple[int, Any]]) -> None:
     body = {"source": "tiny", "destination": f"other@sha256:{'0' * 64}"}
     status, answer = ask("/api/copy", body)
     assert status == 400 and "tag" in answer["error"]
 
 
-def test_responses_do_not_contain_the_store_path(ask, worker):
+def test_responses_do_not_contain_the_store_path(
+    ask: Callable[..., tuple[int, Any]], worker: LocalWorker
+) -> None:
     for path in ("show", "generate", "push"):
         body = DRAW | {"model": "127.0.0.1:1/nothing" if path == "push" else "nothing"}
         status, answer = ask(f"/api/{path}", body)
@@ -374,13 +397,15 @@ def test_responses_do_not_contain_the_store_path(ask, worker):
         ("/content/", {"url": "oci://h.example/x", "credentials": "two words"}),
     ],
 )
-def test_refusals_have_an_error_code(ask, path, body):
+def test_refusals_have_an_error_code(
+    ask: Callable[..., tuple[int, Any]], path: str, body: dict[str, Any]
+) -> None:
     status, answer = ask(path, body)
     said = answer if path.startswith("/api/") else answer["error"]
     assert (status, said["code"] in ("invalid_value", "unsupported_value")) == (400, True)
 
 
-def test_an_alias_is_accepted_with_the_latest_tag(worker):
+def test_an_alias_is_accepted_with_the_latest_tag(worker: LocalWorker) -> None:
     other = worker.start("--alias", "gpt-image-1=tiny")
     with ollama.Client(other.url) as client:
         for name in ("gpt-image-1", "gpt-image-1:latest"):
@@ -393,7 +418,7 @@ def test_an_alias_is_accepted_with_the_latest_tag(worker):
 # -- scopes
 
 
-def test_an_infer_token_may_list_and_generate_only(worker):
+def test_an_infer_token_may_list_and_generate_only(worker: LocalWorker) -> None:
     path = worker.aimage.home / "tokens"
     path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
     other = worker.start("--token-file", path)
@@ -418,12 +443,14 @@ def test_an_infer_token_may_list_and_generate_only(worker):
     assert caught.value.status_code == 401
 
 
-def test_an_infer_token_may_not_set_keep_alive_or_unload(worker, tmp_path):
+def test_an_infer_token_may_not_set_keep_alive_or_unload(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
     other = worker.start("--token-file", tokens)
 
-    def ask(token, **body):
+    def ask(token: str, **body: Any) -> Any:
         data = json.dumps({"model": "tiny", "stream": False, **body}).encode()
         headers = {"Authorization": f"Bearer {token * 32}", "Content-Type": "application/json"}
         asked = urllib.request.Request(other.url + "/api/generate", data, headers)

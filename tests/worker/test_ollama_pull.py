@@ -76,7 +76,9 @@ def post(worker: LocalWorker, path: str, body: dict[str, Any]) -> tuple[int, Any
 
 
 @pytest.mark.integration
-def test_a_pull_reports_every_blob_and_lists_the_model(client, registry, pushed, empty):
+def test_a_pull_reports_every_blob_and_lists_the_model(
+    client: Any, registry: RealRegistry, pushed: str, empty: LocalWorker
+) -> None:
     name = f"{registry.host}/{PATH}"
     lines = list(client.pull(name, stream=True))
     assert lines[0].status == "pulling manifest"
@@ -92,14 +94,16 @@ def test_a_pull_reports_every_blob_and_lists_the_model(client, registry, pushed,
     assert client.generate(name, "a dog", width=32, height=32, steps=1).image
 
 
-def test_a_pull_of_a_present_model_succeeds(client, registry, pushed):
+def test_a_pull_of_a_present_model_succeeds(
+    client: Any, registry: RealRegistry, pushed: str
+) -> None:
     name = f"{registry.host}/{PATH}"
     assert client.pull(name).status == "success"
     assert client.pull(name) == ollama.ProgressResponse(status="success")
     assert names(client) == [name]
 
 
-def test_concurrent_pulls_share_one_transfer(client, proxy, empty):
+def test_concurrent_pulls_share_one_transfer(client: Any, proxy: Proxy, empty: LocalWorker) -> None:
     name = f"{proxy.host}/{PATH}"
     proxy.hold = 1
     with ExitStack() as stack:
@@ -118,7 +122,9 @@ def test_concurrent_pulls_share_one_transfer(client, proxy, empty):
     assert names(client) == [name]
 
 
-def test_a_shared_pull_continues_after_one_client_leaves(client, proxy, empty):
+def test_a_shared_pull_continues_after_one_client_leaves(
+    client: Any, proxy: Proxy, empty: LocalWorker
+) -> None:
     name = f"{proxy.host}/{PATH}"
     proxy.hold = 1
     with closing(Asked(empty, name)) as leaves:
@@ -130,14 +136,16 @@ def test_a_shared_pull_continues_after_one_client_leaves(client, proxy, empty):
     assert names(client) == [name]
 
 
-def test_a_shutdown_does_not_wait_for_a_pull(proxy, empty):
+def test_a_shutdown_does_not_wait_for_a_pull(proxy: Proxy, empty: LocalWorker) -> None:
     proxy.hold = 1
     with closing(Asked(empty, f"{proxy.host}/{PATH}")):
         proxy.wait_until(lambda: proxy.held > 0)
         empty.end()
 
 
-def test_a_model_that_the_registry_lacks_is_404_in_the_stream(client, registry, pushed, empty):
+def test_a_model_that_the_registry_lacks_is_404_in_the_stream(
+    client: Any, registry: RealRegistry, pushed: str, empty: LocalWorker
+) -> None:
     name = f"{registry.host}/tests/nothing:v1"
     with pytest.raises(ollama.ResponseError, match="nothing"):
         list(client.pull(name, stream=True))
@@ -149,13 +157,15 @@ def test_a_model_that_the_registry_lacks_is_404_in_the_stream(client, registry, 
         assert line["status"] == 404 and "nothing" in line["error"]
 
 
-def test_an_unreachable_registry_is_502(client):
+def test_an_unreachable_registry_is_502(client: Any) -> None:
     with pytest.raises(ollama.ResponseError) as caught:
         client.pull("127.0.0.1:1/tests/x:v1")
     assert caught.value.status_code == 502
 
 
-def test_content_with_a_wrong_digest_is_502_and_not_tagged(client, proxy, empty):
+def test_content_with_a_wrong_digest_is_502_and_not_tagged(
+    client: Any, proxy: Proxy, empty: LocalWorker
+) -> None:
     def spoil(passed: Passed, reply: Reply) -> None:
         if passed.is_blob and reply.body:
             reply.put(bytes(len(reply.body)))
@@ -167,14 +177,16 @@ def test_content_with_a_wrong_digest_is_502_and_not_tagged(client, proxy, empty)
     assert names(client) == []
 
 
-def test_pull_and_push_refuse_a_name_without_a_registry(client):
+def test_pull_and_push_refuse_a_name_without_a_registry(client: Any) -> None:
     for call in (client.pull, client.push):
         with pytest.raises(ollama.ResponseError, match="registry") as caught:
             call("tiny")
         assert caught.value.status_code == 400
 
 
-def test_insecure_is_refused_for_a_remote_registry(client, empty, registry, pushed):
+def test_insecure_is_refused_for_a_remote_registry(
+    client: Any, empty: LocalWorker, registry: RealRegistry, pushed: str
+) -> None:
     for path in ("/api/pull", "/api/push"):
         status, answer = post(
             empty, path, {"model": "registry.example.com/x", "insecure": True, "stream": False}
@@ -183,12 +195,14 @@ def test_insecure_is_refused_for_a_remote_registry(client, empty, registry, push
     assert client.pull(f"{registry.host}/{PATH}", insecure=True).status == "success"
 
 
-def test_an_invalid_stream_field_starts_no_pull(empty, proxy):
+def test_an_invalid_stream_field_starts_no_pull(empty: LocalWorker, proxy: Proxy) -> None:
     status, _ = post(empty, "/api/pull", {"model": f"{proxy.host}/{PATH}", "stream": 1})
     assert status == 400 and not proxy.seen
 
 
-def test_a_push_reports_its_blobs_and_can_be_pulled(worker, client, registry):
+def test_a_push_reports_its_blobs_and_can_be_pulled(
+    worker: LocalWorker, client: Any, registry: RealRegistry
+) -> None:
     name = f"{registry.host}/tests/ollama-push:v1"
     with ollama.Client(worker.url) as stocked:
         stocked.copy("tiny", name)
@@ -203,13 +217,15 @@ def test_a_push_reports_its_blobs_and_can_be_pulled(worker, client, registry):
     assert client.pull(name).status == "success"
 
 
-def test_a_push_of_a_missing_model_is_404(client):
+def test_a_push_of_a_missing_model_is_404(client: Any) -> None:
     with pytest.raises(ollama.ResponseError, match="not found") as caught:
         client.push("127.0.0.1:1/tests/nothing:v1")
     assert caught.value.status_code == 404
 
 
-def test_a_missing_model_is_pulled_before_generation(client, registry, pushed):
+def test_a_missing_model_is_pulled_before_generation(
+    client: Any, registry: RealRegistry, pushed: str
+) -> None:
     name = f"{registry.host}/{PATH}"
     parts = client.generate(name, "a dog", width=32, height=32, steps=2, stream=True)
     lines = [part.model_dump() for part in parts]

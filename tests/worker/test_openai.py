@@ -13,12 +13,15 @@ import signal
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+from tests.process import Aimage
+from tests.real_registry import RealRegistry
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
@@ -35,6 +38,10 @@ from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from tests.process import run
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import LocalWorker
+
 
 PORT = "11434"  # in the commands below
 PLAIN = """\
@@ -72,7 +79,7 @@ def named(store: LayeredStore, name: str, **changes: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def live(worker):
+def live(worker: LocalWorker) -> LocalWorker:
     """Return a worker with several models and aliases."""
     store = LayeredStore([worker.store])
     size = {"width": 64, "height": 64}
@@ -88,7 +95,7 @@ def live(worker):
 
 
 @pytest.fixture
-def client(live) -> Iterator[Any]:
+def client(live: LocalWorker) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
@@ -157,13 +164,13 @@ def shell(command: str, url: str, directory: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def quick(live, worker):
+def quick(live: LocalWorker, worker: LocalWorker) -> LocalWorker:
     """Return a worker whose z-image takes one step, because 1024x1024 pictures are slow."""
     return worker.start("--alias", "z-image=short")
 
 
 @pytest.mark.integration
-def test_the_documented_command_returns_a_picture(quick, tmp_path):
+def test_the_documented_command_returns_a_picture(quick: LocalWorker, tmp_path: Path) -> None:
     answer = json.loads(shell(PLAIN, quick.url, tmp_path))
     assert pixels(base64.b64decode(answer["data"][0]["b64_json"])).shape == (1024, 1024, 3)
     assert list(answer)[:2] == ["created", "data"]
@@ -172,14 +179,14 @@ def test_the_documented_command_returns_a_picture(quick, tmp_path):
 
 
 @pytest.mark.integration
-def test_the_documented_command_saves_a_file(quick, tmp_path):
+def test_the_documented_command_saves_a_file(quick: LocalWorker, tmp_path: Path) -> None:
     assert shell(TO_FILE, quick.url, tmp_path) == ""
     shown, facts = load_picture(tmp_path / "image.png")
     assert shown.shape == (1024, 1024, 3)
     assert facts["prompt"] == "a white cat"
 
 
-def test_the_documented_command_streams_exact_events(live, tmp_path):
+def test_the_documented_command_streams_exact_events(live: LocalWorker, tmp_path: Path) -> None:
     text = shell(STREAM, live.url, tmp_path)
     steps = "".join(
         f'event: progress\ndata: {{"step": {step}, "total": 30}}\n\n' for step in range(1, 31)
@@ -198,7 +205,7 @@ def test_the_documented_command_streams_exact_events(live, tmp_path):
 # -- OpenAI's SDK
 
 
-def test_a_picture_equals_that_of_aimage_run(client, live):
+def test_a_picture_equals_that_of_aimage_run(client: Any, live: LocalWorker) -> None:
     answer = client.images.generate(
         model="tiny", prompt="a dog", size="64x64", extra_body={"seed": 7, "steps": 3}
     )
@@ -210,7 +217,7 @@ def test_a_picture_equals_that_of_aimage_run(client, live):
     np.testing.assert_array_equal(shown, expected(live, seed=7, steps=3))
 
 
-def test_several_pictures_have_consecutive_seeds(client, live):
+def test_several_pictures_have_consecutive_seeds(client: Any, live: LocalWorker) -> None:
     body = {"seed": 7, "steps": 1}
     answer = client.images.generate(model="tiny", prompt="a dog", n=3, extra_body=body)
     assert len(answer.data) == 3
@@ -218,7 +225,7 @@ def test_several_pictures_have_consecutive_seeds(client, live):
     np.testing.assert_array_equal(last, expected(live, seed=9, steps=1))
 
 
-def test_guidance_and_a_negative_prompt_are_applied(client, live):
+def test_guidance_and_a_negative_prompt_are_applied(client: Any, live: LocalWorker) -> None:
     wishes = {"seed": 7, "steps": 2, "guidance": 4.0}
     answer = client.images.generate(
         model="tiny", prompt="a dog", extra_body={**wishes, "negative_prompt": "a cat"}
@@ -227,7 +234,7 @@ def test_guidance_and_a_negative_prompt_are_applied(client, live):
     np.testing.assert_array_equal(shown, expected(live, negative="a cat", **wishes))
 
 
-def test_a_random_seed_is_returned_in_a_header(client):
+def test_a_random_seed_is_returned_in_a_header(client: Any) -> None:
     raw = client.images.with_raw_response.generate(
         model="tiny", prompt="a dog", extra_body={"steps": 1}
     )
@@ -241,8 +248,8 @@ def test_a_random_seed_is_returned_in_a_header(client):
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
-def test_output_formats_and_compression_are_applied(client, kind):
-    def made(compression):
+def test_output_formats_and_compression_are_applied(client: Any, kind: str) -> None:
+    def made(compression: int) -> bytes:
         answer = client.images.generate(
             model="tiny",
             prompt="a dog",
@@ -259,7 +266,7 @@ def test_output_formats_and_compression_are_applied(client, kind):
         assert picture.format == kind.upper()
 
 
-def test_parameters_of_other_clients_are_accepted(client):
+def test_parameters_of_other_clients_are_accepted(client: Any) -> None:
     """LibreChat and others send these fields and the name of an OpenAI model."""
     answer = client.images.generate(
         model="gpt-image-1",
@@ -274,7 +281,7 @@ def test_parameters_of_other_clients_are_accepted(client):
     assert (answer.size, answer.quality) == ("64x64", "low")
 
 
-def test_a_stream_has_partial_images(client, live):
+def test_a_stream_has_partial_images(client: Any, live: LocalWorker) -> None:
     stream = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -295,15 +302,15 @@ def test_a_stream_has_partial_images(client, live):
     np.testing.assert_array_equal(shown, expected(live, seed=7, steps=4))
 
 
-def test_a_stream_has_an_event_for_each_picture(client):
+def test_a_stream_has_an_event_for_each_picture(client: Any) -> None:
     stream = client.images.generate(
         model="tiny", prompt="a dog", stream=True, n=2, extra_body={"steps": 2}
     )
     assert [one.type for one in stream] == ["image_generation.completed"] * 2
 
 
-def test_the_asynchronous_client_streams(live):
-    async def play():
+def test_the_asynchronous_client_streams(live: LocalWorker) -> None:
+    async def play() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none") as client:
             stream = await client.images.generate(
                 model="tiny", prompt="a dog", stream=True, extra_body={"steps": 1}
@@ -313,7 +320,7 @@ def test_the_asynchronous_client_streams(live):
     assert asyncio.run(play()) == ["image_generation.completed"]
 
 
-def test_models_and_aliases_are_listed(client):
+def test_models_and_aliases_are_listed(client: Any) -> None:
     listed = {model.id: model for model in client.models.list()}
     assert list(listed) == [
         "local/long:v1",
@@ -334,23 +341,23 @@ def test_models_and_aliases_are_listed(client):
     "name",
     ["tiny", "z-image", "localhost:5000/team/made:latest"],
 )
-def test_a_model_is_retrieved_by_name_or_alias(client, name):
+def test_a_model_is_retrieved_by_name_or_alias(client: Any, name: str) -> None:
     assert client.models.retrieve(name).id == name
 
 
-def test_a_model_is_retrieved_by_a_path_with_slashes(live):
+def test_a_model_is_retrieved_by_a_path_with_slashes(live: LocalWorker) -> None:
     assert live.get("/v1/models/local/long:v1")["id"] == "local/long:v1"
 
 
 @pytest.mark.parametrize("name", ["absent", "another", "nothing", "GPT 4", "No Name"])
-def test_a_model_that_cannot_be_run_is_not_found(client, name):
+def test_a_model_that_cannot_be_run_is_not_found(client: Any, name: str) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve(name)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize("name", ["absent", "GPT 4", f"tiny@sha256:{'0' * 64}"])
-def test_generating_with_a_missing_model_is_not_found(client, name):
+def test_generating_with_a_missing_model_is_not_found(client: Any, name: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.NotFoundError) as caught:
             client.images.generate(model=name, prompt="a dog", stream=stream)
@@ -362,20 +369,20 @@ NO_NAMES = ["../../etc/passwd", "DALL-E 3", "tiny@sha256:0", "Füchse"]
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_an_invalid_model_name_is_refused(client, name):
+def test_an_invalid_model_name_is_refused(client: Any, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match="invalid reference") as caught:
         client.images.generate(model=name, prompt="a dog")
     assert (caught.value.param, caught.value.code) == ("model", "invalid_value")
 
 
 @pytest.mark.parametrize("name", ["another", "nothing"])
-def test_a_model_that_is_not_an_image_model_is_refused(client, name):
+def test_a_model_that_is_not_an_image_model_is_refused(client: Any, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match="is not a supported image model") as caught:
         client.images.generate(model=name, prompt="a dog")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_supported")
 
 
-def test_an_unreachable_registry_is_502(client):
+def test_an_unreachable_registry_is_502(client: Any) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.images.generate(model="localhost:1/absent", prompt="a dog")
     assert (caught.value.status_code, caught.value.code) == (502, "registry_unreachable")
@@ -392,13 +399,15 @@ def test_an_unreachable_registry_is_502(client):
         ({"size": "16x16000"}, "size"),  # larger than this model allows
     ],
 )
-def test_an_invalid_request_names_the_field(client, fields, param):
+def test_an_invalid_request_names_the_field(
+    client: Any, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.generate(model="tiny", prompt="a dog", **fields)
     assert caught.value.param == param
 
 
-def test_an_error_in_the_middle_of_a_stream_is_an_event(client, live):
+def test_an_error_in_the_middle_of_a_stream_is_an_event(client: Any, live: LocalWorker) -> None:
     with pytest.raises(openai.APIError) as caught:
         list(client.images.generate(model="tiny", prompt="a dog", stream=True, size="16x16000"))
     assert not isinstance(caught.value, openai.APIStatusError)
@@ -411,13 +420,13 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(client, live):
 # -- streams
 
 
-def test_progress_counts_the_steps_of_all_pictures(live):
+def test_progress_counts_the_steps_of_all_pictures(live: LocalWorker) -> None:
     found = events(live.url, n=2, steps=3)
     assert found[:-1] == [("progress", {"step": step, "total": 6}) for step in range(1, 7)]
     assert len(found[-1][1]["data"]) == 2
 
 
-def test_progress_in_openais_format_is_in_comments_or_events(live):
+def test_progress_in_openais_format_is_in_comments_or_events(live: LocalWorker) -> None:
     quiet = events(live.url, stream_format="openai")
     assert (None, "step 1 of 2") in quiet
     assert [name for name, _ in quiet if name] == ["image_generation.completed"]
@@ -427,14 +436,14 @@ def test_progress_in_openais_format_is_in_comments_or_events(live):
     assert {one["type"] for one in progress} == {"image_generation.progress"}
 
 
-def test_partial_images_select_openais_stream_format(live):
+def test_partial_images_select_openais_stream_format(live: LocalWorker) -> None:
     names = [name for name, _ in events(live.url, partial_images=1, steps=3) if name]
     assert names == ["image_generation.partial_image", "image_generation.completed"]
     found = events(live.url, partial_images=1, stream_format="ollama")
     assert [name for name, _ in found] == ["progress", "progress", "done"]
 
 
-def test_the_sdk_reads_the_ollama_stream_format(client):
+def test_the_sdk_reads_the_ollama_stream_format(client: Any) -> None:
     stream = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -476,7 +485,7 @@ def until_free(live: Any) -> None:
     assert status == 200
 
 
-def test_events_are_streamed_at_once_and_a_disconnect_cancels(live):
+def test_events_are_streamed_at_once_and_a_disconnect_cancels(live: LocalWorker) -> None:
     before = metric(live, CANCELLED)
     with begun(live.url) as answer:
         assert json.loads(answer.readline().removeprefix(b"data: "))["step"] == 1
@@ -485,7 +494,7 @@ def test_events_are_streamed_at_once_and_a_disconnect_cancels(live):
     assert metric(live, CANCELLED) == before + 1
 
 
-def test_a_disconnect_without_a_stream_cancels(live):
+def test_a_disconnect_without_a_stream_cancels(live: LocalWorker) -> None:
     before = metric(live, CANCELLED)
     host, _, port = live.host.rpartition(":")
     body = json.dumps({**SHORT, "steps": 1000, "n": 10}).encode()
@@ -500,7 +509,7 @@ def test_a_disconnect_without_a_stream_cancels(live):
     assert metric(live, CANCELLED) == before + 1
 
 
-def test_a_full_queue_is_503_with_retry_after(live, client):
+def test_a_full_queue_is_503_with_retry_after(live: LocalWorker, client: Any) -> None:
     with begun(live.url):
         for stream in (False, True):
             with pytest.raises(openai.InternalServerError) as caught:
@@ -511,7 +520,7 @@ def test_a_full_queue_is_503_with_retry_after(live, client):
     until_free(live)
 
 
-def test_the_sdk_retries_after_a_full_queue(live):
+def test_the_sdk_retries_after_a_full_queue(live: LocalWorker) -> None:
     with begun(live.url) as answer:
         hooks = {"response": [lambda _: answer.close()]}
         with openai.OpenAI(
@@ -526,7 +535,7 @@ def test_the_sdk_retries_after_a_full_queue(live):
     assert made.retries_taken >= 1
 
 
-def test_a_killed_model_process_is_an_error_event_and_restarts(live):
+def test_a_killed_model_process_is_an_error_event_and_restarts(live: LocalWorker) -> None:
     with begun(live.url, stream_format="ollama") as answer:
         (model,) = live.service.engine.loaded()
         assert model.runner is not None
@@ -542,7 +551,7 @@ def test_a_killed_model_process_is_an_error_event_and_restarts(live):
 # -- links
 
 
-def test_a_signed_link_returns_the_picture(client, live):
+def test_a_signed_link_returns_the_picture(client: Any, live: LocalWorker) -> None:
     answer = client.images.generate(
         model="tiny",
         prompt="a dog",
@@ -567,7 +576,7 @@ def test_a_signed_link_returns_the_picture(client, live):
             assert json.load(error)["error"]["code"] == "picture_not_found"
 
 
-def test_links_begin_with_the_public_url(worker):
+def test_links_begin_with_the_public_url(worker: LocalWorker) -> None:
     """Behind a proxy that terminates TLS, requests arrive over plain HTTP."""
     place = "https://pictures.example.com:8443/worker"
     other = worker.start("--public-url", f"{place}/")
@@ -580,7 +589,7 @@ def test_links_begin_with_the_public_url(worker):
     assert events(other.url, **fields)[-1][1]["url"].startswith(place)
 
 
-def test_streams_contain_links_on_request(live):
+def test_streams_contain_links_on_request(live: LocalWorker) -> None:
     (url,) = (one["url"] for one in events(live.url, response_format="url")[-1][1]["data"])
     with urllib.request.urlopen(url) as got:
         first = got.read()
@@ -593,7 +602,7 @@ def test_streams_contain_links_on_request(live):
 # -- requests
 
 
-def test_unknown_fields_are_ignored_or_refused_with_strict(live):
+def test_unknown_fields_are_ignored_or_refused_with_strict(live: LocalWorker) -> None:
     body = {"prompt": "a dog", "model": "tiny", "steps": 1, "cfg": 2, "a\r\nSet-Cookie: x": 1}
     status, headers, _ = post(live.url, body)
     assert status == 200
@@ -605,20 +614,22 @@ def test_unknown_fields_are_ignored_or_refused_with_strict(live):
         assert (status, answer["error"]["code"]) == (400, "unknown_parameter")
 
 
-def test_a_request_without_a_model_is_refused(live):
+def test_a_request_without_a_model_is_refused(live: LocalWorker) -> None:
     status, _, answer = post(live.url, {"prompt": "a dog"})
     assert (status, answer["error"]["param"]) == (400, "model")
     assert answer["error"]["code"] == "missing_required_parameter"
 
 
-def test_the_default_model_replaces_a_missing_model(live, worker):
+def test_the_default_model_replaces_a_missing_model(live: LocalWorker, worker: LocalWorker) -> None:
     other = worker.start("--default-model", "short")
     for fields in ({}, {"model": "dall-e-3"}, {"model": "dall-e-3:latest"}, {"model": None}):
         status, headers, _ = post(other.url, {"prompt": "a dog"} | fields)
         assert (status, headers["X-Aimage-Model"]) == (200, "short:latest")
 
 
-def test_the_default_model_replaces_built_in_names_only(live, worker):
+def test_the_default_model_replaces_built_in_names_only(
+    live: LocalWorker, worker: LocalWorker
+) -> None:
     other = worker.start("--default-model", "short", "--default-for", "mine-*")
     status, _, answer = post(other.url, {"prompt": "a dog", "model": "nope/foo"})
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
@@ -627,7 +638,9 @@ def test_the_default_model_replaces_built_in_names_only(live, worker):
     assert post(other.url, {"prompt": "a dog", "model": "mine-1"})[0] == 200
 
 
-def test_the_default_model_does_not_replace_a_digest_or_registry_name(live, worker):
+def test_the_default_model_does_not_replace_a_digest_or_registry_name(
+    live: LocalWorker, worker: LocalWorker
+) -> None:
     """A name with a digest or a registry means exactly that model."""
     other = worker.start("--default-model", "short", "--alias", "dall-e-3=localhost:1/absent")
     for name in (f"tiny@sha256:{'0' * 64}", f"absent@sha256:{'0' * 64}", "localhost:1/absent"):
@@ -645,7 +658,7 @@ def test_the_default_model_does_not_replace_a_digest_or_registry_name(live, work
     assert (status, headers["X-Aimage-Model"]) == (200, f"tiny@{digest}")
 
 
-def test_an_alias_is_accepted_with_the_latest_tag(live):
+def test_an_alias_is_accepted_with_the_latest_tag(live: LocalWorker) -> None:
     for name in ("gpt-image-1", "gpt-image-1:latest"):
         status, headers, _ = post(live.url, {**SHORT, "model": name})
         assert status == 200
@@ -655,7 +668,7 @@ def test_an_alias_is_accepted_with_the_latest_tag(live):
     assert post(live.url, {**SHORT, "model": "gpt-image-1:v2"})[0] == 404
 
 
-def test_run_accepts_an_alias_of_the_worker(live):
+def test_run_accepts_an_alias_of_the_worker(live: LocalWorker) -> None:
     here = live.aimage
     here.environment["AIMAGE_HOST"] = live.url
     try:
@@ -676,28 +689,28 @@ def test_run_accepts_an_alias_of_the_worker(live):
         (b" " * ((1 << 20) + 1), 413),
     ],
 )
-def test_an_invalid_body_is_refused(live, body, status):
+def test_an_invalid_body_is_refused(live: LocalWorker, body: bytes, status: int) -> None:
     found, _, answer = post(live.url, body)
     assert found == status
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     assert answer["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_that_decompresses_beyond_the_limit_is_refused(live):
+def test_a_body_that_decompresses_beyond_the_limit_is_refused(live: LocalWorker) -> None:
     bomb = gzip.compress(b" " * (64 << 20))
     status, _, answer = post(live.url, bomb, **{"Content-Encoding": "gzip"})
     assert status == 413
     assert answer["error"]["code"] == "too_large"
 
 
-def test_an_exceeded_deadline_is_504(live, worker):
+def test_an_exceeded_deadline_is_504(live: LocalWorker, worker: LocalWorker) -> None:
     other = worker.start("--deadline", "0.2s")
     body = {"prompt": "a dog", "model": "tiny", "steps": 1000}
     status, _, answer = post(other.url, body)
     assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
 
 
-def test_an_infer_token_does_not_cause_a_pull(worker, tmp_path):
+def test_an_infer_token_does_not_cause_a_pull(worker: LocalWorker, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"infer {INFER}\nadmin {ADMIN}\n")
     tokens.chmod(0o600)
@@ -717,7 +730,7 @@ def test_an_infer_token_does_not_cause_a_pull(worker, tmp_path):
         assert caught.value.status_code == status
 
 
-def test_a_link_needs_no_token(worker, tmp_path):
+def test_a_link_needs_no_token(worker: LocalWorker, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"infer {INFER}\n")
     tokens.chmod(0o600)
@@ -731,7 +744,9 @@ def test_a_link_needs_no_token(worker, tmp_path):
         assert got.read(4) == b"\x89PNG"
 
 
-def test_a_missing_model_is_pulled_with_progress_events(live, registry, repository, aimage):
+def test_a_missing_model_is_pulled_with_progress_events(
+    live: LocalWorker, registry: RealRegistry, repository: str, aimage: Callable[..., Aimage]
+) -> None:
     there = Reference.parse(f"{repository}:v1")
     store = LayeredStore([live.store])
     store.tag(store.resolve(Reference.parse("short")), there)

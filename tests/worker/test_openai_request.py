@@ -26,7 +26,7 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 
 
-def read(raw: bytes | None = None, *, strict: bool = False, **fields: object):
+def read(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ImageRequest:
     body = json.dumps({"prompt": "a dog"} | fields).encode() if raw is None else raw
     return read_request(body, strict=strict, seed=42)
 
@@ -304,6 +304,6 @@ def test_the_documentation_names_every_field_and_preset() -> None:
         ({}, "b64_json"),
     ],
 )
-def test_dall_e_models_default_to_links(fields, expected):
+def test_dall_e_models_default_to_links(fields: dict[str, Any], expected: str) -> None:
     body = read_request(json.dumps({"prompt": "a dog"} | fields).encode())
     assert body.response_format == expected

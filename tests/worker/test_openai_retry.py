@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 pytest.importorskip("openai")
@@ -10,9 +12,12 @@ import openai
 
 from tests.proxy import Passed, Proxy, Reply
 
+if TYPE_CHECKING:
+    from tests.worker.conftest import LocalWorker
+
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_the_sdk_retries_after_429_and_503(worker, status):
+def test_the_sdk_retries_after_429_and_503(worker: LocalWorker, status: int) -> None:
     posts: list[Passed] = []
 
     def refuse_once(passed: Passed) -> Reply | None:

@@ -8,8 +8,13 @@ import os
 import re
 import sys
 import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from clowder_aimage.http.route import Route
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
@@ -22,6 +27,10 @@ from clowder_aimage.http.route import OPEN
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
 from tests.process import run
+
+if TYPE_CHECKING:
+    from tests.worker.conftest import LocalWorker
+
 
 DOCUMENT = json.loads(FILE.read_text("utf-8"))
 OPERATIONS = {
@@ -40,15 +49,15 @@ EXAMPLES |= {"width": 16, "height": 16}
 
 
 @pytest.fixture
-def routes(tmp_path):
-    async def make():
+def routes(tmp_path: Path) -> list[Route]:
+    async def make() -> list[Route]:
         service = make_service(Settings(), ImageLayout(tmp_path), ClientOptions())
         return WorkerRole(service).routes()
 
     return asyncio.run(make())
 
 
-def test_the_document_describes_exactly_the_routes(routes):
+def test_the_document_describes_exactly_the_routes(routes: list[Route]) -> None:
     table = {(route.method, re.sub(r":[^}]*\}", "}", route.path)): route for route in routes}
     assert set(OPERATIONS) == set(table)
     for key, route in table.items():
@@ -56,7 +65,7 @@ def test_the_document_describes_exactly_the_routes(routes):
         assert bool(OPERATIONS[key]["security"]) == (route.scope != OPEN), key
 
 
-def test_every_operation_documents_its_refusals():
+def test_every_operation_documents_its_refusals() -> None:
     names = [operation["operationId"] for operation in OPERATIONS.values()]
     assert len(names) == len(set(names))
     for key, operation in OPERATIONS.items():
@@ -67,7 +76,7 @@ def test_every_operation_documents_its_refusals():
         assert operation["summary"].endswith("."), key
 
 
-def test_errors_reference_the_format_of_their_interface():
+def test_errors_reference_the_format_of_their_interface() -> None:
     for (_, path), operation in OPERATIONS.items():
         for code, answer in operation["responses"].items():
             if int(code) >= 400 and code != "503":
@@ -75,7 +84,7 @@ def test_errors_reference_the_format_of_their_interface():
                 assert name.startswith("Ollama") == path.startswith("/api/"), (path, code)
 
 
-def references(value):
+def references(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
@@ -86,7 +95,7 @@ def references(value):
             yield from references(each)
 
 
-def test_components_are_defined_and_used():
+def test_components_are_defined_and_used() -> None:
     used = set(references(DOCUMENT))
     there = {
         f"#/components/{kind}/{name}"
@@ -96,7 +105,7 @@ def test_components_are_defined_and_used():
     assert used == there
 
 
-def example(name, schema):
+def example(name: Any, schema: Any) -> Any:
     """Return a value that the schema allows."""
     if name in EXAMPLES:
         return EXAMPLES[name]
@@ -108,7 +117,7 @@ def example(name, schema):
     return schema["maximum"]
 
 
-def test_every_documented_request_field_is_accepted():
+def test_every_documented_request_field_is_accepted() -> None:
     properties = DOCUMENT["components"]["schemas"]["ImageRequest"]["properties"]
     body = {name: example(name, schema) for name, schema in properties.items()}
     body |= {"num_inference_steps": body["steps"], "seed": 0, "pull": "never"}
@@ -117,7 +126,7 @@ def test_every_documented_request_field_is_accepted():
     assert read_request(json.dumps(dict.fromkeys(properties) | {"prompt": "a"}).encode()).n == 1
 
 
-def test_the_committed_document_is_served(worker):
+def test_the_committed_document_is_served(worker: LocalWorker) -> None:
     assert worker.get("/openapi.json") == DOCUMENT
 
 
@@ -156,7 +165,7 @@ CHECKS = (
 
 
 @pytest.mark.integration
-def test_schemathesis_finds_no_server_error(worker, tmp_path):
+def test_schemathesis_finds_no_server_error(worker: LocalWorker, tmp_path: Path) -> None:
     pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     stores = f"{tmp_path / 'store'}:{worker.store}"  # the model is in the read-only second store
     said = ("--default-model", "tiny", "--token-file", tokens(tmp_path))
@@ -191,6 +200,6 @@ TOKEN = "t" * 20
 BEARER = f"Bearer {TOKEN}"
 
 
-def tokens(directory):
+def tokens(directory: Path) -> Path:
     (directory / "tokens").write_text(f"admin {TOKEN}\n")
     return directory / "tokens"

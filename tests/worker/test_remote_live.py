@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
+from tests.real_registry import RealRegistry
 from tests.worker.conftest import LocalWorker, Worker, begin
 
 ADMIN, INFER = "a" * 32, "i" * 32
@@ -50,7 +51,7 @@ def pixels(path: Path) -> np.ndarray:
         return np.asarray(picture)
 
 
-def test_remote_run_makes_the_same_picture_as_local_run(here, local):
+def test_remote_run_makes_the_same_picture_as_local_run(here: Aimage, local: Aimage) -> None:
     wishes = ("--seed", 7, "--steps", 3, "--width", 48, "--height", 64)
     more = ("--guidance", 2.5, "--negative", "grey", "-n", 2, "--json")
     there = here("run", "tiny", "a red fox", *wishes, *more, "-o", "there.png")
@@ -67,12 +68,12 @@ def test_remote_run_makes_the_same_picture_as_local_run(here, local):
     assert not here.store.exists()
 
 
-def test_a_picture_of_a_worker_can_be_replayed(here, local):
+def test_a_picture_of_a_worker_can_be_replayed(here: Aimage, local: Aimage) -> None:
     path = here.home / here("run", "tiny", "a red fox", "--steps", 2).line
     assert local.process("replay", path).line == "equal"
 
 
-def test_ps_lists_a_model_until_it_is_stopped(here):
+def test_ps_lists_a_model_until_it_is_stopped(here: Aimage) -> None:
     here("run", "tiny", "a red fox", "--steps", 1)
     (row,) = here("ps", "--json").value
     assert row["reference"] == "tiny:latest"
@@ -86,7 +87,7 @@ def test_ps_lists_a_model_until_it_is_stopped(here):
 
 
 @pytest.mark.integration
-def test_an_interrupt_cancels_generation_in_the_worker(here, worker):
+def test_an_interrupt_cancels_generation_in_the_worker(here: Aimage, worker: LocalWorker) -> None:
     here("run", "tiny", "a red fox", "--steps", 1, "-o", "warm.png")
     before = metric(worker, "aimage_generation_step_seconds_count")
     cancelled = metric(worker, "aimage_generation_cancelled_total")
@@ -113,13 +114,17 @@ def test_an_interrupt_cancels_generation_in_the_worker(here, worker):
         (("pull", "--remote", "127.0.0.1:1/x"), 1),
     ],
 )
-def test_refusals_of_a_worker_map_to_exit_codes(here, arguments, code):
+def test_refusals_of_a_worker_map_to_exit_codes(
+    here: Aimage, arguments: tuple[str | int, ...], code: int
+) -> None:
     said = here(*arguments, code=code)
     assert "aimage: " in said.err
     assert said.out == ""
 
 
-def test_models_are_pulled_listed_and_removed_remotely(here, local, repository):
+def test_models_are_pulled_listed_and_removed_remotely(
+    here: Aimage, local: Aimage, repository: str
+) -> None:
     digest = local("tag", "tiny", repository).line
     assert local("push", repository).line == digest
     assert here("rm", "--remote", repository).line.startswith(repository)
@@ -150,8 +155,13 @@ def full_of_errors(passed: Passed, reply: Reply) -> None:
 
 @pytest.mark.parametrize(("change", "code"), [(spoiled_blobs, 5), (full_of_errors, 1)])
 def test_a_failed_remote_pull_has_the_exit_code_of_a_local_one(
-    here, local, registry, repository, change, code
-):
+    here: Aimage,
+    local: Aimage,
+    registry: RealRegistry,
+    repository: str,
+    change: Callable[[Passed, Reply], None],
+    code: int,
+) -> None:
     local("tag", "tiny", repository)
     local("push", repository)
     local("rm", repository)
@@ -166,7 +176,9 @@ def test_a_failed_remote_pull_has_the_exit_code_of_a_local_one(
     assert its("ls", "--json").value == []
 
 
-def test_a_remote_pull_without_credentials_has_exit_code_4(here, private_registry):
+def test_a_remote_pull_without_credentials_has_exit_code_4(
+    here: Aimage, private_registry: RealRegistry
+) -> None:
     name = f"{private_registry.host}/tests/private:v1"
     elsewhere = Aimage(here.home, here.home / "another")
     assert elsewhere("pull", name, code=4).out == ""
@@ -176,7 +188,7 @@ def test_a_remote_pull_without_credentials_has_exit_code_4(here, private_registr
     assert here("run", name, "a fox", code=4).out == ""
 
 
-def test_remote_run_pulls_a_missing_model(here, local, repository):
+def test_remote_run_pulls_a_missing_model(here: Aimage, local: Aimage, repository: str) -> None:
     local("tag", "tiny", repository)
     local("push", repository)
     here("rm", "--remote", repository)
@@ -187,7 +199,9 @@ def test_remote_run_pulls_a_missing_model(here, local, repository):
     here("rm", "--remote", repository)
 
 
-def test_remote_run_does_not_fall_back_to_the_default_model(here, worker):
+def test_remote_run_does_not_fall_back_to_the_default_model(
+    here: Aimage, worker: LocalWorker
+) -> None:
     other = worker.start("--default-model", "tiny")
     here.environment["AIMAGE_HOST"] = other.url
     said = here("run", "nothing-there", "a fox", "--steps", 1, code=3)
@@ -195,13 +209,13 @@ def test_remote_run_does_not_fall_back_to_the_default_model(here, worker):
     assert not list(here.home.glob("*.png"))
 
 
-def test_remote_run_accepts_a_digest(here):
+def test_remote_run_accepts_a_digest(here: Aimage) -> None:
     digest = here("ls", "--remote", "--json").value[0]["digest"]
     done = here("run", f"tiny@{digest}", "a fox", "--steps", 1, "--seed", 1, "--json")
     assert done.value["digest"] == digest
 
 
-def test_remote_verbs_work_over_a_unix_socket(here, worker):
+def test_remote_verbs_work_over_a_unix_socket(here: Aimage, worker: LocalWorker) -> None:
     other = worker.start("--socket", here.home / "run" / "w.sock")
     assert other.url.startswith("unix:///")
     here.environment["AIMAGE_HOST"] = other.url
@@ -210,7 +224,9 @@ def test_remote_verbs_work_over_a_unix_socket(here, worker):
 
 
 @pytest.mark.integration
-def test_a_worker_without_mlx_lists_models_and_refuses_generation(here, stocked):
+def test_a_worker_without_mlx_lists_models_and_refuses_generation(
+    here: Aimage, stocked: Path
+) -> None:
     """Simulate an installation with the extra [worker] but not [mlx]."""
     blocked = ("mlx", "numpy", "PIL", "tokenizers", "jinja2")
     text = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
@@ -227,7 +243,7 @@ def test_a_worker_without_mlx_lists_models_and_refuses_generation(here, stocked)
     assert "Traceback" not in "".join(there.lines)
 
 
-def test_remote_verbs_need_a_token_of_their_scope(here, worker):
+def test_remote_verbs_need_a_token_of_their_scope(here: Aimage, worker: LocalWorker) -> None:
     tokens = here.home / "tokens"
     tokens.write_text(f"admin {ADMIN}\ninfer {INFER}\n")
     other = worker.start("--token-file", tokens)
@@ -245,7 +261,7 @@ def test_remote_verbs_need_a_token_of_their_scope(here, worker):
 
 
 @pytest.mark.integration
-def test_stop_ends_a_running_generation(worker, here):
+def test_stop_ends_a_running_generation(worker: LocalWorker, here: Aimage) -> None:
     drawing = here.start("run", "tiny", "a fox", "--steps", 1000, "--width", 256, "--height", 256)
     while not any(model["model"] for model in worker.get("/api/ps")["models"]):
         time.sleep(0.02)

@@ -16,8 +16,14 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.worker.conftest import LocalWorker, Worker
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 pytest.importorskip("structlog", reason="structlog is not installed")
@@ -39,14 +45,16 @@ SECRET = "a lighthouse that nobody may know of"
 LONG = {"model": "tiny", "prompt": SECRET, "size": "256x256", "steps": 150, "stream": True}
 
 
-def post(worker, path, body, **headers):
+def post(
+    worker: Worker | LocalWorker, path: str, body: dict[Any, Any] | str, **headers: str
+) -> tuple[HTTPConnection, HTTPResponse]:
     """Send a request; return the connection and the response with its body unread."""
     line = http.client.HTTPConnection(worker.host, timeout=60)
     line.request("POST", path, json.dumps(body), {"Content-Type": "application/json"} | headers)
     return line, line.getresponse()
 
 
-def begun(worker, **more):
+def begun(worker: Worker, **more: Any) -> tuple[HTTPConnection, HTTPResponse]:
     """Start a long request and wait for its first event."""
     line, answer = post(worker, "/v1/images/generations", LONG | more)
     assert answer.status == 200, answer.read()
@@ -54,7 +62,7 @@ def begun(worker, **more):
     return line, answer
 
 
-def read_until(answer, word):
+def read_until(answer: HTTPResponse, word: bytes) -> bytes:
     found = b""
     while word not in found:
         data = answer.readline()
@@ -63,7 +71,7 @@ def read_until(answer, word):
     return found
 
 
-def status_of(worker, path="/readyz"):
+def status_of(worker: Worker | LocalWorker, path: str = "/readyz") -> tuple[int, bytes]:
     line = http.client.HTTPConnection(worker.host, timeout=30)
     try:
         line.request("GET", path)
@@ -73,7 +81,7 @@ def status_of(worker, path="/readyz"):
         line.close()
 
 
-def until(found, wanted):
+def until(found: Callable[[], int], wanted: int) -> None:
     """Poll until ``found()`` returns the wanted value."""
     for _ in range(2000):
         value = found()
@@ -86,7 +94,7 @@ def until(found, wanted):
 # -- listening
 
 
-def test_the_url_is_printed_when_the_worker_is_ready(worker):
+def test_the_url_is_printed_when_the_worker_is_ready(worker: LocalWorker) -> None:
     process = worker.aimage.start("serve", "--addr", "localhost:0")
     try:
         assert process.stdout is not None
@@ -103,7 +111,7 @@ def test_the_url_is_printed_when_the_worker_is_ready(worker):
     assert (process.returncode, out) == (0, ""), errors
 
 
-def test_an_address_in_use_is_reported(worker):
+def test_an_address_in_use_is_reported(worker: LocalWorker) -> None:
     done = worker.aimage("serve", "--addr", worker.host, code=1)
     assert f"cannot listen on {worker.host}: Address already in use" in done.err
     assert "aimage answers there" in done.err and "--addr" in done.err
@@ -116,13 +124,15 @@ def test_an_address_in_use_is_reported(worker):
         (Answer(403, {"Server": "AirTunes/845.5.1"}), "the AirPlay receiver of macOS"),
     ],
 )
-def test_an_address_in_use_names_the_program_that_answers(answer, name):
+def test_an_address_in_use_names_the_program_that_answers(answer: Answer, name: str) -> None:
     refused = pytest.raises(AccessError, match=f"Address already in use; {name} answers there")
     with ScriptedRegistry(lambda _: answer).running() as other, refused:
         listen(other.host, has_tokens=False)
 
 
-def test_the_metrics_have_an_address_of_their_own_without_a_token(worker, tmp_path):
+def test_the_metrics_have_an_address_of_their_own_without_a_token(
+    worker: LocalWorker, tmp_path: Path
+) -> None:
     (tmp_path / "tokens").write_text("admin " + "a" * 16)
     options = ("--metrics-addr", "127.0.0.1:0", "--log-format", "json")
     other = worker.launch("--token-file", tmp_path / "tokens", *options)
@@ -133,14 +143,16 @@ def test_the_metrics_have_an_address_of_their_own_without_a_token(worker, tmp_pa
     assert answer_to(urllib.request.Request(f"{other.url}/v1/models"))[0] == 401
 
 
-def test_an_address_of_the_metrics_that_is_in_use_is_reported(worker):
+def test_an_address_of_the_metrics_that_is_in_use_is_reported(worker: LocalWorker) -> None:
     done = worker.aimage("serve", "--addr", "127.0.0.1:0", "--metrics-addr", worker.host, code=1)
     assert f"cannot listen on {worker.host}" in done.err and "--addr" not in done.err
     done = worker.aimage("serve", "--addr", "127.0.0.1:0", "--metrics-addr", "nine", code=2)
     assert "invalid address 'nine'" in done.err
 
 
-def test_a_worker_listens_on_tcp_and_a_unix_socket(worker, tmp_path_factory):
+def test_a_worker_listens_on_tcp_and_a_unix_socket(
+    worker: LocalWorker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("s") / "run" / "s"
     other = worker.start("--addr", "127.0.0.1:0", "--socket", path)
     assert [url.partition(":")[0] for url in other.urls] == ["unix", "http"]
@@ -150,7 +162,7 @@ def test_a_worker_listens_on_tcp_and_a_unix_socket(worker, tmp_path_factory):
     assert not path.exists()
 
 
-def test_sigint_ends_the_worker_with_exit_code_0(worker):
+def test_sigint_ends_the_worker_with_exit_code_0(worker: LocalWorker) -> None:
     code, errors = worker.launch().stop(signal.SIGINT)
     assert code == 0
     assert "draining" in errors and "stopped" in errors and "Traceback" not in errors
@@ -160,7 +172,7 @@ def test_sigint_ends_the_worker_with_exit_code_0(worker):
 
 
 @pytest.mark.integration
-def test_draining_finishes_running_requests_and_refuses_new_ones(worker):
+def test_draining_finishes_running_requests_and_refuses_new_ones(worker: LocalWorker) -> None:
     other = worker.launch()
     line, answer = begun(other)
     with contextlib.closing(line):
@@ -179,7 +191,7 @@ def test_draining_finishes_running_requests_and_refuses_new_ones(worker):
 
 
 @pytest.mark.integration
-def test_a_second_signal_ends_draining(worker):
+def test_a_second_signal_ends_draining(worker: LocalWorker) -> None:
     other = worker.launch("--grace", "1h")
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
@@ -193,7 +205,7 @@ def test_a_second_signal_ends_draining(worker):
 
 
 @pytest.mark.integration
-def test_requests_are_stopped_after_the_grace_period(worker):
+def test_requests_are_stopped_after_the_grace_period(worker: LocalWorker) -> None:
     other = worker.launch("--grace", "0")
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
@@ -216,8 +228,8 @@ class ClosedEngine(Engine):
             await asyncio.Event().wait()
 
 
-def test_a_second_signal_closes_the_engine_without_grace():
-    async def run(is_busy):
+def test_a_second_signal_closes_the_engine_without_grace() -> None:
+    async def run(is_busy: bool) -> list[float]:
         engine, signals = ClosedEngine(is_busy), Signals()
         signals.receive()
         assert (signals.first.is_set(), signals.second.is_set()) == (True, False)
@@ -231,7 +243,7 @@ def test_a_second_signal_closes_the_engine_without_grace():
     assert asyncio.run(run(True)) == [3600.0, 0]
 
 
-def test_an_event_stream_does_not_delay_shutdown(worker):
+def test_an_event_stream_does_not_delay_shutdown(worker: LocalWorker) -> None:
     other = worker.start()
     line = http.client.HTTPConnection(other.host, timeout=60)
     with contextlib.closing(line):
@@ -248,7 +260,7 @@ def test_an_event_stream_does_not_delay_shutdown(worker):
 # -- wanted models
 
 
-def test_a_worker_is_ready_when_wanted_models_are_present(worker):
+def test_a_worker_is_ready_when_wanted_models_are_present(worker: LocalWorker) -> None:
     other = worker.start("--wanted", "tiny", "--wanted", "absent")
     status, body = status_of(other)
     assert status == 503
@@ -259,7 +271,7 @@ def test_a_worker_is_ready_when_wanted_models_are_present(worker):
 
 
 @pytest.mark.integration
-def test_wanted_models_are_pulled(worker, repository):
+def test_wanted_models_are_pulled(worker: LocalWorker, repository: str) -> None:
     worker.aimage("create", "-q", repository, TINY, "--store", worker.aimage.home / "first")
     worker.aimage("push", "-q", repository, "--store", worker.aimage.home / "first")
     other = worker.start("--wanted", repository)
@@ -270,7 +282,7 @@ def test_wanted_models_are_pulled(worker, repository):
 # -- logs
 
 
-def test_each_request_is_logged_as_json_without_its_content(worker):
+def test_each_request_is_logged_as_json_without_its_content(worker: LocalWorker) -> None:
     other = worker.launch("--log-format", "json", "--log-level", "debug")
     headers = {"Authorization": "Bearer sk-secret", "X-Request-Id": "mine-1"}
     asked = {"model": "tiny", "prompt": SECRET, "user": "operator-7", "size": "32x32", "steps": 1}
@@ -307,19 +319,19 @@ def test_each_request_is_logged_as_json_without_its_content(worker):
     assert first["seconds"] > 0 and first["timestamp"]
 
 
-def test_an_invalid_request_id_is_replaced(worker):
+def test_an_invalid_request_id_is_replaced(worker: LocalWorker) -> None:
     line, answer = post(worker, "/nothing", {}, **{"X-Request-Id": "a b; c"})
     line.close()
     assert answer.headers["X-Request-Id"] != "a b; c"
 
 
-def test_redact_masks_prompts_and_users():
+def test_redact_masks_prompts_and_users() -> None:
     event = redact(None, "", {"event": "x", "Prompt": SECRET, "user": "me", "model": "tiny"})
     assert event == {"event": "x", "Prompt": "***", "user": "***", "model": "tiny"}
 
 
 @pytest.mark.parametrize("kind", (CONSOLE, JSON))
-def test_logged_tracebacks_contain_no_variables(kind, monkeypatch):
+def test_logged_tracebacks_contain_no_variables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
@@ -339,7 +351,9 @@ def test_logged_tracebacks_contain_no_variables(kind, monkeypatch):
 # -- systemd
 
 
-def test_a_quiet_worker_notifies_systemd_and_writes_nothing(worker, tmp_path_factory):
+def test_a_quiet_worker_notifies_systemd_and_writes_nothing(
+    worker: LocalWorker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("n") / "notify"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
         heard.bind(str(path))
@@ -351,7 +365,7 @@ def test_a_quiet_worker_notifies_systemd_and_writes_nothing(worker, tmp_path_fac
         assert heard.recv(100) == b"STOPPING=1"
 
 
-def test_notify_ignores_a_missing_or_invalid_socket():
+def test_notify_ignores_a_missing_or_invalid_socket() -> None:
     systemd.notify("READY=1", {})
     systemd.notify("READY=1", {"NOTIFY_SOCKET": "/nowhere/at/all"})
     systemd.notify("READY=1", {"NOTIFY_SOCKET": "relative"})
@@ -371,11 +385,15 @@ def test_notify_ignores_a_missing_or_invalid_socket():
         ({"WATCHDOG_USEC": "soon"}, None),
     ],
 )
-def test_the_watchdog_period_is_half_of_its_timeout(environment, period):
+def test_the_watchdog_period_is_half_of_its_timeout(
+    environment: dict[str, str], period: float | None
+) -> None:
     assert systemd.watchdog(environment) == period
 
 
-def activated(worker, listening, *arguments):
+def activated(
+    worker: LocalWorker, listening: socket.socket, *arguments: Any
+) -> subprocess.Popen[Any]:
     """Start a worker by socket activation, with the socket as descriptor 3."""
     command = shlex.join([*PROGRAM, "serve", "--json", *arguments])
     number = listening.fileno()
@@ -390,7 +408,7 @@ def activated(worker, listening, *arguments):
     )
 
 
-def test_a_socket_passed_by_systemd_is_served(worker):
+def test_a_socket_passed_by_systemd_is_served(worker: LocalWorker) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         process = activated(worker, listening)
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -405,7 +423,7 @@ def test_a_socket_passed_by_systemd_is_served(worker):
         assert process.returncode == 0
 
 
-def test_a_passed_non_loopback_socket_requires_a_token(monkeypatch):
+def test_a_passed_non_loopback_socket_requires_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     listening = socket.create_server(("", 0))
     monkeypatch.setattr(systemd, "passed_sockets", lambda: [listening])
     with pytest.raises(UsageError, match="without tokens"):
@@ -414,7 +432,7 @@ def test_a_passed_non_loopback_socket_requires_a_token(monkeypatch):
 
 
 @pytest.mark.integration
-def test_queued_requests_are_refused_at_shutdown(worker):
+def test_queued_requests_are_refused_at_shutdown(worker: LocalWorker) -> None:
     other = worker.launch()
     line, answer = begun(other)
     waiting, queued = post(other, "/v1/images/generations", LONG)

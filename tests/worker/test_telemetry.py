@@ -6,8 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.process import Aimage
+from tests.real_registry import RealRegistry
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
@@ -33,27 +39,27 @@ PROMPT = "a lighthouse that nobody may know of"
 
 
 @pytest.fixture
-def spans():
+def spans() -> Iterator[Any]:
     exporter = InMemorySpanExporter()
     telemetry.start(SimpleSpanProcessor(exporter))
     yield exporter
     telemetry.stop()
 
 
-def tree(spans):
+def tree(spans: Any) -> dict[Any, Any]:
     """Return the names of the spans with those of their parents, and check their trace."""
     found = spans.get_finished_spans()
     names = {one.context.span_id: one.name for one in found}
     return {one.name: names.get(one.parent.span_id if one.parent else 0) for one in found}
 
 
-def test_a_picture_is_a_trace_that_continues_that_of_the_client(spans, stocked):
+def test_a_picture_is_a_trace_that_continues_that_of_the_client(spans: Any, stocked: Path) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     service = make_service(Settings(), ImageLayout(stocked), ClientOptions())
     body = {"model": "tiny", "prompt": PROMPT, "size": "16x16", "steps": 1}
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
 
-    async def ask():
+    async def ask() -> None:
         async with TestClient(TestServer(build_app(WorkerRole(service)))) as client:
             answer = await client.post("/v1/images/generations", json=body, headers=headers)
             assert answer.status == 200
@@ -71,7 +77,7 @@ def test_a_picture_is_a_trace_that_continues_that_of_the_client(spans, stocked):
     assert PROMPT not in "".join(one.to_json() for one in every.values())
 
 
-def test_a_pull_is_a_trace_that_the_registry_can_continue(spans, tmp_path):
+def test_a_pull_is_a_trace_that_the_registry_can_continue(spans: Any, tmp_path: Path) -> None:
     manifest, blobs = artifact(b'{"schemaVersion":1,"components":{}}', b"x" * 1000)
     with ScriptedRegistry(serving(manifest, blobs)).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
@@ -81,7 +87,7 @@ def test_a_pull_is_a_trace_that_the_registry_can_continue(spans, tmp_path):
     assert sent == {f"{one.context.trace_id:032x}" for one in spans.get_finished_spans()}
 
 
-def test_a_failed_pull_has_the_type_of_its_error_only(spans, tmp_path):
+def test_a_failed_pull_has_the_type_of_its_error_only(spans: Any, tmp_path: Path) -> None:
     with ScriptedRegistry(lambda _: Answer(404)).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
         with pytest.raises(Exception, match="not found"):
@@ -91,7 +97,7 @@ def test_a_failed_pull_has_the_type_of_its_error_only(spans, tmp_path):
         assert not one.events
 
 
-def test_nothing_is_imported_without_a_collector():
+def test_nothing_is_imported_without_a_collector() -> None:
     program = (
         "import sys, clowder_aimage.pull, clowder_aimage.http.app\n"
         "from clowder_aimage import telemetry\n"
@@ -113,11 +119,15 @@ def test_nothing_is_imported_without_a_collector():
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_TRACES_EXPORTER": "none"}, False),
     ],
 )
-def test_traces_are_on_if_the_environment_names_a_collector(environment, is_wanted):
+def test_traces_are_on_if_the_environment_names_a_collector(
+    environment: dict[str, str], is_wanted: bool
+) -> None:
     assert telemetry.is_wanted(environment) is is_wanted
 
 
-def test_the_command_line_sends_its_spans_before_it_ends(aimage, registry, tiny):
+def test_the_command_line_sends_its_spans_before_it_ends(
+    aimage: Callable[..., Aimage], registry: RealRegistry, tiny: Path
+) -> None:
     here, name = aimage(), f"{registry.host}/team/tiny:v1"
     here("create", "-q", name, tiny)
     here("push", "-q", name)
@@ -131,7 +141,9 @@ def test_the_command_line_sends_its_spans_before_it_ends(aimage, registry, tiny)
     assert b"resolve" in collector.seen[0].body and out.startswith("sha256:")
 
 
-def test_an_unreachable_collector_costs_no_result(aimage, registry, tiny):
+def test_an_unreachable_collector_costs_no_result(
+    aimage: Callable[..., Aimage], registry: RealRegistry, tiny: Path
+) -> None:
     here, name = aimage(), f"{registry.host}/team/again:v1"
     here("create", "-q", name, tiny)
     here("push", "-q", name)
@@ -144,7 +156,12 @@ def test_an_unreachable_collector_costs_no_result(aimage, registry, tiny):
     assert json.loads(out)["digest"].startswith("sha256:")
 
 
-def test_a_missing_extra_is_a_warning(aimage, registry, tiny, monkeypatch):
+def test_a_missing_extra_is_a_warning(
+    aimage: Callable[..., Aimage],
+    registry: RealRegistry,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here, name = aimage(), f"{registry.host}/team/warned:v1"
     here("create", "-q", name, tiny)
     here("push", "-q", name)

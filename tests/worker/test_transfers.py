@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ class Played:
         return self.metrics.registry.get_sample_value(name, labels)
 
 
-def played(tmp_path, play: Callable[[Played], Any]) -> Any:
+def played(tmp_path: Path, play: Callable[[Played], Any]) -> Any:
     async def run() -> Any:
         async with asyncio.timeout(60):
             return await play(Played(tmp_path / "played"))
@@ -80,7 +81,7 @@ def played(tmp_path, play: Callable[[Played], Any]) -> Any:
     return asyncio.run(run())
 
 
-def test_a_pull_without_waiting_clients_is_cancelled(tmp_path, proxy):
+def test_a_pull_without_waiting_clients_is_cancelled(tmp_path: Path, proxy: Proxy) -> None:
     reference = Reference.parse(f"{proxy.host}/{PATH}")
     proxy.hold = 1
 
@@ -102,7 +103,7 @@ def test_a_pull_without_waiting_clients_is_cancelled(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_a_kept_pull_continues_without_waiting_clients(tmp_path, proxy):
+def test_a_kept_pull_continues_without_waiting_clients(tmp_path: Path, proxy: Proxy) -> None:
     reference = Reference.parse(f"{proxy.host}/{PATH}")
     proxy.hold = 1
 
@@ -125,7 +126,7 @@ def test_a_kept_pull_continues_without_waiting_clients(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_closing_stops_transfers_and_refuses_new_ones(tmp_path, proxy):
+def test_closing_stops_transfers_and_refuses_new_ones(tmp_path: Path, proxy: Proxy) -> None:
     reference = Reference.parse(f"{proxy.host}/{PATH}")
     proxy.hold = 1
 
@@ -142,7 +143,7 @@ def test_closing_stops_transfers_and_refuses_new_ones(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_transfers_beyond_the_limit_are_refused(tmp_path, proxy):
+def test_transfers_beyond_the_limit_are_refused(tmp_path: Path, proxy: Proxy) -> None:
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -164,7 +165,7 @@ def test_transfers_beyond_the_limit_are_refused(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_a_name_without_a_registry_is_refused(tmp_path):
+def test_a_name_without_a_registry_is_refused(tmp_path: Path) -> None:
     async def play(it: Played) -> None:
         local = Reference.parse("tiny")
         with pytest.raises(UsageError, match="has no registry"), it.all.pull(local):
@@ -189,11 +190,11 @@ def test_a_name_without_a_registry_is_refused(tmp_path):
         (BusyError(1, 5), 503),
     ],
 )
-def test_registry_errors_map_to_http_statuses(error, status):
+def test_registry_errors_map_to_http_statuses(error: Any, status: int) -> None:
     assert api_error(registry_error(error)).status == status
 
 
-def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path, proxy):
+def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path: Path, proxy: Proxy) -> None:
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -224,7 +225,7 @@ def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_simultaneous_pulls_start_by_priority(tmp_path, proxy):
+def test_simultaneous_pulls_start_by_priority(tmp_path: Path, proxy: Proxy) -> None:
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -248,7 +249,9 @@ def test_simultaneous_pulls_start_by_priority(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_the_rate_limit_applies_to_registry_traffic(tmp_path, pushed, registry):
+def test_the_rate_limit_applies_to_registry_traffic(
+    tmp_path: Path, pushed: None, registry: RealRegistry
+) -> None:
     reference = Reference.parse(f"{registry.host}/{PATH}")
     passed: list[int] = []
 
@@ -267,7 +270,7 @@ def test_the_rate_limit_applies_to_registry_traffic(tmp_path, pushed, registry):
         played(tmp_path, play)
 
 
-def test_a_queued_pull_without_waiting_clients_is_removed(tmp_path, proxy):
+def test_a_queued_pull_without_waiting_clients_is_removed(tmp_path: Path, proxy: Proxy) -> None:
     released = threading.Event()
     proxy.instead = lambda passed: Reply(404) if released.wait(30) else None
 
@@ -289,7 +292,7 @@ def test_a_queued_pull_without_waiting_clients_is_removed(tmp_path, proxy):
     played(tmp_path, play)
 
 
-def test_a_pull_of_components_fetches_only_their_blobs(tmp_path, proxy):
+def test_a_pull_of_components_fetches_only_their_blobs(tmp_path: Path, proxy: Proxy) -> None:
     reference = Reference.parse(f"{proxy.host}/{PATH}")
 
     async def play(it: Played) -> None:

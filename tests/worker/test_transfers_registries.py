@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+
+from clowder_aimage.oci import Descriptor
+from tests.real_registry import RealRegistry
 
 pytest.importorskip("prometheus_client")
 
@@ -25,11 +30,15 @@ from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.proxy import Proxy, Reply
 
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+
 ROOM = {INTERACTIVE: 8, DESIRED: 4, PREFETCH: 2}
 
 
 @pytest.fixture
-def silent(monkeypatch) -> Iterator[None]:
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Block every pull until the test ends."""
     released = threading.Event()
 
@@ -43,7 +52,7 @@ def silent(monkeypatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def silent_host(registry) -> Iterator[str]:
+def silent_host(registry: RealRegistry) -> Iterator[str]:
     """Run a registry that accepts connections and does not respond."""
     released = threading.Event()
     with Proxy(registry.host).running() as proxy:
@@ -55,7 +64,7 @@ def silent_host(registry) -> Iterator[str]:
 class Asked:
     """A transfer queue with an empty store, and the pulls of a test."""
 
-    def __init__(self, root, stack: ExitStack) -> None:
+    def __init__(self, root: Path, stack: ExitStack) -> None:
         self.store, self.metrics = ImageLayout(root), Metrics()
         self.all = TransferQueue(self.store, ClientOptions(), self.metrics, EventLog(), settle=0.0)
         self._stack = stack
@@ -82,8 +91,8 @@ class Asked:
         await self.turn()
 
 
-def played(tmp_path, play):
-    async def run():
+def played(tmp_path: Path, play: Callable[[Asked], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
         with ExitStack() as stack:
             async with asyncio.timeout(60):
                 asked = Asked(tmp_path / "played", stack)
@@ -99,13 +108,15 @@ def begun(pulls: list[SharedTransfer]) -> int:
     return sum(pull.is_begun for pull in pulls)
 
 
-def test_a_pull_is_not_blocked_by_pulls_from_a_silent_registry(tmp_path, silent_host, repository):
+def test_a_pull_is_not_blocked_by_pulls_from_a_silent_registry(
+    tmp_path: Path, silent_host: str, repository: str
+) -> None:
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
     create(first, reference, TINY)
     push(first, reference, ClientOptions())
 
-    async def play(it: Asked):
+    async def play(it: Asked) -> tuple[Descriptor, Descriptor]:
         pulls = [it.ask(silent_host, priority=1) for _ in range(12)]
         good = it.want(reference)
         await it.turn()
@@ -117,7 +128,9 @@ def test_a_pull_is_not_blocked_by_pulls_from_a_silent_registry(tmp_path, silent_
 
 
 @pytest.mark.parametrize(("urgency", "most"), [(DESIRED, 3), (PREFETCH, 1)])
-def test_a_slot_is_left_for_another_registry(tmp_path, silent, urgency, most):
+def test_a_slot_is_left_for_another_registry(
+    tmp_path: Path, silent: None, urgency: int, most: int
+) -> None:
     async def play(it: Asked) -> None:
         pulls = [it.ask("one.example", urgency, priority=1) for _ in range(12)]
         others = [it.ask("other.example", urgency) for _ in range(2)]
@@ -128,7 +141,9 @@ def test_a_slot_is_left_for_another_registry(tmp_path, silent, urgency, most):
 
 
 @pytest.mark.parametrize("urgency", ROOM)
-def test_a_second_registry_gets_a_slot_beyond_the_limit(tmp_path, silent, urgency):
+def test_a_second_registry_gets_a_slot_beyond_the_limit(
+    tmp_path: Path, silent: None, urgency: int
+) -> None:
     async def play(it: Asked) -> None:
         pulls = [it.ask("one.example", urgency, priority=1) for _ in range(12)]
         await it.turn()
@@ -140,7 +155,7 @@ def test_a_second_registry_gets_a_slot_beyond_the_limit(tmp_path, silent, urgenc
     played(tmp_path, play)
 
 
-def test_a_prefetch_gets_no_slot_beyond_urgent_pulls(tmp_path, silent):
+def test_a_prefetch_gets_no_slot_beyond_urgent_pulls(tmp_path: Path, silent: None) -> None:
     async def play(it: Asked) -> None:
         pulls = [it.ask("one.example") for _ in range(2)]
         late = it.ask("other.example", PREFETCH, priority=9)
@@ -152,7 +167,7 @@ def test_a_prefetch_gets_no_slot_beyond_urgent_pulls(tmp_path, silent):
     played(tmp_path, play)
 
 
-def test_a_pull_starts_despite_many_silent_registries(tmp_path, silent):
+def test_a_pull_starts_despite_many_silent_registries(tmp_path: Path, silent: None) -> None:
     """Nine silent registries have more pulls than slots, retry them, and have a higher priority."""
     hosts = [f"silent{number}.example" for number in range(9)]
 
@@ -187,13 +202,15 @@ def test_a_pull_starts_despite_many_silent_registries(tmp_path, silent):
         (ValueError("x"), "failed"),
     ],
 )
-def test_a_failed_pull_is_counted_by_its_error_code(tmp_path, monkeypatch, error, code):
-    def fails(*_, **__):
+def test_a_failed_pull_is_counted_by_its_error_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, code: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> NoReturn:
         raise error
 
     monkeypatch.setattr("clowder_aimage.engine.transfer_queue.pull", fails)
 
-    async def play(it: Asked):
+    async def play(it: Asked) -> CollectorRegistry:
         with pytest.raises(type(error)):
             await it.ask("registry.example.com").end()
         return it.metrics.registry
@@ -205,8 +222,8 @@ def test_a_failed_pull_is_counted_by_its_error_code(tmp_path, monkeypatch, error
     assert counted.get_sample_value("aimage_pulls_total", labels) == 1
 
 
-def test_a_cancelled_pull_is_not_counted_as_a_failure(tmp_path, silent):
-    async def play(it: Asked):
+def test_a_cancelled_pull_is_not_counted_as_a_failure(tmp_path: Path, silent: None) -> None:
+    async def play(it: Asked) -> str:
         pull = it.ask("one.example")
         await it.turn()
         await it.time_out(pull)
@@ -217,7 +234,7 @@ def test_a_cancelled_pull_is_not_counted_as_a_failure(tmp_path, silent):
     assert "aimage_pull_failures_total{" not in text
 
 
-def test_the_first_tag_check_initializes_all_outcomes(tmp_path):
+def test_the_first_tag_check_initializes_all_outcomes(tmp_path: Path) -> None:
     metrics = Metrics()
     metrics.tag_checked("a.example", "failed")
     metrics.tag_checked("a.example", "failed")

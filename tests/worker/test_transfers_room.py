@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.real_registry import RealRegistry
 
 pytest.importorskip("prometheus_client")
 
@@ -23,8 +28,8 @@ from tests.conftest import TINY
 from tests.proxy import Proxy, Reply
 
 
-def played(root, play):
-    async def run():
+def played(root: Path, play: Callable[[Any, Any], Coroutine[Any, Any, Any]]) -> Any:
+    async def run() -> Any:
         store = ImageLayout(root)
         async with asyncio.timeout(60):
             return await play(TransferQueue(store, ClientOptions(), Metrics(), EventLog()), store)
@@ -33,7 +38,7 @@ def played(root, play):
 
 
 @pytest.fixture
-def silent(registry):
+def silent(registry: RealRegistry) -> Iterator[tuple[Proxy, threading.Event]]:
     """Run a proxy that does not respond until its event is set."""
     released = threading.Event()
     with Proxy(registry.host).running() as proxy:
@@ -42,14 +47,16 @@ def silent(registry):
         released.set()
 
 
-def test_forty_pulls_from_a_silent_registry_leave_a_slot_for_another(tmp_path, silent, repository):
+def test_forty_pulls_from_a_silent_registry_leave_a_slot_for_another(
+    tmp_path: Path, silent: tuple[Proxy, threading.Event], repository: str
+) -> None:
     proxy, released = silent
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
     create(first, reference, TINY)
     push(first, reference, ClientOptions())
 
-    async def play(transfers, store):
+    async def play(transfers: Any, store: Any) -> tuple[int, Any]:
         refused = 0
         with ExitStack() as stack:
             for number in range(40):
@@ -68,10 +75,12 @@ def test_forty_pulls_from_a_silent_registry_leave_a_slot_for_another(tmp_path, s
     assert found
 
 
-def test_closing_does_not_wait_for_a_registry(tmp_path, silent):
+def test_closing_does_not_wait_for_a_registry(
+    tmp_path: Path, silent: tuple[Proxy, threading.Event]
+) -> None:
     proxy, released = silent
 
-    async def play(transfers, _):
+    async def play(transfers: Any, _: Any) -> None:
         with transfers.pull(Reference.parse(f"{proxy.host}/team/x")) as pull:
             await asyncio.to_thread(proxy.wait_until, lambda: proxy.seen)
             transfers.close()
