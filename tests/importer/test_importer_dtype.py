@@ -204,7 +204,7 @@ def test_missing_packages_are_reported_first(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     model = make_valued(tmp_path / "model")
-    with pytest.raises(UsageError, match="changing weights requires numpy") as caught:
+    with pytest.raises(UsageError, match="changing weights needs the extra") as caught:
         model.make(dtype="auto")
     assert (caught.value.remedy, caught.value.facts) == ("install_extra", {"extra": "mlx"})
     assert model.make()
