@@ -115,7 +115,11 @@ def test_a_format_that_is_given_is_chosen() -> None:
         ({"pytorch_model.bin"}, ModelError, "pickled"),
         ({"README.md"}, ModelError, "no model"),
         (set(), ModelError, "no model"),
-        ({"config.json", "model.safetensors", "2_Dense/model.safetensors"}, ModelError, "would be skipped"),
+        (
+            {"config.json", "model.safetensors", "2_Dense/model.safetensors"},
+            ModelError,
+            "be skipped",
+        ),
     ],
 )
 def test_refused(files: set[str], error: type[ContentError], said: str) -> None:
