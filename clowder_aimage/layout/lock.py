@@ -122,10 +122,14 @@ def open_regular(path: str | Path) -> int:
 def check_version(root: Path) -> None:
     """Raise StoreError if a newer version of aimage wrote private files in another form.
 
-    Such a version records its form in ``.aimage/version``; the first form has no such file.
+    Such a version records its form in ``.aimage/version``; the first form has no such file. A
+    linked directory is not read; whatever would write there is refused by ``check_own``.
     """
+    private = os.path.join(root, PRIVATE)
+    if os.path.islink(private):
+        return
     try:
-        with open(open_regular(os.path.join(root, PRIVATE, "version")), encoding="ascii") as file:
+        with open(open_regular(os.path.join(private, "version")), encoding="ascii") as file:
             text = file.read(20).strip()
     except (FileNotFoundError, NotADirectoryError):
         return

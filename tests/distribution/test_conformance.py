@@ -5,11 +5,19 @@ Each group has its own repository, and all share one store, as in the program.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.distribution import conformance
 from tests.distribution.conformance import Client, Data, hash_of
 from tests.distribution.served import Server
+
+
+@pytest.fixture(scope="module")
+def server(serve_layout: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory) -> Server:
+    """Return a server of its own: the groups delete blobs that other tests' manifests refer to."""
+    return serve_layout(tmp_path_factory.mktemp("conformance") / "store")
 
 
 @pytest.fixture

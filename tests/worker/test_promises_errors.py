@@ -202,7 +202,9 @@ def test_a_token_is_accepted_on_routes_of_its_scope_only(walk: Walk, scope: str)
 
 
 # Open routes, and POST routes that change nothing
-OPENED = {"/", "/api/version", "/healthz", "/openapi.json", "/readyz", picture_link.PATH + "{name}"}
+OPENED = {"/", "/api/version", "/docs", "/healthz", "/openapi.json", "/readyz"} | {
+    picture_link.PATH + "{name}"
+}
 HARMLESS = {"/v1/images/generations", "/api/generate", "/api/show"}
 
 
