@@ -8,6 +8,7 @@ identified by their diff_id.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
@@ -64,7 +65,9 @@ class ContainerDialect(Dialect):
             }
         )
         layers = [_write(layer) for layer in aimage.layers]
-        annotations = given_annotations(aimage)
+        annotations: dict[str, str] = {}
+        with contextlib.suppress(FormatError):  # a config that is carried unread
+            annotations = given_annotations(aimage)
         return build_manifest(aimage, mediatype.OCI_CONFIG, config, layers, annotations=annotations)
 
 

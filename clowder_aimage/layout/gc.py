@@ -61,10 +61,14 @@ class Collection:
 
 @dataclass(slots=True)
 class Collector:
-    """One collection; ``grace`` and ``stale`` are seconds, as GRACE and STALE are."""
+    """One collection; ``grace`` and ``stale`` are seconds, as GRACE and STALE are.
+
+    With ``keeps_unnamed`` the grace also applies to what only removed names needed.
+    """
 
     layout: ImageLayout
     grace: float = GRACE
+    keeps_unnamed: bool = False
     stale: float = STALE
     dry_run: bool = False
     now: Callable[[], float] = time.time
@@ -95,7 +99,10 @@ class Collector:
             gone = self._evict(max_age, max_size, keep)
             live = self._live([(name, digest) for name, digest in roots if name not in gone])
         unneeded = self._sizes.keys() - live
-        self._find_unnamed(unneeded)
+        if self.keeps_unnamed:
+            self._unnamed.clear()
+        else:
+            self._find_unnamed(unneeded)
         if self.dry_run:
             self._sweep(unneeded)
         elif root.is_dir():

@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,9 @@ def relieve(
     ``age`` seconds, least recently used first. With ``is_all``, no name is removed unless
     ``excess`` bytes can be freed. Raises StoreError or VerificationError if nothing was collected.
     """
-    plain = Collector(store, grace=GRACE, stale=STALE).run()
+    # a list of models that is lost for a moment costs no transfer: its models keep the grace
+    collector = partial(Collector, store, grace=GRACE, keeps_unnamed=True)
+    plain = collector(stale=STALE).run()
     left = excess - plain.size - plain.partial_size
     if left <= 0:
         return plain
@@ -110,10 +113,10 @@ def relieve(
     young = (name for name, manifest in store.tags() if store.used(manifest) > latest)
     patterns = [glob.escape(name) for name in (*keep, *(young if age else ()))]
     if is_all:
-        would = Collector(store, grace=GRACE, dry_run=True).run(max_size=limit, keep=patterns)
+        would = collector(dry_run=True).run(max_size=limit, keep=patterns)
         if would.size < left:
             return plain
-    done = Collector(store, grace=GRACE).run(max_size=limit, keep=patterns)
+    done = collector().run(max_size=limit, keep=patterns)
     done.size += plain.size
     done.blobs += plain.blobs
     done.partials += plain.partials
@@ -158,7 +161,7 @@ class Evictor:
 
     def collect(self, reason: str, grace: float) -> None:
         """Remove blobs unreferenced for ``grace`` seconds. Raises as ``relieve``."""
-        self._note(Collector(self._store, grace=grace).run(), reason)
+        self._note(Collector(self._store, grace=grace, keeps_unnamed=True).run(), reason)
 
     def _relieve(
         self, excess: int, keep: Iterable[str], reason: str, *, is_all: bool = False

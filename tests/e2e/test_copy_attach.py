@@ -28,7 +28,7 @@ SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the host of an ``aimage registry serve``, which has the referrers API."""
     home = tmp_path_factory.mktemp("served")
-    command = ("registry", "serve", "--addr", "127.0.0.1:0")
+    command = ("registry", "serve", "--addr", "127.0.0.1:0", "--log-level", "error")
     process = Aimage(home, home / "store").start(*command, is_shared=True)
     assert process.stdout is not None
     line = process.stdout.readline().strip()

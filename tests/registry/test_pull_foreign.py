@@ -220,7 +220,7 @@ def test_a_custom_type_aimage_is_pulled_from_registry_serve(
 @contextlib.contextmanager
 def served(here: Aimage) -> Iterator[str]:
     """Run ``aimage registry serve`` on a store; yield its host."""
-    process = here.start("registry", "serve", "--addr", "127.0.0.1:0")
+    process = here.start("registry", "serve", "--addr", "127.0.0.1:0", "--log-level", "error")
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
