@@ -127,14 +127,16 @@ def start_registry(program: str, environment: dict[str, str], store: Path) -> st
     """Start ``aimage registry serve`` as a child; return its HOST:PORT once it is listening."""
     arguments = ["registry", "serve", "--addr", "127.0.0.1:0", "--store", str(store)]
     show_command(arguments, " &")
-    child = subprocess.Popen(
-        [program, *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    log = store.with_name("registry.log")  # a pipe would fill up with its access log
+    with log.open("wb") as errors:
+        child = subprocess.Popen(
+            [program, *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
     CHILDREN.append(child)
     late = threading.Timer(LIMIT, child.kill)  # if the server never prints a line
     late.start()
@@ -144,7 +146,8 @@ def start_registry(program: str, environment: dict[str, str], store: Path) -> st
         late.cancel()
     if not re.fullmatch(r"http://127\.0\.0\.1:\d+", line):
         child.kill()
-        said = (line + "\n" + child.communicate()[1]).strip()
+        child.wait()
+        said = (line + "\n" + log.read_text(errors="replace")).strip()
         raise DemoError(f"the registry did not start:\n{indented(said)}")
     print(indented(line))
     return line.removeprefix("http://")

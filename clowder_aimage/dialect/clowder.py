@@ -34,12 +34,14 @@ class ClowderDialect(Dialect):
         return AImage(config, name_layers(manifest.layers, names, _read), manifest.subject)
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
+        has_titles = aimage.properties.get("format") == "files"
         return build_manifest(
             aimage,
             mediatype.AIMAGE_CONFIG,
             aimage.config,
             [
-                layer.descriptor.to_json() | {"annotations": layer_annotations(layer)}
+                layer.descriptor.to_json()
+                | {"annotations": layer_annotations(layer) | _title(layer, has_titles)}
                 for layer in aimage.layers
             ],
             media_type=self._media_type,
@@ -67,6 +69,11 @@ def given_annotations(aimage: AImage) -> dict[str, str]:
         for key, value in sorted(found.items() if isinstance(found, dict) else ())
         if isinstance(value, str) and not mediatype.is_own_key(key)
     }
+
+
+def _title(layer: Layer, has_titles: bool) -> dict[str, str]:
+    """Return the annotation by which other clients write a layer to a file (docs/adr/0018)."""
+    return {mediatype.TITLE: layer.name} if has_titles and layer.content is None else {}
 
 
 def layer_annotations(layer: Layer) -> dict[str, str]:
