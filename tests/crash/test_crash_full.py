@@ -58,7 +58,7 @@ def fill_up_at(job: Job, places: Places, numbers: range) -> None:
         for ever in (False, True)
     ]
     side_by_side(calls)
-    assert codes[NO_SPACE] > codes[0]
+    assert codes[NO_SPACE]  # of a few calls, most may be for optional data
 
 
 def test_a_full_disk_at_sampled_calls(writer: Job, places: Places) -> None:

@@ -1,0 +1,132 @@
+"""Prompts read line by line, and the commands that set options."""
+
+from __future__ import annotations
+
+import os
+import pty
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import pytest
+
+from clowder_aimage.cli.console import terminal_picture
+from clowder_aimage.cli.console.prompt_loop import read_prompts
+from clowder_aimage.errors import ModelError, UsageError
+
+OPTIONS = {
+    "steps": click.Option(["--steps"], type=int),
+    "seed": click.Option(["--seed"], type=int, default=7),
+    "size": click.Option(["--size"]),
+}
+
+Typed = Callable[..., tuple[list[str], dict[str, Any]]]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
+    """Return a function that types lines; it returns the prompts, and the values at the end."""
+
+    def run(*lines: str | BaseException, fails: Exception | None = None) -> Any:
+        values: dict[str, Any] = {"steps": None, "seed": 7, "size": (64, 32)}
+        prompts: list[str] = []
+        rest = iter(lines)
+
+        def read(_: str) -> str:
+            line = next(rest, EOFError())
+            if isinstance(line, BaseException):
+                raise line
+            return line
+
+        def make(prompt: str) -> None:
+            prompts.append(prompt)
+            if fails is not None:
+                raise fails
+
+        monkeypatch.setattr("builtins.input", read)
+        with click.Context(click.Command("run")):
+            read_prompts(make, values, OPTIONS)
+        return prompts, values
+
+    yield run
+
+
+def test_prompts_are_made_until_the_end_of_the_input(typed: Typed) -> None:
+    assert typed(" two red circles ", "", "a square")[0] == ["two red circles", "a square"]
+    for end in ("/bye", "/exit", "/quit"):
+        assert typed("a", end, "b")[0] == ["a"]
+
+
+def test_set_changes_values_and_restores_defaults(
+    typed: Typed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, values = typed("/set steps 4", "/set --seed 9", "/show")
+    assert (values["steps"], values["seed"]) == (4, 9)
+    shown = capsys.readouterr().err.split()
+    assert shown[shown.index("steps") + 1] == "4" and "64x32" in shown
+    assert typed("/set seed 9", "/set seed", "/set size")[1] == {
+        "steps": None,
+        "seed": 7,
+        "size": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set steps many", "invalid value for steps"),
+        ("/set width 3", "unknown option width"),
+        ("/sing", "unknown command /sing"),
+        ("/help", "/set NAME VALUE"),
+        (KeyboardInterrupt(), "cancelled; /bye or Ctrl-D ends"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "the line is not valid text"),
+    ],
+)
+def test_mistakes_do_not_end_the_loop(
+    typed: Typed, capsys: pytest.CaptureFixture[str], line: str | BaseException, message: str
+) -> None:
+    prompts, values = typed(line, "go on")
+    assert prompts == ["go on"] and values["steps"] is None
+    assert message in capsys.readouterr().err
+
+
+def test_errors_of_a_prompt_are_printed(typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("a", "b", fails=UsageError("too wide", hint="make it smaller"))[0] == ["a", "b"]
+    assert "aimage: too wide\n  make it smaller" in capsys.readouterr().err
+    typed("a", fails=ModelError("broken"))
+    assert "aimage: broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "protocol"),
+    [
+        (b"\x1b_Gi=31;OK\x1b\\\x1b[?62;4c", terminal_picture.KITTY),
+        (b"\x1b[?62;4;22c", terminal_picture.SIXEL),
+        (b"\x1b[?62;22c", ""),
+        (b"", ""),
+    ],
+)
+def test_the_terminal_is_asked_for_its_protocol(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, protocol: str
+) -> None:
+    master, slave = pty.openpty()
+    monkeypatch.setattr("os.tcgetpgrp", lambda _: os.getpgrp())
+
+    def respond() -> None:
+        os.read(master, 1024)
+        os.write(master, answer)
+
+    thread = threading.Thread(target=respond)
+    thread.start()
+    try:
+        assert terminal_picture.ask(slave, 5.0 if answer else 0.05) == protocol
+    finally:
+        thread.join()
+        os.close(master)
+        os.close(slave)
+
+
+def test_no_terminal_shows_no_pictures() -> None:
+    assert terminal_picture.find_protocol({"TERM": "dumb"}) == ""
+    assert terminal_picture.find_protocol({"TERM": "xterm-kitty"}) == terminal_picture.KITTY
