@@ -20,7 +20,7 @@ IMAGES  := deploy/docker
 
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all test-slow check lint format docs dist lock audit venv clean
+.PHONY: help demo test test-all test-slow check lint fuzz format docs dist lock audit venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo 'make test-all   all tests except the slow ones; some need other programs'
 	@echo 'make test-slow  the slow tests, which loop for many minutes'
 	@echo 'make lint       ruff, mypy, lint-imports'
+	@echo 'make fuzz       damaged documents, files and requests; ARGS="--cases 1000000", ARGS=parsers'
 	@echo 'make check      lint and test; must pass before a change is merged'
 	@echo 'make format     format and fix the source with ruff'
 	@echo 'make docs       the documentation as a site in build/site'
@@ -49,6 +50,9 @@ test-all: $(DEV)
 
 test-slow: $(DEV)
 	$(PYTEST) -m slow $(ARGS)
+
+fuzz: $(DEV)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -157,6 +157,10 @@ class Aimage:
         _join(threads, done)
         return done
 
+    def attempt(self, *arguments: object, stdin: str = "") -> Done:
+        """Run a verb in this process, whatever its exit code."""
+        return _run_here([str(each) for each in arguments], self.env(), self.home, stdin)
+
     def process(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
         """Run a verb as a child process."""
         command = [*PROGRAM, *arguments]

@@ -70,10 +70,19 @@ def node(context: click.Context, /, **options: Any) -> None:
 def status(addr: str | None) -> None:
     """Show each model of a node: its state, the sources of its bytes, and the last change."""
     refuse_options("omit it: the store of the node is shown", but=("addr",))
-    answer = ask(endpoint(addr))
-    result(answer, "\n".join(lines(answer, datetime.now(UTC))))
-    for warning in () if settings().as_json else answer["warnings"]:
-        note(f"warning: {_line(warning)}")
+    place = endpoint(addr)
+    answer = ask(place)
+    try:
+        text = "\n".join(lines(answer, datetime.now(UTC)))
+        warnings = [_line(each) for each in answer["warnings"]]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise FormatError(
+            f"the status that {place} sent cannot be read",
+            hint="compare the versions of 'aimage' here and there",
+        ) from None
+    result(answer, text)
+    for warning in () if settings().as_json else warnings:
+        note(f"warning: {warning}")
 
 
 def endpoint(addr: str | None) -> Endpoint:
