@@ -24,7 +24,7 @@ from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, certificates
 from clowder_aimage.registry.trace import OnTrace
-from clowder_aimage.registry.transport import Addresses, pools
+from clowder_aimage.registry.transport import Addresses, set_pools
 
 _BLOCK_SIZE = 1024 * 1024
 DEFAULT_JOBS = 8
@@ -151,17 +151,18 @@ class _Adapter(requests.adapters.HTTPAdapter):
 
     def __init__(self, addresses: Addresses, **more: Any) -> None:
         self._more = {"blocksize": _BLOCK_SIZE} | more
-        self._pools = pools(addresses)
+        self._addresses = addresses
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **(self._more | kwargs))
-        self.poolmanager.pool_classes_by_scheme = self._pools
+        set_pools(self.poolmanager, self._addresses)
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
+        is_new = proxy not in self.proxy_manager
         found = super().proxy_manager_for(proxy, **self._more, **kwargs)
-        if isinstance(found, urllib3.ProxyManager):  # SOCKS uses its own connection classes
-            found.pool_classes_by_scheme = self._pools
+        if is_new:
+            set_pools(found, self._addresses)
         return found
 
     def close(self) -> None:

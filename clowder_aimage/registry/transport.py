@@ -7,7 +7,7 @@ used once per origin (proxy, certificates, pool), and urllib3 sends.
 from __future__ import annotations
 
 import errno
-import http.client
+import math
 import os
 import socket
 import ssl
@@ -19,7 +19,7 @@ from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connectionpool import HTTPConnectionPool
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -34,7 +34,7 @@ from urllib3.util.wait import wait_for_write
 from clowder_aimage import telemetry
 from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.errors import NetworkError
-from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.response import RegistryResponse, is_overdue, overdue
 from clowder_aimage.registry.retry import BrokenOffError
 from clowder_aimage.registry.trace import (
     OnTrace,
@@ -43,10 +43,12 @@ from clowder_aimage.registry.trace import (
     redacted_headers,
     redacted_url,
 )
+from clowder_aimage.timed_response import TimedResponse
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
-SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing received ones
+SEND_TIMEOUT = 60.0  # seconds for _STEP bytes: the registry may be storing received ones
+_STEP = 128 * 1024
 _NO_RETRY = urllib3.Retry(False)
 _TLS_ALERT = "\x15\x03"  # content type and version of an alert (RFC 8446, 5.1)
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -79,19 +81,24 @@ class StreamBody:
             return
         left = self.size
         while left:
-            block = self.stream.read(min(left, _BLOCK))
+            block = memoryview(self.stream.read(min(left, _BLOCK)))
             left -= len(block)
             if not block or (self.last and not left and self.stream.read(1)):
                 raise EOFError("the body does not match its declared length")
-            sock.sendall(block)
+            for start in range(0, len(block), _STEP):
+                sock.sendall(block[start : start + _STEP])  # within the timeout of the socket
 
     def _send_file(self, sock: socket.socket, stream: FileStream) -> None:
         file, offset, end = stream.fileno(), self.offset, self.offset + self.size
+        due, until = offset, 0.0  # the offset that is to be exceeded, until when
         while offset < end:
+            if offset >= due:
+                due, until = offset + _STEP, time.monotonic() + (sock.gettimeout() or math.inf)
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
             except BlockingIOError:  # a socket with a timeout does not block
-                if not wait_for_write(sock, sock.gettimeout()):
+                left = until - time.monotonic()
+                if left <= 0 or not wait_for_write(sock, None if left == math.inf else left):
                     raise TimeoutError("timed out while sending the body") from None
                 continue
             if not count:
@@ -104,9 +111,9 @@ Addresses = Mapping[tuple[str, int], str]  # by host and port: the address to co
 
 
 class _StreamSender:
-    """A connection of urllib3 that sends StreamBody, and keeps http.client's response."""
+    """A connection of urllib3 that sends StreamBody, and keeps its response, which is timed."""
 
-    response: http.client.HTTPResponse | None = None
+    response: TimedResponse | None = None
     addresses: Addresses = {}  # noqa: RUF012 - read only
 
     def _new_conn(self) -> socket.socket:
@@ -118,8 +125,8 @@ class _StreamSender:
         finally:
             self.host = host
 
-    def response_class(self, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
-        self.response = http.client.HTTPResponse(*args, **kwargs)
+    def response_class(self, *args: Any, **kwargs: Any) -> TimedResponse:
+        self.response = TimedResponse(*args, **kwargs)
         return self.response
 
     def send(self, data: Any) -> None:
@@ -142,10 +149,15 @@ def _pool(kind: type[HTTPConnectionPool], addresses: Addresses) -> type[HTTPConn
     return type(kind.__name__, (kind,), {"ConnectionCls": connection})
 
 
-def pools(addresses: Addresses) -> dict[str, type[HTTPConnectionPool]]:
-    """Return classes of pools by scheme, whose connections send StreamBody."""
-    kinds = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
-    return {scheme: _pool(kind, addresses) for scheme, kind in kinds.items()}
+def set_pools(pools: urllib3.PoolManager, addresses: Addresses | None = None) -> None:
+    """Let the connections of ``pools`` send StreamBody, and time their responses.
+
+    All requests use such pools, and so have a deadline.
+    """
+    kinds = pools.pool_classes_by_scheme
+    pools.pool_classes_by_scheme = {
+        scheme: _pool(kind, addresses or {}) for scheme, kind in kinds.items()
+    }
 
 
 class Transport:
@@ -298,6 +310,8 @@ class Transport:
                 f"connection to {self._registry} timed out",
                 hint="check the host, the port and the network",
             )
+        if is_overdue(error):
+            return overdue(self._registry)
         if isinstance(error, ReadTimeoutError):
             return (BrokenOffError if self.has_answered else NetworkError)(
                 f"{self._registry} accepts connections but does not respond",
