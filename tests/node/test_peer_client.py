@@ -52,6 +52,8 @@ def answering(*answers: Any) -> Iterator[str]:
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         ended.set()
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)  # ends accept()
     thread.join(10)
 
 

