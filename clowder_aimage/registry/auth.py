@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import ipaddress
 import json
 import re
 import threading
@@ -30,6 +29,7 @@ from clowder_aimage.registry.docker_config import (
     find_credential,
     read_config,
 )
+from clowder_aimage.registry.reach import Boundary, OutsideError
 from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
@@ -86,8 +86,10 @@ class Authenticator:
         send: SendOnce,
         scheme: str,
         basic_auth: str | None,
+        boundary: Boundary,
     ) -> None:
         self._reference, self._connection, self._scheme = reference, connection, scheme
+        self._boundary = boundary
         self._send = send
         self._lock = threading.RLock()
         self._held: dict[str, _Header] = {}
@@ -214,8 +216,10 @@ class Authenticator:
             raise self._refused(f"the token service {host} does not use HTTPS")
         if host == registry.lower():
             return True
-        if not self._reference.is_loopback and _is_internal(host):
-            raise self._refused(f"the token service {host} is an internal address")
+        try:
+            self._boundary.check_name(host)
+        except OutsideError:
+            raise self._refused(f"the token service {host} is an internal address") from None
         known = _KNOWN_REALMS.get(registry)
         return host == known or host in self._connection.trusted_realms
 
@@ -250,18 +254,3 @@ def _life(fields: dict[str, Any], now: float) -> float:
     except (ValueError, TypeError, OverflowError):
         age = 0.0
     return life - age if 0 < age < life else life
-
-
-def _is_internal(host: str) -> bool:
-    """Return whether a host is an address of this machine or network, in any spelling.
-
-    The system's resolver also accepts ``127.1``, ``0x7f000001`` and ``2130706433``; the last label
-    of a real host name is not a number.
-    """
-    name = host.rstrip(".")
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return not ipaddress.ip_address(name).is_global
-    except ValueError:
-        return re.fullmatch(r"0x[0-9a-f]*|[0-9]+", name.rpartition(".")[2]) is not None

@@ -28,7 +28,7 @@ class HostSettings:
     ``mirrors`` are hosts, or hosts with a path that is prepended to the repository. ``plain_http``
     is None if not configured. ``jobs`` is the number of simultaneous connections, ``limit`` the
     bytes per second of a pull, ``chunk_size`` the bytes of a blob in one request; each is 0 if not
-    configured.
+    configured. ``trusted_hosts`` are internal hosts that the registry may lead to.
     """
 
     mirrors: tuple[str, ...] = ()
@@ -39,6 +39,7 @@ class HostSettings:
     jobs: int = 0
     limit: int = 0
     chunk_size: int = 0
+    trusted_hosts: frozenset[str] = frozenset()
 
 
 def read_settings(path: Path) -> tuple[dict[str, HostSettings], str]:
@@ -67,6 +68,7 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
         insecure=entry.get("insecure", False),
         ca_file=directory / named if named else None,
         jobs=entry.get("jobs", 0),
+        trusted_hosts=frozenset(each.lower() for each in entry.get("trustedHosts", ())),
         limit=parse_rate(entry["limitRate"]) if "limitRate" in entry else 0,
         chunk_size=_chunk_size(entry["chunkSize"]) if "chunkSize" in entry else 0,
     )

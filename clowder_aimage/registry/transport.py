@@ -34,6 +34,7 @@ from urllib3.util.wait import wait_for_write
 from clowder_aimage import telemetry
 from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.errors import NetworkError
+from clowder_aimage.registry.reach import Boundary
 from clowder_aimage.registry.response import RegistryResponse, is_overdue, overdue
 from clowder_aimage.registry.retry import BrokenOffError
 from clowder_aimage.registry.trace import (
@@ -115,15 +116,23 @@ class _StreamSender:
 
     response: TimedResponse | None = None
     addresses: Addresses = {}  # noqa: RUF012 - read only
+    boundary: Boundary | None = None
 
     def _new_conn(self) -> socket.socket:
         """Connect to the address that is set for the host; TLS and headers keep its name."""
         host: str = self.host  # type: ignore[has-type]
         self.host = self.addresses.get((host.lower(), self.port), host)  # type: ignore[attr-defined]
         try:
-            return super()._new_conn()  # type: ignore[misc,no-any-return]
+            sock: socket.socket = super()._new_conn()  # type: ignore[misc]
         finally:
             self.host = host
+        if self.boundary is not None:
+            try:
+                self.boundary.check(host, sock)
+            except BaseException:
+                sock.close()
+                raise
+        return sock
 
     def response_class(self, *args: Any, **kwargs: Any) -> TimedResponse:
         self.response = TimedResponse(*args, **kwargs)
@@ -143,20 +152,25 @@ class _StreamSender:
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
-def _pool(kind: type[HTTPConnectionPool], addresses: Addresses) -> type[HTTPConnectionPool]:
-    fields = {"addresses": addresses}
+def _pool(
+    kind: type[HTTPConnectionPool], addresses: Addresses, boundary: Boundary | None
+) -> type[HTTPConnectionPool]:
+    fields = {"addresses": addresses, "boundary": boundary}
     connection = type("Connection", (_StreamSender, kind.ConnectionCls), fields)
     return type(kind.__name__, (kind,), {"ConnectionCls": connection})
 
 
-def set_pools(pools: urllib3.PoolManager, addresses: Addresses | None = None) -> None:
+def set_pools(
+    pools: urllib3.PoolManager, addresses: Addresses | None = None, boundary: Boundary | None = None
+) -> None:
     """Let the connections of ``pools`` send StreamBody, and time their responses.
 
-    All requests use such pools, and so have a deadline.
+    All requests use such pools, and so have a deadline; each new connection is checked with
+    ``boundary``.
     """
     kinds = pools.pool_classes_by_scheme
     pools.pool_classes_by_scheme = {
-        scheme: _pool(kind, addresses or {}) for scheme, kind in kinds.items()
+        scheme: _pool(kind, addresses or {}, boundary) for scheme, kind in kinds.items()
     }
 
 
@@ -176,6 +190,7 @@ class Transport:
         on_exchange: OnTrace | None = None,
     ) -> None:
         self._session, self._registry = session, registry
+        self._boundary: Boundary | None = getattr(session, "boundary", None)
         self._own_headers = (origin(own_headers[0]), own_headers[1])
         self._on_exchange = on_exchange
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
@@ -283,6 +298,8 @@ class Transport:
                 request, verify, proxies=proxies, cert=cert
             )
             adapter.cert_verify(pool, url, verify, cert)
+            if pool.proxy is not None and self._boundary is not None:
+                self._boundary.check_name(key[1])
             self._routes[key] = pool, adapter.request_url(request, proxies) != request.path_url
         return self._routes[key]
 
