@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from clowder_aimage import errors
+from clowder_aimage import errors, telemetry
 from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 from clowder_aimage.timed_response import TimedResponse
@@ -126,6 +126,7 @@ class WorkerClient:
         headers = {"Accept": "*/*", "User-Agent": "aimage"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
+        telemetry.inject(headers)
         data = None
         if body is not None:
             data = json.dumps(body).encode()

@@ -113,12 +113,15 @@ class ClientOptions:
         )
 
     def uses_http(self, host: str) -> bool:
-        """Return whether a host is reached by HTTP: by default a loopback one without a CA."""
+        """Return whether a host is reached by HTTP.
+
+        By default it is a loopback one without a CA or a client certificate.
+        """
         known = self.to(host)
         if known.plain_http is not None:
             return known.plain_http
-        is_loopback = Reference(host, "x").is_loopback
-        return is_loopback and not known.insecure and known.ca_file is None
+        has_tls = known.insecure or known.ca_file or known.client_certificate
+        return Reference(host, "x").is_loopback and not has_tls
 
     def jobs(self, *hosts: str | None) -> int:
         """Return how many layers may be transferred at once to or from ``hosts``."""

@@ -101,6 +101,15 @@ EMPTY = {
         $ aimage pull tiny --frobnicate # exit code 2
         ! aimage: no such option '--frobnicate'...
         ! see: aimage pull --help
+        $ aimage create tiny examples/tiny --artifact-type application/x # exit code 2
+        ! aimage: no such option '--artifact-type'
+        ! the type of an AImage is fixed; 'aimage attach --type' sets that of files
+        $ aimage pull localhost:1/team/tiny -o here # exit code 2
+        ! 'aimage export' writes the files of a model, ...
+        $ aimage pull localhost:1/team/tiny --tls-verify=false # exit code 2
+        ! --insecure does not verify certificates, --plain-http uses HTTP
+        $ aimage images --digests # exit code 2
+        ! --no-trunc shows whole digests
         $ aimage completion # exit code 2
         ! aimage: missing argument 'bash|zsh|fish'. Choose from: bash, zsh, fish
         $ aimage frobnicate --json # exit code 2
@@ -263,6 +272,20 @@ STOCKED = {
         localhost:5000/elsewhere/tiny
         $ aimage discover localhost:5000/elsewhere/tiny:v1
         ! nothing is attached ...
+    """,
+    "lists as elsewhere": """
+        $ aimage ls --filter family=z-image -q
+        shapes:latest
+        tiny:latest
+        $ aimage images --filter reference=tiny --no-trunc
+        tiny:latest z-image BF16 1.2 MB ... sha256:3fda...
+        $ aimage list --format json
+        [{"reference": "shapes:latest", ...
+        $ aimage ls -f label=x # exit code 2
+        ! aimage: invalid value for '-f' / '--filter': 'label=x' is not FIELD=PATTERN with one of reference, ...
+        $ AIMAGE_STROE=x aimage ls -q
+        tiny:latest
+        ! warning: unknown environment variable AIMAGE_STROE; did you mean AIMAGE_STORE?
     """,
     "a registry looked at": """
         $ aimage tag tiny localhost:5000/looked/tiny:v1

@@ -94,6 +94,12 @@ def test_an_invalid_template_changes_nothing(stocked: Callable[[], Aimage]) -> N
     assert "y:latest" in here("ls").out
 
 
+def test_json_is_not_a_template(stocked: Callable[[], Aimage]) -> None:
+    here = stocked()
+    assert here("ls", "--format", "json").out == here("ls", "--json").out
+    assert json.loads(here("show", "y", "--format=json", code=3).err)["exit"] == 3
+
+
 def test_the_format_of_create_keeps_its_name(aimage: Callable[..., Aimage], tiny: Path) -> None:
     here = aimage()
     made = here("create", "x", tiny, "--format", "diffusers", "--template", "{{ digest }}")

@@ -38,10 +38,10 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     return add
 
 
-def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return an option's callback that parses its text; a ValueError becomes a usage error."""
+def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return an option's callback that parses its value; a ValueError becomes a usage error."""
 
-    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
             return None if value is None else parse(value)
         except ValueError as error:
@@ -62,7 +62,9 @@ def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 def _remember_template(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
+    if value == "json":  # as docker and oras spell --json
+        ctx.meta[f"{META}as_json"] = True
+    elif value is not None:
         with needs("a template", "format"):
             from clowder_aimage.cli.console.result_template import ResultTemplate
         _remember(ctx, param, ResultTemplate(value))
@@ -83,7 +85,7 @@ common_options = options(
         metavar="TEMPLATE",
         callback=_remember_template,
         expose_value=False,
-        help="Print the result by this Jinja template, such as '{{ digest }}'.",
+        help="Print the result by this Jinja template, such as '{{ digest }}'; json is --json.",
     ),
     _shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
 )
@@ -101,6 +103,16 @@ SYNONYMS = {
     "--num-inference-steps": "--steps",
     "--output-dir": "--output",
     "-s": "--steps",
+}
+
+# Options of other tools without an equal: what to use
+_ELSEWHERE = {
+    "--artifact-type": "the type of an AImage is fixed; 'aimage attach --type' sets that of files",
+    "--digests": "--no-trunc shows whole digests",
+    "--oci-layout": "--store DIR uses an OCI layout in a directory",
+    "--output": "'aimage export' writes the files of a model, 'aimage attach --get' those of an "
+    "attachment",
+    "--tls-verify": "--insecure does not verify certificates, --plain-http uses HTTP",
 }
 
 
@@ -135,7 +147,25 @@ class _Exemplified(click.Command):
 
 
 class Verb(_Exemplified):
-    """A command that accepts the options of other tools under their names."""
+    """A command that accepts the options of other tools under their names.
+
+    It is a trace if it uses a registry or a worker, and warns of misspelt environment variables.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb, in a span if it makes requests."""
+        from clowder_aimage.user_directory import misspelt_variables
+
+        for name, nearest in misspelt_variables():
+            note(f"warning: unknown environment variable {name}; did you mean {nearest}?")
+        has_requests = any(param.name == "verbose" for param in self.params)
+        if not has_requests and not ctx.params.get("remote"):
+            return super().invoke(ctx)
+        from clowder_aimage import telemetry
+
+        start_traces()
+        with telemetry.span(ctx.command_path):
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for param in self.params for name in param.opts}
@@ -147,7 +177,14 @@ class Verb(_Exemplified):
             if name not in known and SYNONYMS.get(name) in known:
                 own = SYNONYMS[name]
                 words[at] = f"{own}{equals if own[:2] == '--' else ''}{value}"
-        return super().parse_args(ctx, words)
+        try:
+            return super().parse_args(ctx, words)
+        except click.NoSuchOption as error:
+            name = {"-o": "--output"}.get(error.option_name, error.option_name)
+            if name not in _ELSEWHERE:
+                raise
+            message = f"no such option '{error.option_name}'"
+            raise UsageError(message, hint=_ELSEWHERE[name]) from None
 
 
 class VerbGroup(_Exemplified, click.Group):
