@@ -136,6 +136,10 @@ class StoreError(AccessError):
     """The store on disk cannot be used."""
 
 
+class StoreBusyError(StoreError):
+    """Another process has locked the store for too long."""
+
+
 class NoSpaceError(AccessError):
     """The disk is full. ``missing_size`` is how many more free bytes are needed; 0 if unknown."""
 

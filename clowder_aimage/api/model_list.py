@@ -5,7 +5,6 @@ All functions but ``delete`` read files and must run in a thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
@@ -99,22 +99,22 @@ async def delete(service: Service, reference: Reference) -> None:
     StoreError; ApiError (409) if the name is pinned.
     """
     store = service.store
-    found = await asyncio.to_thread(entry, store, reference)
+    found = await run_io(entry, store, reference)
     if found is None:
         raise unknown(reference)
-    if await asyncio.to_thread(store.pins.get, index_name(reference)) is not None:
+    if await run_io(store.pins.get, index_name(reference)) is not None:
         raise ApiError(409, f"{reference} is pinned; unpin it first", code="pinned")
     try:
-        await asyncio.to_thread(store.untag, reference)
+        await run_locking(store.untag, reference)
     except NotFoundError as error:
-        if await asyncio.to_thread(entry, store, reference) is None:
+        if await run_io(entry, store, reference) is None:
             raise unknown(reference) from None  # removed concurrently
         raise UsageError(f"{reference} is in a read-only store") from error
-    others = await asyncio.to_thread(lambda: {one.digest for _, one in store.tags()})
+    others = await run_io(lambda: {one.digest for _, one in store.tags()})
     if found.digest not in others:
         await unload(service, found.digest)
     service.on_removed()
-    await asyncio.to_thread(_collect, store)
+    await run_locking(_collect, store)
 
 
 async def unload(service: Service, digest: Digest) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
@@ -81,11 +81,11 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
         is_built_in = body.model is None or _is_built_in(service, body.model)
         has_default = service.settings.default_model is not None
         if not (has_default and is_built_in) or (is_exact and is_literal):
-            raise await asyncio.to_thread(_missing, service, body.model or str(reference))
+            raise await run_io(_missing, service, body.model or str(reference))
         reference, is_default = service.reference(None), True
         aimage = await read_here(service, reference)
         if aimage is None and not (reference.registry and pull != NEVER):
-            raise await asyncio.to_thread(_missing, service, body.model or str(reference))
+            raise await run_io(_missing, service, body.model or str(reference))
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
     return SelectedModel(reference, aimage, pull, is_default)
@@ -118,7 +118,7 @@ def _parse(service: Service, name: str | None) -> Reference:
 async def read_here(service: Service, reference: Reference) -> AImage | None:
     """Return the AImage if it is in the store. Raises ApiError if it is not an image model."""
     try:
-        stored = await asyncio.to_thread(read_model, service.store, reference)
+        stored = await run_generation(read_model, service.store, reference)
     except NotFoundError:
         return None
     except FormatError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable
 from urllib.parse import urlencode
@@ -13,6 +12,7 @@ from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, parse_repository, repository_of
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 
 
@@ -31,7 +31,7 @@ class CatalogRoutes:
         repository = repository_of(request)
         listed = None if self._cache is None else await self._cache.tags(repository)
         if listed is None:
-            entries = await asyncio.to_thread(self._catalog.entries, repository)
+            entries = await run_io(self._catalog.entries, repository)
             if not entries:
                 raise DistributionError("NAME_UNKNOWN", {"name": repository})
             listed = [entry.tag for entry in entries if entry.tag is not None]
@@ -39,7 +39,7 @@ class CatalogRoutes:
 
     async def repositories(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v2/_catalog?n=<count>&last=<name>."""
-        names = await asyncio.to_thread(self._catalog.repositories)
+        names = await run_io(self._catalog.repositories)
         return _page(request, filter(_is_servable, names), {}, "repositories")
 
     async def referrers(self, request: web.Request) -> web.StreamResponse:
@@ -49,7 +49,7 @@ class CatalogRoutes:
         if self._cache is not None:
             found = await self._cache.referrers(repository, subject)
         if found is None:
-            found = await asyncio.to_thread(self._find, repository, subject)
+            found = await run_io(self._find, repository, subject)
         headers = {}
         if "artifactType" in request.query:
             wanted = request.query["artifactType"]

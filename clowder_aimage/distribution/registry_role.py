@@ -22,6 +22,7 @@ from clowder_aimage.distribution.registry_metric import RegistryMetrics
 from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.engine.executor import run_locking
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import beside
@@ -111,7 +112,7 @@ class RegistryRole(Role):
         while True:
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
-            await asyncio.to_thread(self._leases.rotate)
+            await run_locking(self._leases.rotate)
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:

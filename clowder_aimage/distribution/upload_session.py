@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.content.store import Ingest
 from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
@@ -59,7 +60,7 @@ class UploadSessions:
         if len(self._uploads) >= MAX_UPLOADS and not await self._make_room():
             raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
         key = secrets.token_hex(16)
-        ingest = await asyncio.to_thread(self._layout.ingest, f"upload-{key}")
+        ingest = await run_locking(self._layout.ingest, f"upload-{key}")
         upload = self._uploads[key] = UploadSession(key, repository, ingest, self._clock())
         return upload
 
@@ -82,7 +83,7 @@ class UploadSessions:
     async def write(self, upload: UploadSession, data: bytes | bytearray) -> None:
         """Append ``data``."""
         self.get(upload.repository, upload.id)
-        await asyncio.to_thread(upload.ingest.write_at, upload.offset, data)
+        await run_io(upload.ingest.write_at, upload.offset, data)
         upload.offset += len(data)
         upload.touched = self._clock()
 
@@ -92,7 +93,7 @@ class UploadSessions:
         del self._uploads[upload.id]
         expected = Descriptor(media_type, digest, upload.offset)
         try:
-            await asyncio.to_thread(upload.ingest.commit, expected)
+            await run_locking(upload.ingest.commit, expected)
         except VerificationError as error:
             detail = {"digest": str(digest)}
             raise DistributionError("DIGEST_INVALID", detail, message=error.message) from None
@@ -100,7 +101,7 @@ class UploadSessions:
     async def abort(self, upload: UploadSession) -> None:
         """Remove the upload and its bytes."""
         if self._uploads.pop(upload.id, None) is not None:
-            await asyncio.to_thread(upload.ingest.abort)
+            await run_io(upload.ingest.abort)
 
     async def expire(self) -> None:
         """Abort the uploads that have been idle for too long."""

@@ -8,7 +8,9 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from clowder_aimage.engine.executor import LOCK_TIMEOUT
 from clowder_aimage.engine.shared_transfer import run_in_thread
+from clowder_aimage.layout.lock import PATIENCE
 
 _T = TypeVar("_T")
 _log = logging.getLogger("aimage.http")
@@ -35,11 +37,16 @@ def _log_failure(task: asyncio.Task[object]) -> None:
 
 
 async def aside(call: Callable[[], _T]) -> _T:
-    """Return the result of ``call()``, run in a separate daemon thread.
+    """Return the result of ``call()``, run in a separate daemon thread; it waits briefly for locks.
 
     The event loop's executor has few threads, and the process does not exit before they end. An
     unresponsive upstream must block neither disk access nor the exit.
     """
     done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-    run_in_thread(call, done, "aimage-upstream")
+
+    def work() -> _T:
+        PATIENCE.set(LOCK_TIMEOUT)
+        return call()
+
+    run_in_thread(work, done, "aimage-upstream")
     return await done

@@ -24,7 +24,14 @@ from clowder_aimage.content.verified_reader import check
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.group_commit import GroupCommit
-from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_shared, store_errors
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    holder_pid,
+    make_directory,
+    open_shared,
+    store_errors,
+)
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
@@ -110,7 +117,8 @@ class FileIngest:
             flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             name = os.path.basename(self._path)[:12]
-            raise IngestBusyError(f"another process is writing {name}") from None
+            pid = holder_pid(fd) or ""
+            raise IngestBusyError(f"another process is writing {name}", pid=pid) from None
         with contextlib.suppress(FileNotFoundError):
             status = os.fstat(fd)
             if status.st_ino != os.stat(self._path).st_ino:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
-from clowder_aimage.cli.console.output import META, note
+from clowder_aimage.cli.console.output import META, note, report_waits
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
@@ -414,6 +414,7 @@ class VerbSettings(NamedTuple):
     def layout(self) -> ImageLayout:
         from clowder_aimage.layout import ImageLayout, LayeredStore
 
+        report_waits()
         first, *others = self.stores
         return LayeredStore(self.stores) if others else ImageLayout(first)
 

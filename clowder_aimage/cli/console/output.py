@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
 META = "clowder_aimage.cli."  # key prefix for the common options of a command line
-_LEVELS = {"error": "error", "retry": "warning"} | dict.fromkeys(
+_LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromkeys(
     ("start", "skip", "done", "request"), "debug"
 )
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -59,6 +59,26 @@ def plain(descriptor: Descriptor) -> dict[str, Any]:
 def note(text: str) -> None:
     """Print a message to stderr, with ``--json`` as an event."""
     click.echo(event("note", message=text) if wants_json() else text, err=True)
+
+
+def waiting(what: str, pid: int | None) -> tuple[str, int | None]:
+    """Return the message that a process is waited for, and its id if that is known."""
+    name = f"process {pid}" if pid else "another process"
+    return f"waiting for {name}, which is using {what}", pid or None
+
+
+def report_waits() -> None:
+    """Let waits for locks of stores be printed, with ``--json`` as events."""
+    from clowder_aimage.layout import lock
+
+    is_json = wants_json()
+
+    def listener(what: str, pid: int | None) -> None:
+        message, pid = waiting(what, pid)
+        line = event("wait", message=message, pid=pid) if is_json else printable(message)
+        click.echo(line, err=True)
+
+    lock.ON_WAIT[:] = [] if is_quiet() else [listener]
 
 
 def remark(text: str) -> None:

@@ -26,7 +26,7 @@ from clowder_aimage.oci import Digest, Reference
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-_MESSAGES = ("note", "summary")  # events shown on terminals and in logs
+_MESSAGES = ("note", "wait", "summary")  # events shown on terminals and in logs
 _STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that blocks
 _MIN_AGE = 0.5  # seconds before a copy or a blob gets a bar
 _MAX_BLOBS = 8
@@ -250,7 +250,10 @@ class Progress:
             self._send_plan(digest=digest, blobs=event.blobs, size=event.count)
             return
         fields = {"digest": digest, "size": content.size, "name": name_of(content)}
-        if event.kind == "progress":  # fewer than before: a retry starts over
+        if event.kind == "wait":
+            message, pid = output.waiting(f"blob {fields['name'] or digest}", event.count)
+            self._view.send("wait", message=message, pid=pid, **fields)
+        elif event.kind == "progress":  # fewer than before: a retry starts over
             self._view.send("retry", **fields, lost=-event.count)
         else:
             self._view.send(event.kind, **fields)
