@@ -23,7 +23,7 @@ from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.executor import run_locking
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import StoreBusyError, UsageError
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.listening_socket import listen, listen_apart
@@ -112,7 +112,8 @@ class RegistryRole(Role):
         while True:
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
-            await run_locking(self._leases.rotate)
+            with contextlib.suppress(StoreBusyError):  # until the next time
+                await run_locking(self._leases.rotate)
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
