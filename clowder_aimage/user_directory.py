@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage import __version__
 from clowder_aimage.errors import UsageError
-from clowder_aimage.schema import load
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions, DialectCache
@@ -27,6 +26,8 @@ _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$")
 
 def server_variables(section: str) -> dict[str, str]:
     """Return the environment variables of a server, by key in its section of the configuration."""
+    from clowder_aimage.schema import load
+
     keys = load("config")["$defs"][section]["properties"]
     return {key: _SECTIONS[section] + re.sub("([A-Z])", r"_\1", key).upper() for key in keys}
 

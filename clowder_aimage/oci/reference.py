@@ -50,10 +50,11 @@ class Reference:
         repository, colon, tag = path.partition(":")
         _check(text, registry, repository)
         if colon and _TAG.fullmatch(tag) is None:
-            raise UsageError(
-                f"invalid reference {text!r}: invalid tag {tag!r}",
-                hint="a tag is up to 128 letters, digits, '_', '.' and '-'",
-            )
+            hint = "a tag is up to 128 letters, digits, '_', '.' and '-'"
+            if "," in tag:
+                base = f"{text.partition(':' + tag)[0]}:"
+                hint = f"use several names: {base}{f' {base}'.join(tag.split(','))}"
+            raise UsageError(f"invalid reference {text!r}: invalid tag {tag!r}", hint=hint)
         if not colon and digest is None:
             tag = DEFAULT_TAG
         return cls(registry, repository, tag or None, digest)

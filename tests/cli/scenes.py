@@ -127,6 +127,9 @@ EMPTY = {
         $ aimage pull tiny # exit code 2
         ! aimage: tiny:latest has no registry host: ...
         ! use a name with a host, such as registry.example.com/tiny:latest; ...
+        $ aimage push localhost:1/team/tiny:v1,v2 # exit code 2
+        ! aimage: invalid reference 'localhost:1/team/tiny:v1,v2': invalid tag 'v1,v2'
+        ! use several names: localhost:1/team/tiny:v1 localhost:1/team/tiny:v2
         $ aimage pull Tiny # exit code 2
         ! aimage: invalid reference 'Tiny'
         ! use lower case: tiny
@@ -361,6 +364,11 @@ STOCKED = {
         got/sbom.json
         $ cat got/sbom.json
         {}
+        $ aimage pull -q localhost:5000/prod/tiny@$(aimage referrers localhost:5000/prod/tiny:v1 --json | jq -r '.[0].digest')
+        sha256:...
+        $ aimage export localhost:5000/prod/tiny@$(aimage referrers localhost:5000/prod/tiny:v1 --json | jq -r '.[0].digest') files # exit code 5
+        ! aimage: sha256:... is not an AImage (application/spdx+json)
+        ! ...; 'aimage attach --get' writes the files of an attachment
         $ aimage tag tiny localhost:5000/staging/tiny:v2
         $ aimage push -q localhost:5000/staging/tiny:v2
         $ aimage copy --all-tags localhost:5000/staging/tiny localhost:5000/archive/tiny

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +34,11 @@ def test_an_unknown_verb_is_refused_with_a_suggestion(
     done = aimage()(word, "x", code=2)
     assert done.err == f"aimage: unknown verb '{word}'\n  {hint}\n"
     assert done.out == ""
+
+
+def test_the_package_can_be_run(aimage: Callable[..., Aimage]) -> None:
+    done = run([sys.executable, "-m", "clowder_aimage", "frobnicate"], text=True)
+    assert (done.returncode, done.stderr) == (2, aimage()("frobnicate", code=2).err)
 
 
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())

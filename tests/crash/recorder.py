@@ -39,7 +39,7 @@ _WRITING = set("wax+")
 # Unused by the commands, or slow to import
 _APART = tuple(
     f"clowder_aimage.{name}"
-    for name in "api cli.__main__ distribution engine generate http model node".split()
+    for name in "__main__ api cli.__main__ distribution engine generate http model node".split()
 )
 
 

@@ -170,7 +170,7 @@ import encodings.ascii, encodings.idna, encodings.utf_8_sig
 import clowder_aimage
 for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
     if not module.name.startswith(("clowder_aimage.model", "clowder_aimage.distribution")) and (
-        module.name not in ("clowder_aimage.generate", "clowder_aimage.cli.__main__")
+        module.name != "clowder_aimage.generate" and not module.name.endswith("__main__")
     ):
         importlib.import_module(module.name)
 import jsonschema
