@@ -4,6 +4,7 @@
     ├── ContentError               the input is wrong
     │   ├── UsageError             exit 2   an argument is invalid
     │   ├── ModelError             exit 1   a model (directory, config, weights) cannot be used
+    │   │   └── StuckError                  ... and a call that reads it does not end
     │   ├── FormatError            exit 5   bytes do not parse as their media type
     │   └── VerificationError      exit 5   bytes do not match their digest
     └── AccessError                content could not be read or written
@@ -69,6 +70,10 @@ class UsageError(ContentError):
 
 class ModelError(ContentError):
     """A model cannot be packed or run: its directory, configs or weights do not fit."""
+
+
+class StuckError(ModelError):
+    """A call of a library does not end: its thread stays, so the process should exit."""
 
 
 class FormatError(ContentError):

@@ -133,6 +133,31 @@ def test_sockets_are_used_by_registry_http_and_the_worker_client_alone() -> None
     assert not found
 
 
+def test_what_strangers_write_goes_through_one_place() -> None:
+    """Templates are rendered, texts encoded and results printed by one module each."""
+    own = {
+        r"jinja2\.(sandbox|Environment|Template\b)|jinja2[\w.]* import .*Environment": {
+            "template_sandbox.py"
+        },
+        r"^(import|from) tokenizers": {"model/tokenizer_backend.py"},
+        r"click\.s?echo\(|\bprint\(|stdout\.write": {
+            "cli/console/output.py",
+            "cli/console/progress.py",  # messages, printable
+            "cli/main.py",  # errors
+            "cli/verbs/completion.py",  # of this program
+            "cli/verbs/manifest.py",  # a document, printable
+            "cli/verbs/save.py",  # an event
+        },
+    }
+    for pattern, places in own.items():
+        found = {
+            path.relative_to(PACKAGE).as_posix()
+            for path in TREES
+            if re.search(pattern, path.read_text("utf-8"), re.MULTILINE)
+        }
+        assert found == places, pattern
+
+
 def test_children_of_tests_are_started_by_one_module() -> None:
     """It gives them default signals and ends them with the test."""
     found = []

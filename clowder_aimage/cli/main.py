@@ -238,7 +238,8 @@ def _report(error: click.ClickException | AImageError) -> int:
 
 def _print_error(message: str, hint: str | None = None) -> None:
     """Print an error; on a terminal with colours, unless NO_COLOR is set."""
-    text, more = printable(message), f"\n  {printable(hint)}" if hint else ""
+    text = printable(message.replace("\n", " "))  # of a registry, for instance
+    more = f"\n  {printable(hint)}" if hint else ""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         click.echo(f"aimage: {text}{more}", err=True)
     else:  # click removes colours outside a terminal

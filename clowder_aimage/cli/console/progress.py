@@ -15,6 +15,7 @@ from clowder_aimage.cli.console.meter import BlobProgress, Meter, name_of
 from clowder_aimage.cli.console.output import (
     is_quiet,
     is_verbose,
+    one_line,
     plural,
     printable,
     size,
@@ -146,7 +147,7 @@ class BarView(LineView):
         for digest, blob in meter.active.items():
             is_slow = meter.now - blob.begun >= _MIN_AGE
             if digest in self._blobs or (is_slow and len(self._blobs) < _MAX_BLOBS):
-                title = f"  {printable(blob.label)}".replace("\n", " ")
+                title = f"  {one_line(blob.label)}"
                 self._blobs[digest] = self._show(self._blobs.get(digest), title, blob)
 
     def _show(self, task: TaskID | None, title: str, count: Meter | BlobProgress) -> TaskID:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.output import facts, note, printable
+from clowder_aimage.cli.console.output import facts, note
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
 
@@ -54,7 +54,7 @@ def read_prompts(
             note("aimage: the line is not valid text")
         except AImageError as error:
             hint = advice(error)
-            note(printable(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}"))
+            note(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}")
 
 
 def _command(line: str, values: MutableMapping[str, Any], options: dict[str, click.Option]) -> None:
@@ -62,7 +62,7 @@ def _command(line: str, values: MutableMapping[str, Any], options: dict[str, cli
     if word == "/set" and rest:
         _set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None, values, options)
     elif word == "/show" and not rest:
-        note(printable(facts([(name, _shown(values, each)) for name, each in options.items()])))
+        note("\n".join(facts([(name, _shown(values, each)) for name, each in options.items()])))
     elif word in ("/help", "/?", "/set"):
         note(_HELP.format(names=", ".join(options)))
     else:

@@ -87,12 +87,12 @@ def ls(
         ),
         key=lambda row: str(row["reference"]),
     )
-    text = "\n".join(row["reference"] for row in rows)
+    lines = [row["reference"] for row in rows]
     if not is_quiet():
         now = time.time()
-        text = table([_TITLES, *(_cells(row, now, is_whole=no_trunc) for row in rows)])
+        lines = table([_TITLES, *(_cells(row, now, is_whole=no_trunc) for row in rows)])
     if rows or not is_quiet() or wants_json():
-        result(rows, text)
+        result(rows, lines)
     if rows:
         return
     if patterns or filters:

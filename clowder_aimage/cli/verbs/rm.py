@@ -34,7 +34,7 @@ def rm(references: tuple[Reference, ...], is_freed: bool, remote: bool) -> None:
         _remove(layout, references)
         if is_freed or not is_quiet():
             value |= _collect(layout, is_freed)
-    result(value, "\n".join(map(str, references)))
+    result(value, map(str, references))
 
 
 def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:

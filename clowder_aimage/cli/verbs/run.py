@@ -250,7 +250,7 @@ class _Order:
             for each in written:
                 self._draw(Path(str(each["path"])))
         if not output.is_stdout:
-            result(facts | {"pictures": written}, "\n".join(str(each["path"]) for each in written))
+            result(facts | {"pictures": written}, (str(each["path"]) for each in written))
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
 
     def _draw(self, path: Path) -> None:

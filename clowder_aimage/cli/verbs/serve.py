@@ -327,5 +327,5 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
             tokens=tokens,
             grace=config.grace,
             origins=config.allow_origins if isinstance(config, WorkerSettings) else None,
-            on_ready=lambda urls: result({"urls": urls}, "\n".join(urls)),
+            on_ready=lambda urls: result({"urls": urls}, urls),
         )
