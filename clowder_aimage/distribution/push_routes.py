@@ -109,6 +109,8 @@ class PushRoutes:
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
         """Write the body to the upload; received bytes survive a broken connection."""
         end = _declared_end(request, upload)
+        if (size := request.content_length or 0) > PIECE:
+            await self._uploads.check_space(upload, size)
         buffer = bytearray()
         try:
             async for piece in pieces(request):

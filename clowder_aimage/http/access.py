@@ -107,11 +107,9 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
                 host=(name or host)[:300],
             )
         origin = request.headers.get("Origin")
-        site = request.headers.get("Sec-Fetch-Site", "none")
-        is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
         if origin is None or _origin_host(origin) == host:
-            if is_foreign:
-                raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
+            if request.method not in ("GET", "HEAD"):
+                check_site(request)
             return await handler(request)
         if origins is None or not (origin in origins or _is_loopback(origin)):
             raise ApiError(
@@ -129,6 +127,15 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
         return await handler(request)
 
     return middleware
+
+
+def check_site(request: web.Request) -> None:
+    """Refuse a request that another site's page caused, without ``Origin`` as for an image.
+
+    For requests that change state, also GET requests of a cache. Raises ApiError.
+    """
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
 
 
 def _preflight(request: web.Request) -> web.Response:

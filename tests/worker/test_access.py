@@ -108,6 +108,37 @@ def test_routes_that_change_state_need_the_admin_scope(service: Service) -> None
 
 
 @pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [
+        *((kind, True) for kind in ("application/octet-stream", "text/plain", "multipart/x")),
+        *((kind, False) for kind in ("application/json; charset=utf-8", "")),
+        ("application/x-www-form-urlencoded", False),
+    ],
+)
+def test_a_body_must_be_declared_as_json(service: Service, kind: str, is_refused: bool) -> None:
+    """A client of a registry that uploads a blob to a worker changes nothing."""
+    app = build_app(WorkerRole(service), origins=())
+    routes = [each for each in WorkerRole(service).routes() if each.body is not None]
+
+    async def ask() -> set[bool]:
+        async with TestClient(TestServer(app)) as client:
+            found = set()
+            for route in routes:
+                if route.method in ("GET", "HEAD"):
+                    continue
+                path = re.sub(r"\{[^}]*\}", "x", route.path)
+                headers = {"Content-Type": kind} if kind else {}
+                skipped = () if kind else ("Content-Type",)
+                async with client.request(
+                    route.method, path, data=b"[1]", headers=headers, skip_auto_headers=skipped
+                ) as answer:
+                    found.add(answer.status == 415)
+            return found
+
+    assert asyncio.run(ask()) == {is_refused}
+
+
+@pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:11434", "127.0.0.1.evil.example", "169.254.169.254", "["]
 )
 def test_unknown_host_headers_are_refused(service: Service, host: str) -> None:

@@ -15,11 +15,13 @@ from clowder_aimage.cli.console.option import (
     common_options,
     daemon_connection_options,
     needs,
+    parsed,
     settings,
     start_traces,
 )
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.verbs.serve import metrics_and_log_options, option
+from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
 from clowder_aimage.schema import read_configuration
 from clowder_aimage.user_directory import check_variables, config_file
@@ -50,6 +52,12 @@ def registry() -> None:
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Require the token in the first line of this file.",
+)
+@_option(
+    "--upload-quota",
+    metavar="SIZE",
+    callback=parsed(parse_size),
+    help="Bytes that all unfinished uploads may have together, such as 20GiB. [default: no limit]",
 )
 @_option(
     "--upstream",
@@ -94,6 +102,7 @@ def serve(**options: Any) -> None:
         readonly=options["readonly"],
         allow_remote=options["allow_remote"],
         token=read_token(token_file) if token_file else None,
+        upload_quota=options["upload_quota"] or 0,
         upstream=UpstreamRegistry.parse(upstream, chosen.connection()) if upstream else None,
         metrics_address=options["metrics_addr"],
         on_ready=lambda url: result({"url": url}, url),
@@ -104,5 +113,7 @@ def read_registry_section(file: Path) -> dict[str, Any]:
     """Return the section ``registry`` of a configuration, by option. Raises UsageError."""
     section = read_configuration(file, lambda document: document.get("registry", {}))
     found = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in section.items()}
+    if "upload_quota" in found:
+        found["upload_quota"] = parse_size(str(found["upload_quota"]))
     paths = {"token_file": file.parent / found["token_file"]} if "token_file" in found else {}
     return found | paths
