@@ -49,7 +49,7 @@ class Health:
         service, node = self._service, self._service.node
         missing = node.missing() if node is not None else ()
         try:
-            reasons = await run_probe(service.readiness.against, service.wanted, missing)
+            reasons = await run_probe(service.readiness.against, service.required, missing)
         except TimeoutError:
             reasons = [{"reason": "store not readable"}]
         if node is not None:

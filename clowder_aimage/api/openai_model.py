@@ -15,7 +15,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.engine.executor import run_generation, run_io
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, StoreError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
@@ -180,8 +180,8 @@ class ModelCatalog:
         except KeyError:
             try:
                 facts = self._read(reference)
-            except NotFoundError:
-                return None  # it may be stored later
+            except (NotFoundError, StoreError):
+                return None  # it may be stored, or readable, later
             except AImageError:
                 facts = None
             if len(self._known) >= _MAX_KNOWN:

@@ -92,7 +92,8 @@ class AImage:
 def check_name(name: str) -> str:
     """Return a layer's name if it is a safe file name. Raises FormatError.
 
-    A safe name is relative, not empty, Unicode, and has no ``..`` or control characters.
+    A safe name is relative, not empty, printable (no control characters or marks that change the
+    direction of text), and has no ``..``.
     """
     parts = name.split("/")
     if (
@@ -100,7 +101,7 @@ def check_name(name: str) -> str:
         or len(name) > 1024
         or any(part in ("", ".", "..") for part in parts)
         or "\\" in name
-        or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF for c in name)
+        or not name.isprintable()
     ):
         raise FormatError(f"invalid layer name: {name[:100]!r}")
     return name

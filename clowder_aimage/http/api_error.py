@@ -39,6 +39,7 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (errors.VerificationError, 502, "verification_failed"),
     (errors.FormatError, 500, "invalid_content"),
     (NoSpaceError, 507, "insufficient_storage"),
+    (StoreError, 503, "store_unavailable"),
     (errors.NetworkError, 502, "registry_unreachable"),
     (errors.RegistryError, 502, "registry_failed"),
 )
@@ -158,6 +159,9 @@ def _distribution_error(error: AImageError) -> ApiError:
     if isinstance(error, StoreBusyError):
         headers = {"Retry-After": str(RETRY_AFTER)}
         return ApiError(503, "the store is in use", code="UNKNOWN", headers=headers)
+    if isinstance(error, StoreError):
+        headers = {"Retry-After": str(RETRY_AFTER)}
+        return ApiError(503, "cannot access the store", code="UNKNOWN", headers=headers)
     is_damaged = isinstance(error, errors.ContentError)
     message = "the stored content is damaged" if is_damaged else "unknown error"
     return ApiError(500, message, code="UNKNOWN")

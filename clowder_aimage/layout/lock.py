@@ -26,6 +26,7 @@ PRIVATE = ".aimage"  # directory of aimage in a store
 VERSION = 1  # of the private files: docs/upgrade.md
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_SKEW = 300.0  # seconds by which a file server's clock may be ahead
 _MOMENT = 0.01  # seconds
 _SETTLED = 5.0  # seconds without changes after which a file counts as complete
 _MAX_READS = 20  # of a file that another tool is writing in place
@@ -161,6 +162,11 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
         return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
     return fd
+
+
+def known_time(at: float, now: float) -> float:
+    """Return a file's time, or 0, the oldest, for one in the future: a clock was wrong."""
+    return at if at <= now + _SKEW else 0.0
 
 
 def open_regular(path: str | Path) -> int:

@@ -242,6 +242,12 @@ def test_oci_annotations_repeat_the_config() -> None:
 CLIMBING = [
     *("", "..", "../x", "a/../x", "a/..", ".", "./x", "/x", "a//x", "a/", "a\\..\\x", "C:\\x"),
     *("a\nb", "a\0", "\x1b[2J", "a\x7f", "\ud800", "x" * 1025),
+    *(
+        "README\u202egnp.md",
+        "a\x9b2J",
+        "a\u2028b",
+        "a\u200bb",
+    ),  # C1, direction, separators
 ]
 
 

@@ -27,7 +27,7 @@ from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.access import ANY_ADDRESS, read_tokens
+from clowder_aimage.http.access import ANY_ADDRESS, read_token, read_tokens
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import check_access, listen, listen_unix
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
@@ -287,6 +287,17 @@ def test_a_token_file_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \n{'b' * 16}\n")
     assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: ADMIN}
+
+
+@pytest.mark.parametrize(("mode", "is_warned"), [(0o644, True), (0o640, False), (0o600, False)])
+def test_a_token_file_that_all_users_can_read_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_warned: bool
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(ADMIN_TOKEN)
+    path.chmod(mode)
+    assert read_token(path) == ADMIN_TOKEN
+    assert ("all users can read" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(

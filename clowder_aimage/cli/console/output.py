@@ -205,14 +205,15 @@ def output_file(name: str) -> Iterator[BinaryIO]:
     from pathlib import Path
 
     from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file
+    from clowder_aimage.content.open_directory import open_special, resolve
 
-    path = Path(name).resolve()
     try:
+        path = resolve(Path(name))
         if name == "-":
             raw = standard_stream(sys.stdout, "write bytes to", "set a file with -o, or use a pipe")
             yield cast(BinaryIO, raw)
         elif path.exists() and not path.is_file():  # a device or a pipe
-            with path.open("wb", buffering=0) as file:
+            with open_special(path) as file:
                 yield file
         else:
             with atomic_file(path) as file:
