@@ -102,7 +102,8 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     is_shown = error.hint and (status < 500 or status == 502)
     message = f"{error.message}; {error.hint}" if is_shown else error.message
     if isinstance(error, StoreError):
-        message = "the store is in use" if status == 503 else "cannot access the store"
+        is_busy = isinstance(error, StoreBusyError)
+        message = "the store is in use" if is_busy else "cannot access the store"
     headers = {}
     if status == 503:
         headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_AFTER))
@@ -156,12 +157,11 @@ def _openai(error: ApiError) -> dict[str, object]:
 def _distribution_error(error: AImageError) -> ApiError:
     if isinstance(error, NoSpaceError):
         return ApiError(507, "no space left", code="UNKNOWN")
-    if isinstance(error, StoreBusyError):
-        headers = {"Retry-After": str(RETRY_AFTER)}
-        return ApiError(503, "the store is in use", code="UNKNOWN", headers=headers)
     if isinstance(error, StoreError):
+        is_busy = isinstance(error, StoreBusyError)
+        message = "the store is in use" if is_busy else "cannot access the store"
         headers = {"Retry-After": str(RETRY_AFTER)}
-        return ApiError(503, "cannot access the store", code="UNKNOWN", headers=headers)
+        return ApiError(503, message, code="UNKNOWN", headers=headers)
     is_damaged = isinstance(error, errors.ContentError)
     message = "the stored content is damaged" if is_damaged else "unknown error"
     return ApiError(500, message, code="UNKNOWN")
