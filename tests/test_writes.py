@@ -48,7 +48,9 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif plain in ("open", "io.open", "io.FileIO", "FileIO") or name == "open":
             mode = node.args[0 if name == "open" and of != "io" else 1 :][:1]
             mode += [word.value for word in node.keywords if word.arg == "mode"]
-            if any(isinstance(x, ast.Constant) and _writes(x.value) for x in mode):
+            is_nowhere = "devnull" in ast.unparse(node)
+            writing = any(isinstance(x, ast.Constant) and _writes(x.value) for x in mode)
+            if writing and not is_nowhere:
                 yield node.lineno, plain
 
 
