@@ -201,6 +201,8 @@ def kind_of(value: object) -> str:
         return "oci-manifest" if is_manifest else OCI_INDEX
     is_config = "schemaVersion" in value and "fsLayers" not in value
     unknown = AIMAGE_CONFIG if is_config else ""
+    if value and value.keys() <= schemas.load("config")["properties"].keys():
+        unknown = "config"
     return next((schema for key, schema in _KEYS if key in value), unknown)
 
 
