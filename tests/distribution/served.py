@@ -32,7 +32,7 @@ from clowder_aimage.http import body_stream
 from clowder_aimage.http import server as http_server
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
 if "impatient" in flags:
-    body_stream.READ_TIMEOUT = registry_role.GRACE = 0.2
+    body_stream.READ_TIMEOUT = registry_role.GRACE = float(flags["impatient"] or 0.2)
     http_server.IDLE = http_server.INTERVAL = 0.1
     cache.CLOSE_TIMEOUT = 0.2
 catalog_routes.MAX_PAGE = int(flags.get("page", catalog_routes.MAX_PAGE))

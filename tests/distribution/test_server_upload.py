@@ -300,7 +300,7 @@ def test_stop_aborts_uploads(tmp_path: Path, serve_layout: Callable[..., Server]
 def test_stop_does_not_wait_for_stalled_clients(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
-    server = serve_layout(tmp_path / "store", "impatient")
+    server = serve_layout(tmp_path / "store", "impatient=2")
     large = bytes(32 * 1024 * 1024)  # more than the sockets buffer
     server.push_blob(large)
     get = f"GET /v2/a/b/blobs/{digest_of(large)} HTTP/1.1\r\nHost: localhost\r\n\r\n"
