@@ -1,8 +1,9 @@
-"""Picture files; a PNG stores its generation parameters.
+"""Picture files, which store their generation parameters.
 
-The parameters are JSON in an international text chunk named ``aimage`` (PNG specification,
+In a PNG these are JSON in an international text chunk named ``aimage`` (PNG specification,
 11.3.3.4), beside the registered keywords ``Description`` and ``Software``. ``parameters`` is text
-in the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers read.
+in the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers read. JPEG
+and WebP have this text only, in the Exif tag ``UserComment``, as stable-diffusion-webui writes it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from clowder_aimage import __version__
 from clowder_aimage.errors import NotFoundError, UsageError
 
 KEY = "aimage"
+_LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
 
 
 def encode_picture(
@@ -31,13 +33,15 @@ def encode_picture(
 ) -> bytes:
     """Encode ``pixels`` (height, width, 3) as a file of ``pipeline.FORMATS``.
 
-    A PNG stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
+    The file stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
     """
     options: dict[str, Any] = {}
-    if kind == "png":
-        options["pnginfo"] = _chunks(facts, pixels.shape) if facts is not None else None
-    elif quality is not None:
+    if kind != "png" and quality is not None:
         options["quality"] = quality
+    if facts is not None and kind == "png":
+        options["pnginfo"] = _chunks(facts, pixels.shape)
+    elif facts is not None:
+        options["exif"] = _exif(_parameters(facts, pixels.shape))
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
@@ -50,6 +54,17 @@ def _chunks(facts: Mapping[str, Any], shape: tuple[int, ...]) -> PngImagePlugin.
     info.add_text("parameters", _parameters(facts, shape))
     info.add_text("Software", "aimage")
     return info
+
+
+def _exif(text: str) -> bytes:
+    """Return Exif data with a comment (Exif 2.3, 4.6.5); none if it is too long for a JPEG."""
+    exif = Image.Exif()
+    exif.endian = ">"  # programs read the UTF-16 of the comment in this order
+    exif[ExifTags.Base.Software] = "aimage"
+    comment = b"UNICODE\0" + text.encode("utf-16-be", "replace")
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
+    data = exif.tobytes()
+    return data if len(data) <= _LARGEST_EXIF else b""
 
 
 def _parameters(facts: Mapping[str, Any], shape: tuple[int, ...]) -> str:

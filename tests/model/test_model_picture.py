@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from clowder_aimage import __version__
 from clowder_aimage.model.picture import encode_picture, load_picture
@@ -56,8 +56,29 @@ def test_a_prompt_in_any_script_is_kept_and_an_absent_negative_left_out() -> Non
     assert said["parameters"].startswith("二つの円\nSteps: 8, ")
 
 
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_jpeg_and_webp_have_the_parameters_where_the_web_ui_writes_them(kind: str) -> None:
+    """It writes them with piexif: ``UserComment.dump(text, encoding="unicode")``."""
+    data = encode_picture(PIXELS, FACTS | {"prompt": "二つの円"}, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.format == kind.upper()
+        exif = image.getexif()
+    comment = exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    assert comment[:8] == b"UNICODE\0"
+    expected = texts(encode_picture(PIXELS, FACTS | {"prompt": "二つの円"}))["parameters"]
+    assert comment[8:].decode("utf-16-be") == expected
+    assert exif[ExifTags.Base.Software] == "aimage"
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_a_prompt_too_long_for_a_jpeg_leaves_the_picture_readable(kind: str) -> None:
+    data = encode_picture(PIXELS, FACTS | {"prompt": "x" * 40_000}, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (32, 16) and not image.getexif()
+
+
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_pictures_without_facts_have_no_text(kind: str) -> None:
-    facts = None if kind == "png" else FACTS
-    data = encode_picture(PIXELS, facts, kind)
-    assert b"circles" not in data and b"parameters" not in data
+    data = encode_picture(PIXELS, None, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert not texts(data) and not image.getexif()
