@@ -79,9 +79,9 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
         return
     kind = aimage.properties.get("format")
     if kind == "diffusers":
+        name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
         raise ModelError(
-            f"only {', '.join(PIPELINES)} can be run; {reference} is "
-            f"{str(aimage.properties.get('pipeline'))[:80]}",
+            f"only {', '.join(PIPELINES)} can be run; {reference} is {str(name)[:80]}",
             remedy="export_to_run",
             library=kind,
             reference=reference,

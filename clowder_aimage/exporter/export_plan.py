@@ -208,7 +208,8 @@ class ExportPlanner:
         It comes from the AImage config, the pipeline's index, or the component's own configuration.
         """
         if not component:
-            return STEMS["transformers"]
+            is_diffusers = "_class_name" in self._object(_CONFIG)
+            return STEMS["diffusers" if is_diffusers else "transformers"]
         known = self._aimage.properties.get("components")
         entry = known.get(component) if isinstance(known, dict) else None
         library = entry.get("library") if isinstance(entry, dict) else None

@@ -193,7 +193,7 @@ EMPTY = {
     "another server where the worker is expected": """
         $ AIMAGE_HOST=localhost:11434 aimage ps # exit code 1
         ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
-        ! check that AIMAGE_HOST is the address of a worker
+        ! set AIMAGE_HOST to the address of a worker; 'aimage serve --addr HOST:PORT' starts one
         $ AIMAGE_HOST=localhost:11434 aimage rm --remote llama3.2:1b # exit code 1
         ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
         $ AIMAGE_HOST=localhost:11434 aimage stop llama3.2:1b # exit code 1
@@ -510,6 +510,7 @@ GENERATE = {
         ! aimage: ... expected WIDTHxHEIGHT, such as 1024x768, not '512'
         $ aimage run shapes x --negative blue # exit code 2
         ! aimage: --negative requires --guidance above 0
+        ! try --guidance 4
     """,
     "options of other tools": """
         $ aimage run shapes a fox -s 1 --size 32x32 --seed 4 --num-images 2 --negative-prompt blue --guidance-scale 2 -o a.png

@@ -83,7 +83,8 @@ REMEDIES = {
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "
     "'aimage tag' adds one to a name in the store",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",
-    "worker_address": "check that AIMAGE_HOST is the address of a worker",
+    "worker_address": "set AIMAGE_HOST to the address of a worker; 'aimage serve --addr HOST:PORT' "
+    "starts one",
     "worker_token": "set AIMAGE_TOKEN to a token in the worker's token file",
     "write_modelpack": "other tools also read --dialect modelpack",
 }

@@ -15,6 +15,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 
+_MANY = 200  # names whose manifests are read in less than about a second
 
 @verb
 @stored_arguments(required=True, parse=only_name)
@@ -65,6 +66,9 @@ def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
         done = Collector(layout).run()
         remark(f"freed {size(done.size)} ({plural(done.blobs, 'blob')})")
         return {"freed": done.size}
+    if sum(1 for _ in layout.tags()) > _MANY:
+        remark("to free content that no other name needs: aimage gc")
+        return {}
     with contextlib.suppress(AImageError):  # 'aimage gc' reports it
         if unneeded := Collector(layout, dry_run=True).run().size:
             remark(f"{size(unneeded)} can be freed with: aimage gc")

@@ -193,7 +193,7 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of pictures. Raises UsageError, StoreError."""
     output = PictureOutput(values["output"])
     if values["negative"] is not None and not values["guidance"]:
-        raise UsageError("--negative requires --guidance above 0")
+        raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
     if output.is_stdout and (wants_value() or values["show"]):
         option = "--open" if not wants_value() else "--json" if wants_json() else "--format"
         raise UsageError(f"{option} cannot be combined with -o -")
@@ -224,8 +224,8 @@ class _Order:
     render: _Render
     protocol: str  # for pictures in the terminal
 
-    def make(self, prompt: str, begun: float | None = None) -> None:
-        """Generate, write and print the pictures of a prompt."""
+    def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
+        """Generate, write and print the pictures of a prompt; return their paths."""
         begun = time.monotonic() if begun is None else begun
         options, count = _check(self.values) | {"prompt": prompt}, self.values["count"]
         output = PictureOutput(self.values["output"])
@@ -252,6 +252,7 @@ class _Order:
         if not output.is_stdout:
             result(facts | {"pictures": written}, (str(each["path"]) for each in written))
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+        return tuple(str(each["path"]) for each in written)
 
     def _draw(self, path: Path) -> None:
         """Draw a picture in the terminal."""
