@@ -96,8 +96,8 @@ _ELSEWHERE = {
     "auth": "'aimage login' stores credentials for a registry",
     "cat": "'aimage manifest fetch' prints a manifest, 'aimage blob fetch' a blob",
     "clean": "'aimage gc' removes content that no name needs",
-    "download": "'aimage pull' fetches an AImage; 'aimage create NAME ORG/REPO' packs a model of the "
-    "Hugging Face hub",
+    "download": "'aimage pull' fetches an AImage; 'aimage create NAME ORG/REPO' packs a model of "
+    "the Hugging Face hub",
     "draw": _PICTURE,
     "fetch": "'aimage pull' fetches an AImage, 'aimage manifest fetch' a manifest",
     "generate": _PICTURE,

@@ -123,7 +123,16 @@ def _check(text: str, registry: str | None, repository: str) -> None:
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
         return
     hint = "names are lower-case letters and digits, with single '.', '_', '-' or '/' between them"
+    is_hub_name = False
+    lower = text.replace(repository, repository.lower(), 1)
     if _REPOSITORY.fullmatch(repository.lower()):
-        hint = f"use lower case: {text.replace(repository, repository.lower(), 1)}"
+        hint = f"use lower case: {lower}"
+        is_hub_name = registry is None and repository.count("/") == 1
     part = "" if repository == text else f": invalid repository {repository!r}"
-    raise UsageError(f"invalid reference {text!r}{part}", hint=hint)
+    raise UsageError(
+        f"invalid reference {text!r}{part}",
+        hint=hint,
+        remedy="lower_case_or_hub" if is_hub_name else "",
+        name=lower,
+        model=repository,
+    )

@@ -150,7 +150,7 @@ EMPTY = {
         ! 'aimage ls' lists the names in the store; 'aimage pull' fetches from a registry
         $ aimage rm tiny # exit code 3
         ! aimage: tiny:latest not found ...
-        $ aimage create tiny nowhere # exit code 1
+        $ aimage create tiny nowhere # exit code 3
         ! aimage: nowhere does not exist
         $ aimage tags localhost:6100 # exit code 2
         ! aimage: expected HOST/REPOSITORY, not localhost:6100
@@ -222,9 +222,13 @@ EMPTY = {
         $ aimage export sdxl sdxl
         sdxl
         $ cmp ckpt.safetensors sdxl/ckpt.safetensors
-        $ aimage create unet sd/vae # exit code 1
-        ! aimage: sd/vae contains diffusion_pytorch_model.safetensors, but config.json states no model
-        ! pass a weight file itself, or a directory of a whole model; or pack all files as they are, with --whole-files
+        $ aimage create vae sd/vae
+        sha256:...
+        $ aimage run --local vae a fox # exit code 1
+        ! aimage: only ZImagePipeline can be run; vae:latest is AutoencoderKL
+        $ aimage export vae vae
+        vae
+        $ diff -r sd/vae vae
         $ printf '\200\002}q' > old.ckpt
         $ aimage create old old.ckpt # exit code 1
         ! aimage: old.ckpt is pickled: loading it can execute arbitrary code, so it is not packed

@@ -55,7 +55,10 @@ def test_a_local_name_is_never_pulled(aimage: Callable[..., Aimage]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("Upper/Case", "use lower case: upper/case"),
+        (
+            "Upper/Case",
+            "use lower case: upper/case; to pack a model of the Hugging Face hub: aimage",
+        ),
         ("localhost:5000/Team/Model:V1", "localhost:5000/team/model:V1"),
         ("a/../b", "invalid reference 'a/../b'"),
         ("x:", "invalid tag"),

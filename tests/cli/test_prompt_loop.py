@@ -77,7 +77,12 @@ def test_again_repeats_the_last_prompt_and_open_shows_its_pictures(
     typed: Typed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("click.launch", lambda path: opened.append(path) or 0)
+
+    def launch(path: str) -> int:
+        opened.append(path)
+        return 0
+
+    monkeypatch.setattr("click.launch", launch)
     assert typed("a", "b", "/set steps 2", "/again", "/open")[0] == ["a", "b", "b"]
     assert opened == ["b.png"] and not capsys.readouterr().err.count("aimage: ")
     monkeypatch.setattr("click.launch", lambda _: 3)

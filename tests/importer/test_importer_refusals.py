@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.dialect import DIALECTS
-from clowder_aimage.errors import ContentError, ModelError
+from clowder_aimage.errors import ContentError, ModelError, NotFoundError
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.importer import Provenance, make_plan
 from clowder_aimage.layout import ImageLayout
@@ -31,8 +31,9 @@ def refused(model: Model, *said: Any) -> ContentError:
 
 def test_a_missing_directory_is_refused(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "absent"
-    error = refused(type(model)(path, model.store), path, "does not exist")
-    assert error.hint
+    with pytest.raises(NotFoundError, match="does not exist") as caught:
+        type(model)(path, model.store).create()
+    assert caught.value.hint and not model.store.exists()
     path = model.directory / "model_index.json"
     error = refused(type(model)(path, model.store), path, "unsupported model format")
     assert error.hint

@@ -75,7 +75,7 @@ common_options = options(
         "--store",
         type=click.Path(),
         is_eager=True,  # before names in the store are looked up
-        help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
+        help="The directory of the store, an OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     click.option(
@@ -326,11 +326,17 @@ reference_argument = click.argument(
 jobs_option = _shared(
     "--jobs",
     type=click.IntRange(1, 64),
+    metavar="N",
     help="Number of concurrent layers. [default: 8, or from the configuration]",
 )
 
 output_option = click.option(
-    "-o", "--output", "file", default="-", metavar="FILE", help="The file to write. [default: -]"
+    "-o",
+    "--output",
+    "file",
+    default="-",
+    metavar="FILE",
+    help="The file to write; - is stdout. [default: -]",
 )
 
 transfer_options = options(jobs_option, connection_options)

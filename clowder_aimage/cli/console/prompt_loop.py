@@ -46,10 +46,8 @@ def read_prompts(
             line = input(">>> ").strip()
             if line in ("/bye", "/exit", "/quit"):
                 return
-            if line == "/open":
-                _open(paths)
-            elif line.startswith("/") and line != "/again":
-                _command(line, values, options)
+            if line.startswith("/") and line != "/again":
+                _command(line, values, options, paths)
             elif line:
                 prompt = prompt if line == "/again" else line
                 if not prompt:
@@ -75,9 +73,16 @@ def _open(paths: tuple[str, ...]) -> None:
             raise UsageError(f"no program opens {path}")
 
 
-def _command(line: str, values: MutableMapping[str, Any], options: dict[str, click.Option]) -> None:
+def _command(
+    line: str,
+    values: MutableMapping[str, Any],
+    options: dict[str, click.Option],
+    paths: tuple[str, ...],
+) -> None:
     word, *rest = line.split(maxsplit=2)
-    if word == "/set" and rest:
+    if word == "/open" and not rest:
+        _open(paths)
+    elif word == "/set" and rest:
         _set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None, values, options)
     elif word == "/show" and not rest:
         note("\n".join(facts([(name, _shown(values, each)) for name, each in options.items()])))

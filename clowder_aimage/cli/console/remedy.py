@@ -59,6 +59,8 @@ REMEDIES = {
     "load_without_as": "omit --as, and set other names with 'aimage tag'",
     "login": "log in with: aimage login {registry}",
     "login_of_worker": "log in as the user that runs the worker: aimage login HOST",
+    "lower_case_or_hub": "use lower case: {name}; to pack a model of the Hugging Face hub: "
+    "aimage create NAME {model}",
     "name_adapter": "set a name with --adapter NAME=PATH",
     "no_layers": "omit --component and --include to pull all of it",
     "no_variant": "omit --variant",

@@ -17,6 +17,7 @@ from clowder_aimage.oci import Reference
 
 _MANY = 200  # names whose manifests are read in less than about a second
 
+
 @verb
 @stored_arguments(required=True, parse=only_name)
 @click.option("--gc", "is_freed", is_flag=True, help="Also remove content that no name needs.")
