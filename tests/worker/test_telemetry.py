@@ -127,6 +127,23 @@ def test_a_worker_can_continue_the_trace_of_its_client(
     assert span.name == "aimage ls" and f"{span.context.trace_id:032x}" == sent.split("-")[1]
 
 
+@pytest.mark.parametrize(("given", "seconds"), [("", 2.0), ("7", None)])
+def test_a_collector_delays_a_verb_for_a_short_time(
+    aimage: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch, given: str, seconds: float
+) -> None:
+    used: list[Any] = []
+    module = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setattr(f"{module}.OTLPSpanExporter", lambda timeout: used.append(timeout))
+    monkeypatch.setattr("opentelemetry.sdk.trace.export.BatchSpanProcessor", lambda _: None)
+    monkeypatch.setattr("opentelemetry.sdk.trace.TracerProvider.add_span_processor", print)
+    here = aimage()
+    here.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://localhost:1"
+    here.environment["OTEL_EXPORTER_OTLP_TIMEOUT"] = given
+    here("resolve", "localhost:1/x", code=1)
+    telemetry.stop()
+    assert used == [seconds]
+
+
 def test_nothing_is_imported_without_a_collector() -> None:
     program = (
         "import sys, clowder_aimage.pull, clowder_aimage.http.app\n"

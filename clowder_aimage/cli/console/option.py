@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 _TAGS_TIMEOUT = 2.0  # seconds, in a completion
+_TRACES_TIMEOUT = 2.0  # seconds that an unreachable collector may delay the end of a verb
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -163,7 +164,7 @@ class Verb(_Exemplified):
             return super().invoke(ctx)
         from clowder_aimage import telemetry
 
-        start_traces()
+        start_traces(_TRACES_TIMEOUT)
         with telemetry.span(ctx.command_path):
             return super().invoke(ctx)
 
@@ -382,8 +383,11 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
-def start_traces() -> None:
-    """Record traces if the environment names a collector; warn if the extra is missing."""
+def start_traces(seconds: float | None = None) -> None:
+    """Record traces if the environment names a collector; warn if the extra is missing.
+
+    ``seconds`` is the time for sending them.
+    """
     from clowder_aimage import __version__, telemetry
     from clowder_aimage.cli.console.output import note
     from clowder_aimage.cli.console.remedy import advice
@@ -391,7 +395,7 @@ def start_traces() -> None:
     if telemetry.is_wanted():
         try:
             with needs("OpenTelemetry", "otel"):
-                telemetry.start(version=__version__)
+                telemetry.start(version=__version__, seconds=seconds)
         except UsageError as error:
             note(f"warning: {error.message}; no traces are sent\n  {advice(error)}")
 
