@@ -27,6 +27,7 @@ from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, interface_of
+from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
 _EXPOSED = (
@@ -70,6 +71,7 @@ def build_app(
     bodies: dict[web.AbstractRoute, int | None] = {}
     app = web.Application(
         middlewares=[
+            watch_requests,
             _account(roles),
             answer_errors,
             check_host(hosts, origins),

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from clowder_aimage.engine.executor import LOCK_TIMEOUT
 from clowder_aimage.engine.shared_transfer import run_in_thread
+from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.layout.lock import PATIENCE
 
 _T = TypeVar("_T")
@@ -19,7 +20,7 @@ _log = logging.getLogger("aimage.http")
 @contextlib.asynccontextmanager
 async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Run coroutines in the background; cancel them on exit. A failure is logged."""
-    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    tasks = [asyncio.create_task(_watched(each)) for each in coroutines]
     for task in tasks:
         task.add_done_callback(_log_failure)
     try:
@@ -28,6 +29,10 @@ async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _watched(coroutine: Coroutine[Any, Any, object]) -> WatchedCoroutine[object]:
+    return WatchedCoroutine(coroutine, getattr(coroutine, "__qualname__", "background"))
 
 
 def _log_failure(task: asyncio.Task[object]) -> None:
