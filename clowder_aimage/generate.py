@@ -17,7 +17,6 @@ from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEve
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import PullOptions, pull, stored_name
 from clowder_aimage.registry import ClientOptions
-from clowder_aimage.schema import validate
 
 _PARAMETERS = ("prompt", "negative", "width", "height", "steps", "seed", "guidance", "shift")
 
@@ -107,7 +106,7 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
         *(blob.digest for blob in stored.manifest.children),
         *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
     )
-    validate("aimage-config", stored.aimage.properties)
+    stored.aimage.validate()
     require_complete(store, reference, stored)
     inflate(store, stored)
     store.use(stored.descriptor)

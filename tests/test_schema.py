@@ -230,7 +230,7 @@ def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
     package = Path(clowder_aimage.__file__).parent
     installed = tmp_path / "clowder_aimage"
     installed.mkdir()
-    for name in ("__init__.py", "schema.py", "errors.py"):
+    for name in ("__init__.py", "schema.py", "strict_json.py", "errors.py"):
         shutil.copy(package / name, installed)
     shutil.copytree(SCHEMAS, installed / "schemas")
     code = (

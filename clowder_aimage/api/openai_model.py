@@ -21,7 +21,6 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
-from clowder_aimage.schema import validate
 
 FAMILY = "z-image"
 _PARTS = {"text_encoder", "transformer", "vae"}
@@ -43,7 +42,7 @@ def is_runnable(aimage: AImage) -> bool:
 def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
     """Return the AImage with its validated config. Raises NotFoundError, ContentError."""
     stored = read_aimage(store, reference)
-    validate("aimage-config", stored.aimage.properties)
+    stored.aimage.validate()
     return stored
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from clowder_aimage import errors, telemetry
 from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
+from clowder_aimage.oci import read_json
 from clowder_aimage.timed_response import TimedResponse
 
 _CONNECT = 10.0  # seconds
@@ -178,8 +179,8 @@ class WorkerClient:
 
     def _parse(self, text: bytes) -> Any:
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            return read_json(text, "it", _MAX_LINE)
+        except FormatError:
             message = f"invalid response from {self.endpoint}: not JSON"
             raise FormatError(message, remedy="worker_address") from None
 

@@ -86,7 +86,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     broken = f"{path} is not an OCI index"
     try:
-        value = read_json(raw, str(path))
+        value = read_json(raw, str(path), MAX_INDEX_SIZE)
     except FormatError as error:
         raise FormatError(f"{broken}: {error.message}", hint=_HINT) from None
     if isinstance(value, dict) and value.get("manifests", 0) is None:

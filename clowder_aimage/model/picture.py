@@ -19,7 +19,8 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 
 from clowder_aimage import __version__
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.oci import read_json
 
 KEY = "aimage"
 _LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
@@ -109,8 +110,8 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
     except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
         raise UsageError(f"{path} is not a valid PNG file") from None
     try:
-        facts = json.loads(texts[KEY])
-    except (KeyError, ValueError, RecursionError):
+        facts = read_json(texts[KEY].encode("utf-8", "surrogatepass"), KEY)
+    except (KeyError, FormatError):
         facts = None
     if not isinstance(facts, dict):
         raise UsageError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -20,8 +19,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from clowder_aimage.errors import UnauthorizedError
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import FormatError, UnauthorizedError
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB,
@@ -38,7 +37,7 @@ _LIFE = 60.0  # seconds, of a token without expires_in
 _MARGIN = 30.0  # a token is renewed this long before it expires, or a fifth of its life
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
-_PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
+_PARAMETER = re.compile(r'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 # method, URL, headers, body -> the response, without redirects
 SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
 
@@ -234,8 +233,8 @@ class Authenticator:
 
 def _object(raw: bytes) -> dict[str, Any]:
     """Return a JSON object, an empty one for anything else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(raw)
+    with contextlib.suppress(FormatError):
+        value = read_json(raw, "it")
         if isinstance(value, dict):
             return value
     return {}

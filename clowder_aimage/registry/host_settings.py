@@ -12,7 +12,8 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.schema import read_configuration
 
 DEFAULT = "default"  # the entry of "registries" that names the default registry
@@ -143,9 +144,9 @@ class DialectCache:
         if self._path is None:
             return {}
         try:
-            hosts = json.loads(self._path.read_bytes())["registries"]
+            hosts = read_json(self._path.read_bytes(), "it")["registries"]
             return {host: self._fresh(entry["refused"]) for host, entry in hosts.items()}
-        except (OSError, *_DAMAGED):
+        except (OSError, FormatError, *_DAMAGED):
             return {}
 
     def _fresh(self, refused: dict[str, Any]) -> dict[str, float]:

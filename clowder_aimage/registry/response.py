@@ -24,7 +24,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     VerificationError,
 )
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
 from clowder_aimage.timed_response import OverdueError, TimedResponse
 
@@ -173,7 +173,7 @@ class ResponseFailure:
         try:
             body = response.read(_MAX_ERROR_BODY)
             line = "" if response.is_redirected else _first_line(body)  # may hold a signed URL
-            errors = json.loads(body)["errors"]
+            errors = read_json(body, "it")["errors"]
             # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
             detail = error.get("detail") or ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.strict_json import read_json
 from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
 
 MAX_LAYERS = 1024
@@ -17,9 +17,9 @@ MAX_SIZE = 1 << 24
 def parse_object(name: str, data: bytes) -> dict[str, Any]:
     """Parse the JSON object of the file ``name``. Raises ModelError."""
     try:
-        value = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name} is not valid JSON: {error}") from error
+        value = read_json(data, name)
+    except FormatError as error:
+        raise ModelError(error.message) from error
     if not isinstance(value, dict):
         raise ModelError(f"{name} must be a JSON object")
     return value

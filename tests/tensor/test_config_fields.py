@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor.config_fields import MAX_SIZE, ConfigFields, parse_object
 
 Read = Callable[[ConfigFields], object]
@@ -23,9 +24,19 @@ def refused(read: Callable[[], object], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [b"{", b"\xff", b"[" * 100_000])
-def test_invalid_json_is_refused_with_the_file_name(data: bytes) -> None:
-    refused(lambda: parse_object("index.json", data), "index.json is not valid JSON")
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "nested more than 100 levels deep"),
+        (b'{"a": 1%s}' % (b"0" * 400), "not valid JSON: the number 1000"),
+        (b" " * (MAX_DOCUMENT_SIZE + 1), "too large"),
+    ],
+    ids=["open", "bytes", "deep", "number", "size"],
+)
+def test_invalid_json_is_refused_with_the_file_name(data: bytes, why: str) -> None:
+    refused(lambda: parse_object("index.json", data), f"index.json is {why}")
 
 
 def test_a_document_must_be_an_object() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import json
 import os
 import struct
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -25,7 +24,7 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, read_json
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
@@ -273,8 +272,8 @@ def facts_of(png: bytes) -> dict[str, Any]:
         if kind == b"iTXt" and body.startswith(b"aimage\0\0\0"):  # not compressed
             text = body[9:].split(b"\0", 2)[-1]
             try:
-                facts = json.loads(text)
-            except (ValueError, RecursionError):
+                facts = read_json(text, "it")
+            except FormatError:
                 return {}
             return facts if isinstance(facts, dict) else {}
         at += 12 + length
