@@ -60,7 +60,7 @@ class _Parsed:
 
 
 class ParseCache:
-    """What documents were parsed to, by their digests, so that each is parsed once.
+    """The values of parsed documents by their digests, so that each document is parsed once.
 
     The least recently used are dropped when their texts exceed ``limit`` bytes. Readers of the same
     document wait for its first one.

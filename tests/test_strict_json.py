@@ -24,7 +24,7 @@ def test_every_number_is_finite_as_a_double(number: int, exponent: int) -> None:
 
 
 def test_a_number_of_400_digits_is_refused() -> None:
-    with pytest.raises(FormatError, match="the number 1000+ is too large"):
+    with pytest.raises(FormatError, match=r"the number 10+ is too large"):
         read_json(json.dumps({"parameters": 10**400}).encode(), "it")
     assert read_json(b"%d" % 10**300, "it") == 10**300
 
@@ -61,7 +61,7 @@ def test_a_refusal_is_kept_too_and_raised_anew() -> None:
         raise FormatError("no", hint="why")
 
     for _ in range(2):
-        with pytest.raises(FormatError, match="^no$") as caught:
+        with pytest.raises(FormatError, match=r"^no$") as caught:
             cache.get("a", 1, refuse)
         caught.value.message += ", and more"
         assert caught.value.hint == "why"

@@ -24,6 +24,7 @@ from urllib.parse import unquote
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
+    FormatError,
     NetworkError,
     NoSpaceError,
     NotFoundError,

@@ -215,7 +215,7 @@ def read_stored_index(n: int, root: Path) -> Action:
 
 
 def read_gguf(n: int, _: Path) -> Action:
-    pairs = [(f"k{i}", formats_gguf.UINT32, i) for i in range(n)]
+    pairs: list[formats_gguf.Pair] = [(f"k{i}", formats_gguf.UINT32, i) for i in range(n)]
     words = [str(i) for i in range(n)]
     pairs += [("tokens", formats_gguf.ARRAY, (formats_gguf.STRING, words))]
     raw = formats_gguf.gguf(pairs, [(f"t{i}", 0, (5,)) for i in range(n)])
@@ -387,9 +387,7 @@ COVERED = {
     **dict.fromkeys(("create", "export_plan", "weights", "manifest"), "at most 4 MiB of read_json"),
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
-    **dict.fromkeys(
-        ("docker_config", "host_settings", "metadata"), "a file of this user, or small"
-    ),
+    **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
     "prequantized": "a single number",
     "dequantize": "weights, bounded by their layers",

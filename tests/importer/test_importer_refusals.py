@@ -56,7 +56,8 @@ def test_a_missing_model_index_is_refused(model: Model) -> None:
 )
 def test_invalid_json_is_refused(model: Model, name: str, value: str | bytes) -> None:
     path = model.write(name, value)
-    refused(model, path, "is not JSON")
+    is_deep = isinstance(value, str) and value.startswith("[")
+    refused(model, path, "is nested" if is_deep else "is not valid JSON")
 
 
 @pytest.mark.parametrize(("name", "value"), [("model_index.json", "[]"), ("vae/config.json", "1")])
@@ -363,7 +364,7 @@ def test_a_file_removed_meanwhile_is_refused(model: Model) -> None:
 
 def test_inexact_json_numbers_are_not_copied_to_the_config(model: Model) -> None:
     """The config must not depend on the notation of numbers in the model's files."""
-    model.write("vae/config.json", '{"sample_size": 1e2, "big": 1e400}')
+    model.write("vae/config.json", '{"sample_size": 1e2, "big": 1e300}')
     made = model.create()
     assert made.manifest
     config = json.loads(ImageLayout(model.store).path(made.manifest.config).read_bytes())

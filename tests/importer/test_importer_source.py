@@ -152,7 +152,7 @@ def test_a_truncated_config_is_refused(directory: Path) -> None:
     config = directory / "config.json"
     config.write_text(config.read_text()[:-5])
     for form in (ModelForm(), ModelForm(format="transformers")):
-        with pytest.raises(FormatError, match=r"config\.json is not JSON"):
+        with pytest.raises(FormatError, match=r"config\.json is not valid JSON"):
             packed(directory, form=form)
 
 

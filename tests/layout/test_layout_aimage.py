@@ -73,14 +73,14 @@ def test_every_dialect_is_read_back(layout: ImageLayout, dialect: str) -> None:
 
 def test_a_config_over_4_mib_is_refused_before_it_is_parsed(layout: ImageLayout) -> None:
     config = CONFIG[:-1] + b',"x":[' + b"{}," * 1_400_000 + b"0]}"
-    with pytest.raises(FormatError, match="a config of 42[0-9]+ bytes is too large"):
+    with pytest.raises(FormatError, match=r"config .* too large"):
         DIALECTS["clowder"].write(AImage(config, ()))
     value = json.loads(DIALECTS["clowder"].write(AImage(CONFIG, ()))[0].raw)
     value["config"] = Descriptor.of(mediatype.AIMAGE_CONFIG, config).to_json()
     layout.push(Descriptor.from_json(value["config"]), bytes_body(config))
     manifest = Manifest.build(value)
     layout.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
-    with pytest.raises(VerificationError, match="is too large: .* the limit is 4194304"):
+    with pytest.raises(VerificationError, match=r"is too large: .* the limit is 4194304"):
         read_aimage(layout, REFERENCE)
 
 
