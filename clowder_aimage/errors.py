@@ -23,7 +23,8 @@ remedy is the code of a command that would help; the command line has the texts
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 
 class AImageError(Exception):
@@ -56,6 +57,24 @@ class AImageError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+_T = TypeVar("_T")
+_V = TypeVar("_V")
+
+
+def describe_each(
+    items: Iterable[_T], describe: Callable[[_T], _V], on_error: Callable[[_T, Exception], object]
+) -> Iterator[_V]:
+    """Yield the description of each item of a list; pass those that have none to ``on_error``.
+
+    One item, which may come from anyone, must not hide the others.
+    """
+    for item in items:
+        try:
+            yield describe(item)
+        except Exception as error:
+            on_error(item, error)
 
 
 class ContentError(AImageError):

@@ -74,7 +74,7 @@ async def _version(_: web.Request) -> web.StreamResponse:
 async def _tags(service: Service, _: web.Request) -> web.StreamResponse:
     def models() -> list[dict[str, Any]]:
         found = [one for one in model_list.items(service.store) if not one.missing]
-        return [_model(service.store, one) for one in found]
+        return model_list.describe_all(found, partial(_model, service.store))
 
     return web.json_response({"models": await run_io(models)})
 
@@ -98,7 +98,8 @@ def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
 
 async def _ps(service: Service, _: web.Request) -> web.StreamResponse:
     slots = service.engine.loaded()
-    models = await run_io(lambda: [_loaded(service.store, slot) for slot in slots])
+    describe = partial(_loaded, service.store)
+    models = await run_io(lambda: model_list.describe_all(slots, describe))
     return web.json_response({"models": models})
 
 

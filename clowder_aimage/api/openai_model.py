@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from clowder_aimage.api.image_request import ImageRequest
+from clowder_aimage.api.model_list import describe_all
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
@@ -19,7 +20,7 @@ from clowder_aimage.errors import AImageError, FormatError, NotFoundError, Store
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 FAMILY = "z-image"
@@ -139,17 +140,17 @@ class ModelCatalog:
 
     def all(self) -> list[dict[str, Any]]:
         """Return all runnable models by name, then their aliases."""
-        found = {}
-        for name, descriptor in self._service.store.tags():
-            try:
-                reference = Reference.parse(name)
-            except UsageError:
-                continue  # another tool's name, which is invalid in a request
-            facts = self._facts(reference, descriptor.digest)
-            if facts is not None:
-                found[str(reference)] = facts
-        listed = [_model(name, found[name]) for name in sorted(found)]
-        return listed + [_model(alias, facts) for alias, facts in self._aliases(found)]
+
+        def described(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
+            with contextlib.suppress(UsageError):  # another tool's name, invalid in a request
+                reference = Reference.parse(tag[0])
+                return str(reference), self._facts(reference, tag[1].digest)
+            return tag[0], None
+
+        listed = describe_all(self._service.store.tags(), described)
+        found = {name: facts for name, facts in listed if facts is not None}
+        models = [_model(name, found[name]) for name in sorted(found)]
+        return models + [_model(alias, facts) for alias, facts in self._aliases(found)]
 
     def one(self, name: str) -> dict[str, Any]:
         """Return the model with the name of a request. Raises ApiError."""

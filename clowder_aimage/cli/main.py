@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -218,6 +219,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
+    if not sys.warnoptions:  # of libraries, about values from models and pictures
+        warnings.simplefilter("ignore")
     code = run()
     if "clowder_aimage.telemetry" in sys.modules:
         sys.modules["clowder_aimage.telemetry"].stop()

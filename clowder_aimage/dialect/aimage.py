@@ -119,13 +119,8 @@ class AImage:
 def check_name(name: str) -> str:
     """Return a layer's name if it is a safe file name. Raises FormatError.
 
-<<<<<<< HEAD
     A safe name is relative, not empty, printable (no control characters or marks that change the
-    direction of text), and has no ``..``.
-=======
-    A safe name is relative, not empty, Unicode, has no ``..`` or control characters, and at most
-    1024 characters in 32 parts.
->>>>>>> acfe368 (Documents are read in linear steps, bounded before they are parsed, and parsed once per digest)
+    direction of text), has no ``..``, and has at most 1024 characters in 32 parts.
     """
     parts = name.split("/")
     if (
@@ -211,6 +206,7 @@ def parse_content(media_type: str, digest: object, size: object) -> Descriptor |
         return None
     plain, compression = mediatype.split_compression(media_type)
     text = str(size) if type(size) in (int, str) else ""
-    if not (compression and isinstance(digest, str) and text.isascii() and text.isdecimal()):
+    is_size = text.isascii() and text.isdecimal() and len(text) < 18 and int(text) <= MAX_SIZE
+    if not (compression and isinstance(digest, str) and is_size):
         raise FormatError(f"invalid content of a {media_type[:100]} layer: {digest!r:.100}")
     return Descriptor(plain, Digest.parse(digest), int(text))

@@ -15,6 +15,7 @@ import resource
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -236,6 +237,7 @@ def main() -> None:
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    warnings.simplefilter("ignore")  # of libraries, about values from models
     # One line each, for the worker's log; no errors after the worker has exited
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.raiseExceptions = False

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin
 
 from clowder_aimage import __version__
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
@@ -24,6 +26,7 @@ from clowder_aimage.oci import read_json
 
 KEY = "aimage"
 _LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
+_MAX_PIXELS = 1 << 26  # 8192 by 8192, the largest picture that is made
 
 
 def encode_picture(
@@ -101,13 +104,19 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
         UsageError: It is not a PNG, or has no facts.
     """
     try:
-        with Image.open(path, formats=["PNG"]) as image:
-            image.load()
-            texts = dict(getattr(image, "text", {}))
-            pixels = np.asarray(image.convert("RGB"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=["PNG"]) as image:
+                if math.prod(image.size) > _MAX_PIXELS:
+                    raise Image.DecompressionBombError
+                image.load()
+                texts = dict(getattr(image, "text", {}))
+                pixels = np.asarray(image.convert("RGB"))
     except FileNotFoundError:
         raise NotFoundError(f"picture {path} not found") from None
-    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
+    except Image.DecompressionBombError:
+        raise UsageError(f"{path} has more than {_MAX_PIXELS} pixels") from None
+    except Exception:  # Pillow has no common class for what it raises for damaged files
         raise UsageError(f"{path} is not a valid PNG file") from None
     try:
         facts = read_json(texts[KEY].encode("utf-8", "surrogatepass"), KEY)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from clowder_aimage.content import bytes_body
@@ -306,6 +307,17 @@ def test_a_missing_output_directory_fails(stocked: Callable[[], Aimage]) -> None
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)
     assert "directory not found: no/such/place" in done.err
+
+
+def test_replay_says_which_registry_is_asked(aimage: Callable[..., Aimage]) -> None:
+    from clowder_aimage.model.picture import encode_picture
+
+    here, pixels = aimage(), np.zeros((16, 16, 3), np.uint8)
+    with ScriptedRegistry(lambda _: Answer(404)).running() as registry:
+        facts = {"reference": f"{registry.host}/x:v1", "digest": f"sha256:{'0' * 64}"}
+        (here.home / "x.png").write_bytes(encode_picture(pixels, facts))
+        done = here("replay", "x.png", code=3)
+    assert f"x.png names the registry {registry.host}, which is asked for the model" in done.err
 
 
 def test_replay_of_a_file_that_is_not_an_image_fails(aimage: Callable[..., Aimage]) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
-from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
+from clowder_aimage.errors import NoSpaceError, StoreError, UsageError, describe_each
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from clowder_aimage.oci import Descriptor
 
@@ -174,6 +174,29 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def table_of(
+    titles: Sequence[str],
+    rows: Iterable[dict[str, Any]],
+    cells: Callable[[dict[str, Any]], Sequence[str]],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of a list and their table; leave out and note rows that cannot be shown."""
+    kept: list[dict[str, Any]] = []
+    lines: list[Sequence[str]] = [titles]
+
+    def show(row: dict[str, Any]) -> dict[str, Any]:
+        lines.append(cells(row))
+        return row
+
+    kept += describe_each(rows, show, left_out)
+    return kept, table(lines)
+
+
+def left_out(row: object, error: Exception) -> None:
+    """Note that a row of a list cannot be shown."""
+    name = row["reference"] if isinstance(row, dict) else row
+    note(f"left out {one_line(str(name))[:200]}: {one_line(str(error))[:200]}")
 
 
 def is_too_wide(lines: Sequence[str]) -> bool:

@@ -19,7 +19,7 @@ from clowder_aimage.cli.console.output import (
     remark,
     result,
     size,
-    table,
+    table_of,
     wants_json,
 )
 from clowder_aimage.cli.console.remote_worker import (
@@ -90,7 +90,7 @@ def ls(
     lines = [row["reference"] for row in rows]
     if not is_quiet():
         now = time.time()
-        lines = table([_TITLES, *(_cells(row, now, is_whole=no_trunc) for row in rows)])
+        rows, lines = table_of(_TITLES, rows, lambda row: _cells(row, now, is_whole=no_trunc))
     if rows or not is_quiet() or wants_json():
         result(rows, lines)
     if rows:
