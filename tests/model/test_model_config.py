@@ -264,7 +264,7 @@ def test_private_and_null_fields_are_not_unknown() -> None:
     fields.finish()
 
 
-EXTREMES = (
+EXTREMES: tuple[Any, ...] = (
     *(10**400, 10**300, 1e308, -1e308, 5e-324, 1e-300, 1e30, -1e30, 1e15, 2**63, 2**31, 2**24),
     *(-1, 0, 0.0, 1, 1.0, 0.5, 3, -14.42695, True, "1", [1], {}, None),
     *(float("inf"), float("nan")),
