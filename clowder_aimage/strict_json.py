@@ -74,7 +74,7 @@ class ParseCache:
     def get(self, key: Hashable, size: int, parse: Callable[[], _T]) -> _T:
         """Return the value of a document of ``size`` bytes. Raises the FormatError of ``parse``."""
         with self._lock:
-            found = self._known[key] = self._known.pop(key, None) or _Parsed()
+            found = self._known[key] = self._known.pop(key, _Parsed())
         with found.lock:
             if found.size < 0:
                 try:

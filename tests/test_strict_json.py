@@ -42,7 +42,11 @@ def test_a_document_is_parsed_once_while_it_is_kept() -> None:
     cache, parsed = ParseCache(limit=10), list[str]()
 
     def read(key: str, size: int) -> str:
-        return cache.get(key, size, lambda: parsed.append(key) or key.upper())
+        def parse() -> str:
+            parsed.append(key)
+            return key.upper()
+
+        return cache.get(key, size, parse)
 
     assert [read("a", 4), read("b", 4), read("a", 4)] == ["A", "B", "A"]
     assert parsed == ["a", "b"]
