@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import math
 import os
 import sys
@@ -21,6 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from clowder_aimage.errors import ModelError, StuckError
+from clowder_aimage.formats.model_tree import MAX_JSON
+from clowder_aimage.tensor.config_fields import parse_object
 
 _SECONDS = 1.5
 _MAX_TEXT = 1 << 20  # characters of a normalized text
@@ -60,7 +61,7 @@ class TokenizerBackend:
         Raises:
             ModelError: It is malformed, or its components may grow a text too much.
         """
-        value = json.loads(text)
+        value = parse_object("tokenizer.json", text.encode(), MAX_JSON)
         growth = _growth(value.get("normalizer"))
         _check_tokens([token["content"] for token in value.get("added_tokens") or ()], growth)
         if _pieces(value.get("post_processor")) > _MAX_PIECES:

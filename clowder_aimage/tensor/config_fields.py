@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.strict_json import read_json
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, read_json
 from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
 
 MAX_LAYERS = 1024
@@ -15,10 +15,10 @@ MAX_NUMBER = 1e30  # its square is a finite double, and its product with a size 
 _LEAST = 1e-30  # above 0
 
 
-def parse_object(name: str, data: bytes) -> dict[str, Any]:
-    """Parse the JSON object of the file ``name``. Raises ModelError."""
+def parse_object(name: str, data: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
+    """Parse the JSON object of the file ``name``, up to ``limit`` bytes. Raises ModelError."""
     try:
-        value = read_json(data, name)
+        value = read_json(data, name, limit)
     except FormatError as error:
         raise ModelError(error.message) from error
     if not isinstance(value, dict):

@@ -392,7 +392,7 @@ COVERED = {
     "prequantized": "a single number",
     "dequantize": "weights, bounded by their layers",
     "picture": "Pillow reads it; the facts are those of remote_worker",
-    "tokenizer": "at most 4 MiB of read_json",
+    **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
 DECODERS = {
     *("read_json", "parse_object", "read_yaml", "JSONDecoder"),
