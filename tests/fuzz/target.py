@@ -1,4 +1,4 @@
-"""What is fuzzed: each target makes one case from a random generator."""
+"""Targets of the fuzzers: each makes one case from a random generator."""
 
 from __future__ import annotations
 
@@ -457,17 +457,35 @@ class Registries(Target):
         self._stack.close()
 
 
+PATHS = (
+    *("/v2/", "/v2/_catalog", "/v2/a/tags/list", "/v2/a/manifests/v1", "/v2/a/blobs/uploads/"),
+    *(f"/v2/a/blobs/sha256:{'0' * 64}", f"/v2/a/referrers/sha256:{'0' * 64}", "/metrics"),
+    *("/v1/models", "/v1/models/base", "/api/tags", "/api/ps", "/api/show", "/api/delete"),
+    *("/api/copy", "/content/", "/readyz", "/v1/images/generations", "/api/generate", "/docs"),
+)
+METHODS = ("GET", "GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
+
+
+def draw_request(rng: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
+    """Return the method, path, body and headers of a damaged request."""
+    path = rng.choice(PATHS)
+    if rng.random() < 0.5:
+        path = damage_text(rng, path)
+    if rng.random() < 0.3:
+        path += "?" + damage_text(rng, "n=5&last=a&digest=sha256:0&mount=x&from=y")
+    headers = {"Content-Type": rng.choice(("application/json", mediatype.OCI_MANIFEST, "a"))}
+    if rng.random() < 0.3:
+        name = rng.choice(("Range", "Content-Range", "Accept", "Authorization", "Origin"))
+        text = damage_text(rng, rng.choice(("bytes=0-5", "0-5", "a/b;q=1", "Bearer x")))
+        headers[name] = "".join(c for c in text if " " <= c <= "~")
+    body = encoded(rng, damage_json(rng, rng.choice((Requests.IMAGE, {"model": "base"}))))
+    return rng.choice(METHODS), quote(path, "/?&=:%", errors="replace"), body, headers
+
+
 class Servers(Target):
     """Requests to a registry and a worker, which must not answer 500."""
 
     share = 4
-    PATHS = (
-        *("/v2/", "/v2/_catalog", "/v2/a/tags/list", "/v2/a/manifests/v1", "/v2/a/blobs/uploads/"),
-        *(f"/v2/a/blobs/sha256:{'0' * 64}", f"/v2/a/referrers/sha256:{'0' * 64}", "/metrics"),
-        *("/v1/models", "/v1/models/base", "/api/tags", "/api/ps", "/api/show", "/api/delete"),
-        *("/api/copy", "/content/", "/readyz", "/v1/images/generations", "/api/generate", "/docs"),
-    )
-    METHODS = ("GET", "GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "BREW")
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -483,22 +501,10 @@ class Servers(Target):
     def case(self, rng: random.Random) -> None:
         import http.client
 
-        host = rng.choice(self._hosts)
-        path = rng.choice(self.PATHS)
-        if rng.random() < 0.5:
-            path = damage_text(rng, path)
-        if rng.random() < 0.3:
-            path += "?" + damage_text(rng, "n=5&last=a&digest=sha256:0&mount=x&from=y")
-        headers = {"Content-Type": rng.choice(("application/json", mediatype.OCI_MANIFEST, "a"))}
-        if rng.random() < 0.3:
-            name = rng.choice(("Range", "Content-Range", "Accept", "Authorization", "Origin"))
-            text = damage_text(rng, rng.choice(("bytes=0-5", "0-5", "a/b;q=1", "Bearer x")))
-            headers[name] = "".join(c for c in text if " " <= c <= "~")
-        body = encoded(rng, damage_json(rng, rng.choice((Requests.IMAGE, {"model": "base"}))))
-        connection = http.client.HTTPConnection(host, timeout=30)
+        method, path, body, headers = draw_request(rng)
+        connection = http.client.HTTPConnection(rng.choice(self._hosts), timeout=30)
         try:
-            method = rng.choice(self.METHODS)
-            connection.request(method, quote(path, "/?&=:%", errors="replace"), body, headers)
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
             text = answer.read().decode("utf-8", "replace")
             assert answer.status != 500, f"{method} {path!r}: {text[:500]}"
