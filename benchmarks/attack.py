@@ -179,7 +179,7 @@ class Attack:
         store = home / "pulled"
         child = Aimage(home, store).start("pull", "-q", self._targets.model)
         try:
-            child.wait(rng.uniform(0.3, 3))
+            child.wait(rng.uniform(0.2, 2))
             shutil.rmtree(store, ignore_errors=True)
         except subprocess.TimeoutExpired:
             self.done["pulls killed"] += 1

@@ -55,4 +55,4 @@ def test_good_clients_get_right_answers_during_attacks() -> None:
     assert found.wrong == [], found.seed
     assert found.open_files() == [], found.seed
     assert all(it["attack"]["count"] for it in found.clients.values()), found.clients
-    assert found.attacks["models killed"] and found.attacks["pulls killed"]
+    assert found.attacks["models killed"] and found.attacks["kill_pull"]
