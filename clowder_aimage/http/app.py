@@ -42,6 +42,7 @@ _UNSUPPORTED = re.compile(
     r"|moderations|videos|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
     r"|realtime)(/.*)?|/api/(chat|embed|embeddings|create|blobs)(/.*)?"
 )
+_TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger("aimage.http")
@@ -262,7 +263,7 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
         if size > limit:
             raise _too_large()
-        if size:
+        if size and request.match_info.route in bodies:
             _check_type(request)
         return await handler(request)
 
@@ -273,10 +274,11 @@ def _check_type(request: web.Request) -> None:
     """Refuse a body that is not declared as JSON.
 
     Programs that are led here by others, such as clients that upload blobs, declare bytes. curl
-    declares a form, and some clients declare nothing: both are accepted.
+    declares a form, and some clients declare nothing: both are accepted. A multipart body is not
+    JSON, which its route says.
     """
     found = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if found not in ("", "application/json", "application/x-www-form-urlencoded"):
+    if found not in _TYPES:
         message = f"unsupported Content-Type {found[:60]!r}: expected application/json"
         raise ApiError(415, message, code="unsupported_media_type")
 

@@ -1,4 +1,4 @@
-"""Which addresses a registry may lead this client to.
+"""Limit the addresses that a registry may lead this client to.
 
 Redirects, upload locations, token services and links are URLs that a registry chooses. A registry
 of the internet must not use them to reach this machine or its networks (server-side request
