@@ -437,9 +437,10 @@ class LinkedBlob:
 
     def commit(self) -> None:
         """Rename the link to the path of the blob. Raises OSError."""
-        make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
-        with OpenDirectory(self._root / PRIVATE) as directory:
-            directory.rename(self._status, self._name, self._final)
+        folder, name = os.path.split(self._final)
+        blobs = make_directory(self._root, "blobs", os.path.basename(folder))
+        with OpenDirectory(self._root / PRIVATE) as directory, OpenDirectory(blobs) as into:
+            directory.rename(self._status, self._name, name, into)
 
     def abort(self) -> None:
         """Remove the link, unless it is the blob."""

@@ -75,7 +75,8 @@ def failing(tmp_path: Path) -> Callable[..., Any]:
             raise error
 
         async def talk(client: Any) -> tuple[Any, Any, Any]:
-            answer = await client.post(path, **options)
+            headers = {"Content-Type": "application/json"}
+            answer = await client.post(path, headers=headers, **options)
             return answer.status, answer.headers, await answer.json()
 
         route = Route("POST", path, handler, "infer", body=1000)
