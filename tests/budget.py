@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (0016, 0017, 0021), and the coverage of lines and
-# branches together in per cent, rounded down, which only rises. "." is the root's modules.
+# The lines, raised only with a record in docs/adr/ (0016, 0017, 0021), and the coverage of lines
+# and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
     ".": (4_630, 97),
     "api": (2_470, 95),

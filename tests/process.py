@@ -25,8 +25,9 @@ _PROGRAM = [*PROGRAM]
 # Variables that the interpreter or a library reads once at startup
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
 # Pooled threads, which remain; all but the first two belong to servers in this process
-POOLS = ("aimage-write", "aimage-mlx", "asyncio", "waitpid") + tuple(
-    f"aimage-{kind}" for kind in ("io", "locking", "generation", "probe")
+POOLS = (
+    *("aimage-write", "aimage-mlx", "asyncio", "waitpid"),
+    *("aimage-io", "aimage-locking", "aimage-generation", "aimage-probe"),
 )
 THREADS_END = 20.0  # seconds
 TIMEOUT = 300.0  # seconds

@@ -317,6 +317,14 @@ def test_an_ollama_model_is_hard_linked(ollama: Path, tmp_path: Path) -> None:
     assert adopt(store, Reference.parse("again"), ollama, "small:1b").there == 3
 
 
+def test_a_store_with_a_relative_path_takes_links(
+    ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ImageLayout(Path("relative"))
+    assert adopt(store, Reference.parse("small"), ollama, "small:1b").linked == 3
+
+
 def test_blobs_that_cannot_be_linked_are_copied(
     ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
