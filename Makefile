@@ -15,10 +15,12 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 RUN     := $(VENV)/.installed-run
 DEV     := $(VENV)/.installed-dev
 DOCS    := build/docs-venv
+TOOLS   := build/tools-venv
+IMAGES  := deploy/docker
 
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all test-slow check lint format docs venv clean
+.PHONY: help demo test test-all test-slow check lint fuzz format docs dist lock audit venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,9 +29,13 @@ help:
 	@echo 'make test-all   all tests except the slow ones; some need other programs'
 	@echo 'make test-slow  the slow tests, which loop for many minutes'
 	@echo 'make lint       ruff, mypy, lint-imports'
+	@echo 'make fuzz       damaged documents, files and requests; ARGS="--cases 1000000", ARGS=parsers'
 	@echo 'make check      lint and test; must pass before a change is merged'
 	@echo 'make format     format and fix the source with ruff'
 	@echo 'make docs       the documentation as a site in build/site'
+	@echo 'make dist       wheel and sdist in dist, and an SBOM (CycloneDX) in build/sbom'
+	@echo 'make lock       pin the packages of the images again'
+	@echo 'make audit      check the pinned packages; ADVISORIES=FILE.zip, also for vulnerabilities'
 	@echo 'make venv       create $(VENV) with all packages for development'
 	@echo 'make clean      remove caches and build outputs, but not $(VENV)'
 
@@ -44,6 +50,9 @@ test-all: $(DEV)
 
 test-slow: $(DEV)
 	$(PYTEST) -m slow $(ARGS)
+
+fuzz: $(DEV)
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -66,6 +75,42 @@ $(DOCS)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet -e '.[docs]'
 	@touch $@
+
+$(TOOLS)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  build click cyclonedx-bom hatchling twine uv
+	@touch $@
+
+# The SBOM lists what is installed with the wheel when the pinned packages are used, as in an image.
+dist: $(TOOLS)/.installed
+	rm -rf dist build/sbom build/locked
+	$(TOOLS)/bin/python -m build --no-isolation --outdir dist
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --without-pip build/locked
+	$(TOOLS)/bin/python -m pip --python build/locked/bin/python install --quiet --require-hashes \
+	  -r $(IMAGES)/requirements.lock
+	$(TOOLS)/bin/python -m pip --python build/locked/bin/python install --quiet --no-deps dist/*.whl
+	build/locked/bin/aimage --version
+	mkdir build/sbom
+	version=$$($(TOOLS)/bin/python -m hatchling version) && \
+	  sed "s/^dynamic = .*/version = \"$$version\"/" pyproject.toml >build/sbom/pyproject.toml
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --output-file \
+	  build/sbom/clowder-aimage.cdx.json --pyproject build/sbom/pyproject.toml build/locked/bin/python
+	rm build/sbom/pyproject.toml
+
+# For every Python and platform, with the digests of all files. The index is not named in the files.
+LOCK    := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
+	  --generate-hashes --no-header
+lock: $(TOOLS)/.installed
+	$(LOCK) pyproject.toml --extra mlx --extra worker --extra zstd -o $(IMAGES)/requirements.lock
+	$(LOCK) pyproject.toml $(IMAGES)/cuda.in --extra worker --extra zstd \
+	  -o $(IMAGES)/requirements-cuda.lock
+	$(LOCK) $(IMAGES)/build.in -o $(IMAGES)/requirements-build.lock
+
+# No request is made: ADVISORIES is an archive of advisories in OSV's format, one JSON file each.
+audit: $(DEV)
+	$(BIN)/python -m tests.deploy.lock $(ADVISORIES)
 
 venv: $(DEV)
 

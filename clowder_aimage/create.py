@@ -28,13 +28,18 @@ from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.completeness import require_complete
-from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage, read_manifest
+from clowder_aimage.layout.stored_aimage import (
+    MAX_CONFIG_SIZE,
+    hold,
+    inflate,
+    read_aimage,
+    read_manifest,
+)
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 AS_FOUND = ModelForm()
-_LARGEST = 16 * 1024 * 1024  # bytes of a configuration
 
 
 def create(
@@ -179,8 +184,8 @@ def _configured(
 
 def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
     """Return a JSON file of an AImage; an empty object if it is missing or too large."""
-    for layer in aimage.layers:
-        if layer.name == name and layer.descriptor.size <= _LARGEST:
-            with store.open(layer.descriptor) as file:
-                return parse_object(name, file.read(layer.descriptor.size))
-    return {}
+    layer = aimage.find(name)
+    if layer is None or layer.descriptor.size > MAX_CONFIG_SIZE:
+        return {}
+    with store.open(layer.descriptor) as file:
+        return parse_object(name, file.read(layer.descriptor.size))

@@ -4,6 +4,7 @@
     ├── ContentError               the input is wrong
     │   ├── UsageError             exit 2   an argument is invalid
     │   ├── ModelError             exit 1   a model (directory, config, weights) cannot be used
+    │   │   └── StuckError                  ... and a call that reads it does not end
     │   ├── FormatError            exit 5   bytes do not parse as their media type
     │   └── VerificationError      exit 5   bytes do not match their digest
     └── AccessError                content could not be read or written
@@ -22,7 +23,8 @@ remedy is the code of a command that would help; the command line has the texts
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 
 class AImageError(Exception):
@@ -57,6 +59,24 @@ class AImageError(Exception):
         return self.message
 
 
+_T = TypeVar("_T")
+_V = TypeVar("_V")
+
+
+def describe_each(
+    items: Iterable[_T], describe: Callable[[_T], _V], on_error: Callable[[_T, Exception], object]
+) -> Iterator[_V]:
+    """Yield the description of each item of a list; pass those that have none to ``on_error``.
+
+    One item, which may come from anyone, must not hide the others.
+    """
+    for item in items:
+        try:
+            yield describe(item)
+        except Exception as error:
+            on_error(item, error)
+
+
 class ContentError(AImageError):
     """The input is wrong."""
 
@@ -69,6 +89,10 @@ class UsageError(ContentError):
 
 class ModelError(ContentError):
     """A model cannot be packed or run: its directory, configs or weights do not fit."""
+
+
+class StuckError(ModelError):
+    """A call of a library does not end: its thread stays, so the process should exit."""
 
 
 class FormatError(ContentError):
@@ -134,6 +158,10 @@ class ManifestRefusedError(RegistryError):
 
 class StoreError(AccessError):
     """The store on disk cannot be used."""
+
+
+class StoreBusyError(StoreError):
+    """Another process has locked the store for too long."""
 
 
 class NoSpaceError(AccessError):

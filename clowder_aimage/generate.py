@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,6 @@ from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEve
 from clowder_aimage.oci import Reference
 from clowder_aimage.pull import PullOptions, pull, stored_name
 from clowder_aimage.registry import ClientOptions
-from clowder_aimage.schema import validate
 
 _PARAMETERS = ("prompt", "negative", "width", "height", "steps", "seed", "guidance", "shift")
 
@@ -36,8 +36,13 @@ class RunnableModel:
         return describe()
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
-        """Yield steps, previews and pictures; closing the generator cancels."""
-        return self.pipeline.generate(request)
+        """Yield steps, previews and pictures; closing the generator cancels.
+
+        Raises ModelError: the model's numbers cannot be computed with.
+        """
+        with _computing():
+            events = self.pipeline.generate(request)
+        return _guarded(events)
 
 
 def fetch(
@@ -79,9 +84,9 @@ def _check_kind(store: ContentStore, reference: Reference) -> None:
         return
     kind = aimage.properties.get("format")
     if kind == "diffusers":
+        name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
         raise ModelError(
-            f"only {', '.join(PIPELINES)} can be run; {reference} is "
-            f"{str(aimage.properties.get('pipeline'))[:80]}",
+            f"only {', '.join(PIPELINES)} can be run; {reference} is {str(name)[:80]}",
             remedy="export_to_run",
             library=kind,
             reference=reference,
@@ -107,7 +112,7 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
         *(blob.digest for blob in stored.manifest.children),
         *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
     )
-    validate("aimage-config", stored.aimage.properties)
+    stored.aimage.validate()
     require_complete(store, reference, stored)
     inflate(store, stored)
     store.use(stored.descriptor)
@@ -117,7 +122,26 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
 def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None) -> RunnableModel:
     """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
     chosen = dtype_name(dtype)
-    return RunnableModel(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
+    with _computing():
+        return RunnableModel(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
+
+
+def _guarded(events: Generator[PipelineEvent, None, None]) -> Generator[PipelineEvent, None, None]:
+    with _computing():
+        yield from events
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Turn errors of arithmetic, numpy and MLX into a ModelError without their text.
+
+    The text could hold a part of the prompt.
+    """
+    try:
+        yield
+    except (ArithmeticError, ValueError) as error:
+        kind = type(error).__name__
+        raise ModelError(f"the model's numbers cannot be computed with ({kind})") from error
 
 
 def describe_picture(

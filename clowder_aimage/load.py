@@ -24,11 +24,11 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.index import MAX_INDEX_SIZE, entry_name
+from clowder_aimage.layout.index import entry_name
 from clowder_aimage.layout.stored_aimage import inflate_copied
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
-from clowder_aimage.oci.strict_json import read_json
+from clowder_aimage.strict_json import read_json
 
 _MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
 _MAX_ENTRIES = 4096  # each name is a separate durable write
@@ -143,7 +143,7 @@ class _Loader:
         if member.name == ("oci-layout",):
             _check_version(self._read_small(member, _MAX_LAYOUT_FILE), self.tar.name)
         elif member.name == ("index.json",):
-            self._read_index(self._read_small(member, MAX_INDEX_SIZE))
+            self._read_index(self._read_small(member, MAX_MANIFEST_SIZE))
         elif member.name[0] == "blobs":
             self._read_blob(self._digest(member), member)
 

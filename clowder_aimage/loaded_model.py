@@ -38,18 +38,20 @@ class Picture:
     facts: Mapping[str, Any] = field(repr=False)
 
     def encode(self, kind: str = "png") -> bytes:
-        """Return the bytes of a file: png (which has the facts), jpeg or webp."""
+        """Return the bytes of a file: png (which has all facts), jpeg or webp."""
         from clowder_aimage.model.picture import encode_picture
 
         return encode_picture(self.pixels, self.facts, kind)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a .png, .jpg or .webp file and return its path. Raises UsageError for others."""
+        from clowder_aimage.content.atomic_file import write_file
+
         path = Path(path)
         kind = path.suffix.lower().removeprefix(".").replace("jpg", "jpeg")
         if kind not in ("png", "jpeg", "webp"):
             raise UsageError(f"only .png, .jpg and .webp files can be written, not {path.name}")
-        path.write_bytes(self.encode(kind))
+        write_file(path, self.encode(kind), durable=False)
         return path
 
 

@@ -48,6 +48,7 @@ from clowder_aimage.registry import (
     Repository,
     is_generated,
 )
+from clowder_aimage.telemetry import span
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]
@@ -96,7 +97,11 @@ def push(
     host = there.registry or ""
     memory = ladder or DialectCache(None)
     origins = MountOrigins(MountHolders(store, there), on_event)
-    with store.lease() as lease, Repository(reference, connection, origins) as repository:
+    with (
+        span("push", reference=str(reference)),
+        store.lease() as lease,
+        Repository(reference, connection, origins) as repository,
+    ):
         stored = _read(store, reference, dialect, lease)
 
         def send(source: Source) -> Descriptor:
@@ -225,7 +230,11 @@ def _repositories(
             )
     is_near = source.registry == target.registry and source.repository != target.repository
     origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
-    with Repository(source, connection) as there, Repository(target, connection, origins) as here:
+    with (
+        span("copy", source=str(source), reference=str(target)),
+        Repository(source, connection) as there,
+        Repository(target, connection, origins) as here,
+    ):
         yield there, here
 
 

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
 from clowder_aimage.content.atomic_file import atomic_file
 from clowder_aimage.content.copy_option import ignore
+from clowder_aimage.content.open_directory import open_special, resolve
 from clowder_aimage.content.tar_store import TarTarget, write_error
 from clowder_aimage.content.verified_reader import check_size
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
@@ -151,20 +152,20 @@ def _merge(
 def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
     """Open a stream for ``size`` bytes, and return its name for errors.
 
-    A link is followed. A file is created when it is complete; a named pipe or a device is written
-    directly.
+    A link is followed, if it is not another user's. A file is created when it is complete; a named
+    pipe or a device is written directly.
     """
     if not isinstance(target, Path):
         yield target, "on stdout"
         return
-    final = Path(os.path.realpath(target))
     try:
+        final = resolve(target)
         mode = final.stat().st_mode if final.exists() else None
         if mode is not None and stat.S_ISDIR(mode):
             hint = f"name a file in it: {target}/NAME.tar"
             raise UsageError(f"{target} is a directory", hint=hint)
         if mode is not None and not stat.S_ISREG(mode):
-            with final.open("wb", buffering=0) as pipe:
+            with open_special(final) as pipe:
                 yield pipe, target
             return
         if not final.parent.is_dir():

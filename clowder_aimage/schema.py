@@ -13,10 +13,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.strict_json import read_json
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError
@@ -27,6 +29,7 @@ JSONPath = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
 MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes of a document with located lines, at about 1 MiB/s
 _MAX_MESSAGE = 300  # characters
+_MAX_MATCHED = 100  # violations, of which the most relevant is stated
 _T = TypeVar("_T")
 
 
@@ -76,7 +79,7 @@ def validate(name: str, document: object) -> None:
     """Check ``document`` against a schema. Raises FormatError, with the most relevant violation."""
     from jsonschema.exceptions import best_match
 
-    error = best_match(_validator(name).iter_errors(document))
+    error = best_match(islice(_validator(name).iter_errors(document), _MAX_MATCHED))
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top"
         raise FormatError(f"invalid {name} document: {_message(error)} (at {where})")
@@ -105,7 +108,7 @@ def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
 def _configuration(path: Path) -> Any:
     raw = path.read_bytes()
     if not is_yaml(path):
-        return json.loads(raw)
+        return read_json(raw, "it")
     from clowder_aimage.yaml_document import read_yaml  # late, because it takes 15 ms
 
     found = read_yaml(raw.decode("utf-8-sig"), path.name)[0]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
 _trace: Any = None  # opentelemetry.trace and its provider, once traces are recorded
 _provider: Any = None
 
@@ -27,12 +28,13 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
     return not is_off and any(environment.get(name) for name in _ENDPOINTS)
 
 
-def start(processor: Any = None, version: str = "") -> None:
+def start(processor: Any = None, version: str = "", seconds: float | None = None) -> None:
     """Record spans from now on, and send them to the collector by OTLP over HTTP.
 
     Args:
         processor: A span processor that replaces the sender.
         version: That of the service.
+        seconds: The time for sending, unless the environment has one; default: the exporter's.
 
     Raises ModuleNotFoundError.
     """
@@ -47,7 +49,8 @@ def start(processor: Any = None, version: str = "") -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        processor = BatchSpanProcessor(OTLPSpanExporter())
+        is_given = any(os.environ.get(name) for name in _TIMEOUTS)
+        processor = BatchSpanProcessor(OTLPSpanExporter(timeout=None if is_given else seconds))
     name = os.environ.get("OTEL_SERVICE_NAME", "aimage")
     resource = Resource.create({"service.name": name, "service.version": version})
     # Only the server's log reports an unreachable collector

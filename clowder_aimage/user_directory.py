@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,58 @@ from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions, DialectCache
+
+SHARED_VARIABLES = tuple(
+    f"AIMAGE_{name}" for name in "CONFIG HOST STORE TOKEN TOKEN_FILE TRUSTED_REALMS".split()
+)
+# Prefixes of the variables of a server, whose settings are an object of the configuration
+_SECTIONS = {"worker": "AIMAGE_SERVE_", "node": "AIMAGE_NODE_", "registry": "AIMAGE_REGISTRY_"}
+# Variables that Kubernetes sets for a Service named like a prefix ("Accessing the Service")
+_SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$")
+
+
+def server_variables(section: str) -> dict[str, str]:
+    """Return the environment variables of a server, by key in its section of the configuration."""
+    from clowder_aimage.schema import load
+
+    keys = load("config")["$defs"][section]["properties"]
+    return {key: _SECTIONS[section] + re.sub("([A-Z])", r"_\1", key).upper() for key in keys}
+
+
+def check_variables(section: str) -> None:
+    """Raise UsageError for an environment variable of a server that is not a setting."""
+    prefix, known = _SECTIONS[section], set(server_variables(section).values())
+    for name in os.environ:
+        if name.startswith(prefix) and name not in known and not _SERVICE_LINK.search(name):
+            close = _nearest(name, known, prefix)
+            raise UsageError(
+                f"unknown environment variable {name}",
+                hint=f"did you mean {close}?" if close else None,
+            )
+
+
+def misspelt_variables() -> Iterator[tuple[str, str]]:
+    """Yield environment variables that are none of ours, with the one that they resemble.
+
+    Others are not ours to refuse: scripts have variables such as AIMAGE_DIGEST.
+    """
+    prefixes = tuple(_SECTIONS.values())
+    found = (name for name in os.environ if name.startswith("AIMAGE_"))
+    for name in found:
+        is_server = name.startswith(prefixes) or _SERVICE_LINK.search(name)
+        if name not in SHARED_VARIABLES and not is_server:
+            servers = (server_variables(section).values() for section in _SECTIONS)
+            known = {*SHARED_VARIABLES, *(one for many in servers for one in many)}
+            if close := _nearest(name, known, "AIMAGE_"):
+                yield name, close
+
+
+def _nearest(name: str, known: set[str], prefix: str) -> str | None:
+    import difflib
+
+    rests = {one.removeprefix(prefix): one for one in known}
+    close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=0.78)
+    return rests[close[0]] if close else None
 
 
 def default_stores() -> tuple[Path, ...]:

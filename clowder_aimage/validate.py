@@ -32,8 +32,8 @@ from clowder_aimage.oci import (
     parse_document,
     read_json,
 )
-from clowder_aimage.oci.strict_json import is_too_deep
 from clowder_aimage.schema import JSONPath, Violation, json_positions, line_column, locate
+from clowder_aimage.strict_json import is_too_deep
 
 MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
 SAFETENSORS = "safetensors"  # shown instead of a schema's name
@@ -201,13 +201,15 @@ def kind_of(value: object) -> str:
         return "oci-manifest" if is_manifest else OCI_INDEX
     is_config = "schemaVersion" in value and "fsLayers" not in value
     unknown = AIMAGE_CONFIG if is_config else ""
+    if value and value.keys() <= schemas.load("config")["properties"].keys():
+        unknown = "config"
     return next((schema for key, schema in _KEYS if key in value), unknown)
 
 
 def _read(raw: bytes) -> tuple[Any, list[Violation]]:
     """Return the value of a JSON text, and its duplicate keys, of which the last one counts."""
     try:
-        return read_json(raw, "it"), []
+        return read_json(raw, "it", MAX_SIZE), []
     except FormatError as error:
         reason = error.message.removeprefix("it is ")
     try:

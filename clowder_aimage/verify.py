@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clowder_aimage.content import Rate, copy, plan_copy
+from clowder_aimage.content.open_directory import move
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.fsck import Fsck, FsckProblem, FsckReport
@@ -88,7 +89,7 @@ def repair(
                 if problem in aside and why is None:
                     aside[problem].unlink(missing_ok=True)
                 elif problem in aside and aside[problem].exists():
-                    aside[problem].replace(_path(layout, problem))
+                    move(aside[problem], _path(layout, problem))
     return outcome
 
 
@@ -103,7 +104,7 @@ def _move_aside(layout: ImageLayout, problem: FsckProblem) -> Path:
     with store_errors(layout.root):
         aside.parent.mkdir(exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # it is in a read-only store
-            path.replace(aside)
+            move(path, aside)
     return aside
 
 

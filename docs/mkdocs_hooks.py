@@ -21,6 +21,7 @@ PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "reporting.md",
     "deploy/README.md": "deploy.md",
     "examples/shapes/README.md": "example-shapes.md",
     "schemas/README.md": "schemas.md",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import secrets
 import shutil
@@ -87,6 +89,49 @@ def children() -> Iterator[None]:
     """Kill the children of a test when it ends. Wider fixtures kill their own."""
     with reaped():
         yield
+
+
+class _Blocks(logging.Handler):
+    """Records the steps that blocked an event loop.
+
+    The time of Python's garbage collection is left out: a test run has many objects.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._here = threading.local()
+
+    def collected(self, phase: str, _: object) -> None:
+        """Record the time of a collection in this thread."""
+        now = time.thread_time()
+        if phase == "start":
+            self._here.began = now
+        else:
+            known = [*getattr(self._here, "all", [])[-100:], (self._here.began, now)]
+            self._here.all = known
+
+    def emit(self, record: logging.LogRecord) -> None:
+        work, seconds = record.__dict__["work"], record.__dict__["seconds"]
+        begun = time.thread_time() - seconds - 0.001  # it is rounded
+        spans = getattr(self._here, "all", [])
+        seconds -= sum(end - start for start, end in spans if start >= begun)
+        coverage = sys.modules.get("coverage")
+        is_traced = coverage is not None and coverage.Coverage.current() is not None
+        if seconds > record.__dict__["limit"] * (5 if is_traced else 1):
+            self.found.append(f"{work}: {seconds:.3f} s")
+
+
+@pytest.fixture(autouse=True)
+def loop_blocks() -> Iterator[list[str]]:
+    """Fail a test in which a server's event loop was blocked; return the steps that did."""
+    blocks, log = _Blocks(), logging.getLogger("aimage.loop")
+    log.addHandler(blocks)
+    gc.callbacks.append(blocks.collected)
+    yield blocks.found
+    gc.callbacks.remove(blocks.collected)
+    log.removeHandler(blocks)
+    assert not blocks.found
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,11 @@ PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
 _PROGRAM = [*PROGRAM]
 # Variables that the interpreter or a library reads once at startup
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
-# Pooled threads, which remain; the last two belong to servers in this process
-POOLS = ("aimage-write", "aimage-mlx", "asyncio", "waitpid")
+# Pooled threads, which remain; all but the first two belong to servers in this process
+POOLS = (
+    *("aimage-write", "aimage-mlx", "asyncio", "waitpid"),
+    *("aimage-io", "aimage-locking", "aimage-generation", "aimage-probe"),
+)
 THREADS_END = 20.0  # seconds
 TIMEOUT = 300.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
@@ -156,6 +159,10 @@ class Aimage:
         _check(done, code)
         _join(threads, done)
         return done
+
+    def attempt(self, *arguments: object, stdin: str = "") -> Done:
+        """Run a verb in this process, whatever its exit code."""
+        return _run_here([str(each) for each in arguments], self.env(), self.home, stdin)
 
     def process(self, *arguments: object, code: int = 0, stdin: str = "") -> Done:
         """Run a verb as a child process."""

@@ -13,7 +13,7 @@ from tests.budget import PACKAGES
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "clowder_aimage"
-MODULES = 298  # in the whole package
+MODULES = 306  # in the whole package
 FOLDER = 25  # modules in one folder
 FAMILY = {"config", "pipeline", "transformer", "vae"}  # modules of each family of models
 RIDDLE = re.compile(r"(What|Whether|Who|Whoever|Which|That|How|Where)\b")
@@ -120,9 +120,10 @@ def test_folders_stay_small() -> None:
 
 def test_sockets_are_used_by_registry_http_and_the_worker_client_alone() -> None:
     allowed = {"registry", "http"}
+    modules = {PACKAGE / "engine" / "worker_client.py", PACKAGE / "timed_response.py"}
     found = []
     for path, tree in TREES.items():
-        if floor(path) in allowed or path == PACKAGE / "engine" / "worker_client.py":
+        if floor(path) in allowed or path in modules:
             continue
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -130,6 +131,31 @@ def test_sockets_are_used_by_registry_http_and_the_worker_client_alone() -> None
                 names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
             found += [f"{path.relative_to(PACKAGE)}: {name}" for name in names if name in NETWORK]
     assert not found
+
+
+def test_what_strangers_write_goes_through_one_place() -> None:
+    """Templates are rendered, texts encoded and results printed by one module each."""
+    own = {
+        r"jinja2\.(sandbox|Environment|Template\b)|jinja2[\w.]* import .*Environment": {
+            "template_sandbox.py"
+        },
+        r"^(import|from) tokenizers": {"model/tokenizer_backend.py"},
+        r"click\.s?echo\(|\bprint\(|stdout\.write": {
+            "cli/console/output.py",
+            "cli/console/progress.py",  # messages, printable
+            "cli/main.py",  # errors
+            "cli/verbs/completion.py",  # of this program
+            "cli/verbs/manifest.py",  # a document, printable
+            "cli/verbs/save.py",  # an event
+        },
+    }
+    for pattern, places in own.items():
+        found = {
+            path.relative_to(PACKAGE).as_posix()
+            for path in TREES
+            if re.search(pattern, path.read_text("utf-8"), re.MULTILINE)
+        }
+        assert found == places, pattern
 
 
 def test_children_of_tests_are_started_by_one_module() -> None:

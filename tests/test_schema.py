@@ -124,6 +124,7 @@ def test_schema_and_reader_agree_on_layer_names() -> None:
         *("a", "a/b", "a/.b", "..a", "a..", "a/...", "größe/ß", "a b", "a" * 1024),
         *("", ".", "..", "/a", "a/", "a//b", "a/./b", "a/../b", "../a", "a/..", "a\\b"),
         *("a\nb", "a\n", "a\x7f", "\x00", "a" * 1025),
+        *("a\x9b", "a\xa0", "a\xad", "a\u200b", "a\u202e", "a\u2028", "a\u2069", "a\ufeff"),
     ):
         found = places("layer-annotations", {mediatype.NAME: name})
         assert found == ([] if reads(name) else [mediatype.NAME]), name
@@ -229,7 +230,7 @@ def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
     package = Path(clowder_aimage.__file__).parent
     installed = tmp_path / "clowder_aimage"
     installed.mkdir()
-    for name in ("__init__.py", "schema.py", "errors.py"):
+    for name in ("__init__.py", "schema.py", "strict_json.py", "errors.py"):
         shutil.copy(package / name, installed)
     shutil.copytree(SCHEMAS, installed / "schemas")
     code = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from pathlib import Path
@@ -12,6 +11,7 @@ from aiohttp import web
 
 from clowder_aimage.api.answer_stream import EventStream, comment, frame, ticking
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_probe
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import INFER, OPEN, Route
@@ -48,7 +48,10 @@ class Health:
         """Respond with the readiness. Models are named only to requests with a token."""
         service, node = self._service, self._service.node
         missing = node.missing() if node is not None else ()
-        reasons = await asyncio.to_thread(service.readiness.against, service.wanted, missing)
+        try:
+            reasons = await run_probe(service.readiness.against, service.required, missing)
+        except TimeoutError:
+            reasons = [{"reason": "store not readable"}]
         if node is not None:
             reasons = node.against() + reasons
         if service.engine.is_draining:

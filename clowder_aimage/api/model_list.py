@@ -5,16 +5,16 @@ All functions but ``delete`` read files and must run in a thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from clowder_aimage.api.service import Service
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.engine.executor import run_io, run_locking
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError, describe_each
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_completeness
@@ -25,8 +25,11 @@ from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
+_MOST = (1 << 53) - 1  # parameters
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _log = logging.getLogger("aimage.worker")
+_T = TypeVar("_T")
+_V = TypeVar("_V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,25 @@ class ModelEntry:
 
 def items(store: ImageLayout) -> list[ModelEntry]:
     """Return all names that a client can request, in order; skip unreadable ones."""
-    found = []
-    for name, descriptor in store.tags():
-        with contextlib.suppress(AImageError):  # another tool's name, or a damaged manifest
-            found.append(item_of(store, Reference.parse(name), descriptor))
+    tags = store.tags()
+    found = describe_each(tags, lambda tag: item_of(store, Reference.parse(tag[0]), tag[1]), _skip)
     return sorted(found, key=lambda item: str(item.reference))
+
+
+def describe_all(models: Iterable[_T], describe: Callable[[_T], _V]) -> list[_V]:
+    """Return the descriptions of a list's models; leave out and log those that have none."""
+    return list(describe_each(models, describe, _leave_out))
+
+
+def _skip(tag: tuple[str, Descriptor], error: Exception) -> None:
+    """Skip another tool's name, or a damaged manifest."""
+    if not isinstance(error, AImageError):
+        _leave_out(tag[0], error)
+
+
+def _leave_out(model: object, error: Exception) -> None:
+    name = str(getattr(model, "reference", model))
+    _log.warning("a model was left out of a list", extra={"model": name, "reason": repr(error)})
 
 
 def item(store: ImageLayout, reference: Reference) -> ModelEntry | None:
@@ -99,22 +116,22 @@ async def delete(service: Service, reference: Reference) -> None:
     StoreError; ApiError (409) if the name is pinned.
     """
     store = service.store
-    found = await asyncio.to_thread(entry, store, reference)
+    found = await run_io(entry, store, reference)
     if found is None:
         raise unknown(reference)
-    if await asyncio.to_thread(store.pins.get, index_name(reference)) is not None:
+    if await run_io(store.pins.get, index_name(reference)) is not None:
         raise ApiError(409, f"{reference} is pinned; unpin it first", code="pinned")
     try:
-        await asyncio.to_thread(store.untag, reference)
+        await run_locking(store.untag, reference)
     except NotFoundError as error:
-        if await asyncio.to_thread(entry, store, reference) is None:
+        if await run_io(entry, store, reference) is None:
             raise unknown(reference) from None  # removed concurrently
         raise UsageError(f"{reference} is in a read-only store") from error
-    others = await asyncio.to_thread(lambda: {one.digest for _, one in store.tags()})
+    others = await run_io(lambda: {one.digest for _, one in store.tags()})
     if found.digest not in others:
         await unload(service, found.digest)
     service.on_removed()
-    await asyncio.to_thread(_collect, store)
+    await run_locking(_collect, store)
 
 
 async def unload(service: Service, digest: Digest) -> None:
@@ -145,7 +162,7 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
         "format": str(known.get("format") or "safetensors"),
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _short(count) if type(count) is int else "",
+        "parameter_size": _short(count) if type(count) is int and 0 <= count <= _MOST else "",
         "quantization_level": str(weight_type(known) or "").upper(),
     }
 

@@ -8,7 +8,6 @@ extension ``stop``, with an empty prompt, ends the model's work after the curren
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import secrets
@@ -27,6 +26,7 @@ from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, read_
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent
+from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
@@ -99,7 +99,7 @@ class OllamaGeneration:
         if self._body.stop:
             self._check_admin("stop")
             was_loaded = await self._service.engine.stop(self.reference)
-            if not was_loaded and not await asyncio.to_thread(self._resolve):
+            if not was_loaded and not await run_generation(self._resolve):
                 raise model_list.unknown(self.reference)
             return web.json_response(self._line(done=True, done_reason="unload"))
         if self._body.keep_alive == 0:
@@ -126,7 +126,7 @@ class OllamaGeneration:
             return None
 
     async def _unload(self) -> web.StreamResponse:
-        found = await asyncio.to_thread(self._resolve)
+        found = await run_generation(self._resolve)
         loaded = self._service.engine.loaded()
         digests = {found.digest} if found else set()
         digests |= {one.digest for one in loaded if one.reference == self.reference}

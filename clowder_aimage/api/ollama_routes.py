@@ -7,7 +7,6 @@ with ``datetime.fromisoformat``.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator
@@ -23,6 +22,7 @@ from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.model_list import capabilities, details
 from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -74,9 +74,9 @@ async def _version(_: web.Request) -> web.StreamResponse:
 async def _tags(service: Service, _: web.Request) -> web.StreamResponse:
     def models() -> list[dict[str, Any]]:
         found = [one for one in model_list.items(service.store) if not one.missing]
-        return [_model(service.store, one) for one in found]
+        return model_list.describe_all(found, partial(_model, service.store))
 
-    return web.json_response({"models": await asyncio.to_thread(models)})
+    return web.json_response({"models": await run_io(models)})
 
 
 def _model(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
@@ -98,7 +98,8 @@ def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
 
 async def _ps(service: Service, _: web.Request) -> web.StreamResponse:
     slots = service.engine.loaded()
-    models = await asyncio.to_thread(lambda: [_loaded(service.store, slot) for slot in slots])
+    describe = partial(_loaded, service.store)
+    models = await run_io(lambda: model_list.describe_all(slots, describe))
     return web.json_response({"models": models})
 
 
@@ -121,10 +122,10 @@ async def _show(service: Service, request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
     reference = service.reference(body.reference)
 
-    item = await asyncio.to_thread(model_list.item, service.store, reference)
+    item = await run_io(model_list.item, service.store, reference)
     if item is None:
         raise model_list.unknown(reference)
-    return web.json_response(await asyncio.to_thread(_shown, service.store, item))
+    return web.json_response(await run_io(_shown, service.store, item))
 
 
 def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
@@ -166,7 +167,7 @@ async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
     source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
     if target.digest is not None:
         raise UsageError(f"expected a tag, not a digest: {target}", hint="remove the @DIGEST")
-    if not await asyncio.to_thread(_tag, service.store, source, target):
+    if not await run_locking(_tag, service.store, source, target):
         raise model_list.unknown(source)
     return web.Response()
 
@@ -213,7 +214,7 @@ async def _push(service: Service, request: web.Request) -> web.StreamResponse:
     if reference.registry is None:
         hint = "copy it to a name with one, such as registry.example.com/team/model:v1"
         raise UsageError(f"cannot push {reference}: the name has no registry", hint=hint)
-    if await asyncio.to_thread(model_list.entry, service.store, reference) is None:
+    if await run_io(model_list.entry, service.store, reference) is None:
         raise model_list.unknown(reference)
     with service.transfers.push(reference) as transfer:
         lines = _progress(transfer, "pushing", "pushing manifest")

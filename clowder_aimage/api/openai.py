@@ -19,6 +19,7 @@ from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
+from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
@@ -41,11 +42,11 @@ def routes(service: Service) -> list[Route]:
     images, models = ImageRoutes(service), openai_model.ModelCatalog(service)
 
     async def list_models(_: web.Request) -> web.StreamResponse:
-        data = await asyncio.to_thread(models.all)
+        data = await run_io(models.all)
         return web.json_response({"object": "list", "data": data})
 
     async def get_model(request: web.Request) -> web.StreamResponse:
-        return web.json_response(await asyncio.to_thread(models.one, request.match_info["id"]))
+        return web.json_response(await run_io(models.one, request.match_info["id"]))
 
     return [
         Route("POST", "/v1/images/generations", images.generate, INFER),
@@ -140,7 +141,7 @@ class ImageRoutes:
         if len(pictures) < body.n:
             raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
-        text = await asyncio.to_thread(json.dumps, _answer(body, pictures, keep))
+        text = await run_generation(json.dumps, _answer(body, pictures, keep))
         return web.Response(text=text, content_type="application/json", headers=headers)
 
     def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:

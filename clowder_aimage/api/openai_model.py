@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,17 +10,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from clowder_aimage.api.image_request import ImageRequest
+from clowder_aimage.api.model_list import describe_all
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.engine.executor import run_generation, run_io
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, StoreError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
-from clowder_aimage.schema import validate
 
 FAMILY = "z-image"
 _PARTS = {"text_encoder", "transformer", "vae"}
@@ -43,7 +43,7 @@ def is_runnable(aimage: AImage) -> bool:
 def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
     """Return the AImage with its validated config. Raises NotFoundError, ContentError."""
     stored = read_aimage(store, reference)
-    validate("aimage-config", stored.aimage.properties)
+    stored.aimage.validate()
     return stored
 
 
@@ -81,11 +81,11 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
         is_built_in = body.model is None or _is_built_in(service, body.model)
         has_default = service.settings.default_model is not None
         if not (has_default and is_built_in) or (is_exact and is_literal):
-            raise await asyncio.to_thread(_missing, service, body.model or str(reference))
+            raise await run_io(_missing, service, body.model or str(reference))
         reference, is_default = service.reference(None), True
         aimage = await read_here(service, reference)
         if aimage is None and not (reference.registry and pull != NEVER):
-            raise await asyncio.to_thread(_missing, service, body.model or str(reference))
+            raise await run_io(_missing, service, body.model or str(reference))
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
     return SelectedModel(reference, aimage, pull, is_default)
@@ -118,7 +118,7 @@ def _parse(service: Service, name: str | None) -> Reference:
 async def read_here(service: Service, reference: Reference) -> AImage | None:
     """Return the AImage if it is in the store. Raises ApiError if it is not an image model."""
     try:
-        stored = await asyncio.to_thread(read_model, service.store, reference)
+        stored = await run_generation(read_model, service.store, reference)
     except NotFoundError:
         return None
     except FormatError:
@@ -140,17 +140,17 @@ class ModelCatalog:
 
     def all(self) -> list[dict[str, Any]]:
         """Return all runnable models by name, then their aliases."""
-        found = {}
-        for name, descriptor in self._service.store.tags():
-            try:
-                reference = Reference.parse(name)
-            except UsageError:
-                continue  # another tool's name, which is invalid in a request
-            facts = self._facts(reference, descriptor.digest)
-            if facts is not None:
-                found[str(reference)] = facts
-        listed = [_model(name, found[name]) for name in sorted(found)]
-        return listed + [_model(alias, facts) for alias, facts in self._aliases(found)]
+
+        def described(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
+            with contextlib.suppress(UsageError):  # another tool's name, invalid in a request
+                reference = Reference.parse(tag[0])
+                return str(reference), self._facts(reference, tag[1].digest)
+            return tag[0], None
+
+        listed = describe_all(self._service.store.tags(), described)
+        found = {name: facts for name, facts in listed if facts is not None}
+        models = [_model(name, found[name]) for name in sorted(found)]
+        return models + [_model(alias, facts) for alias, facts in self._aliases(found)]
 
     def one(self, name: str) -> dict[str, Any]:
         """Return the model with the name of a request. Raises ApiError."""
@@ -180,8 +180,8 @@ class ModelCatalog:
         except KeyError:
             try:
                 facts = self._read(reference)
-            except NotFoundError:
-                return None  # it may be stored later
+            except (NotFoundError, StoreError):
+                return None  # it may be stored, or readable, later
             except AImageError:
                 facts = None
             if len(self._known) >= _MAX_KNOWN:

@@ -45,10 +45,7 @@ Whole = Annotated[int, BeforeValidator(_integer)]
 
 
 async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
-    """Parse the body of a request of any Content-Type, as curl defaults to a form's.
-
-    Raises as ``parse_body``.
-    """
+    """Parse the body of a request. Raises as ``parse_body``."""
     return parse_body(await request.read(), kind)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
@@ -43,6 +44,7 @@ class Readiness:
     def __init__(self, store: ImageLayout) -> None:
         self._store = store
         self._completeness = CompletenessCache(store)
+        self._readable: Hashable = None  # the fingerprint of the store when it was read last
 
     def against(
         self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
@@ -53,15 +55,23 @@ class Readiness:
         """
         found = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
         try:
+            self._check_names()
             pins = self._store.pins.items()
             pinned = sorted(name for name, value in pins if value.get("by") != BY_NODE)
-        except (AImageError, OSError):  # the required models are unknown
-            pinned = []
+            others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]
+        except (AImageError, OSError):  # the pinned models are unknown
             found = found or [{"reason": "store not readable"}]
-        others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]
+            others = [*wanted]
         for name in dict.fromkeys((*missing, *others)):
             found.append({"reason": "model missing", "model": name})
         return found
+
+    def _check_names(self) -> None:
+        """Read the names unless the store is unchanged. Raises StoreError."""
+        before = self._store.fingerprint()
+        if before is None or before != self._readable:
+            self._store.check()
+            self._readable = before
 
     def _is_complete(self, name: str) -> bool:
         def check() -> Completeness:
@@ -108,6 +118,14 @@ class Service:
     node: NodeState | None = None
     on_removed: Callable[[], object] = lambda: None
     started: float = field(default_factory=time.time)
+
+    @property
+    def required(self) -> Sequence[str]:
+        """Return the models required for readiness: also a default model that no request pulls."""
+        name, can_pull = self.settings.default_model, self.settings.pull != NEVER
+        if name is None or (can_pull and Reference.parse(name).registry is not None):
+            return self.wanted
+        return (name, *self.wanted)
 
     def reference(self, name: str | None) -> Reference:
         """Return the AImage to which a client's ``name`` refers. Raises UsageError."""

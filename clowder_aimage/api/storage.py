@@ -20,6 +20,7 @@ from aiohttp import web
 from clowder_aimage.api import model_list
 from clowder_aimage.api.request_body import RequestBody, read_body, wrong
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import Credentials
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError, UsageError
@@ -142,7 +143,7 @@ def _credentials(body: _ContentBody) -> Credentials | None:
 
 
 async def _list(service: Service, _: web.Request) -> web.StreamResponse:
-    found = await asyncio.to_thread(model_list.items, service.store)
+    found = await run_io(model_list.items, service.store)
     listed = [_stored(one) for one in found]
     known = {str(one.reference) for one in found if not one.missing}
     pulls = [one for one in service.transfers.pulls() if str(one.reference) not in known]
@@ -152,7 +153,7 @@ async def _list(service: Service, _: web.Request) -> web.StreamResponse:
 
 async def _get(service: Service, request: web.Request) -> web.StreamResponse:
     reference = parse(decode(request.match_info["url"]))
-    item = await asyncio.to_thread(model_list.item, service.store, reference)
+    item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
         return web.json_response(_stored(item))
     if (pull := service.transfers.of(reference)) is not None:
@@ -165,7 +166,7 @@ async def _get(service: Service, request: web.Request) -> web.StreamResponse:
 async def _post(service: Service, request: web.Request) -> web.StreamResponse:
     body = await read_body(request, _ContentBody)
     reference, credentials = parse(body.url), _credentials(body)
-    item = await asyncio.to_thread(model_list.item, service.store, reference)
+    item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
         return _created(item, 200)
     with service.transfers.pull(reference, credentials) as pull:
@@ -176,7 +177,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
             raise ApiError(403, error.message, code="registry_unauthorized") from None
         except AImageError as error:
             raise registry_error(error) from None
-    item = await asyncio.to_thread(model_list.item, service.store, stored_name(reference, root))
+    item = await run_io(model_list.item, service.store, stored_name(reference, root))
     if item is None:
         raise _unknown(reference)  # deleted in the meantime
     return _created(item, 201)
@@ -185,7 +186,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
 async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
     reference = parse(decode(request.match_info["url"]))
     was_pulled = await _stop_pulls(service, reference)
-    found = await asyncio.to_thread(model_list.entry, service.store, reference)
+    found = await run_io(model_list.entry, service.store, reference)
     if found is not None or not was_pulled:
         try:
             await model_list.delete(service, reference)

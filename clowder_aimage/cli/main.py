@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -90,13 +91,26 @@ ALIASES = {
     "unload": "stop",
 }
 # Names without an equal: what to use
+_PICTURE = "'aimage run' generates a picture"
 _ELSEWHERE = {
     "build": "'aimage create' packs a model directory",
+    "auth": "'aimage login' stores credentials for a registry",
     "cat": "'aimage manifest fetch' prints a manifest, 'aimage blob fetch' a blob",
+    "clean": "'aimage gc' removes content that no name needs",
+    "download": "'aimage pull' fetches an AImage; 'aimage create NAME ORG/REPO' packs a model of "
+    "the Hugging Face hub",
+    "draw": _PICTURE,
     "fetch": "'aimage pull' fetches an AImage, 'aimage manifest fetch' a manifest",
-    "generate": "'aimage run' generates a picture",
+    "generate": _PICTURE,
+    "imagine": _PICTURE,
     "import": "'aimage create' packs a model directory, 'aimage load' reads a tar file",
+    "prune": "'aimage gc' removes content that no name needs",
+    "quantize": "'aimage convert REF NAME --quantize int8' quantizes an AImage",
+    "rename": "'aimage tag REF NAME' adds a name, 'aimage rm REF' removes one",
     "search": "'aimage tags' lists the tags of a repository, 'aimage ls' the names in the store",
+    "start": "'aimage serve' starts a worker",
+    "untag": "'aimage rm' removes a name from the store, 'aimage delete' a tag from a registry",
+    "upload": "'aimage push' sends an AImage to its registry",
     "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
 
@@ -156,10 +170,15 @@ def _suggestion(name: str) -> str:
 
     if name in _ELSEWHERE:
         return _ELSEWHERE[name]
-    close = difflib.get_close_matches(name, [*VERBS, *ALIASES])
+    close = difflib.get_close_matches(name, [*VERBS, *ALIASES], cutoff=0.66)
     if not close:
         return "'aimage --help' lists the verbs"
-    best = max(close, key=lambda each: sum(a == b for a, b in zip(each, name, strict=False)))
+
+    def rank(verb: str) -> tuple[float, int]:
+        same = sum(a == b for a, b in zip(verb, name, strict=False))
+        return difflib.SequenceMatcher(None, verb, name).ratio(), same
+
+    best = max(close, key=rank)
     return f"did you mean 'aimage {ALIASES.get(best, best)}'?"
 
 
@@ -200,6 +219,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
+    if not sys.warnoptions:  # of libraries, about values from models and pictures
+        warnings.simplefilter("ignore")
     code = run()
     if "clowder_aimage.telemetry" in sys.modules:
         sys.modules["clowder_aimage.telemetry"].stop()
@@ -238,7 +259,8 @@ def _report(error: click.ClickException | AImageError) -> int:
 
 def _print_error(message: str, hint: str | None = None) -> None:
     """Print an error; on a terminal with colours, unless NO_COLOR is set."""
-    text, more = printable(message), f"\n  {printable(hint)}" if hint else ""
+    text = printable(message.replace("\n", " "))  # of a registry, for instance
+    more = f"\n  {printable(hint)}" if hint else ""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         click.echo(f"aimage: {text}{more}", err=True)
     else:  # click removes colours outside a terminal

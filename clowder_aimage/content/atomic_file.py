@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from clowder_aimage.content.open_directory import READ, OpenDirectory
+
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @contextmanager
@@ -35,40 +35,43 @@ def atomic_file(
 ) -> Iterator[BinaryIO]:
     """Open an unbuffered file that is renamed to ``path`` when the block ends without an error.
 
-    On an error the temporary file is removed and an old file is unchanged. Raises OSError.
+    On an error the temporary file is removed and an old file is unchanged. Raises OSError, also if
+    another program has replaced the temporary file.
 
     Args:
-        path: The final path. The caller resolves links.
+        path: The final path; a link is replaced. ``open_directory.resolve`` follows it.
         mode: The permissions, less the umask.
         durable: Sync the file, and the directory of ``path``.
         directory: The directory of the temporary file, on the same file system as ``path``.
         prepare: Called with the descriptor of the new file, before any byte is written.
         removes_leftovers: Remove the temporary files of killed processes.
     """
-    temporary, fd = _create(path, directory, mode)
-    with os.fdopen(fd, "wb", buffering=0) as file:
-        try:
-            if removes_leftovers:
-                remove_leftovers(temporary, temporary_prefix(path))
-            if prepare is not None:
-                prepare(fd)
-            yield file
-            if durable:
-                os.fsync(fd)
-            temporary.replace(path)  # while it is locked
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    if durable:
-        sync_directory(path.parent)
+    with contextlib.ExitStack() as stack:
+        final = stack.enter_context(OpenDirectory(path.parent))
+        place = stack.enter_context(OpenDirectory(directory)) if directory else final
+        temporary, fd = _create(place, path, mode)
+        with os.fdopen(fd, "wb", buffering=0) as file:
+            try:
+                if removes_leftovers:
+                    remove_leftovers(place, temporary, temporary_prefix(path))
+                if prepare is not None:
+                    prepare(fd)
+                yield file
+                if durable:
+                    os.fsync(fd)
+                place.rename(os.fstat(fd), temporary, path.name, final)  # while it is locked
+            except BaseException:
+                place.remove(temporary)
+                raise
+        if durable:
+            final.sync()
 
 
-def _create(path: Path, directory: Path | None, mode: int) -> tuple[Path, int]:
-    """Return a new temporary file, locked while it is open."""
+def _create(place: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
+    """Return the name of a new temporary file, and its descriptor, locked while it is open."""
     while True:
-        temporary = temporary_path(path, directory)
-        fd = os.open(temporary, _NEW, mode)
+        temporary = temporary_name(path)
+        fd = place.create(temporary, mode)
         flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return temporary, fd
@@ -93,10 +96,9 @@ def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> N
         view = view[count:]
 
 
-def temporary_path(path: Path, directory: Path | None = None, infix: str = "") -> Path:
-    """Return a new path for a temporary file of ``path``, in ``directory`` or beside ``path``."""
-    name = f"{temporary_prefix(path, infix)}{secrets.token_hex(8)}"
-    return directory / name if directory else path.with_name(name)
+def temporary_name(path: Path, infix: str = "") -> str:
+    """Return a new name for a temporary file of ``path``."""
+    return f"{temporary_prefix(path, infix)}{secrets.token_hex(8)}"
 
 
 def temporary_prefix(path: Path, infix: str = "") -> str:
@@ -110,26 +112,31 @@ def is_temporary(name: str, prefix: str) -> bool:
 
 
 def remove_leftovers(
-    temporary: Path, prefix: str, remove: Callable[[Path], None] = Path.unlink
+    place: OpenDirectory,
+    temporary: str,
+    prefix: str,
+    remove: Callable[[OpenDirectory, str], None] = OpenDirectory.remove,
 ) -> None:
     """Remove unlocked temporary files of killed processes beside the locked ``temporary``.
 
     Do nothing on file systems without locks, and ignore errors.
     """
     with contextlib.suppress(OSError):
-        if not is_locked(temporary):
+        if not _is_locked(place.open(temporary)):
             return
-        for path in list(temporary.parent.iterdir()):
-            if is_temporary(path.name, prefix):
+        for name in place.names():
+            if is_temporary(name, prefix):
                 with contextlib.suppress(OSError):
-                    _remove_unlocked(path, remove)
+                    _remove_unlocked(place, name, remove)
 
 
-def _remove_unlocked(path: Path, remove: Callable[[Path], None]) -> None:
-    fd = os.open(path, _OPEN)
+def _remove_unlocked(
+    place: OpenDirectory, name: str, remove: Callable[[OpenDirectory, str], None]
+) -> None:
+    fd = place.open(name)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(path)
+        remove(place, name)
     finally:
         os.close(fd)
 
@@ -145,7 +152,10 @@ def flock(fd: int, operation: int) -> None:
 
 def is_locked(path: str | Path) -> bool:
     """Return whether a file is locked by any process, this one included. Raises OSError."""
-    fd = os.open(path, _OPEN)
+    return _is_locked(os.open(path, READ))
+
+
+def _is_locked(fd: int) -> bool:
     try:
         flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -157,8 +167,5 @@ def is_locked(path: str | Path) -> bool:
 
 def sync_directory(path: str | Path) -> None:
     """Make renames into a directory durable. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with OpenDirectory(path) as directory:
+        directory.sync()

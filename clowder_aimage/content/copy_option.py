@@ -17,7 +17,8 @@ class CopyEvent:
     """A step of a copy.
 
     ``kind`` is ``plan`` (the total of blobs and bytes), ``skip`` (already in the target),
-    ``start``, ``progress`` (``count`` more bytes; negative when a retry starts over) or ``done``. A
+    ``start``, ``progress`` (``count`` more bytes; negative when a retry starts over), ``wait`` (for
+    the process ``count``, or an unknown one if 0, which writes the blob) or ``done``. A
     mounted blob has the events ``start``, ``skip`` and ``done``. A ``progress`` of more than a
     chunk counts bytes from an earlier run.
     """

@@ -9,6 +9,7 @@ verified.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from clowder_aimage.oci import Descriptor, Digest
 
 RESERVE = 16 * 1024 * 1024  # bytes that a copy leaves free
 NOTED = 16 * 1024 * 1024  # bytes of a large blob between two checkpoints
+_NOTICE = 2.0  # seconds after which a process that is waited for is reported
 _POLL = 0.1  # seconds between checks of a blob that another process fetches
 
 
@@ -71,6 +73,7 @@ class BlobDownload:
         # blobs that another process fetches, and when to check them again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
         self._seen: dict[Digest, int] = {}  # bytes of them that have arrived
+        self._busy: dict[Digest, float] = {}  # since when another process fetches them
         self._active: list[BlobTransfer] = []
         self._opening = 0
         self._changed = threading.Condition()
@@ -170,8 +173,13 @@ class BlobDownload:
         """Open the ingest of a blob; return None if there is nothing to fetch now."""
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
-        except IngestBusyError:
+        except IngestBusyError as error:
             self._watch(content)
+            now = time.monotonic()
+            if now - self._busy.setdefault(content.digest, now) > _NOTICE:
+                self._busy[content.digest] = math.inf  # once
+                pid = int(error.facts.get("pid") or 0)
+                self._on_event(CopyEvent("wait", content, pid))
             with self._changed:
                 self._elsewhere.append((time.monotonic() + _POLL, content))
             return None

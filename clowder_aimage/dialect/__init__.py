@@ -51,6 +51,7 @@ def detect(manifest: Manifest) -> Dialect:
     raise FormatError(
         f"{manifest.digest} is not an AImage ({kind[:100]})",
         hint="it can be pulled, pushed and listed, but not run or rewritten",
+        remedy="not_an_aimage",
     )
 
 

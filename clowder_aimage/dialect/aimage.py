@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.oci import Descriptor, Digest, mediatype, read_json
+from clowder_aimage.oci.descriptor import MAX_SIZE
+from clowder_aimage.schema import validate
 
+_MAX_PARTS = 32  # of a name: directories in directories
+_T = TypeVar("_T")
 _WHOLE = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
 
 
@@ -55,6 +58,7 @@ class AImage:
     config: bytes
     layers: tuple[Layer, ...]
     subject: Descriptor | None = None
+    _derived: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def algorithm(self) -> str:
@@ -63,14 +67,24 @@ class AImage:
 
     def layer(self, name: str) -> Layer:
         """Return the layer called ``name``. Raises NotFoundError."""
-        for layer in self.layers:
-            if layer.name == name:
-                return layer
-        raise NotFoundError(f"{name} not found in the AImage")
+        if (found := self.find(name)) is None:
+            raise NotFoundError(f"{name} not found in the AImage")
+        return found
+
+    def find(self, name: str) -> Layer | None:
+        """Return the layer called ``name``, or None."""
+        named = self._once("names", lambda: {layer.name: layer for layer in reversed(self.layers)})
+        return named.get(name)
 
     def component(self, name: str) -> tuple[Layer, ...]:
         """Return the layers of a component, in the manifest's order."""
-        return tuple(layer for layer in self.layers if layer.component == name)
+        return tuple(self._once("components", self._components).get(name, ()))
+
+    def _components(self) -> dict[str, list[Layer]]:
+        found: dict[str, list[Layer]] = {}
+        for layer in self.layers:
+            found.setdefault(layer.component, []).append(layer)
+        return found
 
     @property
     def config_text(self) -> str:
@@ -82,25 +96,40 @@ class AImage:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """The parsed config. Raises FormatError."""
+        """The config, parsed once; do not change it. Raises FormatError."""
+        return self._once("properties", self._read)
+
+    def validate(self) -> None:
+        """Check the config, once if it is valid. Raises FormatError."""
+        self._once("valid", lambda: validate("aimage-config", self.properties))
+
+    def _read(self) -> dict[str, Any]:
         value = read_json(self.config, "the AImage config")
         if not isinstance(value, dict):
             raise FormatError("the AImage config must be a JSON object")
+        return value
+
+    def _once(self, key: str, derive: Callable[[], _T]) -> _T:
+        if key not in self._derived:
+            self._derived[key] = derive()
+        value: _T = self._derived[key]
         return value
 
 
 def check_name(name: str) -> str:
     """Return a layer's name if it is a safe file name. Raises FormatError.
 
-    A safe name is relative, not empty, Unicode, and has no ``..`` or control characters.
+    A safe name is relative, not empty, printable (no control characters or marks that change the
+    direction of text), has no ``..``, and has at most 1024 characters in 32 parts.
     """
     parts = name.split("/")
     if (
         not name
         or len(name) > 1024
+        or len(parts) > _MAX_PARTS
         or any(part in ("", ".", "..") for part in parts)
         or "\\" in name
-        or any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF for c in name)
+        or not name.isprintable()
     ):
         raise FormatError(f"invalid layer name: {name[:100]!r}")
     return name
@@ -123,10 +152,10 @@ def parse_shape(value: object) -> tuple[int, ...] | None:
     shape = value
     if isinstance(value, str):
         try:
-            shape = json.loads(value)
-        except (ValueError, RecursionError):
+            shape = read_json(value.encode(), "the shape")
+        except (FormatError, UnicodeEncodeError):
             raise FormatError(f"invalid shape: {value[:100]!r}") from None
-    if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
+    if isinstance(shape, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in shape):
         return tuple(shape)
     raise FormatError(f"invalid shape: {value!r:.100}")
 
@@ -177,6 +206,7 @@ def parse_content(media_type: str, digest: object, size: object) -> Descriptor |
         return None
     plain, compression = mediatype.split_compression(media_type)
     text = str(size) if type(size) in (int, str) else ""
-    if not (compression and isinstance(digest, str) and text.isascii() and text.isdecimal()):
+    is_size = text.isascii() and text.isdecimal() and len(text) < 18 and int(text) <= MAX_SIZE
+    if not (compression and isinstance(digest, str) and is_size):
         raise FormatError(f"invalid content of a {media_type[:100]} layer: {digest!r:.100}")
     return Descriptor(plain, Digest.parse(digest), int(text))

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 
 class Dialect(ABC):
@@ -48,7 +49,14 @@ def build_manifest(
     artifact_type: str = "",
     annotations: dict[str, str] | None = None,
 ) -> tuple[Manifest, bytes]:
-    """Return the manifest of ``aimage`` with that config, and the bytes of the config."""
+    """Return the manifest of ``aimage`` with that config, and the bytes of the config.
+
+    Raises FormatError: no reader would accept a config of that size.
+    """
+    if len(config) > MAX_DOCUMENT_SIZE:
+        raise FormatError(
+            f"a config of {len(config)} bytes is too large: the limit is {MAX_DOCUMENT_SIZE}"
+        )
     document = {
         "schemaVersion": 2,
         "mediaType": media_type,

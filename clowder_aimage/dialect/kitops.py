@@ -13,7 +13,8 @@ A layer is a tar of a file or a directory, and remains one: its name is the path
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from clowder_aimage.dialect.aimage import AImage, Layer
@@ -40,6 +41,22 @@ class _Element(NamedTuple):
     digest: str
 
 
+class _Elements:
+    """The entries of a Kitfile that no layer has taken, by kind and digest, in its order."""
+
+    def __init__(self, elements: Iterable[_Element]) -> None:
+        self._left: dict[tuple[str, str], deque[_Element]] = {}
+        for element in elements:
+            self._left.setdefault((element.kind, element.digest), deque()).append(element)
+
+    def take(self, kind: str, digest: str) -> _Element | None:
+        """Remove and return the next entry with the digest, or without one."""
+        for key in ((kind, digest), (kind, "")):
+            if found := self._left.get(key):
+                return found.popleft()
+        return None
+
+
 class KitOpsDialect(Dialect):
     """A model with its data, code and documentation."""
 
@@ -51,7 +68,7 @@ class KitOpsDialect(Dialect):
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         kitfile = read_object(config)
-        elements = list(_elements(kitfile))
+        elements = _Elements(_elements(kitfile))
         names = [_name(layer, elements) for layer in manifest.layers]
         layers = name_layers(manifest.layers, names, _read)
         return AImage(_config_of(layers, kitfile), layers, manifest.subject)
@@ -77,19 +94,15 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _name(layer: Descriptor, elements: list[_Element]) -> str | None:
-    """Return the path of the layer's entry, and remove that entry. Raises FormatError."""
+def _name(layer: Descriptor, elements: _Elements) -> str | None:
+    """Return the path of the layer's entry, which is taken. Raises FormatError."""
     match = _LAYER.fullmatch(layer.media_type)
     if match is None:
         return None
     kind = "prompt" if layer.annotations.get(_SUBTYPE) == "prompt" else match[1]
-    of_kind = [element for element in elements if element.kind == kind]
-    known = [element for element in of_kind if element.digest == str(layer.digest)]
-    nameless = [element for element in of_kind if not element.digest]
-    element = next(iter(known or nameless), None)
+    element = elements.take(kind, str(layer.digest))
     if element is None:
         return None
-    elements.remove(element)
     path = clean_path(element.path) or kind
     return f"{path}.tar" if match[2] == "tar" else path
 

@@ -33,6 +33,7 @@ FORMATS = {
     mediatype.AIMAGE_ONNX: "onnx",
     mediatype.AIMAGE_LORA: "lora",
 }
+_MAX_COUNT = (1 << 53) - 1  # the largest integer that all JSON readers agree on (RFC 7493)
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmbtq]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "q": 10**15}
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.ASCII)
@@ -119,11 +120,12 @@ def vendor_config(layers: Sequence[Layer], facts: Mapping[str, Sequence[object]]
 def read_count(fact: object) -> int | None:
     """Parse a number of parameters: an integer, or text such as ``8B`` or ``361.82 M``."""
     if type(fact) is int:
-        return fact if fact >= 0 else None
+        return fact if 0 <= fact <= _MAX_COUNT else None
     match = _COUNT.fullmatch(fact.strip()) if isinstance(fact, str) else None
     if match is None or ("." in match[1] and not match[2]):
         return None
-    return int(Decimal(match[1]) * _SCALES[match[2].lower()])
+    count = int(Decimal(match[1]) * _SCALES[match[2].lower()])
+    return count if count <= _MAX_COUNT else None
 
 
 def _format(layers: Sequence[Layer]) -> str | None:
@@ -143,7 +145,7 @@ def _word(fact: object) -> str | None:
 
 
 def _context(fact: object) -> int | None:
-    return fact if type(fact) is int and fact >= 1 else None
+    return fact if type(fact) is int and 1 <= fact <= _MAX_COUNT else None
 
 
 def _dtype(fact: object) -> str | None:

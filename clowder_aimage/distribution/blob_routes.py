@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from typing import BinaryIO
@@ -14,6 +13,7 @@ from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, is_of_peer, repository_of
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.http.body_stream import send_file, send_growing_file
 from clowder_aimage.oci import Digest
 
@@ -34,20 +34,20 @@ class BlobRoutes:
             if cache is not None:
                 size = await cache.size(repository, digest)
             else:
-                size = await asyncio.to_thread(self._blobs.size, digest)
+                size = await run_io(self._blobs.size, digest)
             return await _head(request, digest, size)
         fetch = None if cache is None else await cache.blob(repository, digest)
         if fetch is not None:
             size = fetch.content.size
-            with await asyncio.to_thread(fetch.open) as file:
+            with await run_io(fetch.open) as file:
                 return await _send(request, digest, file, size, fetch)
-        with await asyncio.to_thread(self._blobs.open, digest) as file:
+        with await run_io(self._blobs.open, digest) as file:
             return await _send(request, digest, file, os.fstat(file.fileno()).st_size)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest needs."""
         repository_of(request)
-        await asyncio.to_thread(self._blobs.remove, digest_of(request))
+        await run_locking(self._blobs.remove, digest_of(request))
         return web.Response(status=202)
 
 

@@ -17,6 +17,7 @@ from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
 from clowder_aimage.distribution.pending_manifest import PendingManifests
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import (
     AImageError,
     NoSpaceError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 CONCURRENCY = 16  # blobs fetched at a time
 MAX_FETCHES = 256  # running or queued fetches
+MAX_REQUESTS = 128  # other requests to the upstream, each with a thread
 CLOSE_TIMEOUT = 2.0  # seconds in which fetches save received bytes
 
 _T = TypeVar("_T")
@@ -52,6 +54,7 @@ class PullThroughCache:
         self._resolving: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
         self._fetches: dict[Digest, CachedFetch] = {}
         self._places = asyncio.Semaphore(CONCURRENCY)
+        self._asking = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
@@ -61,12 +64,29 @@ class PullThroughCache:
         """
         task = self._resolving.get(reference)
         if task is None:
-            task = asyncio.create_task(aside(lambda: self._manifest(reference)))
+            task = asyncio.create_task(self._ask(lambda: self._manifest(reference)))
             self._resolving[reference] = task
             task.add_done_callback(lambda _: self._resolving.pop(reference))
             # retrieved, even if all clients have left
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
+
+    async def _ask(self, call: Callable[[], _T]) -> _T:
+        """Return ``call()``, a request to the upstream. Raises TOOMANYREQUESTS beyond MAX_REQUESTS.
+
+        The thread continues if its client leaves, and is counted until it ends.
+        """
+        if self._asking >= MAX_REQUESTS:
+            raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
+        self._asking += 1
+
+        def ended(_: object) -> None:
+            self._asking -= 1
+
+        request = asyncio.ensure_future(aside(call))
+        request.add_done_callback(ended)
+        request.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(request)
 
     def _manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         stored = self._stored(reference) if reference.digest else None
@@ -103,14 +123,14 @@ class PullThroughCache:
     async def size(self, repository: str, digest: Digest) -> int:
         """Return the size of a blob, stored or not. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
         try:
-            return await asyncio.to_thread(self._blobs.size, digest)
+            return await run_io(self._blobs.size, digest)
         except DistributionError:
             return await self._size_there(repository, digest)
 
     async def blob(self, repository: str, digest: Digest) -> CachedFetch | None:
         """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS."""
         fetch = self._fetches.get(digest)
-        if fetch is None and await asyncio.to_thread(self._has, digest):
+        if fetch is None and await run_locking(self._has, digest):
             return None
         if fetch is None:
             size = self._waiting.size(digest)
@@ -169,16 +189,19 @@ class PullThroughCache:
         self, repository: str, call: Callable[[Repository], list[_T]]
     ) -> list[_T] | None:
         try:
-            return await aside(lambda: self._upstream.call(repository, call))
+            return await self._ask(lambda: self._upstream.call(repository, call))
         except NotFoundError:
             raise DistributionError("NAME_UNKNOWN") from None
+        except DistributionError:
+            raise
         except AImageError as error:
             _log.warning("listing stored content: %s", error)
             return None
 
     async def _size_there(self, repository: str, digest: Digest) -> int:
         try:
-            return await aside(lambda: self._upstream.call(repository, lambda it: it.size(digest)))
+            upstream = self._upstream
+            return await self._ask(lambda: upstream.call(repository, lambda it: it.size(digest)))
         except AImageError as error:
             raise self._blob_error(error, digest) from error
 
@@ -189,6 +212,8 @@ class PullThroughCache:
 
     def _refusal(self, error: AImageError) -> AImageError:
         """Return the error for a client. Messages of the upstream are only logged."""
+        if isinstance(error, DistributionError):
+            return error
         host = self._upstream.host
         if isinstance(error, UnauthorizedError):
             return DistributionError("DENIED", message=f"{host} denied access to this cache")

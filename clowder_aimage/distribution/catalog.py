@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clowder_aimage.content.graph import referrer_entry, walk
@@ -31,7 +31,11 @@ from clowder_aimage.oci import (
 
 Version = tuple[tuple[int, int, int] | None, ...]
 MAX_SUMMARIES = 20_000  # manifests remembered
-MAX_KEPT_SIZE = 64 * 1024  # bytes of a manifest with references whose summary is kept
+MAX_KEPT_SIZE = 64 * 1024  # bytes of an index whose summary is kept
+MAX_ANNOTATION = (
+    4096  # characters of an annotation in a list of referrers; larger ones are left out
+)
+MAX_ANNOTATIONS = 64 * 1024  # characters of all annotations of an entry
 _FRESH = 100_000_000  # nanoseconds
 
 
@@ -60,7 +64,14 @@ def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     listed = Descriptor(document.media_type, digest, len(document.raw))
     if document.subject is None:
         return ManifestSummary(listed, None, index)
-    return ManifestSummary(referrer_entry(listed, document), document.subject.digest, index)
+    entry = referrer_entry(listed, document)
+    left, kept = MAX_ANNOTATIONS, {}
+    for key, value in entry.annotations.items():
+        left -= len(key) + len(value)
+        if len(key) + len(value) <= MAX_ANNOTATION and left >= 0:
+            kept[key] = value
+    entry = replace(entry, annotations=kept)
+    return ManifestSummary(entry, document.subject.digest, index)
 
 
 def _version(index: Path) -> tuple[int, int, int] | None:
@@ -159,7 +170,7 @@ class Catalog:
             return known
         raw = self.read(descriptor)
         summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
-        if len(raw) <= MAX_KEPT_SIZE or (summary.subject is None and summary.index is None):
+        if len(raw) <= MAX_KEPT_SIZE or summary.index is None:
             if len(self._summaries) >= MAX_SUMMARIES:
                 self._summaries.clear()
             self._summaries[descriptor.digest] = summary

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterable
+from itertools import accumulate
 from urllib.parse import urlencode
 
 from aiohttp import web
@@ -13,7 +13,10 @@ from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, parse_repository, repository_of
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.oci import Descriptor, Digest, mediatype
+
+MAX_PAGE = 4 * 1024 * 1024 - 64 * 1024  # bytes of a page's entries; clients accept 4 MiB
 
 
 class CatalogRoutes:
@@ -31,7 +34,7 @@ class CatalogRoutes:
         repository = repository_of(request)
         listed = None if self._cache is None else await self._cache.tags(repository)
         if listed is None:
-            entries = await asyncio.to_thread(self._catalog.entries, repository)
+            entries = await run_io(self._catalog.entries, repository)
             if not entries:
                 raise DistributionError("NAME_UNKNOWN", {"name": repository})
             listed = [entry.tag for entry in entries if entry.tag is not None]
@@ -39,7 +42,7 @@ class CatalogRoutes:
 
     async def repositories(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v2/_catalog?n=<count>&last=<name>."""
-        names = await asyncio.to_thread(self._catalog.repositories)
+        names = await run_io(self._catalog.repositories)
         return _page(request, filter(_is_servable, names), {}, "repositories")
 
     async def referrers(self, request: web.Request) -> web.StreamResponse:
@@ -48,24 +51,47 @@ class CatalogRoutes:
         found = None
         if self._cache is not None:
             found = await self._cache.referrers(repository, subject)
-        if found is None:
-            found = await asyncio.to_thread(self._find, repository, subject)
-        headers = {}
-        if "artifactType" in request.query:
-            wanted = request.query["artifactType"]
-            found = [each for each in found if each.extra.get("artifactType", "") == wanted]
-            headers["OCI-Filters-Applied"] = "artifactType"
-        index = {
-            "schemaVersion": 2,
-            "mediaType": mediatype.OCI_INDEX,
-            "manifests": [each.to_json() for each in found],
-        }
-        body = json.dumps(index).encode()  # not json_response, which would add a charset
+        query = request.query
+        body, following = await run_io(
+            lambda: _index(
+                self._find(repository, subject) if found is None else found,
+                query.get("artifactType"),
+                query.get("last", ""),
+            )
+        )
+        headers = {"OCI-Filters-Applied": "artifactType"} if "artifactType" in query else {}
+        if following:
+            wanted = {key: query[key] for key in ("artifactType",) if key in query}
+            link = urlencode({**wanted, "last": following})
+            headers["Link"] = f'<{request.path}?{link}>; rel="next"'
+        # not json_response, which would add a charset
         return web.Response(body=body, content_type=mediatype.OCI_INDEX, headers=headers)
 
     def _find(self, repository: str, subject: Digest) -> list[Descriptor]:
         summaries = self._catalog.summaries(repository)
         return [each.listed for each in summaries if each.subject == subject]
+
+
+def _index(found: list[Descriptor], wanted: str | None, last: str) -> tuple[bytes, str]:
+    """Return a page of an index of referrers by digest, and its last digest if there are more."""
+    entries: list[bytes] = []
+    size, following = 0, ""
+    for each in sorted(found, key=lambda one: str(one.digest)):
+        if str(each.digest) <= last or (
+            wanted is not None and each.extra.get("artifactType", "") != wanted
+        ):
+            continue
+        entry = json.dumps(each.to_json(), ensure_ascii=False).encode("utf-8", "replace")
+        if entries and size + len(entry) > MAX_PAGE:
+            return _written(entries), following
+        entries.append(entry)
+        size, following = size + len(entry) + 1, str(each.digest)
+    return _written(entries), ""
+
+
+def _written(entries: list[bytes]) -> bytes:
+    head = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
+    return json.dumps(head).encode()[:-1] + b', "manifests": [' + b",".join(entries) + b"]}"
 
 
 def _is_servable(repository: str) -> bool:
@@ -82,15 +108,15 @@ def _page(
     last = request.query.get("last", "")
     rest = sorted(name for name in names if name > last)
     count = request.query.get("n")
-    if count is None:
-        return web.json_response(document | {key: rest})
-    if not count.isascii() or not count.isdigit() or len(count) > 9:
+    if count is not None and (not count.isascii() or not count.isdigit() or len(count) > 9):
         raise DistributionError(
             "UNSUPPORTED", {"n": count[:100]}, message="n must be a whole number", status=400
         )
-    page = rest[: int(count)]
+    most = len(rest) if count is None else int(count)
+    sizes = accumulate(len(name) + 4 for name in rest[:most])  # names are ASCII
+    page = [name for name, size in zip(rest, sizes, strict=False) if size <= MAX_PAGE]
     headers = {}
     if page and len(page) < len(rest):
-        following = urlencode({"n": count, "last": page[-1]})
+        following = urlencode({"n": count or len(page), "last": page[-1]})
         headers["Link"] = f'<{request.path}?{following}>; rel="next"'
     return web.json_response(document | {key: page}, headers=headers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 
@@ -15,6 +14,7 @@ from clowder_aimage.distribution.catalog import Catalog, CatalogEntry
 from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
 from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, reference_of
 from clowder_aimage.distribution.served_blobs import ServedBlobs
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.http.body_stream import pieces
 from clowder_aimage.layout import ImageLayout
@@ -62,7 +62,7 @@ class ManifestRoutes:
         if self._cache is not None and not is_of_peer(request):
             descriptor, raw = await self._cache.manifest(reference)
         else:
-            descriptor, raw = await asyncio.to_thread(self._read, reference)
+            descriptor, raw = await run_io(self._read, reference)
         headers = content_headers(descriptor.digest)
         if is_current(request, descriptor.digest):
             return web.Response(status=304, headers=headers)
@@ -85,7 +85,7 @@ class ManifestRoutes:
             detail = {"mediaType": request.headers.get("Content-Type", "")[:300]}
             raise _invalid("unsupported media type", detail)
         raw = await _read_body(request)
-        digest, subject = await asyncio.to_thread(self._store, raw, request.content_type, names)
+        digest, subject = await run_locking(self._store, raw, request.content_type, names)
         location = f"/v2/{reference.repository}/manifests/{digest}"
         headers = {"Location": location, "Docker-Content-Digest": str(digest)}
         if len(names) > 1:
@@ -126,7 +126,7 @@ class ManifestRoutes:
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE of a tag, which leaves the manifest, or of a digest and all its tags."""
         reference = reference_of(request)
-        await asyncio.to_thread(self._delete, reference)
+        await run_locking(self._delete, reference)
         return web.Response(status=202)
 
     def _delete(self, reference: Reference) -> None:

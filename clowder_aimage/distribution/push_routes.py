@@ -16,6 +16,7 @@ from clowder_aimage.distribution.repository_name import (
 )
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.http.body_stream import pieces
 from clowder_aimage.oci import Digest
 
@@ -38,7 +39,7 @@ class PushRoutes:
             digest = parse_digest(request.query["mount"])
             if "from" in request.query:
                 parse_repository(request.query["from"])
-            if await asyncio.to_thread(self._blobs.has, digest):
+            if await run_io(self._blobs.has, digest):
                 return _created(repository, digest)
         announced = request.query.get("digest-algorithm", "sha256")
         if announced not in ALGORITHMS:
@@ -51,7 +52,7 @@ class PushRoutes:
         # ollama first sends an empty body (server/upload.go, "Prepare")
         is_announced = request.headers.get("X-Content-Length", "0") != "0"
         if single is not None and is_announced and not request.content_length:
-            if await asyncio.to_thread(self._blobs.has, single):
+            if await run_io(self._blobs.has, single):
                 return _created(repository, single)
             single = None
         upload = await self._uploads.begin(repository)
@@ -101,13 +102,15 @@ class PushRoutes:
         return self._uploads.get(repository_of(request), request.match_info["upload"])
 
     async def _keep(self, upload: UploadSession, digest: Digest) -> None:
-        await asyncio.to_thread(self._blobs.expect, digest)
+        await run_locking(self._blobs.expect, digest)
         await self._uploads.commit(upload, digest, MEDIA_TYPE)
-        await asyncio.to_thread(self._blobs.put, digest)
+        await run_locking(self._blobs.put, digest)
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
         """Write the body to the upload; received bytes survive a broken connection."""
         end = _declared_end(request, upload)
+        if (size := request.content_length or 0) > PIECE:
+            await self._uploads.check_space(upload, size)
         buffer = bytearray()
         try:
             async for piece in pieces(request):

@@ -22,12 +22,14 @@ from clowder_aimage.distribution.registry_metric import RegistryMetrics
 from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
-from clowder_aimage.errors import UsageError
+from clowder_aimage.engine.executor import run_locking
+from clowder_aimage.errors import StoreBusyError, UsageError
+from clowder_aimage.http.access import check_site
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.listening_socket import listen, listen_apart
 from clowder_aimage.http.metrics_role import MetricsRole
-from clowder_aimage.http.route import ADMIN, NODE, Exchange, Role, Route
+from clowder_aimage.http.route import ADMIN, NODE, Exchange, Handler, Role, Route
 from clowder_aimage.http.server import serve as serve_roles
 from clowder_aimage.layout import ImageLayout
 
@@ -49,12 +51,13 @@ class RegistryRole(Role):
         layout: ImageLayout,
         *,
         readonly: bool = False,
+        upload_quota: int = 0,
         upstream: UpstreamRegistry | None = None,
     ) -> None:
         self._refusal = "this registry is read-only" if readonly else ""
         if upstream is not None:
             self._refusal = f"this registry is a cache of {upstream.name}: push to {upstream.host}"
-        self._uploads = UploadSessions(layout, time.monotonic, EXPIRY)
+        self._uploads = UploadSessions(layout, time.monotonic, EXPIRY, upload_quota)
         self.metrics = RegistryMetrics(self._uploads.__len__)
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
@@ -84,6 +87,8 @@ class RegistryRole(Role):
             Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
             *MetricsRole(self.metrics.text, ADMIN).routes(),
         ]
+        if self._cache is not None:
+            found = [replace(one, handler=_of_no_other_site(one.handler)) for one in found]
         if not self._refusal:
             return found
         return [one if one.method == "GET" else replace(one, handler=self._refuse) for one in found]
@@ -111,7 +116,18 @@ class RegistryRole(Role):
         while True:
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
-            await asyncio.to_thread(self._leases.rotate)
+            with contextlib.suppress(StoreBusyError):  # until the next time
+                await run_locking(self._leases.rotate)
+
+
+def _of_no_other_site(handler: Handler) -> Handler:
+    """Return a handler that refuses requests of other sites, which would fill the cache."""
+
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        check_site(request)
+        return await handler(request)
+
+    return guarded
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
@@ -137,13 +153,15 @@ def serve(
     readonly: bool = False,
     allow_remote: bool = False,
     token: str | None = None,
+    upload_quota: int = 0,
     upstream: UpstreamRegistry | None = None,
     metrics_address: str | None = None,
     on_ready: Callable[[str], object],
 ) -> None:
     """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
 
-    Clients must send ``token`` if it is set. With an ``upstream`` the server is a cache of it.
+    Clients must send ``token`` if it is set. Unfinished uploads have at most ``upload_quota`` bytes
+    together (0: any). With an ``upstream`` the server is a cache of it.
     The metrics are also served at ``metrics_address``, without a token.
     ``on_ready`` is called with the URL once connections are accepted; port 0 selects a free port.
     Raises UsageError: the address is malformed, or public without a token; AccessError.
@@ -158,7 +176,10 @@ def serve(
         )
     with contextlib.ExitStack() as stack:
         listeners = stack.enter_context(contextlib.closing(listen(address, has_tokens=True)))
-        role, apart = RegistryRole(layout, readonly=readonly, upstream=upstream), None
+        role, apart = (
+            RegistryRole(layout, readonly=readonly, upload_quota=upload_quota, upstream=upstream),
+            None,
+        )
         if metrics_address:
             other = stack.enter_context(contextlib.closing(listen_apart(metrics_address)))
             apart = other, MetricsRole(role.metrics.text)

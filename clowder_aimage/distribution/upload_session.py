@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.content.store import Ingest
 from clowder_aimage.distribution.distribution_error import DistributionError
-from clowder_aimage.errors import VerificationError
+from clowder_aimage.engine.executor import run_io, run_locking
+from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
 EXPIRY = 3600.0  # seconds without a byte after which an upload is aborted
 MAX_UPLOADS = 256  # each holds a file open
 IDLE = 60.0  # seconds without a byte after which a new upload may replace one
+SLOWEST = 1024  # bytes per second, below which an upload that is older than its expiry is aborted
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +32,7 @@ class UploadSession:
     repository: str
     ingest: Ingest
     touched: float
+    begun: float
     offset: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -45,22 +48,39 @@ class UploadSession:
 
 
 class UploadSessions:
-    """All uploads of a server; they end with it."""
+    """All uploads of a server; they end with it.
 
-    def __init__(self, layout: ImageLayout, clock: Callable[[], float], expiry: float) -> None:
-        self._layout, self._clock, self.expiry = layout, clock, expiry
+    Args:
+        layout: The store.
+        clock: Monotonic time in seconds.
+        expiry: The seconds without a byte after which an upload is aborted.
+        quota: The bytes that all unfinished uploads may have together; 0 for any.
+    """
+
+    def __init__(
+        self, layout: ImageLayout, clock: Callable[[], float], expiry: float, quota: int = 0
+    ) -> None:
+        self._layout, self._clock, self.expiry, self._quota = layout, clock, expiry, quota
         self._uploads: dict[str, UploadSession] = {}
+        self._beginning = 0
 
     def __len__(self) -> int:
-        return len(self._uploads)
+        return len(self._uploads) + self._beginning
 
     async def begin(self, repository: str) -> UploadSession:
         """Begin an upload. Raises DistributionError: TOOMANYREQUESTS."""
-        if len(self._uploads) >= MAX_UPLOADS and not await self._make_room():
-            raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
-        key = secrets.token_hex(16)
-        ingest = await asyncio.to_thread(self._layout.ingest, f"upload-{key}")
-        upload = self._uploads[key] = UploadSession(key, repository, ingest, self._clock())
+        self._beginning += 1  # counted before anything is awaited
+        try:
+            if len(self) > MAX_UPLOADS and not await self._make_room():
+                raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
+            return await self._begin(repository)
+        finally:
+            self._beginning -= 1
+
+    async def _begin(self, repository: str) -> UploadSession:
+        key, now = secrets.token_hex(16), self._clock()
+        ingest = await run_locking(self._layout.ingest, f"upload-{key}")
+        upload = self._uploads[key] = UploadSession(key, repository, ingest, now, now)
         return upload
 
     async def _make_room(self) -> bool:
@@ -80,11 +100,39 @@ class UploadSessions:
         return upload
 
     async def write(self, upload: UploadSession, data: bytes | bytearray) -> None:
-        """Append ``data``."""
+        """Append ``data``; give up the upload if there is no space for it.
+
+        Raises NoSpaceError, and DistributionError: TOOMANYREQUESTS beyond the quota.
+        """
         self.get(upload.repository, upload.id)
-        await asyncio.to_thread(upload.ingest.write_at, upload.offset, data)
+        await self._check_quota(upload, len(data))
+        try:
+            await run_io(upload.ingest.write_at, upload.offset, data)
+        except NoSpaceError:
+            await self.abort(upload)
+            raise
         upload.offset += len(data)
         upload.touched = self._clock()
+
+    async def _check_quota(self, upload: UploadSession, size: int) -> None:
+        while (
+            self._quota and sum(one.offset for one in self._uploads.values()) + size > self._quota
+        ):
+            if not await self._make_room():
+                await self.abort(upload)
+                message = f"unfinished uploads may have {self._quota} bytes together"
+                headers = {"Retry-After": str(int(IDLE))}
+                raise DistributionError("TOOMANYREQUESTS", message=message, headers=headers)
+
+    async def check_space(self, upload: UploadSession, size: int) -> None:
+        """Check whether an announced body fits on the disk; if not, give up the upload.
+
+        Uploads that have been idle for IDLE seconds are aborted first. Raises NoSpaceError.
+        """
+        while size > await run_io(self._layout.free):
+            if not await self._make_room():
+                await self.abort(upload)
+                raise NoSpaceError(f"a body of {size} bytes is announced, and the disk is too full")
 
     async def commit(self, upload: UploadSession, digest: Digest, media_type: str) -> None:
         """Verify and commit the content; the upload ends in any case. Raises DIGEST_INVALID."""
@@ -92,7 +140,7 @@ class UploadSessions:
         del self._uploads[upload.id]
         expected = Descriptor(media_type, digest, upload.offset)
         try:
-            await asyncio.to_thread(upload.ingest.commit, expected)
+            await run_locking(upload.ingest.commit, expected)
         except VerificationError as error:
             detail = {"digest": str(digest)}
             raise DistributionError("DIGEST_INVALID", detail, message=error.message) from None
@@ -100,13 +148,16 @@ class UploadSessions:
     async def abort(self, upload: UploadSession) -> None:
         """Remove the upload and its bytes."""
         if self._uploads.pop(upload.id, None) is not None:
-            await asyncio.to_thread(upload.ingest.abort)
+            await run_io(upload.ingest.abort)
 
     async def expire(self) -> None:
-        """Abort the uploads that have been idle for too long."""
-        deadline = self._clock() - self.expiry
+        """Abort the uploads that have been idle for too long, or are too slow for their age."""
+        now = self._clock()
         for upload in list(self._uploads.values()):
-            if upload.touched <= deadline and not upload.lock.locked():
+            age = now - upload.begun
+            is_slow = age > self.expiry and upload.offset < age * SLOWEST
+            is_idle = upload.touched <= now - self.expiry
+            if (is_idle or is_slow) and not upload.lock.locked():
                 await self.abort(upload)
 
     async def close(self) -> None:

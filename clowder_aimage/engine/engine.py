@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
 from clowder_aimage.engine.event import Event, EventLog, ImageEvent, LoadingEvent, QueuedEvent
+from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
@@ -167,8 +168,9 @@ class Engine:
             emit(QueuedEvent(self._scheduler.ahead(request)))
             await fetch(self._transfers, request.reference, emit)
             request.stage, request.number = "waiting", next(self._numbers)
-            stored = await asyncio.to_thread(find, self.store, request.reference)
-        parameters = request.make(stored.aimage) if request.make else None
+            stored = await run_generation(find, self.store, request.reference)
+        make = request.make
+        parameters = await run_generation(make, stored.aimage) if make else None
         model = self._scheduler.enter(request, stored)
         emit(QueuedEvent(self._scheduler.ahead(request)))
         with span("queue"):
@@ -187,7 +189,7 @@ class Engine:
         if may_pull and request.pull == admission.ALWAYS:
             return None
         try:
-            return await asyncio.to_thread(find, self.store, request.reference)
+            return await run_generation(find, self.store, request.reference)
         except NotFoundError:
             if not may_pull:
                 raise
@@ -240,7 +242,7 @@ class Engine:
         """Unload the models of ``reference`` at once; return whether any were loaded."""
         digest = None
         with contextlib.suppress(NotFoundError):
-            digest = (await asyncio.to_thread(self.store.resolve, reference)).digest
+            digest = (await run_generation(self.store.resolve, reference)).digest
         models = self._scheduler.models
         found = [one for one in models if one.digest == digest or one.reference == reference]
         for request in self._requests:

@@ -11,16 +11,18 @@ import contextlib
 import logging
 import os
 import queue
+import resource
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clowder_aimage.engine import frame
-from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.engine import frame, machine
+from clowder_aimage.errors import AImageError, ModelError, StuckError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -49,6 +51,7 @@ class ModelProcess:
         self._commands: queue.Queue[frame.Message | None] = queue.Queue()
         self._cancelled: set[int] = set()
         self._is_orphaned = False  # the worker has exited
+        self._is_stuck = False  # a thread runs that cannot be ended
         self._model: Any = None
         self._lock = threading.Lock()  # guards the target
         self._leases = contextlib.ExitStack()
@@ -57,7 +60,7 @@ class ModelProcess:
         """Serve until standard input is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         with self._leases:
-            while (command := self._commands.get()) is not None:
+            while not self._is_stuck and (command := self._commands.get()) is not None:
                 self._execute(command)
 
     def _read(self) -> None:
@@ -83,12 +86,12 @@ class ModelProcess:
             raise
         except AImageError as error:
             self._fail(number, type(error).__name__, error.message, error.hint)
+            self._is_stuck = isinstance(error, StuckError)
         except Exception as error:  # every error is reported to the worker
             if _lacks_memory(error):
                 self._fail(number, "MemoryError", "not enough memory")
                 return
-            # one line, without the message, which may contain a prompt
-            _log.error("the model failed: %s at %s", type(error).__name__, _places(error))
+            _log_error("the model failed", error)
             self._fail(number, "ModelError", f"the model failed: {type(error).__name__}")
         finally:
             self._cancelled.discard(number or 0)
@@ -98,6 +101,10 @@ class ModelProcess:
 
     def _load(self, command: frame.Message) -> None:
         generate = _needs_mlx()
+        from clowder_aimage.model.memory_budget import device_memory
+
+        if device_memory() is None:  # drivers of GPUs map more than there is
+            _limit_memory(machine.memory())
         manifest = Descriptor.from_json(command["manifest"], "manifest")
         store = _PinnedStore([Path(root) for root in command["roots"]], manifest)
         lease = self._leases.enter_context(store.lease())
@@ -187,13 +194,26 @@ def _lacks_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or is_of_mlx
 
 
-def _places(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return ", ".join(f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:])
+def _log_error(event: str, error: BaseException | None) -> None:
+    """Log one line about an error, without its message, which may contain a prompt."""
+    frames = traceback.extract_tb(error.__traceback__ if error is not None else None)
+    places = ", ".join(f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:])
+    _log.error("%s: %s at %s", event, type(error).__name__, places)
+
+
+def _limit_memory(share: int | None) -> None:
+    """Make allocations beyond the machine's memory fail, before the system ends other processes.
+
+    ``share`` is what ``machine.memory`` returns.
+    """
+    if sys.platform == "linux" and share is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        total = share * 5 // 4
+        soft = total if hard == resource.RLIM_INFINITY else min(total, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _set_memory(pipeline: Any, command: frame.Message) -> None:
-    from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import device_memory
 
     total = device_memory() or machine.memory()
@@ -207,8 +227,6 @@ def _resident() -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
-        import resource
-
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return used if sys.platform == "darwin" else used * 1024
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -219,9 +237,12 @@ def main() -> None:
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    warnings.simplefilter("ignore")  # of libraries, about values from models
     # One line each, for the worker's log; no errors after the worker has exited
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.raiseExceptions = False
+    sys.excepthook = lambda _, error, __: _log_error("the process failed", error)
+    threading.excepthook = lambda failed: _log_error("a thread failed", failed.exc_value)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         ModelProcess(source, target).run()
     os._exit(0)  # without joining threads

@@ -143,6 +143,7 @@ class ModelScheduler:
         return next((one for one in reversed(self.loaded()) if one.current is None), None)
 
     def _load(self, model: ModelSlot) -> None:
+        _log.info("loading", extra={"model": str(model.reference)})
         model.load = load = asyncio.create_task(self._run(model))
         self._loads.add(load)
         load.add_done_callback(partial(self._ended, model, self._clock()))

@@ -6,7 +6,6 @@ camel case: ``maxModels`` in the file is AIMAGE_SERVE_MAX_MODELS in the environm
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.schema import read_configuration
+from clowder_aimage.user_directory import check_variables
 
 camel = to_camel  # the name of a field in the configuration
 MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
@@ -186,7 +186,7 @@ def gather(
     The origin is the file, an environment variable, or "command line" for ``options``; ``spell``
     returns the name of an option. Raises UsageError with the origin.
     """
-    _check_variables(kind)
+    check_variables(kind.SECTION)
     section = read_section(file, kind) if file else {}
     found = {name: (value, str(file)) for name, value in section.items()}
     for name in kind.model_fields:
@@ -200,23 +200,6 @@ def gather(
         return kind(**{name: value for name, (value, _) in found.items()}), origins
     except ValidationError as error:
         raise UsageError(_sentence(error, origins, spell)) from None
-
-
-def _check_variables(kind: type[ServerSettings]) -> None:
-    """Raise UsageError for an environment variable with the prefix that is no setting.
-
-    Those that Kubernetes sets for a Service named like the prefix are ignored (Kubernetes,
-    "Accessing the Service").
-    """
-    known = {f"{kind.PREFIX}{name.upper()}" for name in kind.model_fields}
-    for name in os.environ:
-        is_link = re.search(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$", name)
-        if name.startswith(kind.PREFIX) and name not in known and not is_link:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise UsageError(
-                f"unknown environment variable {name}",
-                hint=f"did you mean {close[0]}?" if close else None,
-            )
 
 
 def read_section(file: Path, kind: type[ServerSettings] = Settings) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import Any
 
-from clowder_aimage import errors
+from clowder_aimage import errors, telemetry
 from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
+from clowder_aimage.oci import read_json
+from clowder_aimage.timed_response import TimedResponse
 
 _CONNECT = 10.0  # seconds
 _PROBE = 3.0  # seconds
@@ -125,6 +127,7 @@ class WorkerClient:
         headers = {"Accept": "*/*", "User-Agent": "aimage"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
+        telemetry.inject(headers)
         data = None
         if body is not None:
             data = json.dumps(body).encode()
@@ -156,6 +159,8 @@ class WorkerClient:
 
     def _piece(self, response: http.client.HTTPResponse) -> bytes:
         with self._network():
+            if isinstance(response, TimedResponse):
+                response.allow(response.timeout)  # a stream may last
             piece = response.read1(_PIECE)
             if not piece and response.length:
                 raise http.client.IncompleteRead(b"", response.length)
@@ -174,8 +179,8 @@ class WorkerClient:
 
     def _parse(self, text: bytes) -> Any:
         try:
-            return json.loads(text)
-        except (ValueError, RecursionError):
+            return read_json(text, "it", _MAX_LINE)
+        except FormatError:
             message = f"invalid response from {self.endpoint}: not JSON"
             raise FormatError(message, remedy="worker_address") from None
 
@@ -237,6 +242,7 @@ def _error(value: Mapping[str, Any], status: object, retry_after: str | None = N
 def _connect(endpoint: Endpoint, timeout: float = _CONNECT) -> http.client.HTTPConnection:
     kind = http.client.HTTPSConnection if endpoint.scheme == "https" else http.client.HTTPConnection
     connection = kind(endpoint.host or "localhost", endpoint.port or None, timeout=timeout)
+    connection.response_class = TimedResponse
     try:
         if endpoint.scheme == "unix":
             connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

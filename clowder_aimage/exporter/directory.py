@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,25 +18,24 @@ from clowder_aimage.content.atomic_file import (
     flock,
     is_temporary,
     remove_leftovers,
-    sync_directory,
-    temporary_path,
+    temporary_name,
     temporary_prefix,
 )
+from clowder_aimage.content.open_directory import OpenDirectory, resolve
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
 FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # before the umask is applied
 _INFIX = "export-"
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
-_TRIES = 4  # a thread that is being stopped may still create a file
 
 
 @contextmanager
-def whole_directory(path: Path) -> Iterator[Path]:
+def whole_directory(path: Path) -> Iterator[OpenDirectory]:
     """Yield a new directory to fill.
 
-    It is at ``path`` after the block succeeds; otherwise it is removed.
+    It is at ``path`` after the block succeeds; otherwise it is removed. Another user who may write
+    the parent directory cannot lead the files elsewhere.
 
     A missing directory is filled under a temporary name and renamed. An existing empty directory
     is kept, since it may be a mount or a working directory: its contents are written to a temporary
@@ -46,37 +45,44 @@ def whole_directory(path: Path) -> Iterator[Path]:
         UsageError: ``path`` is a file, a directory that is not empty, or has no parent.
         NoSpaceError, StoreError: It cannot be written.
     """
-    with faults(path):
-        final = Path(os.path.realpath(path))
-        is_there = os.path.lexists(final)
-        _check(path, final, is_there)
-        temporary = temporary_path(final, final if is_there else None, _INFIX)
-        lock = _create(temporary)
-    try:
-        remove_leftovers(temporary, temporary_prefix(final, _INFIX), _remove)
-        yield temporary
+    with contextlib.ExitStack() as stack:
         with faults(path):
-            try:
-                if is_there:
-                    _move_up(final, temporary)
-                else:
-                    temporary.rename(final)
-            except OSError as error:
-                if error.errno in _OCCUPIED:  # another process created it meanwhile
-                    raise _occupied(path) from error
-                raise
-            sync_directory(final if is_there else final.parent)
-    finally:
-        _remove(temporary)
-        os.close(lock)
+            final = resolve(path)
+            is_there = os.path.lexists(final)
+            _check(path, final, is_there)
+            place = stack.enter_context(OpenDirectory(final if is_there else final.parent))
+            temporary = temporary_name(final, _INFIX)
+            made = stack.enter_context(place.make_new(temporary, DIRECTORY_MODE))
+        try:
+            flock(made.fd, fcntl.LOCK_EX)
+            prefix = temporary_prefix(final, _INFIX)
+            remove_leftovers(place, temporary, prefix, OpenDirectory.remove_tree)
+            yield made
+            with faults(path):
+                try:
+                    if is_there:
+                        _move_up(place, made)
+                    else:
+                        place.rename(os.fstat(made.fd), temporary, final.name)
+                except OSError as error:
+                    if error.errno in _OCCUPIED:  # another process created it meanwhile
+                        raise _occupied(path) from error
+                    raise
+        except BaseException:
+            made.clear()
+            raise
+        finally:
+            place.remove_tree(temporary)
+        with faults(path):
+            place.sync()
 
 
-def is_folding(directory: Path) -> bool:
+def is_folding(directory: OpenDirectory) -> bool:
     """Return whether the file system is case-insensitive.
 
     ``directory`` is one that this module created.
     """
-    return directory.with_name(directory.name.swapcase()).exists()
+    return directory.path.with_name(directory.path.name.swapcase()).exists()
 
 
 @contextmanager
@@ -113,62 +119,34 @@ def _occupied(path: Path) -> UsageError:
     )
 
 
-def _create(temporary: Path) -> int:
-    """Create a directory and return its descriptor, locked until closed. Raises OSError."""
-    temporary.mkdir(mode=DIRECTORY_MODE)
-    try:
-        lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except BaseException:
-        temporary.rmdir()
-        raise
-    flock(lock, fcntl.LOCK_EX)
-    return lock
-
-
-def _move_up(final: Path, temporary: Path) -> None:
+def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
     """Move the contents of ``temporary`` into ``final``, its parent: all of it, or nothing."""
-    if list(final.iterdir()) != [temporary]:
+    if final.names() != [temporary.path.name]:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-    moved: list[Path] = []
+    moved: list[str] = []
     try:
-        for made in sorted(temporary.iterdir()):
-            moved.append(made)
-            made.rename(final / made.name)
+        for name in temporary.names():
+            moved.append(name)
+            temporary.move(name, name, final)
     except BaseException:
-        for made in moved:
+        for name in moved:
             with contextlib.suppress(OSError):
-                (final / made.name).rename(made)
+                final.move(name, name, temporary)
         raise
-
-
-def _remove(directory: Path) -> None:
-    for _ in range(_TRIES):
-        shutil.rmtree(directory, ignore_errors=True)
-        if not directory.exists():
-            return
 
 
 @contextmanager
-def new_file(path: Path, mode: int = FILE_MODE) -> Iterator[int]:
-    """Yield the descriptor of a new file, which is synced at the end.
+def new_file(root: OpenDirectory, name: str, mode: int = FILE_MODE) -> Iterator[int]:
+    """Yield the descriptor of a new file below ``root``, which is synced at the end.
 
     Raises OSError.
     """
-    fd = os.open(path, _FLAGS, mode)
+    fd = root.create(name, mode)
     try:
         yield fd
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def make_directories(root: Path, name: str) -> None:
-    """Create ``root/name`` and its missing parents. Raises OSError."""
-    path = root
-    for part in filter(None, name.split("/")):
-        path = path / part
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=DIRECTORY_MODE)
 
 
 class LinkMethod(StrEnum):
@@ -183,27 +161,28 @@ class LinkMethod(StrEnum):
     HARD_LINKED = "hardLinked"
 
 
-def link(blob: Path, target: Path) -> LinkMethod | None:
-    """Share the bytes of ``blob`` as the new file ``target``; return None if this is impossible."""
-    if _reflink(blob, target):
-        return LinkMethod.REFLINKED
+def link(blob: Path, root: OpenDirectory, name: str) -> tuple[LinkMethod, io.FileIO] | None:
+    """Share the bytes of ``blob`` as a new file; return None if this is impossible.
+
+    The new file is open for reading, as its bytes are not verified yet.
+    """
+    if _reflink(blob, root, name):
+        return LinkMethod.REFLINKED, io.FileIO(root.open(name))
     try:
-        os.link(blob, target)
+        return LinkMethod.HARD_LINKED, root.link_from(blob, name)
     except OSError:  # another file system, one without links, or too many links
         return None
-    return LinkMethod.HARD_LINKED
 
 
-def _reflink(blob: Path, target: Path) -> bool:
+def _reflink(blob: Path, root: OpenDirectory, name: str) -> bool:
     if sys.platform != "linux":
         return False
-    made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    made = root.create(name, FILE_MODE)
     try:
         with blob.open("rb") as source:
             fcntl.ioctl(made, _FICLONE, source.fileno())
     except OSError:
-        with contextlib.suppress(OSError):
-            target.unlink()
+        root.remove(name)
         return False
     finally:
         os.close(made)

@@ -26,13 +26,14 @@ from clowder_aimage.exporter.weight_file import (
 from clowder_aimage.formats.model_tree import CARD, card, naming
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, mediatype, read_json
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 from clowder_aimage.tensor.weight import Weight
 
 MLX, MODELOPT = "MLX", "ModelOpt"
 _GGUFS = (mediatype.AIMAGE_GGUF, mediatype.AIMAGE_LORA)  # some are adapters
-_LARGEST = 16 * 1024 * 1024  # bytes of a configuration
+_LARGEST = MAX_DOCUMENT_SIZE  # bytes of a configuration
 _CONFIG, _INDEX = "config.json", "model_index.json"
 _CARDED = ("transformers", "lora", "onnx", "torchscript", "savedmodel", "gguf")
 
@@ -111,9 +112,11 @@ class ExportPlanner:
         """
         weights = self._read()
         replaced = set[str]()
-        headers = [x for x in self._aimage.layers if _is_header(x)]
+        headers: dict[str, list[Layer]] = {}
+        for layer in filter(_is_header, self._aimage.layers):
+            headers.setdefault(layer.component, []).append(layer)
         for component, members in weights.items():
-            own = [layer for layer in headers if layer.component == component]
+            own = headers.get(component, [])
             if self._rebuild(own, members):
                 replaced.update(x.name for x in own if not x.name.endswith(".json"))
             else:
@@ -208,7 +211,8 @@ class ExportPlanner:
         It comes from the AImage config, the pipeline's index, or the component's own configuration.
         """
         if not component:
-            return STEMS["transformers"]
+            is_diffusers = "_class_name" in self._object(_CONFIG)
+            return STEMS["diffusers" if is_diffusers else "transformers"]
         known = self._aimage.properties.get("components")
         entry = known.get(component) if isinstance(known, dict) else None
         library = entry.get("library") if isinstance(entry, dict) else None
@@ -226,9 +230,9 @@ class ExportPlanner:
     def _object(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the AImage; an empty object if it is missing or too large."""
         if name not in self._objects:
-            found = [layer for layer in self._aimage.layers if layer.name == name]
-            is_small = found and found[0].descriptor.size <= _LARGEST
-            self._objects[name] = self._parse(found[0]) if is_small else {}
+            found = self._aimage.find(name)
+            is_small = found is not None and found.descriptor.size <= _LARGEST
+            self._objects[name] = self._parse(found) if found and is_small else {}
         return self._objects[name]
 
     def _bytes(self, layer: Layer, limit: int) -> bytes:

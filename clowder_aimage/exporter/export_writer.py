@@ -19,16 +19,17 @@ from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.decompress import MAX_PLAIN, open_decompressed
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import Reader
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
 from clowder_aimage.exporter.directory import (
+    DIRECTORY_MODE,
     LinkMethod,
     faults,
     is_folding,
     link,
-    make_directories,
     new_file,
 )
 from clowder_aimage.exporter.export_plan import ExportPlan, FilePiece
@@ -56,7 +57,7 @@ class ExportWriter:
         self,
         plan: ExportPlan,
         blobs: LayerStore,
-        root: Path,
+        root: OpenDirectory,
         *,
         path: Path,
         links: bool,
@@ -85,7 +86,7 @@ class ExportWriter:
             NotFoundError, StoreError: A blob cannot be read, or a file cannot be written.
         """
         with faults(self._path):
-            self._plan.names.fit(self._root)
+            self._plan.names.fit(self._root.path)
             if is_folding(self._root):
                 self._plan.names.fold()
             room = self._check_room()
@@ -102,20 +103,20 @@ class ExportWriter:
             self._untar(layer, room - self._size)
         with faults(self._path):
             for name in self._plan.made:
-                with (self._root / name).open("rb") as file:
+                with os.fdopen(self._root.open(name), "rb") as file:
                     os.fsync(file.fileno())
         return ExportedFiles(self._files, self._size, self._ways)
 
     def _linkable(self) -> set[Descriptor]:
         """Return the whole layers that are on the same file system."""
         with faults(self._path):
-            device = self._root.stat().st_dev
+            device = os.fstat(self._root.fd).st_dev
             found = {x.descriptor for x in self._plan.whole if self._blobs.is_there(x.descriptor)}
             return {one for one in found if self._blobs.path(one).stat().st_dev == device}
 
     def _check_room(self) -> int:
         """Return the bytes that may be written. Raises NoSpaceError if they do not suffice."""
-        free = shutil.disk_usage(self._root).free
+        free = shutil.disk_usage(self._root.fd).free
         shared = [x.descriptor.size for x in self._plan.whole if x.descriptor in self._shared]
         needed = self._plan.needed - sum(shared)
         if needed > free:
@@ -129,9 +130,9 @@ class ExportWriter:
     def _make(self) -> None:
         """Create the directories, and the files with their headers."""
         for name in self._plan.names.directories:
-            make_directories(self._root, name)
+            self._root.make(name, DIRECTORY_MODE)
         for name, (start, size) in self._plan.made.items():
-            with new_file(self._root / name) as file:
+            with new_file(self._root, name) as file:
                 write_all(file, start)
                 os.ftruncate(file, size)
             self._count(size)
@@ -175,7 +176,7 @@ class ExportWriter:
         try:
             for name in {piece.name for piece in pieces}:
                 with faults(self._path):
-                    files[name] = os.open(self._root / name, os.O_WRONLY | os.O_CLOEXEC)
+                    files[name] = self._root.open(name, os.O_WRONLY)
             position = 0
             for chunk in self._verified(blob):
                 with faults(self._path):
@@ -187,19 +188,20 @@ class ExportWriter:
                 os.close(file)
 
     def _whole(self, layer: Layer) -> None:
-        target, content = self._root / layer.name, layer.descriptor
-        is_shared = content in self._shared
-        if is_shared:
-            for chunk in self._verified(content):
-                self._on_written(len(chunk))
+        content = layer.descriptor
+        if content in self._shared:
             with faults(self._path):
-                way = link(self._blobs.path(content), target)
-            if way is not None:
+                shared = link(self._blobs.path(content), self._root, layer.name)
+            if shared is not None:
+                way, linked = shared
+                with VerifyingReader(linked, content) as reader:
+                    for chunk in self._chunks(reader, content):
+                        self._on_written(len(chunk))
                 return self._count(content.size, way)
-        with faults(self._path), new_file(target) as file:
+        with faults(self._path), new_file(self._root, layer.name) as file:
             for chunk in self._verified(content):
                 write_all(file, chunk)
-                self._on_written(0 if is_shared else len(chunk))
+                self._on_written(len(chunk))
         return self._count(content.size, LinkMethod.COPIED)
 
     def _unpack(self, layer: Layer, room: int) -> None:
@@ -208,7 +210,7 @@ class ExportWriter:
         with (
             open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
-            new_file(self._root / layer.name) as file,
+            new_file(self._root, layer.name) as file,
         ):
             for chunk in self._chunks(source, layer.descriptor):
                 write_all(file, chunk)

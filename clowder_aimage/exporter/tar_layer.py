@@ -8,16 +8,17 @@ out, no duplicates, and no two names that differ only in case.
 from __future__ import annotations
 
 import os
+import stat
 import tarfile
-from pathlib import Path
 
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.content.store import Reader
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError
-from clowder_aimage.exporter.directory import FILE_MODE, make_directories, new_file
+from clowder_aimage.exporter.directory import DIRECTORY_MODE, FILE_MODE, new_file
 from clowder_aimage.exporter.file_name import FileNames
 
 MAX_MEMBERS = 100_000
@@ -31,7 +32,9 @@ class TarExtractor:
     ``files`` counts the files written, ``size`` their bytes; ``room`` limits the bytes.
     """
 
-    def __init__(self, source: Reader, layer: str, root: Path, names: FileNames, room: int) -> None:
+    def __init__(
+        self, source: Reader, layer: str, root: OpenDirectory, names: FileNames, room: int
+    ) -> None:
         self._source = source
         self._tar = TarReader(source.readinto, layer)
         self._layer = layer
@@ -61,7 +64,7 @@ class TarExtractor:
         if member.isdir():
             if name:
                 self._names.add_directory(name)
-                make_directories(self._root, name)
+                self._root.make(name, DIRECTORY_MODE)
         elif not name:
             raise self._refuse(member.name, "the file has no name")
         elif member.issparse():
@@ -80,17 +83,17 @@ class TarExtractor:
             raise self._refuse(path, "the path is outside the directory")
         return check_name("/".join(parts)) if parts else ""
 
-    def _place(self, name: str) -> Path:
+    def _place(self, name: str) -> str:
         self._names.add_file(name)
-        make_directories(self._root, name.rpartition("/")[0])
-        return self._root / name
+        self._root.make(name.rpartition("/")[0], DIRECTORY_MODE)
+        return name
 
     def _write(self, member: tarfile.TarInfo, name: str) -> None:
         if member.size < 0 or self.size + member.size > self._room:
             room = self._room - self.size
             raise self._refuse(name, f"it has {member.size} bytes; the limit is {room}")
         mode = _PROGRAM if member.mode & 0o100 else FILE_MODE
-        with new_file(self._place(name), mode) as file:
+        with new_file(self._root, self._place(name), mode) as file:
             left = member.size
             while left:
                 view = self._buffer[: min(left, len(self._buffer))]
@@ -104,13 +107,13 @@ class TarExtractor:
         """Create a symbolic link that stays inside, or a hard link to an earlier file."""
         if member.islnk():
             source = self._name(member.linkname)
-            if not self._names.is_file(source) or (self._root / source).is_symlink():
+            if not self._names.is_file(source) or stat.S_ISLNK(self._root.stat(source).st_mode):
                 raise self._refuse(name, f"link to {source[:200]!r}, not a file in the archive")
-            os.link(self._root / source, self._place(name))
+            self._root.link(source, self._place(name))
         else:
             target = member.linkname
             self._check_target(name, target)
-            self._place(name).symlink_to(target)
+            self._root.symlink(target, self._place(name))
         self.files += 1
 
     def _check_target(self, name: str, target: str) -> None:
@@ -125,7 +128,7 @@ class TarExtractor:
             or not parts
             or ".." in parts[climbs:]
             or climbs > name.count("/")
-            or "\0" in target
+            or not target.isprintable()
         ):
             raise self._refuse(name, f"link to {target[:200]!r}, outside the directory")
         if len(os.fsencode(target)) > _TARGET:

@@ -16,7 +16,7 @@ from clowder_aimage.formats import (
     savedmodel,
     torchscript,
 )
-from clowder_aimage.formats.diffusers import MODEL_INDEX
+from clowder_aimage.formats.diffusers import MODEL_INDEX, is_component
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
@@ -110,10 +110,11 @@ def _detect_directory(root: Path) -> str:
     paths = {path.name: path for path in sorted(root.iterdir()) if not path.name.startswith(".")}
     names = set(paths)
     endings = {path.suffix.lower() for path in paths.values()}
+    is_transformers = _is_transformers(root, names)
     does_fit = {
-        DIFFUSERS: MODEL_INDEX in names,
+        DIFFUSERS: MODEL_INDEX in names or (not is_transformers and is_component(root)),
         LORA: lora.CONFIG in names,
-        TRANSFORMERS: _is_transformers(root, names),
+        TRANSFORMERS: is_transformers,
         gguf.FORMAT: gguf.ENDING in endings,
         onnx.FORMAT: onnx.ENDING in endings,
         savedmodel.FORMAT: bool(names & {savedmodel.BINARY, savedmodel.TEXT}),

@@ -1,7 +1,7 @@
 """Diffusers model directories: names, headers and configs, but no weights.
 
 The components of a known pipeline are checked. Any other pipeline is packed with the components
-that it names, and its files are exported byte for byte.
+that it names, and its files are exported byte for byte; so is a component by itself.
 
 Layout of the directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
 transformers, "Sharded checkpoints".
@@ -10,7 +10,7 @@ transformers, "Sharded checkpoints".
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         FormatError: The quantization is unknown, or does not match the config.
         UsageError: A component has several variants, or none has the chosen one.
     """
+    if not (directory / MODEL_INDEX).exists() and is_component(directory):
+        return _lone_component(directory, variant)
     index = _model_index(directory)
     pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
     if pipeline not in _PIPELINES:
@@ -77,6 +79,30 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
     )
 
 
+def is_component(directory: Path) -> bool:
+    """Return whether a directory is a model of diffusers by itself, such as a ``unet``."""
+    weights = (path for path in directory.glob("*.safetensors") if "adapter" not in path.name)
+    if not any(weights) or not (directory / "config.json").is_file():
+        return False
+    config = model_tree.read_json(model_tree.home(directory), directory / "config.json")
+    return isinstance(config, dict) and isinstance(config.get("_class_name"), str)
+
+
+def _lone_component(directory: Path, variant: str) -> Inventory:
+    top = model_tree.home(directory)
+    name = str(model_tree.read_object(top, directory / "config.json")["_class_name"])
+    component = _any_component(directory, "", ["diffusers", name], variant)
+    _check_variant(directory, (component,), variant)
+    return Inventory(
+        family="",
+        pipeline="",
+        components=(component,),
+        files=(),
+        license=model_tree.read_license(directory),
+        facts={"format": "diffusers", "architecture": name},
+    )
+
+
 def check_pipeline(index: Mapping[str, Any], name: str) -> str:
     """Return the class of the pipeline in a model index called ``name``.
 
@@ -93,11 +119,11 @@ def _any_pipeline(root: Path, pipeline: str, index: Mapping[str, Any], variant: 
     names = sorted(name for name, entry in index.items() if _is_part(entry))
     if not names:
         raise ModelError(f"{root / MODEL_INDEX} names no components")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ModelError(f"{root / MODEL_INDEX}: invalid component name {name!r:.80}")
     components = tuple(_any_component(root, name, index[name], variant) for name in names)
-    if variant and not any(
-        f".{variant}" in file.path.name for component in components for file in component.files
-    ):
-        raise UsageError(f"no component of {root} has weights in the variant {variant!r:.80}")
+    _check_variant(root, components, variant)
     return Inventory(
         family="",
         pipeline=pipeline,
@@ -108,16 +134,21 @@ def _any_pipeline(root: Path, pipeline: str, index: Mapping[str, Any], variant: 
     )
 
 
+def _check_variant(root: Path, components: Iterable[Component], variant: str) -> None:
+    files = (file.path.name for component in components for file in component.files)
+    if variant and not any(f".{variant}" in name for name in files):
+        raise UsageError(f"no component of {root} has weights in the variant {variant!r:.80}")
+
+
 def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Component:
-    if not _NAME.fullmatch(name):
-        raise ModelError(f"{root / MODEL_INDEX}: invalid component name {name!r:.80}")
-    directory = _directory(root, name)
-    every = {path.name: path for path in model_tree.list_directory(root, directory)}
+    directory = _directory(root, name) if name else root
+    top = model_tree.home(root)
+    every = {path.name: path for path in model_tree.list_directory(top, directory)}
     paths = [every[one] for one in sorted(of_variant(every, variant))]
     texts = [p for p in paths if p.suffix in TEXTS and ".index." not in p.name]
     files = tuple(_file(root, path) for path in texts)
     has_config = "config.json" in every
-    config = model_tree.read_object(root, directory / "config.json") if has_config else {}
+    config = model_tree.read_object(top, directory / "config.json") if has_config else {}
     if not any(path.suffix == ".safetensors" for path in paths):
         if pickled := [p for p in every.values() if p.suffix.lower() in model_tree.PICKLED]:
             raise model_tree.pickled(pickled[0], "convert the weights to safetensors")
@@ -133,7 +164,7 @@ def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Com
         error.remedy, error.facts["other"] = "whole_files", error.hint or model_tree.MODEL_AGAIN
         raise
     if not ignored and all(weight.quantization is None for weight in weights):
-        files += header_files(f"{name}/", paths)
+        files += header_files(f"{name}/" if name else "", paths)
     return Component(name, entry[0], entry[1], weights, files, config, ignored)
 
 
@@ -203,9 +234,10 @@ def _check_tokenizer(root: Path, names: set[str]) -> None:
 
 
 def _file(root: Path, path: Path) -> model_tree.SourceFile:
-    model_tree.check_inside(root, path)
+    top = model_tree.home(root)
+    model_tree.check_inside(top, path)
     if path.suffix == ".json":
-        model_tree.read_json(root, path)
+        model_tree.read_json(top, path)
     status = path.stat()
     name = path.relative_to(root).as_posix()
     return model_tree.SourceFile(name, path, status.st_size, status.st_mtime_ns)

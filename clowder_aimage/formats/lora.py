@@ -10,7 +10,6 @@ and targets are read from the tensors; alpha from ``x.alpha`` if all values agre
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
@@ -22,8 +21,9 @@ from typing import Any
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.formats.shard_index import read_file
-from clowder_aimage.oci import mediatype
+from clowder_aimage.oci import mediatype, read_json
 from clowder_aimage.tensor import Header
 from clowder_aimage.tensor.weight import SourceTensor
 
@@ -142,8 +142,6 @@ def read_pairs(path: Path, header: Header | None = None) -> list[LoraPair]:
 def _alpha(path: Path, header: Header, config: Mapping[str, Any]) -> float | int | None:
     stated = config.get("lora_alpha")
     if isinstance(stated, int | float) and not isinstance(stated, bool):
-        if not math.isfinite(stated):
-            raise FormatError(f"{path.with_name(CONFIG)}: lora_alpha must be finite, not {stated}")
         return stated
     found = {
         _scalar(tensor) for tensor in SourceTensor.of(path, header) if tensor.name.endswith(_ALPHA)
@@ -180,8 +178,8 @@ def _trigger_words(metadata: Mapping[str, str]) -> list[str]:
 def _tags(text: str) -> list[str | None]:
     """Return the tags shared by all pictures of a data set; kohya counts them by directory."""
     try:
-        counts = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
+        counts = read_json(text.encode(), "it", MAX_JSON) if text else {}
+    except (FormatError, UnicodeEncodeError):
         return []
     found: list[str | None] = []
     for tags in counts.values() if isinstance(counts, dict) else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage import strict_json
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.oci import mediatype
@@ -22,7 +22,7 @@ CARD, ADAPTERS = "README.md", "adapters"
 MAX_FILES = 8000  # of a model: a manifest has no room for more layers
 _SHARED_BLOBS = ".huggingface-shared-blobs"  # marks blobs/ of a cache (huggingface_hub 2)
 _START = 64  # bytes that identify a file's type
-_MAX_JSON = 256 * 1024 * 1024  # bytes
+MAX_JSON = 64 * 1024 * 1024  # bytes, of a tokenizer or of an index of shards
 _MAX_CARD = 1024 * 1024  # bytes of a card that are read
 _MAX_BARE_CARD = 4096  # bytes of a card with only the licence
 _LFS_POINTER = b"version https://git-lfs"
@@ -241,18 +241,14 @@ def read_json(root: Path, path: Path) -> object:
     if not path.is_file():
         raise ModelError(f"{path} is missing", hint=MODEL_AGAIN)
     check_inside(root, path)
-    if path.stat().st_size > _MAX_JSON:
+    if path.stat().st_size > MAX_JSON:
         raise ModelError(f"{path} is too large for a JSON file")
     raw = path.read_bytes()
     check_not_pointer(path, raw)
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}", hint=AGAIN) from None
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        return strict_json.read_json(raw, str(path), MAX_JSON)
+    except FormatError as error:
+        raise FormatError(error.message, hint=AGAIN) from None
 
 
 def read_object(root: Path, path: Path) -> Mapping[str, Any]:

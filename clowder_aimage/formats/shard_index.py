@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats.model_tree import AGAIN, MODEL_AGAIN, SourceFile, check_not_pointer
-from clowder_aimage.oci import mediatype
+from clowder_aimage.formats.model_tree import (
+    AGAIN,
+    MAX_JSON,
+    MODEL_AGAIN,
+    SourceFile,
+    check_not_pointer,
+)
+from clowder_aimage.oci import mediatype, read_json
 from clowder_aimage.tensor import Header, read_header
 from clowder_aimage.tensor.weight import SourceTensor
 
@@ -144,8 +149,9 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        with index.open("rb") as file:
+            weight_map = read_json(file.read(MAX_JSON + 1), index.name, MAX_JSON)["weight_map"]
+    except (FormatError, KeyError, TypeError):
         weight_map = None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise ModelError(f"{index} is not a shard index: weight_map is missing or invalid")

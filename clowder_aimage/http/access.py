@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hmac
 import ipaddress
+import logging
 import re
+import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,6 +30,7 @@ _ALLOWED = {
 # Registry clients send credentials only after this challenge (RFC 7617)
 _REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
 _CHALLENGE = f'Bearer realm="{PRODUCT}"'
+_log = logging.getLogger("aimage.http")
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE"
 _NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers
 
@@ -71,6 +74,8 @@ def read_tokens(path: Path) -> dict[str, str]:
 
 def _lines(path: Path) -> list[str]:
     try:
+        if path.stat().st_mode & stat.S_IROTH:
+            _log.warning("all users can read the file of tokens", extra={"path": str(path)})
         return path.read_text("utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the tokens in {path}: {error}") from None
@@ -107,11 +112,9 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
                 host=(name or host)[:300],
             )
         origin = request.headers.get("Origin")
-        site = request.headers.get("Sec-Fetch-Site", "none")
-        is_foreign = site not in ("none", "same-origin") and request.method not in ("GET", "HEAD")
         if origin is None or _origin_host(origin) == host:
-            if is_foreign:
-                raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
+            if request.method not in ("GET", "HEAD"):
+                check_site(request)
             return await handler(request)
         if origins is None or not (origin in origins or _is_loopback(origin)):
             raise ApiError(
@@ -129,6 +132,15 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
         return await handler(request)
 
     return middleware
+
+
+def check_site(request: web.Request) -> None:
+    """Refuse a request that another site's page caused, without ``Origin`` as for an image.
+
+    For requests that change state, also GET requests of a cache. Raises ApiError.
+    """
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
 
 
 def _preflight(request: web.Request) -> web.Response:

@@ -13,7 +13,14 @@ from aiohttp import web
 
 from clowder_aimage import errors
 from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
-from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
+from clowder_aimage.errors import (
+    AImageError,
+    NoSpaceError,
+    NotFoundError,
+    StoreBusyError,
+    StoreError,
+    UsageError,
+)
 
 RETRY_AFTER = 5  # seconds, unless a better value is known
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
@@ -23,6 +30,7 @@ ADVICE: web.AppKey[Callable[[AImageError], str | None]] = web.AppKey("advice")
 # The first matching class determines the status and the code (OpenAI, "Error codes")
 _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (BusyError, 503, "overloaded"),
+    (StoreBusyError, 503, "store_busy"),
     (StoppedError, 503, "unavailable"),
     (DeadlineError, 504, "deadline_exceeded"),
     (NotFoundError, 404, "model_not_found"),
@@ -31,6 +39,7 @@ _STATUS: tuple[tuple[type[AImageError], int, str], ...] = (
     (errors.VerificationError, 502, "verification_failed"),
     (errors.FormatError, 500, "invalid_content"),
     (NoSpaceError, 507, "insufficient_storage"),
+    (StoreError, 503, "store_unavailable"),
     (errors.NetworkError, 502, "registry_unreachable"),
     (errors.RegistryError, 502, "registry_failed"),
 )
@@ -93,7 +102,8 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     is_shown = error.hint and (status < 500 or status == 502)
     message = f"{error.message}; {error.hint}" if is_shown else error.message
     if isinstance(error, StoreError):
-        message = "cannot access the store"
+        is_busy = isinstance(error, StoreBusyError)
+        message = "the store is in use" if is_busy else "cannot access the store"
     headers = {}
     if status == 503:
         headers["Retry-After"] = str(getattr(error, "retry_after", RETRY_AFTER))
@@ -147,6 +157,11 @@ def _openai(error: ApiError) -> dict[str, object]:
 def _distribution_error(error: AImageError) -> ApiError:
     if isinstance(error, NoSpaceError):
         return ApiError(507, "no space left", code="UNKNOWN")
+    if isinstance(error, StoreError):
+        is_busy = isinstance(error, StoreBusyError)
+        message = "the store is in use" if is_busy else "cannot access the store"
+        headers = {"Retry-After": str(RETRY_AFTER)}
+        return ApiError(503, message, code="UNKNOWN", headers=headers)
     is_damaged = isinstance(error, errors.ContentError)
     message = "the stored content is damaged" if is_damaged else "unknown error"
     return ApiError(500, message, code="UNKNOWN")

@@ -27,6 +27,7 @@ from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, interface_of
+from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
 _EXPOSED = (
@@ -41,6 +42,7 @@ _UNSUPPORTED = re.compile(
     r"|moderations|videos|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
     r"|realtime)(/.*)?|/api/(chat|embed|embeddings|create|blobs)(/.*)?"
 )
+_TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger("aimage.http")
@@ -70,6 +72,7 @@ def build_app(
     bodies: dict[web.AbstractRoute, int | None] = {}
     app = web.Application(
         middlewares=[
+            watch_requests,
             _account(roles),
             answer_errors,
             check_host(hosts, origins),
@@ -244,7 +247,7 @@ def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
 
 
 def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
-    """Read the body before the handler runs; reject large and slow bodies."""
+    """Read the body, which is JSON, before the handler runs; reject large and slow bodies."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -260,9 +263,24 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
         if size > limit:
             raise _too_large()
+        if size and request.match_info.route in bodies:
+            _check_type(request)
         return await handler(request)
 
     return middleware
+
+
+def _check_type(request: web.Request) -> None:
+    """Refuse a body that is not declared as JSON.
+
+    Programs that are led here by others, such as clients that upload blobs, declare bytes. curl
+    declares a form, and some clients declare nothing: both are accepted. A multipart body is not
+    JSON, which its route says.
+    """
+    found = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if found not in _TYPES:
+        message = f"unsupported Content-Type {found[:60]!r}: expected application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 def _too_large() -> ApiError:

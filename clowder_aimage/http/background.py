@@ -8,7 +8,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
+from clowder_aimage.engine.executor import LOCK_TIMEOUT
 from clowder_aimage.engine.shared_transfer import run_in_thread
+from clowder_aimage.http.loop_watch import WatchedCoroutine
+from clowder_aimage.layout.lock import PATIENCE
 
 _T = TypeVar("_T")
 _log = logging.getLogger("aimage.http")
@@ -17,7 +20,7 @@ _log = logging.getLogger("aimage.http")
 @contextlib.asynccontextmanager
 async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Run coroutines in the background; cancel them on exit. A failure is logged."""
-    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    tasks = [asyncio.create_task(_watched(each)) for each in coroutines]
     for task in tasks:
         task.add_done_callback(_log_failure)
     try:
@@ -28,6 +31,10 @@ async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _watched(coroutine: Coroutine[Any, Any, object]) -> WatchedCoroutine[object]:
+    return WatchedCoroutine(coroutine, getattr(coroutine, "__qualname__", "background"))
+
+
 def _log_failure(task: asyncio.Task[object]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         work = getattr(task.get_coro(), "__qualname__", task.get_name())
@@ -35,11 +42,16 @@ def _log_failure(task: asyncio.Task[object]) -> None:
 
 
 async def aside(call: Callable[[], _T]) -> _T:
-    """Return the result of ``call()``, run in a separate daemon thread.
+    """Return the result of ``call()``, run in a separate daemon thread; it waits briefly for locks.
 
     The event loop's executor has few threads, and the process does not exit before they end. An
     unresponsive upstream must block neither disk access nor the exit.
     """
     done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
-    run_in_thread(call, done, "aimage-upstream")
+
+    def work() -> _T:
+        PATIENCE.set(LOCK_TIMEOUT)
+        return call()
+
+    run_in_thread(work, done, "aimage-upstream")
     return await done

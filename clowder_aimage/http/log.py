@@ -1,37 +1,92 @@
 """The log: a line for each request and event on standard error, as text or as JSON.
 
 Modules log with the standard library, with fields in ``extra``; structlog only formats. No line
-contains a prompt, a user's name or a token: ``redact`` masks fields with such names.
+contains a prompt, a user's name or a token: all records pass ``LogFilter`` and ``redact``.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
-from collections.abc import MutableMapping
+import time
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TextIO
 
 import structlog
 from aiohttp.http_exceptions import HttpProcessingError
 
+from clowder_aimage.errors import AImageError
+
 CONSOLE, JSON = "console", "json"
 _SECRET = frozenset(
     "prompt negative_prompt user token tokens authorization password credentials api_key".split()
 )
+_CREDENTIALS = re.compile(
+    r"(?i)(authorization\W*:\W*(?:\w+\s+)?|\b(?:bearer|basic)\s+(?=\S*\d|\S{20}))[^\s'\"]{8,}"
+    r"|(://)[^\s@/]+(?=@)"
+)
+_MAX_TEXT = 2000  # characters
+_INTERVAL = 10.0  # seconds between two equal messages of a library
 
 
 def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Mask confidential fields."""
+    """Mask confidential fields and credentials in texts; make each text one short line."""
     for key in event:
-        if key.lower() in _SECRET:
-            event[key] = "***"
+        event[key] = "***" if key.lower() in _SECRET else _clean(event[key])
     return event
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return False for a request that is not HTTP, as its error may contain arbitrary data."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError)
+def _clean(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_clean(key): _clean(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
+    text = _CREDENTIALS.sub(r"\1\2***", text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class LogFilter:
+    """A filter that all records pass.
+
+    An error is its kind and the places where it was raised: its text may contain a prompt or a
+    header, unless it is one of ours or the system's. What is not HTTP is not logged. A message of a
+    library is repeated after some seconds, with the number of those that were left out.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # when logged, and then left out
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            return False
+        if not record.name.startswith("aimage"):
+            key, now = (record.name, str(record.msg).partition("\n")[0][:100]), self._clock()
+            since, count = self._seen.get(key, (now - _INTERVAL, 0))
+            if now - since < _INTERVAL:
+                self._seen[key] = (since, count + 1)
+                return False
+            if count:
+                record.suppressed = count
+            if len(self._seen) >= _MAX_TEXT:
+                self._seen.clear()
+            self._seen[key] = (now, 0)
+        if error is not None:
+            frames = traceback.extract_tb(error.__traceback__)
+            record.at = [f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:]]
+            text = error.strerror if isinstance(error, OSError) else None
+            text = error.message if isinstance(error, AImageError) else text
+            record.error = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        record.exc_info = record.exc_text = record.stack_info = None
+        return True
 
 
 def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None = None) -> None:
@@ -54,17 +109,14 @@ def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None =
         )
     )
     root = logging.getLogger()
+    sink.addFilter(LogFilter())
     root.handlers[:] = [sink]
     root.setLevel(level.upper())
-    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     for name in ("urllib3", "asyncio", "requests"):
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
 def _renderers(kind: str, target: TextIO) -> list[Any]:
     if kind == JSON:
-        transformer = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-        render = structlog.processors.ExceptionRenderer(transformer)
-        return [render, structlog.processors.JSONRenderer()]
-    plain = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=plain)]
+        return [structlog.processors.JSONRenderer()]
+    return [structlog.dev.ConsoleRenderer(colors=target.isatty())]

@@ -19,6 +19,7 @@ from clowder_aimage.http.app import build_app
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.listening_socket import Listeners
 from clowder_aimage.http.route import Role
+from clowder_aimage.layout.lock import ON_WAIT
 
 MAX_HEADER = 16 * 1024  # bytes of a request line and of each header field
 LINGER = 1.0  # seconds for connections to close after all work is done
@@ -168,6 +169,7 @@ async def _run(
 ) -> None:
     signals = Signals()
     signals.watch()
+    ON_WAIT.clear()  # waits are logged
     async with contextlib.AsyncExitStack() as stack:
         for role in roles:  # roles end after the last request
             await stack.enter_async_context(role.running())

@@ -30,7 +30,6 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.digest import new_hasher
-from clowder_aimage.schema import validate
 
 BUFFER = 4 * 1024 * 1024  # bytes, per thread
 LEAST = CHUNK_SIZE  # bytes, minimum per thread
@@ -230,7 +229,7 @@ class PackedModel:
 
 def check_config(plan: CreatePlan) -> None:
     """Check the config against its schema. Raises FormatError."""
-    validate("aimage-config", AImage(plan.config, ()).properties)
+    AImage(plan.config, ()).validate()
 
 
 def pack(

@@ -6,7 +6,6 @@ and in lower precision (diffusers and transformers, "variant"). One of them is p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
 from typing import Any
@@ -15,8 +14,9 @@ from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import gguf, lora, onnx, savedmodel, torchscript, transformers
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, LORA, SAFETENSORS, TRANSFORMERS
 from clowder_aimage.formats.diffusers import MODEL_INDEX, check_pipeline
-from clowder_aimage.formats.model_tree import AGAIN, CARD, PICKLED
+from clowder_aimage.formats.model_tree import AGAIN, CARD, MAX_JSON, PICKLED
 from clowder_aimage.formats.shard_index import of_variant
+from clowder_aimage.oci import read_json
 
 Read = Callable[[str], bytes]
 _CONFIG = "config.json"
@@ -177,9 +177,9 @@ def _inside(names: Collection[str], directory: str) -> set[str]:
 
 def _object(name: str, read: Read) -> dict[str, Any]:
     try:
-        value = json.loads(read(name))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{name} is not JSON: {error}", hint=AGAIN) from None
+        value = read_json(read(name), name, MAX_JSON)
+    except FormatError as error:
+        raise FormatError(error.message, hint=AGAIN) from None
     if not isinstance(value, dict):
         raise FormatError(f"{name} is not a JSON object", hint=AGAIN)
     return value

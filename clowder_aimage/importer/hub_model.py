@@ -8,7 +8,6 @@ complete.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from urllib.parse import unquote
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
+    FormatError,
     NetworkError,
     NoSpaceError,
     NotFoundError,
@@ -35,6 +35,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.formats import model_tree
 from clowder_aimage.importer import hub_files
 from clowder_aimage.importer.model_source import ModelForm, take
+from clowder_aimage.oci import read_json
 
 _NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?"
 _REVISION = r"(?:refs/(?:pr|convert)/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"
@@ -220,8 +221,8 @@ def _listing(model: HubModel) -> dict[str, Any] | None:
     """Return the list of the commit's files that huggingface_hub keeps, if there is one."""
     path = _home(model.name) / "trees" / f"{model.commit}.json"
     try:
-        files = json.loads(path.read_bytes())["files"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        files = read_json(path.read_bytes(), path.name, model_tree.MAX_JSON)["files"]
+    except (OSError, FormatError, LookupError, TypeError):
         return None
     return files if isinstance(files, dict) else None
 

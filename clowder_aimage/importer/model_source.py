@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.formats import lora, model_tree, transformers, whole_files
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, TRANSFORMERS, detect
 from clowder_aimage.formats.diffusers import take_inventory
@@ -82,9 +82,13 @@ def take(path: Path, form: ModelForm) -> Inventory:
     """Return the inventory of the model at ``path``.
 
     Raises:
+        NotFoundError: ``path`` does not exist.
         ModelError, FormatError: As the format's ``take``, or there is no supported model.
         UsageError: The format is ambiguous, or an option does not apply to it.
     """
+    if not path.exists() and not path.is_symlink():
+        hint = "expected a model directory, a model file, or ORG/REPO of the Hugging Face hub"
+        raise NotFoundError(f"{path} does not exist", hint=hint)
     with model_tree.reading(path):
         return _take(snapshot(path), form)
 

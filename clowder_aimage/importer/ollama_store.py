@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.ingest import LinkedBlob
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Manifest, Reference
 
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
@@ -49,7 +51,7 @@ def adopt(
     Raises:
         NotFoundError: There is no such model, or one of its blobs is missing.
         FormatError, VerificationError: The manifest is invalid, or a blob is damaged.
-        StoreError, NoSpaceError: The store cannot be written; complete blobs remain.
+        StoreError, NoSpaceError: The store cannot be written; copied blobs remain, no links.
     """
     try:
         path = find_manifest(directory, name)
@@ -59,18 +61,22 @@ def adopt(
         blobs = {blob.digest: blob for blob in manifest.children}
         size = sum(blob.size for blob in blobs.values())
         on_plan(size)
-        linked = copied = there = 0
-        with store.lease(manifest.digest, *blobs):
+        copied = there = 0
+        links: list[LinkedBlob] = []
+        with store.lease(manifest.digest, *blobs), contextlib.ExitStack() as stack:
             for blob in blobs.values():
                 if store.exists(blob):
                     there += 1
-                elif store.adopt(_blob(directory, blob, name), blob):
-                    linked += 1
+                elif (link := store.adopt(_blob(directory, blob, name), blob)) is not None:
+                    stack.callback(link.abort)
+                    links.append(link)
                 else:
                     copied += 1
                 on_done(blob.size)
+            for link in links:
+                link.commit()
             store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
-        return AdoptedModel(manifest.descriptor, linked, copied, there, size)
+        return AdoptedModel(manifest.descriptor, len(links), copied, there, size)
     except OSError as error:
         raise StoreError(
             f"cannot read {error.filename or directory}: {error.strerror or error}",

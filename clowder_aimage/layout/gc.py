@@ -29,7 +29,14 @@ from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, men
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, leased
-from clowder_aimage.layout.lock import PRIVATE, check_own, held, locks_work, store_errors
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    held,
+    known_time,
+    locks_work,
+    store_errors,
+)
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 GRACE = 3600.0  # seconds that an unnamed blob is kept: another tool may be about to tag it
@@ -237,12 +244,13 @@ class Collector:
 
     def _sweep(self, unneeded: set[str]) -> None:
         """Remove blobs older than the grace period. The lock is held, except in a dry run."""
-        latest = self.now() - self.grace
+        now = self.now()
+        latest = now - self.grace
         for digest in sorted(unneeded):
             algorithm, _, encoded = digest.partition(":")
             path = os.path.join(self.layout.root, "blobs", algorithm, encoded)
             with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
-                stored = os.stat(path).st_ctime
+                stored = known_time(os.stat(path).st_ctime, now)
                 if self.grace and stored > max(latest, self._unnamed.get(digest, 0.0)):
                     self._done.young += 1
                     self._done.young_size += self._sizes[digest]
@@ -287,7 +295,7 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
             status = path.lstat()
             if path.suffix == ".journal" or not stat.S_ISREG(status.st_mode):
                 continue
-            is_old = is_anonymous or status.st_mtime <= latest
+            is_old = is_anonymous or known_time(status.st_mtime, time.time()) <= latest
             if is_old and _remove_idle(path, dry_run=dry_run):
                 removed.append(status.st_blocks * 512)
     for journal in () if dry_run else sorted(directory.glob("*.journal")):
@@ -329,5 +337,6 @@ def tidy(root: Path, latest: float) -> None:
     for path in chain(private.glob("*.*"), *(one.glob("*.*") for one in ours)):
         if _TEMPORARY.fullmatch(path.name) or path.name.startswith("damaged."):
             with contextlib.suppress(OSError):
-                if path.lstat().st_ctime < latest:  # a damaged blob keeps its old mtime
+                changed = path.lstat().st_ctime  # a damaged blob keeps its old mtime
+                if known_time(changed, time.time()) < latest:
                     path.unlink()

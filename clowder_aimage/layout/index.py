@@ -20,7 +20,7 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.store import LAYOUT_FILE
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_version,
@@ -48,7 +48,7 @@ _SETTLED = 5 * 10**9  # nanoseconds
 def read_index(root: Path) -> dict[str, Any]:
     """Return the parsed index.json with the recorded names; an empty one without a store.
 
-    Raises FormatError: it is not an index, or too large; StoreError: it cannot be read.
+    Raises StoreError: it cannot be read, is not an index, or too large.
     """
     return _restored(root, _read(root)[0])
 
@@ -60,6 +60,8 @@ def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
     with store_errors(root):
         try:
             return read_settled(lambda: _read_file(path), path, FormatError)
+        except FormatError as error:  # a fault of the store, not of the content that is asked for
+            raise StoreError(error.message, **error.advice) from None
         except FileNotFoundError:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(20, "Not a directory", str(root)) from None
@@ -84,7 +86,7 @@ def _stamp(status: os.stat_result) -> _Stamp:
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     broken = f"{path} is not an OCI index"
     try:
-        value = read_json(raw, str(path))
+        value = read_json(raw, str(path), MAX_INDEX_SIZE)
     except FormatError as error:
         raise FormatError(f"{broken}: {error.message}", hint=_HINT) from None
     if isinstance(value, dict) and value.get("manifests", 0) is None:

@@ -19,12 +19,20 @@ from pathlib import Path
 
 from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
 from clowder_aimage.content.buffer import new_buffer
+from clowder_aimage.content.open_directory import OpenDirectory, is_protected, rename_opened
 from clowder_aimage.content.store import IngestBusyError
-from clowder_aimage.content.verified_reader import check
+from clowder_aimage.content.verified_reader import check, verify
 from clowder_aimage.errors import AImageError, VerificationError
 from clowder_aimage.layout.direct_io import DirectFile
 from clowder_aimage.layout.group_commit import GroupCommit
-from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_shared, store_errors
+from clowder_aimage.layout.lock import (
+    PRIVATE,
+    check_own,
+    holder_pid,
+    make_directory,
+    open_shared,
+    store_errors,
+)
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
@@ -110,7 +118,8 @@ class FileIngest:
             flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             name = os.path.basename(self._path)[:12]
-            raise IngestBusyError(f"another process is writing {name}") from None
+            pid = holder_pid(fd) or ""
+            raise IngestBusyError(f"another process is writing {name}", pid=pid) from None
         with contextlib.suppress(FileNotFoundError):
             status = os.fstat(fd)
             if status.st_ino != os.stat(self._path).st_ino:
@@ -305,10 +314,10 @@ class FileIngest:
     def rename(self) -> None:
         """Rename the file to its final name; no checkpoint is running. Raises OSError."""
         try:
-            os.replace(self._path, self._final)
+            rename_opened(os.fstat(self._fd), self._path, self._final)
         except FileNotFoundError:
             make_directory(self._root, "blobs", os.path.basename(os.path.dirname(self._final)))
-            os.replace(self._path, self._final)
+            rename_opened(os.fstat(self._fd), self._path, self._final)
         self._remove_journal()
         self._close()
 
@@ -405,24 +414,49 @@ def is_file(path: str) -> bool:
         return False
 
 
-def link_blob(root: Path, path: Path, content: Descriptor) -> bool:
-    """Hard-link another program's file to the path of a blob; return whether that was possible."""
-    place = Path(blob_path(root, content))
-    new = place.with_name(f".{secrets.token_hex(8)}")
+class LinkedBlob:
+    """Another program's file, linked into the store under a temporary name, and verified."""
+
+    def __init__(self, root: Path, path: Path, content: Descriptor) -> None:
+        """Link the file. Raises VerificationError; OSError, also if it must be copied."""
+        self._root, self._final = root, blob_path(root, content)
+        self._name = f"{content.digest.encoded[:80]}.{secrets.token_hex(8)}"
+        with (
+            OpenDirectory(make_directory(root, PRIVATE)) as directory,
+            directory.link_from(path, self._name) as file,
+        ):
+            try:
+                if not is_protected(file, path.parent):
+                    raise PermissionError(errno.EPERM, "another user may write it", str(path))
+                self._status = os.fstat(file.fileno())
+                os.fsync(file.fileno())  # the other program may not have synchronised it
+                verify(file, content)
+            except BaseException:
+                directory.remove(self._name)
+                raise
+
+    def commit(self) -> None:
+        """Rename the link to the path of the blob. Raises OSError."""
+        folder, name = os.path.split(self._final)
+        blobs = make_directory(self._root, "blobs", os.path.basename(folder))
+        with OpenDirectory(self._root / PRIVATE) as directory, OpenDirectory(blobs) as into:
+            directory.rename(self._status, self._name, name, into)
+
+    def abort(self) -> None:
+        """Remove the link, unless it is the blob."""
+        with contextlib.suppress(OSError), OpenDirectory(self._root / PRIVATE) as directory:
+            directory.remove(self._name)
+
+
+def link_blob(root: Path, path: Path, content: Descriptor) -> LinkedBlob | None:
+    """Hard-link another program's file into the store; return None if it must be copied.
+
+    It is copied if another user than this one and root may change it. Raises VerificationError,
+    OSError.
+    """
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.link(path.resolve(), new)  # follows a symbolic link
+        return LinkedBlob(root, path, content)
     except OSError as error:
         if error.errno in _NO_LINK:
-            return False
+            return None
         raise
-    try:
-        if not is_file(os.fspath(new)):
-            return False
-        with new.open("rb") as file:
-            os.fsync(file.fileno())  # the other program may not have synchronised it
-        new.replace(place)
-    finally:
-        new.unlink(missing_ok=True)  # two names of one file: replace leaves both
-    sync_directory(place.parent)
-    return True

@@ -17,8 +17,9 @@ from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
-from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source, file_body
-from clowder_aimage.content.verified_reader import read_all, verify
+from clowder_aimage.content.open_directory import resolve
+from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source
+from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -35,12 +36,20 @@ from clowder_aimage.layout.index import (
     read_index,
     same_name,
 )
-from clowder_aimage.layout.ingest import FileIngest, blob_path, ingested, is_file, link_blob
+from clowder_aimage.layout.ingest import (
+    FileIngest,
+    LinkedBlob,
+    blob_path,
+    ingested,
+    is_file,
+    link_blob,
+)
 from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
     held,
+    known_time,
     make_directory,
     open_regular,
     open_shared,
@@ -66,6 +75,7 @@ class ImageLayout(ContentStore):
     def __init__(self, root: Path) -> None:
         self.root = root
         self._names = MetadataFiles(root, "names")
+        self._was_there = False
         self._batch: GroupCommit | None = None
         self._joining = threading.Lock()
 
@@ -77,6 +87,18 @@ class ImageLayout(ContentStore):
     def borrowed(self) -> dict[str, Path]:
         """Return the names that only a read-only store has, and the root of that store."""
         return {}
+
+    def _check_there(self) -> None:
+        """Raise StoreError if the directory existed before and is gone: it is not created again."""
+        if self.root.is_dir():
+            self._was_there = True
+        elif self._was_there:
+            raise StoreError(f"the store {self.root} is gone", hint="mount it again, or restore it")
+
+    def check(self) -> None:
+        """Raise StoreError if the names cannot be read. Costs a read of the index."""
+        for _ in self.entries():
+            return
 
     def fingerprint(self) -> Hashable:
         """Return the fingerprint of the stores; None also while a group commit is pending."""
@@ -119,6 +141,7 @@ class ImageLayout(ContentStore):
         return Path(path)
 
     def _missing(self, content: Descriptor) -> NotFoundError:
+        self._check_there()
         return NotFoundError(
             f"{content.digest} not found in the store {self.root}",
             hint="pull the AImage again to complete it",
@@ -147,6 +170,7 @@ class ImageLayout(ContentStore):
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all entries of index.json; the name is empty for an entry without one."""
+        self._check_there()
         for entry in read_index(self.root)["manifests"]:
             with contextlib.suppress(FormatError):  # another tool's entry: see unreadable()
                 descriptor = Descriptor.from_json(entry, "index.json")
@@ -165,17 +189,20 @@ class ImageLayout(ContentStore):
 
         Check whether it exists only once the lease is held. Raises StoreError.
         """
+        self._check_there()
         return FileLease(self.root, digests)
 
     def keep(self) -> contextlib.AbstractContextManager[None]:
         """Block collections until the returned context ends. Raises StoreError."""
+        self._check_there()
         return held(self.root, COLLECTION, shared=True)
 
     def use(self, content: Descriptor) -> None:
         """Record the use of a manifest, if the store is writable."""
         try:
+            self._check_there()
             path = os.path.join(check_own(self.root, "used"), content.digest.encoded)
-            if time.time() - os.lstat(path).st_mtime > _USE_INTERVAL:
+            if abs(time.time() - os.lstat(path).st_mtime) > _USE_INTERVAL:
                 os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
             with contextlib.suppress(OSError, AImageError):
@@ -189,7 +216,7 @@ class ImageLayout(ContentStore):
         encoded = content.digest.encoded
         for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.place(content)):
             with contextlib.suppress(OSError):
-                return os.lstat(path).st_mtime
+                return known_time(os.lstat(path).st_mtime, time.time())
         return 0.0
 
     def _record_unnamed(self, digests: Iterable[Digest]) -> None:
@@ -207,6 +234,7 @@ class ImageLayout(ContentStore):
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
+        self._check_there()
         try:
             return FileIngest(self.root, key, expected, batch=self._batch)
         except IngestBusyError:
@@ -261,20 +289,19 @@ class ImageLayout(ContentStore):
         if reference is not None:
             self.tag(content, reference)
 
-    def adopt(self, path: Path, content: Descriptor) -> bool:
-        """Add another program's file, which must not change; return whether it is hard-linked.
+    def adopt(self, path: Path, content: Descriptor) -> LinkedBlob | None:
+        """Hard-link another program's file, which must be committed, or else copy it.
 
         Raises VerificationError if it differs from ``content``; StoreError, NoSpaceError.
         """
         try:
-            with path.open("rb") as file:
-                verify(file, content)
-            if link_blob(self.root, path, content):
-                return True
-            self.push(content, file_body(path))
+            path = resolve(path)
+            linked = link_blob(self.root, path, content)
+            if linked is None:
+                self.push(content, lambda _=0: io.FileIO(open_regular(path)))
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
-        return False
+        return linked
 
     def _take_in(self, content: Descriptor, body: Body) -> None:
         ingest = self._ingest_or_own(content)

@@ -9,24 +9,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
 from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync_directory
-from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreBusyError, StoreError
 
 PRIVATE = ".aimage"  # directory of aimage in a store
 VERSION = 1  # of the private files: docs/upgrade.md
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_SKEW = 300.0  # seconds by which a file server's clock may be ahead
 _MOMENT = 0.01  # seconds
 _SETTLED = 5.0  # seconds without changes after which a file counts as complete
 _MAX_READS = 20  # of a file that another tool is writing in place
 _INTERVAL = 0.02  # seconds between two of them
+_NOTICE = 2.0  # seconds after which a process that is waited for is named
+_LONGEST_WAIT = 0.05  # seconds between two attempts to take a lock
+# seconds to wait for a lock in this context; servers set it for their threads
+PATIENCE: ContextVar[float] = ContextVar("PATIENCE", default=math.inf)
+# called in any thread with what is in use, and the id of the process that uses it if it is known;
+# without listeners this is logged
+ON_WAIT: list[Callable[[str, int | None], object]] = []
 T = TypeVar("T")
 
 
@@ -75,16 +86,66 @@ def locks_work(root: Path) -> bool:
 
 @contextlib.contextmanager
 def held(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
-    """Hold the store's lock of that name. Raises StoreError."""
+    """Hold the store's lock of that name. Raises StoreError; StoreBusyError after PATIENCE."""
     with store_errors(root):
         make_directory(root, PRIVATE)
         fd = open_shared(root / PRIVATE / name)
     try:
         with store_errors(root):
-            flock(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+            _acquire(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, root)
         yield
     finally:
         os.close(fd)
+
+
+def _acquire(fd: int, operation: int, root: Path) -> None:
+    with contextlib.suppress(BlockingIOError):
+        flock(fd, operation | fcntl.LOCK_NB)
+        return
+    patience, began = PATIENCE.get(), time.monotonic()
+    notice = threading.Timer(_NOTICE, lambda: report_wait(f"the store {root}", fd))
+    notice.daemon = True
+    notice.start()
+    try:
+        if patience == math.inf:
+            flock(fd, operation)
+            return
+        pause = _MOMENT / 10
+        while time.monotonic() - began < patience:
+            with contextlib.suppress(BlockingIOError):
+                flock(fd, operation | fcntl.LOCK_NB)
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT)
+        raise StoreBusyError(
+            f"the store {root} is in use by process {holder_pid(fd) or 'unknown'}",
+            hint="try again later",
+        )
+    finally:
+        notice.cancel()
+
+
+def report_wait(what: str, file: int | str | Path) -> None:
+    """Report that the process which locks ``file``, and so uses ``what``, is waited for."""
+    pid = holder_pid(file)
+    for listener in ON_WAIT:
+        listener(what, pid)
+    if not ON_WAIT:
+        import logging
+
+        facts = {"pid": pid, "what": what}
+        logging.getLogger("aimage.store").warning("waiting for another process", extra=facts)
+
+
+def holder_pid(file: int | str | Path) -> int | None:
+    """Return the id of a process that has locked a file, if the system lists it (proc(5))."""
+    with contextlib.suppress(OSError, ValueError):
+        inode = str(os.stat(file).st_ino)
+        for line in Path("/proc/locks").read_text("ascii").splitlines():
+            fields = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
+                return int(fields[4]) or None
+    return None
 
 
 def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
@@ -101,6 +162,11 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
         return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
     return fd
+
+
+def known_time(at: float, now: float) -> float:
+    """Return a file's time, or 0, the oldest, for one in the future: a clock was wrong."""
+    return at if at <= now + _SKEW else 0.0
 
 
 def open_regular(path: str | Path) -> int:

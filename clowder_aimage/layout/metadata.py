@@ -130,10 +130,10 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
     if descriptor.media_type in mediatype.INDEXES:
         return _UNKNOWN | {"kind": "index"}
     path = os.path.join(root, PRIVATE, _LISTING, descriptor.digest.encoded)
-    with contextlib.suppress(OSError, ValueError, RecursionError, StoreError):
+    with contextlib.suppress(OSError, FormatError, StoreError):
         check_own(root, _LISTING)
         with open(open_regular(path), "rb", buffering=0) as file:
-            value = json.loads(file.read(4096))
+            value = read_json(file.read(4096), "it")
         if isinstance(value, dict) and value.keys() == _UNKNOWN.keys():
             return value
     try:

@@ -11,8 +11,10 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, ParseCache
 
-MAX_CONFIG_SIZE = 64 * 1024 * 1024
+MAX_CONFIG_SIZE = MAX_DOCUMENT_SIZE
+_PARSED = ParseCache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,9 @@ def interpret(store: Source, descriptor: Descriptor, manifest: Manifest) -> Stor
     """Return the AImage that a manifest describes. Raises as ``read_aimage`` does."""
     dialect = detect(manifest)
     config = read_all(store.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
-    return StoredAImage(descriptor, manifest, dialect, dialect.read(manifest, config))
+    key, size = (manifest.digest, manifest.media_type), len(manifest.raw) + len(config)
+    aimage = _PARSED.get(key, size, lambda: dialect.read(manifest, config))
+    return StoredAImage(descriptor, manifest, dialect, aimage)
 
 
 def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descriptor, Descriptor]]:

@@ -1,26 +1,32 @@
-"""Picture files; a PNG stores its generation parameters.
+"""Picture files, which store their generation parameters.
 
-The parameters are JSON in an international text chunk named ``aimage`` (PNG specification,
+In a PNG these are JSON in an international text chunk named ``aimage`` (PNG specification,
 11.3.3.4), beside the registered keywords ``Description`` and ``Software``. ``parameters`` is text
-in the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers read.
+in the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers read. JPEG
+and WebP have this text only, in the Exif tag ``UserComment``, as stable-diffusion-webui writes it.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin
 
 from clowder_aimage import __version__
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.oci import read_json
 
 KEY = "aimage"
+_LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
+_MAX_PIXELS = 1 << 26  # 8192 by 8192, the largest picture that is made
 
 
 def encode_picture(
@@ -31,13 +37,15 @@ def encode_picture(
 ) -> bytes:
     """Encode ``pixels`` (height, width, 3) as a file of ``pipeline.FORMATS``.
 
-    A PNG stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
+    The file stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
     """
     options: dict[str, Any] = {}
-    if kind == "png":
-        options["pnginfo"] = _chunks(facts, pixels.shape) if facts is not None else None
-    elif quality is not None:
+    if kind != "png" and quality is not None:
         options["quality"] = quality
+    if facts is not None and kind == "png":
+        options["pnginfo"] = _chunks(facts, pixels.shape)
+    elif facts is not None:
+        options["exif"] = _exif(_parameters(facts, pixels.shape))
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
@@ -50,6 +58,17 @@ def _chunks(facts: Mapping[str, Any], shape: tuple[int, ...]) -> PngImagePlugin.
     info.add_text("parameters", _parameters(facts, shape))
     info.add_text("Software", "aimage")
     return info
+
+
+def _exif(text: str) -> bytes:
+    """Return Exif data with a comment (Exif 2.3, 4.6.5); none if it is too long for a JPEG."""
+    exif = Image.Exif()
+    exif.endian = ">"  # programs read the UTF-16 of the comment in this order
+    exif[ExifTags.Base.Software] = "aimage"
+    comment = b"UNICODE\0" + text.encode("utf-16-be", "replace")
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
+    data = exif.tobytes()
+    return data if len(data) <= _LARGEST_EXIF else b""
 
 
 def _parameters(facts: Mapping[str, Any], shape: tuple[int, ...]) -> str:
@@ -85,17 +104,23 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
         UsageError: It is not a PNG, or has no facts.
     """
     try:
-        with Image.open(path, formats=["PNG"]) as image:
-            image.load()
-            texts = dict(getattr(image, "text", {}))
-            pixels = np.asarray(image.convert("RGB"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=["PNG"]) as image:
+                if math.prod(image.size) > _MAX_PIXELS:
+                    raise Image.DecompressionBombError
+                image.load()
+                texts = dict(getattr(image, "text", {}))
+                pixels = np.asarray(image.convert("RGB"))
     except FileNotFoundError:
         raise NotFoundError(f"picture {path} not found") from None
-    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
+    except Image.DecompressionBombError:
+        raise UsageError(f"{path} has more than {_MAX_PIXELS} pixels") from None
+    except Exception:  # Pillow has no common class for what it raises for damaged files
         raise UsageError(f"{path} is not a valid PNG file") from None
     try:
-        facts = json.loads(texts[KEY])
-    except (KeyError, ValueError, RecursionError):
+        facts = read_json(texts[KEY].encode("utf-8", "surrogatepass"), KEY)
+    except (KeyError, FormatError):
         facts = None
     if not isinstance(facts, dict):
         raise UsageError(

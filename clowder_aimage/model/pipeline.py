@@ -20,6 +20,7 @@ MAX_STEPS = 1000
 MAX_PICTURES = 1024
 MAX_SEED = (1 << 64) - 1
 MAX_PREVIEWS = 16
+MAX_SCALE = 10_000  # of guidance and of the schedule's shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,9 @@ def check_request(
         if not _is_int(side) or side < multiple or side % multiple:
             raise UsageError(f"{name} must be a multiple of {multiple} pixels, not {side!r}")
         if side > longest:
-            raise UsageError(f"{name} must be at most {longest} pixels with this model, not {side}")
+            raise UsageError(
+                f"{name} must be at most {longest} pixels with this model, not {side!r:.40}"
+            )
     _check_count("steps", request.steps, MAX_STEPS)
     _check_count("n", request.n, MAX_PICTURES)
     if not _is_int(request.previews) or not 0 <= request.previews <= MAX_PREVIEWS:
@@ -175,10 +178,12 @@ def check_request(
         )
     if not _is_int(request.seed) or not 0 <= request.seed <= MAX_SEED - (request.n - 1):
         raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {request.seed!r}")
-    if not _is_number(request.guidance) or request.guidance < 0:
-        raise UsageError(f"guidance must be 0 or above, not {request.guidance!r}")
-    if request.shift is not None and not (_is_number(request.shift) and request.shift > 0):
-        raise UsageError(f"shift must be above 0, not {request.shift!r}")
+    if not _is_number(request.guidance, 0):
+        most = f"from 0 to {MAX_SCALE}"
+        raise UsageError(f"guidance must be a number {most}, not {request.guidance!r:.40}")
+    if request.shift is not None and not _is_number(request.shift, 1 / MAX_SCALE):
+        most = f"from {1 / MAX_SCALE} to {MAX_SCALE}"
+        raise UsageError(f"shift must be a number {most}, not {request.shift!r:.40}")
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
@@ -221,8 +226,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and type(value) is not bool and math.isfinite(value)
+def _is_number(value: object, least: float) -> bool:
+    return type(value) in (int, float) and least <= value <= MAX_SCALE  # type: ignore[operator]
 
 
 def _check_count(name: str, value: int, limit: int) -> None:

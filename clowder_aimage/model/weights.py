@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError
+from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.model import tensor_view
 from clowder_aimage.model.catalogue import Catalogue
 from clowder_aimage.tensor import Quantization
@@ -224,7 +225,7 @@ def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:
 def find_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any] | None:
     """Return the JSON object in the file ``name``, or None. Raises as ``find`` does."""
     data = find(store, aimage, name)
-    return None if data is None else parse_object(name, data)
+    return None if data is None else parse_object(name, data, MAX_JSON)
 
 
 def read_object(store: BlobFiles, aimage: AImage, name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from clowder_aimage.api.request_body import RequestBody, read_body
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io, run_locking, run_probe
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.route import ADMIN, INFER, NODE, Role, Route
@@ -82,7 +83,7 @@ class Daemon(Role):
             "reasons": reasons,
             "warnings": node.warnings(),
             "desired": node.desired(),
-            "disk": await asyncio.to_thread(node.disk),
+            "disk": await run_io(node.disk),
             "neighbours": self._sharing.peers.states(),
             "models": node.models(),
         }
@@ -99,7 +100,11 @@ class Daemon(Role):
 
     async def _against(self) -> list[dict[str, str]]:
         readiness, missing = self._service.readiness, self.node.missing()
-        return self.node.against() + await asyncio.to_thread(readiness.against, (), missing)
+        try:
+            found = await run_probe(readiness.against, (), missing)
+        except TimeoutError:
+            found = [{"reason": "store not readable"}]
+        return self.node.against() + found
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -111,7 +116,7 @@ class Daemon(Role):
             async with beside(self.node.run(), self._measure()):
                 yield
         finally:
-            await asyncio.to_thread(self._sharing.close)
+            await run_locking(self._sharing.close)
 
     def reload(self) -> bool:
         """Reload the desired state."""

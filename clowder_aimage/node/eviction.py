@@ -7,7 +7,6 @@ specified, pinned, or leased by a running process are never evicted.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import glob
 import logging
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import blobs
@@ -196,18 +196,18 @@ class Evictor:
         if now - self._pruned_at < (EVERY if seen == self._seen else OFTEN):
             return []
         self._pruned_at, self._seen = now, seen
-        gone = await asyncio.to_thread(self._unwanted, wanted, records)
+        gone = await run_io(self._unwanted, wanted, records)
         for name, known in gone.items():
             reference = Reference.parse(name)
             try:
-                await asyncio.to_thread(unpin, self._store, name, records.owner)
+                await run_locking(unpin, self._store, name, records.owner)
                 await model_list.delete(self._service, reference)
             except NotFoundError:
                 pass  # removed by another process
             except AImageError as error:
                 _log.warning("cannot remove a name", extra={"model": name, "reason": error.message})
                 continue
-            await asyncio.to_thread(records.forget, known)
+            await run_locking(records.forget, known)
             self._service.events.record("evict", model=name, reason="not desired")
         return list(gone)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, StoreError, UsageError
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.eviction import Evictor, indexed
@@ -178,7 +179,7 @@ class Node:
 
     async def _read(self) -> None:
         if (directory := self._settings.desired) is not None:
-            seen = await asyncio.to_thread(fingerprint, directory)
+            seen = await run_io(fingerprint, directory)
             if seen != self._seen:
                 self._seen = seen  # before the files are read, to detect changes during the read
                 await self._load(directory)
@@ -188,12 +189,12 @@ class Node:
 
     async def _load(self, directory: Path) -> None:
         try:
-            self.files = await asyncio.to_thread(read_directory, directory)
+            self.files = await run_io(read_directory, directory)
         except AImageError as error:
             self._followed_at = self._clock()
             self._error = error.message
             if self._loaded is None:
-                last = await asyncio.to_thread(self._records.last, directory)
+                last = await run_io(self._records.last, directory)
                 self.files, self._is_known = SpecFiles(last or ()), last is not None
             self.metrics.config.set(0)
             _log.error("desired state rejected; last one kept", extra={"reason": error.message})
@@ -201,7 +202,7 @@ class Node:
             return
         self._error, self._loaded, self._is_known = None, datetime.now(UTC), True
         with contextlib.suppress(AImageError):  # a read-only store
-            await asyncio.to_thread(self._records.put_last, directory, self.files.specs)
+            await run_locking(self._records.put_last, directory, self.files.specs)
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
         models = len(self.files.specs)
@@ -214,7 +215,7 @@ class Node:
             self._followed_at = self._clock()
         for name in [name for name in self._models if name not in specs]:
             self._cancel(name)
-            await asyncio.to_thread(self._models.pop(name).close)
+            await run_locking(self._models.pop(name).close)
         for name, spec in specs.items():
             model = self._models.setdefault(name, ModelStatus(spec))
             if model.spec != spec:
@@ -241,7 +242,7 @@ class Node:
 
     async def _check_credentials(self) -> None:
         """Retry unauthorized models after the credential files have changed."""
-        now = await asyncio.to_thread(credentials, self._service.connection)
+        now = await run_io(credentials, self._service.connection)
         if now == self._credentials:
             return
         self._credentials = now
@@ -258,10 +259,10 @@ class Node:
         try:
             if self._may_prune and is_settled:
                 await self.evictor.prune(names, self._records)
-            await asyncio.to_thread(self.evictor.check_disk, self._protected)
+            await run_locking(self.evictor.check_disk, self._protected)
             if now - self._collected >= (period := self._settings.collect):
                 self._collected = now
-                await asyncio.to_thread(self.evictor.collect, "interval", period)
+                await run_locking(self.evictor.collect, "interval", period)
         except AImageError as error:
             _log.warning("garbage collection failed", extra={"reason": error.message})
 

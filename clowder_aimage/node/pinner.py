@@ -118,10 +118,7 @@ def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Complet
     An unreadable model counts as missing, since a pull repairs it. Raises StoreError if the index
     cannot be read, which no pull repairs.
     """
-    try:
-        root = model_list.entry(store, name)
-    except AImageError as error:
-        raise StoreError(error.message, **error.advice) from error
+    root = model_list.entry(store, name)
     if root is None:
         return Completeness()
     try:

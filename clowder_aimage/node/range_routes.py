@@ -28,6 +28,7 @@ from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.registry_role import reading_routes
 from clowder_aimage.distribution.repository_name import digest_of, repository_of
 from clowder_aimage.distribution.served_blobs import ServedLeases
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.background import aside
 from clowder_aimage.http.body_stream import send_file
@@ -161,7 +162,7 @@ class RangeRoutes:
         if found is None:
             if wanted.is_stored:
                 raise _unknown(wanted)
-            if not await asyncio.to_thread(self._has_repository, reference):
+            if not await run_io(self._has_repository, reference):
                 return self._left_to_first(wanted)
             found = await self._aside(lambda: self._fetched(wanted, tuple(self._known(wanted))))
         if isinstance(found, bool):

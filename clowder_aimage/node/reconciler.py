@@ -15,6 +15,7 @@ from functools import partial
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import StoppedError
 from clowder_aimage.engine.backoff import TIME, again
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.http.background import aside
@@ -120,15 +121,15 @@ class Reconciler:
         try:
             match action:
                 case Work.KEEP:
-                    await asyncio.to_thread(self._pinner.keep, model)
+                    await run_locking(self._pinner.keep, model)
                 case Work.MEASURE:
-                    return partial(after.measured, free=await asyncio.to_thread(self._store.free))
+                    return partial(after.measured, free=await run_io(self._store.free))
                 case Work.PULL:
                     return await self._pull(model)
                 case Check():
                     return await self._check(model, action.known)
                 case Evict():
-                    await asyncio.to_thread(self._relieve, action.room)
+                    await run_locking(self._relieve, action.room)
                 case Announce():
                     self._service.events.record(action.kind, model=model.spec.name, **action.facts)
         except CrowdedError:
@@ -141,7 +142,7 @@ class Reconciler:
 
     async def _look(self, model: ModelStatus) -> Event:
         try:
-            return await asyncio.to_thread(self._read, model)
+            return await run_io(self._read, model)
         except AImageError as error:
             if error.message != model.state.reason:
                 facts = {"model": model.spec.name, "reason": error.message}
@@ -186,7 +187,7 @@ class Reconciler:
     async def _pull(self, model: ModelStatus) -> Event:
         spec, came, total = model.spec, False, 0
         try:
-            await asyncio.to_thread(self._pinner.remember, spec, model.state.name)
+            await run_locking(self._pinner.remember, spec, model.state.name)
             with self._service.transfers.pull(
                 spec.reference,
                 components=spec.components,
@@ -204,7 +205,7 @@ class Reconciler:
             return await self._failed(model, error, needed=total, began=came)
         model.version += 1
         name = stored_name(spec.reference, root)
-        found = await asyncio.to_thread(check_model, self._store, spec, name)
+        found = await run_io(check_model, self._store, spec, name)
         sources, chance = dict(transfer.sources), self._chance()
         return partial(after.pulled, name=name, found=found, sources=sources, chance=chance)
 
@@ -213,7 +214,7 @@ class Reconciler:
     ) -> Event:
         free, root = 0, None
         if isinstance(error, NoSpaceError):
-            free = await asyncio.to_thread(self._store.free)
+            free = await run_io(self._store.free)
         elif isinstance(error, VerificationError) and model.state.root is None:
             with contextlib.suppress(AImageError):
                 found = await self._registries.ask(model.spec.reference, None)

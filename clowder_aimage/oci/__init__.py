@@ -4,7 +4,7 @@ from clowder_aimage.oci.descriptor import Descriptor
 from clowder_aimage.oci.digest import Digest
 from clowder_aimage.oci.manifest import MAX_MANIFEST_SIZE, Index, Manifest, parse_document
 from clowder_aimage.oci.reference import Reference
-from clowder_aimage.oci.strict_json import read_json
+from clowder_aimage.strict_json import read_json
 
 __all__ = [
     "MAX_MANIFEST_SIZE",

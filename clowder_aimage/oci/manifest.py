@@ -15,9 +15,10 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.oci.descriptor import Descriptor, check_spelling, read_annotations
 from clowder_aimage.oci.digest import Digest
-from clowder_aimage.oci.strict_json import read_json
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, ParseCache, read_json
 
-MAX_MANIFEST_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should accept 4 MB
+MAX_MANIFEST_SIZE = MAX_DOCUMENT_SIZE
+_PARSED = ParseCache()
 _FIELDS = frozenset(
     "schemaVersion mediaType artifactType config layers manifests subject annotations".split()
 )
@@ -112,6 +113,16 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
         FormatError: it is not JSON, too large, both a manifest and an index (CVE-2021-41190), of
             another media type than the transport's, or has a malformed descriptor.
     """
+    if len(raw) > MAX_MANIFEST_SIZE:
+        raise FormatError(
+            f"a manifest of {len(raw)} bytes is too large: the limit is {MAX_MANIFEST_SIZE}",
+            hint="pack the model into fewer layers, with its experts together",
+        )
+    digest = Digest.of(raw)
+    return _PARSED.get((digest, media_type), len(raw), lambda: _parse(raw, media_type, digest))
+
+
+def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
     value = _load(raw)
     media_type = _media_type(value, media_type.partition(";")[0].strip())
     has_layers = "layers" in value or "config" in value
@@ -125,7 +136,7 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
         "subject": Descriptor.from_json(value["subject"], "subject")
         if value.get("subject") is not None
         else None,
-        "digest": Digest.of(raw),
+        "digest": digest,
     }
     if media_type in mediatype.INDEXES:
         if has_layers:
@@ -138,23 +149,19 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
 
 
 def _load(raw: bytes) -> dict[str, Any]:
-    if len(raw) > MAX_MANIFEST_SIZE:
-        raise FormatError(
-            f"a manifest of {len(raw)} bytes is too large: the limit is {MAX_MANIFEST_SIZE}",
-            hint="pack the model into fewer layers, with its experts together",
-        )
     value = read_json(raw, "the manifest")
     if not isinstance(value, dict):
         raise FormatError("a manifest must be a JSON object")
     check_spelling(value, _FIELDS, "the manifest")
-    if value.get("schemaVersion") == 1:
+    version = value.get("schemaVersion")
+    if version == 1:
         raise FormatError(
             "unsupported Docker schema 1 manifest, which has no config and no sizes",
             hint="push it again with a newer tool, in OCI format",
             remedy="convert_schema_1",
         )
-    if value.get("schemaVersion") != 2:
-        raise FormatError(f"schemaVersion must be 2, not {value.get('schemaVersion')!r:.40}")
+    if type(version) is not int or version != 2:  # Go does not read 2.0 as an integer
+        raise FormatError(f"schemaVersion must be 2, not {version!r:.40}")
     return value
 
 

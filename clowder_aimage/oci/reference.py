@@ -50,10 +50,11 @@ class Reference:
         repository, colon, tag = path.partition(":")
         _check(text, registry, repository)
         if colon and _TAG.fullmatch(tag) is None:
-            raise UsageError(
-                f"invalid reference {text!r}: invalid tag {tag!r}",
-                hint="a tag is up to 128 letters, digits, '_', '.' and '-'",
-            )
+            hint = "a tag is up to 128 letters, digits, '_', '.' and '-'"
+            if "," in tag:
+                base = f"{text.partition(':' + tag)[0]}:"
+                hint = f"use several names: {base}{f' {base}'.join(tag.split(','))}"
+            raise UsageError(f"invalid reference {text!r}: invalid tag {tag!r}", hint=hint)
         if not colon and digest is None:
             tag = DEFAULT_TAG
         return cls(registry, repository, tag or None, digest)
@@ -122,7 +123,16 @@ def _check(text: str, registry: str | None, repository: str) -> None:
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
         return
     hint = "names are lower-case letters and digits, with single '.', '_', '-' or '/' between them"
+    is_hub_name = False
+    lower = text.replace(repository, repository.lower(), 1)
     if _REPOSITORY.fullmatch(repository.lower()):
-        hint = f"use lower case: {text.replace(repository, repository.lower(), 1)}"
+        hint = f"use lower case: {lower}"
+        is_hub_name = registry is None and repository.count("/") == 1
     part = "" if repository == text else f": invalid repository {repository!r}"
-    raise UsageError(f"invalid reference {text!r}{part}", hint=hint)
+    raise UsageError(
+        f"invalid reference {text!r}{part}",
+        hint=hint,
+        remedy="lower_case_or_hub" if is_hub_name else "",
+        name=lower,
+        model=repository,
+    )

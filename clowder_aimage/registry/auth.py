@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import ipaddress
-import json
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -21,8 +19,8 @@ from urllib.parse import urlsplit
 
 import requests
 
-from clowder_aimage.errors import UnauthorizedError
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import FormatError, UnauthorizedError
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB,
@@ -30,6 +28,7 @@ from clowder_aimage.registry.docker_config import (
     find_credential,
     read_config,
 )
+from clowder_aimage.registry.reach import Boundary, OutsideError
 from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
@@ -38,7 +37,7 @@ _LIFE = 60.0  # seconds, of a token without expires_in
 _MARGIN = 30.0  # a token is renewed this long before it expires, or a fifth of its life
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
-_PARAMETER = re.compile(r'([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
+_PARAMETER = re.compile(r'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 # method, URL, headers, body -> the response, without redirects
 SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
 
@@ -86,8 +85,10 @@ class Authenticator:
         send: SendOnce,
         scheme: str,
         basic_auth: str | None,
+        boundary: Boundary,
     ) -> None:
         self._reference, self._connection, self._scheme = reference, connection, scheme
+        self._boundary = boundary
         self._send = send
         self._lock = threading.RLock()
         self._held: dict[str, _Header] = {}
@@ -214,8 +215,10 @@ class Authenticator:
             raise self._refused(f"the token service {host} does not use HTTPS")
         if host == registry.lower():
             return True
-        if not self._reference.is_loopback and _is_internal(host):
-            raise self._refused(f"the token service {host} is an internal address")
+        try:
+            self._boundary.check_name(host)
+        except OutsideError:
+            raise self._refused(f"the token service {host} is an internal address") from None
         known = _KNOWN_REALMS.get(registry)
         return host == known or host in self._connection.trusted_realms
 
@@ -230,8 +233,8 @@ class Authenticator:
 
 def _object(raw: bytes) -> dict[str, Any]:
     """Return a JSON object, an empty one for anything else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads(raw)
+    with contextlib.suppress(FormatError):
+        value = read_json(raw, "it")
         if isinstance(value, dict):
             return value
     return {}
@@ -250,18 +253,3 @@ def _life(fields: dict[str, Any], now: float) -> float:
     except (ValueError, TypeError, OverflowError):
         age = 0.0
     return life - age if 0 < age < life else life
-
-
-def _is_internal(host: str) -> bool:
-    """Return whether a host is an address of this machine or network, in any spelling.
-
-    The system's resolver also accepts ``127.1``, ``0x7f000001`` and ``2130706433``; the last label
-    of a real host name is not a number.
-    """
-    name = host.rstrip(".")
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return not ipaddress.ip_address(name).is_global
-    except ValueError:
-        return re.fullmatch(r"0x[0-9a-f]*|[0-9]+", name.rpartition(".")[2]) is not None

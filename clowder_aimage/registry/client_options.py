@@ -23,8 +23,9 @@ import urllib3.util.ssl_
 from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, certificates
+from clowder_aimage.registry.reach import Boundary
 from clowder_aimage.registry.trace import OnTrace
-from clowder_aimage.registry.transport import Addresses, pools
+from clowder_aimage.registry.transport import Addresses, set_pools
 
 _BLOCK_SIZE = 1024 * 1024
 DEFAULT_JOBS = 8
@@ -38,8 +39,9 @@ class ClientOptions:
     ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file in the
     same format that is read before it, ``container_auth`` are files read after it. ``auths`` are
     credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
-    that may receive the credentials of other registries. ``ca_bundle`` replaces the default
-    certificate authorities (set by the environment), ``cert_dirs`` are directories of ``certs.d``.
+    that may receive the credentials of other registries, which may lead to them. ``ca_bundle``
+    replaces the default certificate authorities (set by the environment), ``cert_dirs`` are
+    directories of ``certs.d``.
     ``registries`` has settings for single hosts; names without a host are in ``default_registry``
     (a host, or a host with a path that is prepended to the repository), if it is set.
     ``jobs_override`` is the number of layers transferred at once; 0 for each registry's own
@@ -96,6 +98,11 @@ class ClientOptions:
         host = name or self.default_registry.partition("/")[0]
         return self.registries.get(host, HostSettings())
 
+    def boundary(self, host: str) -> Boundary:
+        """Return the boundary of the addresses that the registry ``host`` may lead to."""
+        trusted = self.trusted_realms | self.host(host).trusted_hosts
+        return Boundary(urlsplit(f"//{host}").hostname or host, trusted)
+
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line overrides the configuration."""
         if self.plain_http is not None or self.insecure or self.ca_file is not None:
@@ -106,12 +113,15 @@ class ClientOptions:
         )
 
     def uses_http(self, host: str) -> bool:
-        """Return whether a host is reached by HTTP: by default a loopback one without a CA."""
+        """Return whether a host is reached by HTTP.
+
+        By default it is a loopback one without a CA or a client certificate.
+        """
         known = self.to(host)
         if known.plain_http is not None:
             return known.plain_http
-        is_loopback = Reference(host, "x").is_loopback
-        return is_loopback and not known.insecure and known.ca_file is None
+        has_tls = known.insecure or known.ca_file or known.client_certificate
+        return Reference(host, "x").is_loopback and not has_tls
 
     def jobs(self, *hosts: str | None) -> int:
         """Return how many layers may be transferred at once to or from ``hosts``."""
@@ -128,10 +138,14 @@ class ClientOptions:
         return replace(there, basic_auth=None, headers={}, client_certificate=None).to(host)
 
 
-class _Requests(requests.Session):
+class HttpSession(requests.Session):
     """A session without a proxy for loopback, with ``ca_bundle`` before REQUESTS_CA_BUNDLE."""
 
     ca_bundle: str | None = None
+
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__()
+        self.boundary = boundary
 
     def merge_environment_settings(
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
@@ -149,19 +163,20 @@ class _Requests(requests.Session):
 class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
-    def __init__(self, addresses: Addresses, **more: Any) -> None:
+    def __init__(self, addresses: Addresses, boundary: Boundary, **more: Any) -> None:
         self._more = {"blocksize": _BLOCK_SIZE} | more
-        self._pools = pools(addresses)
+        self._addresses, self._boundary = addresses, boundary
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **(self._more | kwargs))
-        self.poolmanager.pool_classes_by_scheme = self._pools
+        set_pools(self.poolmanager, self._addresses, self._boundary)
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
+        is_new = proxy not in self.proxy_manager
         found = super().proxy_manager_for(proxy, **self._more, **kwargs)
-        if isinstance(found, urllib3.ProxyManager):  # SOCKS uses its own connection classes
-            found.pool_classes_by_scheme = self._pools
+        if is_new:
+            set_pools(found, self._addresses)
         return found
 
     def close(self) -> None:
@@ -172,14 +187,15 @@ class _Adapter(requests.adapters.HTTPAdapter):
         super().close()
 
 
-def open_session(connection: ClientOptions, host: str) -> requests.Session:
+def open_session(connection: ClientOptions, host: str) -> HttpSession:
     """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
 
     Certificates from ``certs.d`` are presented to that origin only, not to the targets of redirects
     and uploads elsewhere. Raises StoreError for an unreadable one, and for a file of authorities
     without certificates.
     """
-    session = _Requests()
+    boundary = connection.boundary(host)
+    session = HttpSession(boundary)
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
     if connection.insecure:  # the caller warns; urllib3's warning shows source paths
@@ -190,10 +206,12 @@ def open_session(connection: ClientOptions, host: str) -> requests.Session:
     elif connection.ca_bundle is not None:
         session.ca_bundle = str(connection.ca_bundle)
     for prefix in ("https://", "http://"):
-        session.mount(prefix, _Adapter(connection.addresses))
+        session.mount(prefix, _Adapter(connection.addresses, boundary))
     context = _context(connection, host)
     if context is not None:
-        session.mount(f"https://{host}/", _Adapter(connection.addresses, ssl_context=context))
+        session.mount(
+            f"https://{host}/", _Adapter(connection.addresses, boundary, ssl_context=context)
+        )
     for name in ("urllib3.connectionpool", "urllib3.util.retry"):
         logging.getLogger(name).addFilter(_hide_queries)
     return session

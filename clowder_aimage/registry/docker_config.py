@@ -20,6 +20,7 @@ import oras.auth.utils
 import oras.utils
 
 from clowder_aimage.content.atomic_file import write_file
+from clowder_aimage.content.open_directory import resolve
 from clowder_aimage.errors import StoreError, UnauthorizedError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
@@ -190,9 +191,9 @@ def _broken(path: Path, why: str) -> StoreError:
 
 def write_config(path: Path, config: dict[str, Any]) -> None:
     """Replace the file, readable by its owner alone; a link to it stays. Raises StoreError."""
-    target = path.resolve()
     data = json.dumps(config, indent="\t") + "\n"
     try:
+        target = resolve(path)
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(target, data.encode(), mode=0o600)
     except OSError as error:

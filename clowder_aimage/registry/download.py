@@ -11,7 +11,7 @@ from urllib3.exceptions import HTTPError
 from clowder_aimage.content.chunk import SMALL
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import RegistryError
-from clowder_aimage.registry.response import RegistryResponse, failure
+from clowder_aimage.registry.response import RegistryResponse, failure, overdue
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
 _REFUSES_RANGE = frozenset({400, 405, 416, 501})
@@ -24,7 +24,8 @@ BlobRequest = Callable[[int | None, int], RegistryResponse]
 class BlobReader(RawReader):
     """A stream of the bytes [offset, end) of a blob of ``size`` bytes.
 
-    If the connection breaks, stalls or is too slow, the rest is requested on a new one. If a server
+    If the connection breaks, stalls or is too slow, the rest is requested on a new one, up to
+    ATTEMPTS times in a row. If a server
     ignores or refuses ranges, or sends a different one, the blob is read from its beginning, and
     ``ignores_range`` is set. The bytes are not verified here.
     """
@@ -32,7 +33,7 @@ class BlobReader(RawReader):
     def __init__(self, get: BlobRequest, what: str, offset: int, end: int, size: int) -> None:
         self._get, self._what = get, what
         self._offset, self._end, self._size = offset, end, size
-        self._broken = 0
+        self._broken = self._slow = 0  # connections in a row that failed, or were too slow
         self._waited, self._in_window = 0.0, 0
         self._response: RegistryResponse | None = None
         self.ignores_range = False
@@ -63,7 +64,11 @@ class BlobReader(RawReader):
         self._in_window += count
         self._waited += time.monotonic() - began  # without the caller's time between reads
         if self._waited >= _WINDOW:
-            if self._in_window < _SLOWEST * self._waited:
+            is_slow = self._in_window < _SLOWEST * self._waited
+            self._slow = self._slow + 1 if is_slow else 0
+            if self._slow >= ATTEMPTS:
+                raise overdue(self._response.host if self._response else self._what)
+            if is_slow:
                 self._disconnect()  # received bytes are kept; the next read opens a connection
                 self._connect(self._offset + count)
             self._waited, self._in_window = 0.0, 0

@@ -12,7 +12,8 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.schema import read_configuration
 
 DEFAULT = "default"  # the entry of "registries" that names the default registry
@@ -28,7 +29,7 @@ class HostSettings:
     ``mirrors`` are hosts, or hosts with a path that is prepended to the repository. ``plain_http``
     is None if not configured. ``jobs`` is the number of simultaneous connections, ``limit`` the
     bytes per second of a pull, ``chunk_size`` the bytes of a blob in one request; each is 0 if not
-    configured.
+    configured. ``trusted_hosts`` are internal hosts that the registry may lead to.
     """
 
     mirrors: tuple[str, ...] = ()
@@ -39,6 +40,7 @@ class HostSettings:
     jobs: int = 0
     limit: int = 0
     chunk_size: int = 0
+    trusted_hosts: frozenset[str] = frozenset()
 
 
 def read_settings(path: Path) -> tuple[dict[str, HostSettings], str]:
@@ -67,6 +69,7 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
         insecure=entry.get("insecure", False),
         ca_file=directory / named if named else None,
         jobs=entry.get("jobs", 0),
+        trusted_hosts=frozenset(each.lower() for each in entry.get("trustedHosts", ())),
         limit=parse_rate(entry["limitRate"]) if "limitRate" in entry else 0,
         chunk_size=_chunk_size(entry["chunkSize"]) if "chunkSize" in entry else 0,
     )
@@ -141,9 +144,9 @@ class DialectCache:
         if self._path is None:
             return {}
         try:
-            hosts = json.loads(self._path.read_bytes())["registries"]
+            hosts = read_json(self._path.read_bytes(), "it")["registries"]
             return {host: self._fresh(entry["refused"]) for host, entry in hosts.items()}
-        except (OSError, *_DAMAGED):
+        except (OSError, FormatError, *_DAMAGED):
             return {}
 
     def _fresh(self, refused: dict[str, Any]) -> dict[str, float]:

@@ -7,7 +7,6 @@ Schema": an index that clients keep under a tag where the registry does not have
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -30,7 +29,7 @@ _NO_API = frozenset({405, 501})  # besides 404
 _GENERATED = re.compile(r"sha(?:256|512)-[0-9a-f]{64,128}(?:\.[a-z]+)?")
 _ATTEMPTS = 4  # to add an entry to an index with concurrent writers
 MAX_PAGES = 1000
-MAX_LIST_SIZE = 64 * 1024 * 1024
+MAX_LIST_SIZE = 8 * 1024 * 1024  # bytes: about 500,000 tags
 
 
 def tags(session: Session, name: str) -> list[str]:
@@ -192,7 +191,7 @@ def forget(session: Session, subject: Digest, digest: Digest) -> None:
     what = f"the list of referrers {tag}"
     raw = _tagged(session, tag, what)
     if raw is not None and any(entry.digest == digest for entry in _entries(raw)):
-        index = json.loads(raw)
+        index = read_json(raw, what)
         index["manifests"] = [e for e in index["manifests"] if e["digest"] != str(digest)]
         new = encode(index)
         session.put_manifest(tag, parse_document(new).media_type, new, what)
@@ -202,7 +201,7 @@ def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
     """Return an index with one more entry, and otherwise unchanged."""
     index: dict[str, Any] = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
     if raw is not None:
-        index = json.loads(raw)
+        index = read_json(raw, "the referrers index")
     index["manifests"] = [*(index["manifests"] or []), entry.to_json()]
     return encode(index)
 

@@ -7,6 +7,7 @@ nodes, and is sent directly to its address. Responses are bounded in size and ti
 from __future__ import annotations
 
 import contextlib
+import http.client
 import re
 import socket
 import time
@@ -24,6 +25,7 @@ from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.transport import set_pools
 
 # In a request: the node that sends it. In a response: the node that sends it or, with a redirect,
 # the nodes that have the content.
@@ -111,30 +113,29 @@ class PeerReader(RawReader):
         if not view:
             return 0
         try:
-            data = self._read(len(view))
+            count = self._read(view)
         except PeerError as error:
             self.on_end(error)
             raise
-        view[: len(data)] = data
-        self._left -= len(data)
-        return len(data)
+        self._left -= count
+        return count
 
-    def _read(self, count: int) -> bytes:
+    def _read(self, view: memoryview) -> int:
         began = time.monotonic()
         with _errors(self._peer):
-            data = self._response.raw.read1(count)
+            count = self._response.readinto(view)
         self._waited += time.monotonic() - began
-        if not data:
+        if not count:
             raise PeerError(f"the response of peer {self._peer} ended early")
         if self._waited > self._limit:
             raise PeerError(f"peer {self._peer} is too slow", is_late=True)
-        return data
+        return count
 
     def close(self) -> None:
         if not self.closed and self._left:
             self._response.close()
         elif not self.closed:
-            self._response.finish()
+            self._response.release()
             self.on_end(None)
         super().close()
 
@@ -164,6 +165,7 @@ class PeerClient:
             cert_reqs="CERT_REQUIRED",
             ca_certs=str(ca_file) if ca_file else None,
         )
+        set_pools(self._pools)
         self._is_closed = False
 
     def close(self) -> None:
@@ -233,9 +235,9 @@ def _errors(peer: str) -> Iterator[None]:
     """Convert the errors of urllib3 to PeerError."""
     try:
         yield
-    except HTTPTimeoutError as error:
+    except (HTTPTimeoutError, TimeoutError) as error:
         raise PeerError(f"peer {peer} did not respond in time", is_late=True) from error
-    except (HTTPError, OSError, ValueError) as error:
+    except (HTTPError, http.client.HTTPException, OSError, ValueError) as error:
         raise PeerError(f"cannot reach peer {peer}: {error}") from error
 
 

@@ -18,15 +18,20 @@ from urllib3.exceptions import HTTPError
 from clowder_aimage.errors import (
     AImageError,
     ManifestRefusedError,
+    NetworkError,
     NotFoundError,
     RegistryError,
     UnauthorizedError,
     VerificationError,
 )
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
+from clowder_aimage.timed_response import OverdueError, TimedResponse
 
 _MAX_IGNORED_SIZE = 64 * 1024  # bytes of a body that is read only to keep its connection
+_IGNORED_TIME = 5.0  # seconds for it
+RATE = 64 * 1024  # bytes per second at which a document arrives, at least
+_CHUNKED = 64 * 1024  # bytes of a blob in chunks that arrive within the connection's timeout
 _MAX_ERROR_BODY = 64 * 1024
 _MAX_RETRY_AFTER = 3600.0  # seconds, in the error for a caller that tries again later
 _PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registry
@@ -61,20 +66,25 @@ class RegistryResponse:
     def read(self, limit: int) -> bytes:
         """Read the whole body, at most ``limit`` bytes, and close.
 
-        Raises BrokenOffError, or VerificationError if it is larger, or if it is compressed, which
-        no request accepts and which could unpack to any size.
+        The time for it is the connection's timeout and the time for ``limit`` bytes at RATE. Raises
+        BrokenOffError, NetworkError if it takes longer, or VerificationError if it is larger, or if
+        it is compressed, which no request accepts and which could unpack to any size.
         """
         try:
             encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
             if encoding != "identity":
                 raise VerificationError(f"{self.host} sent an unexpected {encoding[:20]} body")
-            data = bytearray()
+            data, body = bytearray(), self._body
+            if isinstance(body, TimedResponse):
+                body.allow(body.timeout + limit / RATE)
             while block := self.raw.read(min(limit + 1 - len(data), 1 << 16)):
                 data += block
                 if len(data) > limit:
                     raise VerificationError(f"the response of {self.host} exceeds {limit} bytes")
             return bytes(data)
         except (OSError, HTTPError) as error:
+            if is_overdue(error):
+                raise overdue(self.host) from error
             raise BrokenOffError(f"the response of {self.host} ended early: {error}") from error
         finally:
             self.raw.close()
@@ -82,15 +92,20 @@ class RegistryResponse:
     def readinto(self, view: memoryview) -> int:
         """Read from the socket into ``view``, avoiding the copy in urllib3's own method.
 
-        Raises OSError, ValueError, HTTPError or http.client.HTTPException.
+        After the connection's timeout, return what arrived. Raises OSError, ValueError, HTTPError
+        or http.client.HTTPException.
         """
-        return int(self._body.readinto(view))
+        body = self._body
+        if isinstance(body, TimedResponse):
+            view = view[:_CHUNKED] if body.chunked else view
+            body.allow(body.timeout, is_partial=not body.chunked)
+        return int(body.readinto(view))
 
     @property
     def _body(self) -> Any:
         """The response of http.client, which transport.py keeps, or that of urllib3."""
         body = getattr(self.raw.connection, "response", None)
-        return body if isinstance(body, http.client.HTTPResponse) else self.raw
+        return body if isinstance(body, TimedResponse) else self.raw
 
     def release(self) -> None:
         """Return the connection to the pool if the body was read to its end, else close it."""
@@ -102,6 +117,8 @@ class RegistryResponse:
     def finish(self) -> None:
         """Read a short rest of the body, so that the connection can be used again."""
         with contextlib.suppress(OSError, HTTPError):
+            if isinstance(body := self._body, TimedResponse):
+                body.allow(_IGNORED_TIME)
             self.raw.read(_MAX_IGNORED_SIZE)
             if not self.raw.read(1):
                 self.raw.release_conn()
@@ -111,6 +128,22 @@ class RegistryResponse:
     def close(self) -> None:
         """Close the connection."""
         self.raw.close()
+
+
+def is_overdue(error: BaseException) -> bool:
+    """Return whether ``error`` was caused by the deadline of a response."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OverdueError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
+
+
+def overdue(host: str) -> NetworkError:
+    """Return the error for a response that did not arrive in time; it is not transient."""
+    return NetworkError(
+        f"{host} does not answer in time",
+        hint="its response arrives too slowly; try again later",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +173,7 @@ class ResponseFailure:
         try:
             body = response.read(_MAX_ERROR_BODY)
             line = "" if response.is_redirected else _first_line(body)  # may hold a signed URL
-            errors = json.loads(body)["errors"]
+            errors = read_json(body, "it")["errors"]
             # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
             detail = error.get("detail") or ""

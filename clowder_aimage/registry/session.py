@@ -65,7 +65,9 @@ class Session(AbstractContextManager["Session"]):
         )
         self.chunk = connection.host(self._registry).chunk_size  # maximum size of a request; 0: any
         basic = basic_auth or connection.basic_auth
-        self._auth = Authenticator(reference, connection, self._send_once, scheme, basic)
+        self._auth = Authenticator(
+            reference, connection, self._send_once, scheme, basic, self._http.boundary
+        )
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,7 +7,7 @@ used once per origin (proxy, certificates, pool), and urllib3 sends.
 from __future__ import annotations
 
 import errno
-import http.client
+import math
 import os
 import socket
 import ssl
@@ -19,7 +19,7 @@ from urllib.parse import urljoin, urlsplit
 
 import requests
 import urllib3
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.connectionpool import HTTPConnectionPool
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
@@ -34,7 +34,8 @@ from urllib3.util.wait import wait_for_write
 from clowder_aimage import telemetry
 from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.errors import NetworkError
-from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.reach import Boundary
+from clowder_aimage.registry.response import RegistryResponse, is_overdue, overdue
 from clowder_aimage.registry.retry import BrokenOffError
 from clowder_aimage.registry.trace import (
     OnTrace,
@@ -43,10 +44,12 @@ from clowder_aimage.registry.trace import (
     redacted_headers,
     redacted_url,
 )
+from clowder_aimage.timed_response import TimedResponse
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
-SEND_TIMEOUT = 60.0  # seconds without a byte accepted: the registry may be storing received ones
+SEND_TIMEOUT = 60.0  # seconds for _STEP bytes: the registry may be storing received ones
+_STEP = 128 * 1024
 _NO_RETRY = urllib3.Retry(False)
 _TLS_ALERT = "\x15\x03"  # content type and version of an alert (RFC 8446, 5.1)
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
@@ -79,19 +82,24 @@ class StreamBody:
             return
         left = self.size
         while left:
-            block = self.stream.read(min(left, _BLOCK))
+            block = memoryview(self.stream.read(min(left, _BLOCK)))
             left -= len(block)
             if not block or (self.last and not left and self.stream.read(1)):
                 raise EOFError("the body does not match its declared length")
-            sock.sendall(block)
+            for start in range(0, len(block), _STEP):
+                sock.sendall(block[start : start + _STEP])  # within the timeout of the socket
 
     def _send_file(self, sock: socket.socket, stream: FileStream) -> None:
         file, offset, end = stream.fileno(), self.offset, self.offset + self.size
+        due, until = offset, 0.0  # the offset that is to be exceeded, until when
         while offset < end:
+            if offset >= due:
+                due, until = offset + _STEP, time.monotonic() + (sock.gettimeout() or math.inf)
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
             except BlockingIOError:  # a socket with a timeout does not block
-                if not wait_for_write(sock, sock.gettimeout()):
+                left = until - time.monotonic()
+                if left <= 0 or not wait_for_write(sock, None if left == math.inf else left):
                     raise TimeoutError("timed out while sending the body") from None
                 continue
             if not count:
@@ -104,22 +112,30 @@ Addresses = Mapping[tuple[str, int], str]  # by host and port: the address to co
 
 
 class _StreamSender:
-    """A connection of urllib3 that sends StreamBody, and keeps http.client's response."""
+    """A connection of urllib3 that sends StreamBody, and keeps its response, which is timed."""
 
-    response: http.client.HTTPResponse | None = None
+    response: TimedResponse | None = None
     addresses: Addresses = {}  # noqa: RUF012 - read only
+    boundary: Boundary | None = None
 
     def _new_conn(self) -> socket.socket:
         """Connect to the address that is set for the host; TLS and headers keep its name."""
         host: str = self.host  # type: ignore[has-type]
         self.host = self.addresses.get((host.lower(), self.port), host)  # type: ignore[attr-defined]
         try:
-            return super()._new_conn()  # type: ignore[misc,no-any-return]
+            sock: socket.socket = super()._new_conn()  # type: ignore[misc]
         finally:
             self.host = host
+        if self.boundary is not None:
+            try:
+                self.boundary.check(host, sock)
+            except BaseException:
+                sock.close()
+                raise
+        return sock
 
-    def response_class(self, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
-        self.response = http.client.HTTPResponse(*args, **kwargs)
+    def response_class(self, *args: Any, **kwargs: Any) -> TimedResponse:
+        self.response = TimedResponse(*args, **kwargs)
         return self.response
 
     def send(self, data: Any) -> None:
@@ -136,16 +152,26 @@ class _StreamSender:
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
-def _pool(kind: type[HTTPConnectionPool], addresses: Addresses) -> type[HTTPConnectionPool]:
-    fields = {"addresses": addresses}
+def _pool(
+    kind: type[HTTPConnectionPool], addresses: Addresses, boundary: Boundary | None
+) -> type[HTTPConnectionPool]:
+    fields = {"addresses": addresses, "boundary": boundary}
     connection = type("Connection", (_StreamSender, kind.ConnectionCls), fields)
     return type(kind.__name__, (kind,), {"ConnectionCls": connection})
 
 
-def pools(addresses: Addresses) -> dict[str, type[HTTPConnectionPool]]:
-    """Return classes of pools by scheme, whose connections send StreamBody."""
-    kinds = {"http": HTTPConnectionPool, "https": HTTPSConnectionPool}
-    return {scheme: _pool(kind, addresses) for scheme, kind in kinds.items()}
+def set_pools(
+    pools: urllib3.PoolManager, addresses: Addresses | None = None, boundary: Boundary | None = None
+) -> None:
+    """Let the connections of ``pools`` send StreamBody, and time their responses.
+
+    All requests use such pools, and so have a deadline; each new connection is checked with
+    ``boundary``.
+    """
+    kinds = pools.pool_classes_by_scheme
+    pools.pool_classes_by_scheme = {
+        scheme: _pool(kind, addresses or {}, boundary) for scheme, kind in kinds.items()
+    }
 
 
 class Transport:
@@ -164,6 +190,7 @@ class Transport:
         on_exchange: OnTrace | None = None,
     ) -> None:
         self._session, self._registry = session, registry
+        self._boundary: Boundary | None = getattr(session, "boundary", None)
         self._own_headers = (origin(own_headers[0]), own_headers[1])
         self._on_exchange = on_exchange
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
@@ -271,6 +298,8 @@ class Transport:
                 request, verify, proxies=proxies, cert=cert
             )
             adapter.cert_verify(pool, url, verify, cert)
+            if pool.proxy is not None and self._boundary is not None:
+                self._boundary.check_name(key[1])
             self._routes[key] = pool, adapter.request_url(request, proxies) != request.path_url
         return self._routes[key]
 
@@ -298,6 +327,8 @@ class Transport:
                 f"connection to {self._registry} timed out",
                 hint="check the host, the port and the network",
             )
+        if is_overdue(error):
+            return overdue(self._registry)
         if isinstance(error, ReadTimeoutError):
             return (BrokenOffError if self.has_answered else NetworkError)(
                 f"{self._registry} accepts connections but does not respond",

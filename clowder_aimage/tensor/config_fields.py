@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, read_json
 from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
+MAX_NUMBER = 1e30  # its square is a finite double, and its product with a size a finite float32
+_LEAST = 1e-30  # above 0
 
 
-def parse_object(name: str, data: bytes) -> dict[str, Any]:
-    """Parse the JSON object of the file ``name``. Raises ModelError."""
+def parse_object(name: str, data: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
+    """Parse the JSON object of the file ``name``, up to ``limit`` bytes. Raises ModelError."""
     try:
-        value = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name} is not valid JSON: {error}") from error
+        value = read_json(data, name, limit)
+    except FormatError as error:
+        raise ModelError(error.message) from error
     if not isinstance(value, dict):
         raise ModelError(f"{name} must be a JSON object")
     return value
@@ -64,19 +65,25 @@ class ConfigFields:
             return value
         raise self.refuse(key, f"must be a whole number from 1 to {maximum}")
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a finite number."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        minimum: float = -MAX_NUMBER,
+        maximum: float = MAX_NUMBER,
+    ) -> float:
+        """Return a number from ``minimum`` to ``maximum``."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.refuse(key, "must be a number")
+        if type(value) not in (int, float) or not minimum <= value <= maximum:  # false for NaN
+            raise self.refuse(key, f"must be a number from {minimum:g} to {maximum:g}")
         return float(value)
 
-    def positive(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above zero."""
-        value = self.number(key, default)
-        if value <= 0:
-            raise self.refuse(key, "must be above 0")
-        return value
+    def positive(
+        self, key: str, default: float | None = None, *, maximum: float = MAX_NUMBER
+    ) -> float:
+        """Return a number above zero, up to ``maximum``."""
+        return self.number(key, default, minimum=_LEAST, maximum=maximum)
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return True or False."""

@@ -101,6 +101,15 @@ EMPTY = {
         $ aimage pull tiny --frobnicate # exit code 2
         ! aimage: no such option '--frobnicate'...
         ! see: aimage pull --help
+        $ aimage create tiny examples/tiny --artifact-type application/x # exit code 2
+        ! aimage: no such option '--artifact-type'
+        ! the type of an AImage is fixed; 'aimage attach --type' sets that of files
+        $ aimage pull localhost:1/team/tiny -o here # exit code 2
+        ! 'aimage export' writes the files of a model, ...
+        $ aimage pull localhost:1/team/tiny --tls-verify=false # exit code 2
+        ! --insecure does not verify certificates, --plain-http uses HTTP
+        $ aimage images --digests # exit code 2
+        ! --no-trunc shows whole digests
         $ aimage completion # exit code 2
         ! aimage: missing argument 'bash|zsh|fish'. Choose from: bash, zsh, fish
         $ aimage frobnicate --json # exit code 2
@@ -118,6 +127,9 @@ EMPTY = {
         $ aimage pull tiny # exit code 2
         ! aimage: tiny:latest has no registry host: ...
         ! use a name with a host, such as registry.example.com/tiny:latest; ...
+        $ aimage push localhost:1/team/tiny:v1,v2 # exit code 2
+        ! aimage: invalid reference 'localhost:1/team/tiny:v1,v2': invalid tag 'v1,v2'
+        ! use several names: localhost:1/team/tiny:v1 localhost:1/team/tiny:v2
         $ aimage pull Tiny # exit code 2
         ! aimage: invalid reference 'Tiny'
         ! use lower case: tiny
@@ -138,7 +150,7 @@ EMPTY = {
         ! 'aimage ls' lists the names in the store; 'aimage pull' fetches from a registry
         $ aimage rm tiny # exit code 3
         ! aimage: tiny:latest not found ...
-        $ aimage create tiny nowhere # exit code 1
+        $ aimage create tiny nowhere # exit code 3
         ! aimage: nowhere does not exist
         $ aimage tags localhost:6100 # exit code 2
         ! aimage: expected HOST/REPOSITORY, not localhost:6100
@@ -181,7 +193,7 @@ EMPTY = {
     "another server where the worker is expected": """
         $ AIMAGE_HOST=localhost:11434 aimage ps # exit code 1
         ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
-        ! check that AIMAGE_HOST is the address of a worker
+        ! set AIMAGE_HOST to the address of a worker; 'aimage serve --addr HOST:PORT' starts one
         $ AIMAGE_HOST=localhost:11434 aimage rm --remote llama3.2:1b # exit code 1
         ! aimage: the server at http://localhost:11434 is not an aimage worker; ollama answers there
         $ AIMAGE_HOST=localhost:11434 aimage stop llama3.2:1b # exit code 1
@@ -210,9 +222,13 @@ EMPTY = {
         $ aimage export sdxl sdxl
         sdxl
         $ cmp ckpt.safetensors sdxl/ckpt.safetensors
-        $ aimage create unet sd/vae # exit code 1
-        ! aimage: sd/vae contains diffusion_pytorch_model.safetensors, but config.json states no model
-        ! pass a weight file itself, or a directory of a whole model; or pack all files as they are, with --whole-files
+        $ aimage create vae sd/vae
+        sha256:...
+        $ aimage run --local vae a fox # exit code 1
+        ! aimage: only ZImagePipeline can be run; vae:latest is AutoencoderKL
+        $ aimage export vae vae
+        vae
+        $ diff -r sd/vae vae
         $ printf '\200\002}q' > old.ckpt
         $ aimage create old old.ckpt # exit code 1
         ! aimage: old.ckpt is pickled: loading it can execute arbitrary code, so it is not packed
@@ -263,6 +279,20 @@ STOCKED = {
         localhost:5000/elsewhere/tiny
         $ aimage discover localhost:5000/elsewhere/tiny:v1
         ! nothing is attached ...
+    """,
+    "lists as elsewhere": """
+        $ aimage ls --filter family=z-image -q
+        shapes:latest
+        tiny:latest
+        $ aimage images --filter reference=tiny --no-trunc
+        tiny:latest z-image BF16 1.2 MB ... sha256:3fda...
+        $ aimage list --format json
+        [{"reference": "shapes:latest", ...
+        $ aimage ls -f label=x # exit code 2
+        ! aimage: invalid value for '-f' / '--filter': 'label=x' is not FIELD=PATTERN with one of reference, ...
+        $ AIMAGE_STROE=x aimage ls -q
+        tiny:latest
+        ! warning: unknown environment variable AIMAGE_STROE; did you mean AIMAGE_STORE?
     """,
     "a registry looked at": """
         $ aimage tag tiny localhost:5000/looked/tiny:v1
@@ -338,6 +368,11 @@ STOCKED = {
         got/sbom.json
         $ cat got/sbom.json
         {}
+        $ aimage pull -q localhost:5000/prod/tiny@$(aimage referrers localhost:5000/prod/tiny:v1 --json | jq -r '.[0].digest')
+        sha256:...
+        $ aimage export localhost:5000/prod/tiny@$(aimage referrers localhost:5000/prod/tiny:v1 --json | jq -r '.[0].digest') files # exit code 5
+        ! aimage: sha256:... is not an AImage (application/spdx+json)
+        ! ...; 'aimage attach --get' writes the files of an attachment
         $ aimage tag tiny localhost:5000/staging/tiny:v2
         $ aimage push -q localhost:5000/staging/tiny:v2
         $ aimage copy --all-tags localhost:5000/staging/tiny localhost:5000/archive/tiny
@@ -479,6 +514,7 @@ GENERATE = {
         ! aimage: ... expected WIDTHxHEIGHT, such as 1024x768, not '512'
         $ aimage run shapes x --negative blue # exit code 2
         ! aimage: --negative requires --guidance above 0
+        ! try --guidance 4
     """,
     "options of other tools": """
         $ aimage run shapes a fox -s 1 --size 32x32 --seed 4 --num-images 2 --negative-prompt blue --guidance-scale 2 -o a.png

@@ -290,7 +290,7 @@ def test_a_path_that_exists_wins(here: Aimage, hub: Hub, tiny: Path) -> None:
     shutil.copytree(tiny, here.home / NAME)
     here("create", "x", NAME, "-q")
     assert hub.requests == []
-    done = here("create", "x", "Org/other", code=1)
+    done = here("create", "x", "Org/other", code=3)
     assert "Org/other does not exist" in done.err
     assert hub.requests == []
 

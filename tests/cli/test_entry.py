@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,10 @@ from tests.real_registry import RealRegistry
         ("pusj", "did you mean 'aimage push'?"),
         ("lsit", "did you mean 'aimage ls'?"),
         ("imagse", "did you mean 'aimage ls'?"),
+        ("psh", "did you mean 'aimage push'?"),
+        ("srve", "did you mean 'aimage serve'?"),
+        ("imagine", "'aimage run' generates a picture"),
+        ("models", "'aimage --help' lists the verbs"),
         ("build", "'aimage create' packs a model directory"),
         ("whoami", "'aimage login HOST' checks the stored credentials of a registry"),
         ("frobnicate", "'aimage --help' lists the verbs"),
@@ -33,6 +38,11 @@ def test_an_unknown_verb_is_refused_with_a_suggestion(
     done = aimage()(word, "x", code=2)
     assert done.err == f"aimage: unknown verb '{word}'\n  {hint}\n"
     assert done.out == ""
+
+
+def test_the_package_can_be_run(aimage: Callable[..., Aimage]) -> None:
+    done = run([sys.executable, "-m", "clowder_aimage", "frobnicate"], text=True)
+    assert (done.returncode, done.stderr) == (2, aimage()("frobnicate", code=2).err)
 
 
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.gc import Collector
 from tests.content.artifact import put, put_artifact
 from tests.process import Aimage
 
@@ -80,6 +81,16 @@ def test_rm_reports_what_gc_would_free(stored: Any) -> None:
     done = stored("rm", "b:v1")
     assert (done.out, done.err) == ("b:v1\n", "1.55 kB can be freed with: aimage gc\n")
     assert stored("--json", "gc").value["size"] == freed
+
+
+def test_rm_in_a_large_store_reads_no_other_manifests(
+    stored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clowder_aimage.cli.verbs.rm._MANY", 1)
+    stored("tag", "b:v1", "c:v1")
+    monkeypatch.setattr(Collector, "run", None)
+    done = stored("rm", "c:v1")
+    assert done.err == "to free content that no other name needs: aimage gc\n"
 
 
 def test_rm_with_gc_frees_the_content(stored: Any) -> None:

@@ -89,8 +89,35 @@ def test_patterns_and_quiet_output(stored: Aimage, patterns: list[str], names: l
     assert [row["reference"] for row in stored("ls", "--json", *patterns).value] == names
 
 
+@pytest.mark.parametrize(
+    ("filters", "names"),
+    [
+        (["family=Z-Image", "reference=tiny"], ["tiny:latest"]),
+        (["type=bf*", "type=int4", "kind=clowder", "reference=*d*"], ["dated:latest"]),
+        (["family="], ["other:v2"]),
+        (["partial=false", "kind=?", "reference=other:v2"], ["other:v2"]),
+        (["family=z-image", "partial=true"], []),
+    ],
+)
+def test_filters_of_fields(stored: Aimage, filters: list[str], names: list[str]) -> None:
+    options = [word for each in filters for word in ("-f", each)]
+    assert stored("ls", "-q", *options).out.splitlines() == names
+
+
+@pytest.mark.parametrize("text", ["family", "famly=x", "=x", ""])
+def test_a_filter_needs_a_field_that_exists(stored: Aimage, text: str) -> None:
+    err = stored("ls", "--filter", text, code=2).err
+    assert f"{text!r} is not FIELD=PATTERN with one of reference, family, type" in err
+
+
+def test_no_trunc_shows_whole_digests(stored: Aimage) -> None:
+    digest = stored("ls", "tiny", "--format", "{{ digest }}").line
+    assert digest not in stored("ls").out and digest in stored("ls", "--no-trunc").out
+
+
 def test_names_that_do_not_match_are_reported(stored: Aimage) -> None:
     assert stored("ls", "x*", "y").err == "no names match x* y\n"
+    assert stored("ls", "x", "-f", "family=y").err == "no names match x family=y\n"
     done = stored("ls", "-q", "x*")
     assert (done.out, done.err) == ("", "")
     assert stored("ls", "-q", "--json", "x*").value == []

@@ -143,6 +143,7 @@ def test_options_of_this_machine_are_refused(tmp_path: Path) -> None:
         (says({"error": {"message": "no such route"}}, 404), NotFoundError, "is not a node"),
         (says({"error": {"message": "who are you"}}, 401), UnauthorizedError, ""),
         (says({"status": "ok"}), FormatError, "is not a node"),
+        (says(NODE | {"models": [{"ref": 5}]}), FormatError, "cannot be read"),
         (Says([b'{"models": ['], is_cut=True), NetworkError, ""),
     ],
 )

@@ -11,7 +11,7 @@ from tests.process import Aimage
 
 # verb: arguments and exit code, in an empty store
 CALLS = {
-    "create": ("x missing", 1),
+    "create": ("x missing", 3),
     "convert": ("x y --dtype bf16", 3),
     "export": ("x out", 3),
     "validate": ("missing.json", 3),

@@ -39,10 +39,11 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
                 raise line
             return line
 
-        def make(prompt: str) -> None:
+        def make(prompt: str) -> tuple[str, ...]:
             prompts.append(prompt)
             if fails is not None:
                 raise fails
+            return (f"{prompt}.png",)
 
         monkeypatch.setattr("builtins.input", read)
         with click.Context(click.Command("run")):
@@ -72,6 +73,23 @@ def test_set_changes_values_and_restores_defaults(
     }
 
 
+def test_again_repeats_the_last_prompt_and_open_shows_its_pictures(
+    typed: Typed, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def launch(path: str) -> int:
+        opened.append(path)
+        return 0
+
+    monkeypatch.setattr("click.launch", launch)
+    assert typed("a", "b", "/set steps 2", "/again", "/open")[0] == ["a", "b", "b"]
+    assert opened == ["b.png"] and not capsys.readouterr().err.count("aimage: ")
+    monkeypatch.setattr("click.launch", lambda _: 3)
+    typed("a", "/open")
+    assert "no program opens a.png" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -79,6 +97,8 @@ def test_set_changes_values_and_restores_defaults(
         ("/set width 3", "unknown option width"),
         ("/sing", "unknown command /sing"),
         ("/help", "/set NAME VALUE"),
+        ("/again", "there is no prompt yet"),
+        ("/open", "there is no picture yet"),
         (KeyboardInterrupt(), "cancelled; /bye or Ctrl-D ends"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "the line is not valid text"),
     ],

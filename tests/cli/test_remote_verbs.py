@@ -316,6 +316,24 @@ def test_ps_lists_loaded_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
     assert [row["until"] for row in value[1:3]] == [None, None]
 
 
+@pytest.mark.parametrize("verb", ["ps", "ls --remote"])
+def test_a_model_with_an_unusable_size_is_left_out_and_said(
+    at: Callable[[ScriptedWorker], Aimage], verb: str
+) -> None:
+    sizes = [10**300, -1, None, 1.5]
+    odd = [TINY | {"name": "odd:1", "size": size} for size in sizes]
+    odd += [TINY | {"name": "far:1", "expires_at": "9999-12-31T23:59:59-14:00"}]
+    with ScriptedWorker(lambda _: says({"models": [*odd, TINY]})).running() as worker:
+        done = at(worker)(*verb.split())
+    assert "tiny:latest" in done.out and "far:1" in done.out and "odd:1" not in done.out
+    assert "left out 4 models that the server at" in done.err
+
+
+def test_a_size_of_400_digits_is_not_an_answer(at: Callable[[ScriptedWorker], Aimage]) -> None:
+    with ScriptedWorker(lambda _: says({"models": [TINY | {"size": 10**400}]})).running() as worker:
+        assert "not JSON" in at(worker)("ps", code=5).err
+
+
 def test_empty_model_lists(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
         assert at(worker)("ps").out.split() == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]

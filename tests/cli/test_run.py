@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -70,6 +73,40 @@ def test_a_prompt_that_is_no_text_is_refused(aimage: Callable[..., Aimage]) -> N
     ended = run([*PROGRAM, "run", "x", "-"], input=b"\xff", env=here.env(), cwd=here.home)
     assert ended.returncode == 2
     assert b"not valid UTF-8" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "tokenizer.json",
+            {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+            "the tokenizer failed: PanicException",
+        ),
+        (
+            "tokenizer_config.json",
+            {"chat_template": "{{ raise_exception(messages[0].content) }}"},
+            "the chat template failed: TemplateError in line 1",
+        ),
+    ],
+)
+def test_a_hostile_tokenizer_is_an_error(
+    aimage: Callable[..., Aimage],
+    tiny: Path,
+    tmp_path: Path,
+    name: str,
+    data: dict[str, object],
+    message: str,
+) -> None:
+    shutil.copytree(tiny, tmp_path / "model")
+    folder = tmp_path / "model" / "tokenizer"
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | data))
+    if name == "tokenizer_config.json":
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    here = aimage()
+    here("create", "x", tmp_path / "model")
+    failed = here("run", "x", "a fox", *SMALL, "--size", "32x32", code=1)
+    assert failed.err.splitlines()[-1] == f"aimage: {message}"
 
 
 def test_size_is_width_and_height(at: Callable[[ScriptedWorker], Aimage]) -> None:

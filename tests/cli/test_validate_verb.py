@@ -60,6 +60,21 @@ def pointers(done: Done) -> list[Any]:
 # -- files
 
 
+@pytest.mark.parametrize(
+    ("text", "violations"),
+    [
+        ('{"worker": {"queue": 1}}', []),
+        ('{"$schema": "https://example.com/x", "registry": {"adr": "x"}}', ["/registry"]),
+        ('{"node": {"low": 101}, "worker": {}}', ["/node/low"]),
+    ],
+)
+def test_a_configuration_is_known_by_its_sections(
+    here: Aimage, text: str, violations: list[str]
+) -> None:
+    done = here("validate", "--json", document(here, "x.json", text), code=5 if violations else 0)
+    assert (done.value["schema"], pointers(done)) == ("config", violations)
+
+
 def test_a_valid_file_passes(here: Aimage) -> None:
     done = here("validate", HERE / "oci-manifest.json")
     assert (done.line, done.err) == (f"{HERE / 'oci-manifest.json'}: valid oci-manifest", "")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from clowder_aimage.content import chunk as parts
+from clowder_aimage.content import fetch as fetch_module
 from clowder_aimage.content.chunk import SMALL, SMALLEST_PART
 from clowder_aimage.content.copy_option import CopyOptions, Rate
 from clowder_aimage.content.fetch import NOTED, BlobDownload
@@ -582,6 +583,25 @@ def test_two_fetches_of_one_blob_share_a_download(layout: ImageLayout) -> None:
     assert source.bytes[CONTENT.digest] == CONTENT.size
     assert watches[0].done == CONTENT.size
     assert watches[1].sums["skip"] == CONTENT.size  # bytes of the other process count as existing
+
+
+def test_a_waiting_fetch_names_the_process_of_the_other(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module, "_NOTICE", -1.0)
+    at_work = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    waits: list[int] = []
+
+    class Ending(Watch):
+        def __call__(self, event: Any) -> None:
+            super().__call__(event)
+            if event.kind == "wait":
+                waits.append(event.count)
+                at_work.abort()
+
+    fetch(Counted(BIG), layout, CONTENT, watch=Ending())
+    assert waits == [os.getpid() if Path("/proc/locks").exists() else 0]
+    assert layout.exists(CONTENT)
 
 
 def test_a_waiting_fetch_reports_the_progress_of_the_other(layout: ImageLayout) -> None:

@@ -32,6 +32,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -39,7 +40,7 @@ _WRITING = set("wax+")
 # Unused by the commands, or slow to import
 _APART = tuple(
     f"clowder_aimage.{name}"
-    for name in "api cli.__main__ distribution engine generate http model node".split()
+    for name in "__main__ api cli.__main__ distribution engine generate http model node".split()
 )
 
 
@@ -61,11 +62,16 @@ class Layer:
 
     # -- watched files
 
-    def inside(self, path: Any) -> str | None:
+    def place(self, path: Any, dir_fd: int | None = None) -> str:
+        """Return the absolute form of a path, which may be relative to an open directory."""
+        base = Path() if dir_fd is None else Path(self.top, self.known(dir_fd) or os.pardir)
+        return os.path.abspath(Path(base, os.fsdecode(path)))  # noqa: PTH100
+
+    def inside(self, path: Any, dir_fd: int | None = None) -> str | None:
         """Return a path relative to ``top``, or None for one elsewhere."""
         if not isinstance(path, str | bytes | os.PathLike):
             return None
-        whole = os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+        whole = self.place(path, dir_fd)
         if whole != self.top and not whole.startswith(self.top + os.sep):
             return None
         return os.path.relpath(whole, self.top)
@@ -144,8 +150,8 @@ class Layer:
         real = os.open
 
         def wrapped(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            inner = self.inside(path) if dir_fd is None else None
-            is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
+            inner = self.inside(path, dir_fd)
+            is_new = bool(flags & os.O_CREAT) and not os.path.lexists(self.place(path, dir_fd))
 
             def really() -> int:
                 return real(path, flags, mode, dir_fd=dir_fd)
@@ -218,13 +224,14 @@ class Layer:
         real = getattr(os, name)
 
         def wrapped(old: Any, new: Any, **rest: Any) -> None:
-            here, there = self.inside(old), self.inside(new)
+            here = self.inside(old, rest.get("src_dir_fd"))
+            there = self.inside(new, rest.get("dst_dir_fd"))
             if here is None and there is None:
                 return real(old, new, **rest)
             if here is None or there is None:
                 raise AssertionError(f"renamed over the border: {old} {new}")
             call = {"op": "rename", "path": here, "to": there}
-            is_new = not os.path.lexists(new)
+            is_new = not os.path.lexists(Path(self.top, there))
             return self.pass_on(call, lambda: real(old, new, **rest), allocates=is_new)
 
         setattr(os, name, wrapped)
@@ -233,7 +240,7 @@ class Layer:
         real = getattr(os, name)
 
         def wrapped(path: Any, *arguments: Any, **rest: Any) -> Any:
-            inner = self.inside(path)
+            inner = self.inside(path, rest.get("dir_fd"))
             if inner is None:
                 return real(path, *arguments, **rest)
             call = {"op": {"remove": "unlink"}.get(name, name), "path": inner}
@@ -243,7 +250,7 @@ class Layer:
             def after(result: Any) -> dict[str, Any]:
                 if name not in ("mkdir", "chmod", "truncate"):
                     return {}
-                status = self._stat(path)
+                status = self._stat(Path(self.top, inner))
                 return {"ino": status.st_ino, "mode": status.st_mode & 0o7777}
 
             def really() -> Any:
@@ -257,7 +264,7 @@ class Layer:
         real = getattr(os, name)
 
         def wrapped(source: Any, path: Any, **rest: Any) -> None:
-            if (inner := self.inside(path)) is None:
+            if (inner := self.inside(path, rest.get("dst_dir_fd", rest.get("dir_fd")))) is None:
                 return real(source, path, **rest)
             call = {"op": name, "path": inner}  # our code creates none
             return self.pass_on(call, lambda: real(source, path, **rest), allocates=True)

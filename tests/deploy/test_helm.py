@@ -14,6 +14,7 @@ import pytest
 
 from clowder_aimage import __version__
 from tests.deploy.cluster import complaints, is_selected, listens_on, of_kind, parsed, pods
+from tests.deploy.crd import SERVICE_MONITOR
 from tests.deploy.test_deploy import check_arguments
 from tests.deploy.test_kubernetes import VERSIONS, validate
 from tests.deploy.written import DEPLOY
@@ -24,6 +25,7 @@ TEMPLATES = sorted((CHART / "templates").iterdir())
 (VALUES,) = parsed((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 ALL = {
+    "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
     "registry": {"enabled": True, "upstream": "registry.example"},
     "node": {"desired": [{"ref": "registry.example/team/model:v1", "pin": True}]},
     "worker": {"replicas": None, "extraArgs": ["--deadline=1m"]},
@@ -68,6 +70,7 @@ def test_the_values_match_their_schema() -> None:
         (("worker", "replicas"), "two"),
         (("node", "desired"), [{"rfe": "x"}]),
         (("store", "path"), "relative"),
+        (("metrics", "serviceMonitor", "interval"), "1s"),
     ):
         values: Any = copy.deepcopy(VALUES)
         place = values
@@ -121,6 +124,22 @@ def test_rendered_services_and_policies_select_pods_and_ports(
             one for one in policies if is_selected(pod, one["spec"]["podSelector"]["matchLabels"])
         ]
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_monitors_are_optional_and_select_the_services(
+    rendered: list[dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
+    found = of_kind("ServiceMonitor", rendered)
+    names = {"x-node", "x-worker", "x-registry"} if "all" in request.node.name else set()
+    assert {monitor["metadata"]["name"] for monitor in found} == names
+    for monitor in found:
+        jsonschema.validate(monitor, SERVICE_MONITOR)
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+        labels = monitor["spec"]["selector"]["matchLabels"].items()
+        services = of_kind("Service", rendered)
+        (service,) = [one for one in services if labels <= one["metadata"]["labels"].items()]
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
 
 
 def test_the_program_accepts_the_rendered_commands(rendered: list[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout, LayeredStore
-from clowder_aimage.distribution import cache, registry_role
+from clowder_aimage.distribution import cache, catalog_routes, registry_role
 from clowder_aimage.http import body_stream
 from clowder_aimage.http import server as http_server
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])
@@ -35,6 +35,7 @@ if "impatient" in flags:
     body_stream.READ_TIMEOUT = registry_role.GRACE = float(flags["impatient"] or 0.2)
     http_server.IDLE = http_server.INTERVAL = 0.1
     cache.CLOSE_TIMEOUT = 0.2
+catalog_routes.MAX_PAGE = int(flags.get("page", catalog_routes.MAX_PAGE))
 upstream = None
 if "upstream" in flags:
     from clowder_aimage.registry import ClientOptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 import requests
+from aiohttp.test_utils import TestClient, TestServer
 
+from clowder_aimage.distribution.registry_role import RegistryRole
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.errors import UsageError
+from clowder_aimage.http.api_error import OCI
+from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.oci import Descriptor
@@ -137,6 +142,21 @@ def test_index_is_named_once_one_manifest_is_complete(
         assert names(cache, repository) == []
         cache.ask("GET", f"/v2/{name}/blobs/{digest_of(data)}")
     assert names(cache, repository) == [f"{repository}:all"]
+
+
+def test_a_page_of_another_site_does_not_fill_the_cache(tmp_path: Path) -> None:
+    upstream = UpstreamRegistry.parse("registry.example.com", ClientOptions())
+
+    async def run() -> list[int]:
+        role = RegistryRole(ImageLayout(tmp_path), upstream=upstream)
+        async with TestClient(TestServer(build_app(role, interface=OCI))) as client:
+            found = []
+            for site in ("cross-site", "same-site", "same-origin", "none"):
+                answer = await client.get("/v2/", headers={"Sec-Fetch-Site": site})
+                found.append(answer.status)
+            return found
+
+    assert asyncio.run(run()) == [403, 403, 200, 200]
 
 
 def test_unreachable_upstream_serves_cached_content(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
@@ -164,7 +165,7 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
     ("error", "status", "message"),
     [
         (NoSpaceError("/secret/path is full"), 507, "no space left"),
-        (StoreError("cannot use /secret/path"), 500, "unknown error"),
+        (StoreError("cannot use /secret/path"), 503, "cannot access the store"),
         (VerificationError("sha256:... in /secret/path"), 500, "the stored content is damaged"),
         (NotFoundError("gone from /secret/path"), 500, "unknown error"),
     ],
@@ -172,6 +173,34 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
 def test_store_errors_are_reported(error: AImageError, status: int, message: str) -> None:
     answer = api_error(error, OCI)
     assert (answer.status, answer.message) == (status, message)
+
+
+def test_a_store_that_cannot_be_read_is_said_as_that(
+    serve_layout: Callable[..., Server], tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    server = serve_layout(root)
+    raw = server.push("t")
+    index = (root / "index.json").read_bytes()
+    reads = ["_catalog", "a/b/tags/list", "a/b/manifests/t"]
+
+    def check(status: int, *paths: str) -> None:
+        for path in paths:
+            answer = server.ask("GET", f"/v2/{path}")
+            assert answer.status_code == status, (path, answer.text)
+            assert answer.headers.get("Retry-After") == (None if status == 200 else "5")
+            assert str(tmp_path) not in answer.text
+
+    (root / "index.json").write_text("garbage")
+    os.utime(root / "index.json", (0, 0))  # no other tool is writing it
+    check(503, *reads)
+    root.rename(tmp_path / "away")
+    check(503, *reads, f"a/b/blobs/{digest_of(raw)}")
+    assert server.ask("POST", "/v2/a/b/blobs/uploads/").status_code == 503
+    assert not root.exists()
+    (tmp_path / "away").rename(root)
+    (root / "index.json").write_bytes(index)
+    check(200, *reads)
 
 
 def test_layer_is_not_served_as_a_manifest(server: Server) -> None:

@@ -18,6 +18,7 @@ from clowder_aimage.distribution import upload_session as upload_module
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.served_blobs import ServedLeases
 from clowder_aimage.distribution.upload_session import UploadSessions
+from clowder_aimage.errors import NoSpaceError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.lease import leased
@@ -321,7 +322,7 @@ def test_idle_uploads_expire(tmp_path: Path) -> None:
         uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=100)
         silent, lively = await uploads.begin("a"), await uploads.begin("a")
         now[0] = 60
-        await uploads.write(lively, b"x")
+        await uploads.write(lively, bytes(200_000))
         await uploads.expire()
         assert len(uploads) == 2
         now[0] = 120
@@ -339,6 +340,91 @@ def test_idle_uploads_expire(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert list((tmp_path / ".aimage" / "ingest").iterdir()) == []
+
+
+def test_an_upload_of_single_bytes_expires(tmp_path: Path) -> None:
+    now = [0.0]
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=100)
+        dripping = await uploads.begin("a")
+        for now[0] in (50, 100):
+            await uploads.write(dripping, b"x")
+            await uploads.expire()
+            assert len(uploads) == 1
+        now[0] = 101
+        await uploads.expire()
+        assert len(uploads) == 0
+
+    asyncio.run(run())
+
+
+def test_uploads_that_begin_at_once_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_module, "MAX_UPLOADS", 3)
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: 0.0, expiry=100)
+        begun = await asyncio.gather(*map(uploads.begin, "abcdefgh"), return_exceptions=True)
+        assert sum(isinstance(each, DistributionError) for each in begun) == 5
+        assert len(uploads) == 3
+        await uploads.close()
+
+    asyncio.run(run())
+
+
+def test_an_upload_is_given_up_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [1000]
+    monkeypatch.setattr(ImageLayout, "free", lambda _: free[0])
+    now = [0.0]
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=3600)
+        upload = await uploads.begin("a")
+        await uploads.check_space(upload, 1000)
+        with pytest.raises(NoSpaceError, match="1001 bytes"):
+            await uploads.check_space(upload, 1001)
+        assert len(uploads) == 0
+        idle, upload = await uploads.begin("a"), await uploads.begin("a")
+        now[0] = upload_module.IDLE + 1
+        upload.touched = now[0]
+        abort = idle.ingest.abort
+        monkeypatch.setattr(idle.ingest, "abort", lambda: (abort(), free.__setitem__(0, 9999)))
+        await uploads.check_space(upload, 5000)  # the idle upload makes room
+        assert len(uploads) == 1
+
+        def full(*_: object) -> None:
+            raise NoSpaceError("the disk is full")
+
+        monkeypatch.setattr(upload.ingest, "write_at", full)
+        with pytest.raises(NoSpaceError):
+            await uploads.write(upload, b"x")
+        assert len(uploads) == 0
+
+    asyncio.run(run())
+    assert list((tmp_path / ".aimage" / "ingest").iterdir()) == []
+
+
+def test_a_quota_limits_all_unfinished_uploads(tmp_path: Path) -> None:
+    now = [0.0]
+
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: now[0], expiry=3600, quota=100)
+        first, second = await uploads.begin("a"), await uploads.begin("b")
+        await uploads.write(first, bytes(60))
+        with pytest.raises(DistributionError, match="100 bytes together") as caught:
+            await uploads.write(second, bytes(41))
+        assert caught.value.status == 429 and len(uploads) == 1
+        second = await uploads.begin("b")
+        now[0] = second.touched = upload_module.IDLE + 1
+        await uploads.write(second, bytes(41))  # the idle upload makes room
+        assert len(uploads) == 1
+        await uploads.close()
+
+    asyncio.run(run())
 
 
 def test_too_many_uploads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gzip
 import os
 import shutil
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import bytes_body, open_directory
+from clowder_aimage.content.atomic_file import flock
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import (
     FormatError,
     NoSpaceError,
@@ -25,7 +28,6 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.export import export
-from clowder_aimage.exporter import directory as place
 from clowder_aimage.oci import Reference, mediatype
 from tests.content.artifact import index, put_artifact
 from tests.exporter.conftest import NAME, Artifact, files_in
@@ -143,10 +145,11 @@ def test_export_removes_leftovers_of_killed_ones(full: Artifact, is_there: bool)
 
 def test_export_leaves_locked_directories(full: Artifact) -> None:
     own = full.home / ".out.export-0123456789abcdef"
-    lock = place._create(own)
-    full.export()
-    assert own.is_dir()
-    os.close(lock)
+    own.mkdir()
+    with OpenDirectory(own) as locked:
+        flock(locked.fd, fcntl.LOCK_EX)
+        full.export()
+        assert own.is_dir()
 
 
 # -- faults during an export
@@ -200,14 +203,12 @@ def test_full_disk_leaves_nothing(
         assert disk.left >= 0, "the fault was not heard"
 
 
-@pytest.mark.parametrize("name", ["mkdir", "rename"])
+@pytest.mark.parametrize("name", ["make", "rename"])
 def test_unwritable_directory_is_reported(
     full: Artifact, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from pathlib import Path
-
-    disk = Full(1 if name == "mkdir" else 0, errno.EACCES)
-    monkeypatch.setattr(Path, name, disk(getattr(Path, name)))
+    disk = Full(0, errno.EACCES)
+    monkeypatch.setattr(OpenDirectory, name, disk(getattr(OpenDirectory, name)))
     with pytest.raises(StoreError, match=r"cannot write .*: Permission denied"):
         full.export()
     monkeypatch.undo()
@@ -217,17 +218,62 @@ def test_unwritable_directory_is_reported(
 def test_partially_moved_files_are_moved_back(
     full: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pathlib import Path
-
     full.out.mkdir()
     disk = Full(2, errno.EIO)
-    real = Path.rename
+    real = OpenDirectory.move
     monkeypatch.setattr(
-        Path, "rename", lambda self, to: disk(real)(self, to) if disk.left >= 0 else real(self, to)
+        OpenDirectory, "move", lambda *call: (disk(real) if disk.left >= 0 else real)(*call)
     )
     with pytest.raises(StoreError):
         full.export()
     assert list(full.out.iterdir()) == []
+
+
+# -- another user who may write the parent directory
+
+
+@pytest.mark.parametrize("moment", ["on_plan", "on_written"])
+def test_a_directory_replaced_by_a_link_is_not_followed(full: Artifact, moment: str) -> None:
+    victim = full.home / "victim"
+    victim.mkdir()
+
+    def replace(_: object) -> None:
+        for made in full.home.glob(".out.export-*[0-9a-f]"):
+            if not made.is_symlink():
+                made.rename(full.home / "gone")
+                made.symlink_to(victim)
+
+    with pytest.raises(StoreError, match="another program has replaced it"):
+        full.export(**{moment: replace})
+    assert not os.path.lexists(full.out)
+    assert files_in(victim) == files_in(full.home / "gone") == {}
+
+
+def test_a_directory_inside_replaced_by_a_link_is_not_followed(full: Artifact) -> None:
+    victim = full.home / "victim"
+    victim.mkdir()
+
+    def replace(_: object) -> None:
+        for made in full.home.glob(".out.export-*/unet"):
+            if not made.is_symlink():
+                shutil.rmtree(made)
+                made.symlink_to(victim)
+
+    with pytest.raises(StoreError, match="cannot write"):
+        full.export(on_written=replace)
+    assert files_in(victim) == {}
+
+
+def test_another_users_link_is_not_followed(
+    full: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = full.home / "victim"
+    victim.mkdir()
+    full.out.symlink_to(victim)
+    monkeypatch.setattr(open_directory, "is_trusted", lambda _: False)
+    with pytest.raises(StoreError, match="another user's link"):
+        full.export()
+    assert files_in(victim) == {}
 
 
 def test_free_space_is_checked_first(full: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,7 @@ def test_member_names_that_lead_out_are_refused(artifact: Artifact, name: str) -
         ("link", ""),
         ("d/link", "../../x"),
         ("d/link", "../d/../x"),
+        ("link", "a\u202eb"),
     ],
 )
 def test_symbolic_links_out_of_the_directory_are_refused(

@@ -203,7 +203,7 @@ def test_a_config_without_an_architecture_is_refused(tmp_path: Path, config: byt
 
 @pytest.mark.parametrize("config", [b"\xff", b'{"model_type": "lla'])
 def test_a_damaged_config_is_refused(tmp_path: Path, config: bytes) -> None:
-    with pytest.raises(FormatError, match=r"config\.json is not JSON"):
+    with pytest.raises(FormatError, match=r"config\.json is not valid JSON"):
         detect(write(tmp_path, {"config.json": config, "model.safetensors": PLAIN}))
 
 

@@ -167,3 +167,49 @@ def test_run_names_what_it_can_run(aimage: Callable[..., Aimage], tmp_path: Path
     said = run("run", "--local", "one", "a cat", code=1).err
     assert "only ZImagePipeline can be run; one:latest is StableDiffusionXLPipeline" in said
     assert "run it with diffusers: aimage export one:latest DIR" in said
+
+
+@pytest.mark.parametrize("variant", ["", "fp16"])
+def test_a_component_by_itself_is_packed_by_tensor_and_exported_byte_for_byte(
+    store: ImageLayout, tmp_path: Path, variant: str
+) -> None:
+    source = write(tmp_path / "sdxl", FILES, shards(variant)) / "unet"
+    create(store, TWO, source.parent)
+    create(store, ONE, source)
+    aimage = read_aimage(store, ONE).aimage
+    assert aimage.properties["format"] == "diffusers"
+    assert aimage.properties["architecture"] == "UNet2DConditionModel"
+    assert {x.name for x in aimage.layers if x.is_tensor} == {"a.bias", "b.weight"}
+    whole = {x.descriptor.digest for x in read_aimage(store, TWO).aimage.layers}
+    assert {x.descriptor.digest for x in aimage.layers if x.is_tensor} <= whole
+    export(store, ONE, tmp_path / "out")
+    assert files_in(tmp_path / "out") == files_in(source)
+    convert(store, ONE, TWO, Recipe("bf16"))
+    export(store, TWO, tmp_path / "converted")
+    assert (tmp_path / "converted/diffusion_pytorch_model.safetensors").is_file()
+    with pytest.raises(UsageError, match="in the variant 'fp8'"):
+        create(store, ONE, source, form=ModelForm(variant="fp8"))
+
+
+def test_a_component_in_the_hugging_face_cache_may_be_links(
+    store: ImageLayout, tmp_path: Path
+) -> None:
+    snapshot = write(tmp_path / "models--o--r/snapshots/c0", FILES)
+    path = snapshot / "vae/diffusion_pytorch_model.safetensors"
+    blob = write(tmp_path / "models--o--r/blobs", {"b0": path.read_bytes()}) / "b0"
+    path.unlink()
+    path.symlink_to(blob)
+    (snapshot / "vae/config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    create(store, ONE, snapshot / "vae")
+    assert read_aimage(store, ONE).aimage.properties["architecture"] == "AutoencoderKL"
+    path.unlink()
+    path.symlink_to(write(tmp_path, {"elsewhere": blob.read_bytes()}) / "elsewhere")
+    with pytest.raises(ModelError, match="outside the model directory"):
+        create(store, ONE, snapshot / "vae")
+
+
+def test_run_names_the_class_of_a_component(aimage: Callable[..., Aimage], tmp_path: Path) -> None:
+    run = aimage("store")
+    run("create", "one", write(tmp_path / "sd", FILES, shards()) / "unet")
+    said = run("run", "--local", "one", "a cat", code=1).err
+    assert "only ZImagePipeline can be run; one:latest is UNet2DConditionModel" in said

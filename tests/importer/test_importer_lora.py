@@ -316,5 +316,5 @@ def test_convert_refuses_adapters(adapter: Callable[..., StoredAImage], model: M
 def test_an_infinite_alpha_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"lora_alpha": 1e999}')
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(pair(TO_Q)))
-    with pytest.raises(FormatError, match="lora_alpha must be finite, not inf"):
+    with pytest.raises(FormatError, match="the number 1e999 is too large"):
         create(in_memory(), STYLE, tmp_path, form=ModelForm(format="lora"))

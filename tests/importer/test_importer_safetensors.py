@@ -110,5 +110,5 @@ def test_unknown_models_are_refused_with_the_remedy(
         assert "or pack all files as they are, with --whole-files" in said
     said = run("create", "x", root, "--variant", "fp16", "--whole-files", code=2).err
     assert "only a diffusers pipeline has variants" in said
-    assert "does not exist" in run("create", "x", root / "absent", "--whole-files", code=1).err
+    assert "does not exist" in run("create", "x", root / "absent", "--whole-files", code=3).err
     run("create", "x", root / "model.ckpt", "--whole-files")

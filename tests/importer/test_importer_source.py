@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 
 import pytest
 
-from clowder_aimage.content import ContentStore
+from clowder_aimage.content import ContentStore, open_directory
 from clowder_aimage.create import create
 from clowder_aimage.errors import (
     FormatError,
     ModelError,
     NotFoundError,
+    StoreError,
     UsageError,
     VerificationError,
 )
@@ -151,7 +152,7 @@ def test_a_truncated_config_is_refused(directory: Path) -> None:
     config = directory / "config.json"
     config.write_text(config.read_text()[:-5])
     for form in (ModelForm(), ModelForm(format="transformers")):
-        with pytest.raises(FormatError, match=r"config\.json is not JSON"):
+        with pytest.raises(FormatError, match=r"config\.json is not valid JSON"):
             packed(directory, form=form)
 
 
@@ -316,6 +317,14 @@ def test_an_ollama_model_is_hard_linked(ollama: Path, tmp_path: Path) -> None:
     assert adopt(store, Reference.parse("again"), ollama, "small:1b").there == 3
 
 
+def test_a_store_with_a_relative_path_takes_links(
+    ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = ImageLayout(Path("relative"))
+    assert adopt(store, Reference.parse("small"), ollama, "small:1b").linked == 3
+
+
 def test_blobs_that_cannot_be_linked_are_copied(
     ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +344,65 @@ def test_a_damaged_blob_of_ollama_is_refused(ollama: Path, tmp_path: Path) -> No
         adopt(store, Reference.parse("small"), ollama, "small:1b")
     with pytest.raises(NotFoundError):
         store.resolve(Reference.parse("small"))
+
+
+def _linked(store: ImageLayout) -> list[Path]:
+    return [x for x in store.root.rglob("*") if x.is_file() and x.stat().st_nlink > 1]
+
+
+@pytest.mark.parametrize("by", ["link", "file"])
+def test_a_blob_of_ollama_replaced_before_it_is_linked_is_refused(
+    ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    real = os.link
+
+    def replace(path: Any, *arguments: Any, **options: Any) -> None:
+        Path(path).unlink()
+        Path(path).symlink_to(secret) if by == "link" else real(secret, path)
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "link", replace)
+    store = ImageLayout(tmp_path / "store")
+    with pytest.raises((VerificationError, StoreError), match=r"symbolic links|size mismatch"):
+        adopt(store, Reference.parse("small"), ollama, "small:1b")
+    assert _linked(store) == []
+    assert not any(path.is_symlink() for path in store.root.rglob("*"))
+
+
+def test_links_to_ollamas_blobs_are_removed_after_an_error(ollama: Path, tmp_path: Path) -> None:
+    last = next(path for path in (ollama / "blobs").iterdir() if path.read_bytes()[:3] == b"MIT")
+    last.write_bytes(b"XYZ License")
+    store = ImageLayout(tmp_path / "store")
+    with pytest.raises(VerificationError):
+        adopt(store, Reference.parse("small"), ollama, "small:1b")
+    assert _linked(store) == []
+    assert not list(store.root.glob("blobs/*/*"))
+
+
+@pytest.mark.parametrize("by", ["owner", "mode"])
+def test_blobs_that_another_user_may_write_are_copied(
+    ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    if by == "owner":
+        monkeypatch.setattr(open_directory, "is_trusted", lambda _: False)
+    for path in (ollama / "blobs").iterdir():
+        path.chmod(0o646 if by == "mode" else 0o644)
+    store = ImageLayout(tmp_path / "store")
+    assert adopt(store, Reference.parse("small"), ollama, "small:1b").copied == 3
+    assert _linked(store) == []
+
+
+def test_another_users_link_in_ollamas_store_is_refused(
+    ollama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = next((ollama / "blobs").iterdir())
+    path.rename(tmp_path / path.name)
+    path.symlink_to(tmp_path / path.name)
+    monkeypatch.setattr(open_directory, "is_trusted", lambda _: False)
+    with pytest.raises(StoreError, match="another user's link"):
+        adopt(ImageLayout(tmp_path / "store"), NAME, ollama, "small:1b")
 
 
 @pytest.mark.parametrize("name", ["large", "../small:1b", "small:../1b"])

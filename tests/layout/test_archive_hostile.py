@@ -26,9 +26,8 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.index import MAX_INDEX_SIZE
 from clowder_aimage.load import LoadResult, load
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from tests.content import artifact
 
 LAYOUT = ("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
@@ -351,11 +350,11 @@ def test_load_refuses_malformed_layouts(
 
 def test_an_oversized_index_is_refused(layout: ImageLayout, file: Path) -> None:
     """The size is in the header; the content need not follow."""
-    header = entry("index.json", size=MAX_INDEX_SIZE + 1).tobuf()
+    header = entry("index.json", size=MAX_MANIFEST_SIZE + 1).tobuf()
     with file.open("wb") as out:
         out.write(header)
-        out.truncate(MAX_INDEX_SIZE * 2)
-    assert_refused(layout, FormatError, f"over {MAX_INDEX_SIZE}", lambda: load(layout, file))
+        out.truncate(MAX_MANIFEST_SIZE * 2)
+    assert_refused(layout, FormatError, f"over {MAX_MANIFEST_SIZE}", lambda: load(layout, file))
 
 
 @pytest.mark.parametrize("size", [10**6, 1 << 70])

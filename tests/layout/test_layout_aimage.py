@@ -71,6 +71,27 @@ def test_every_dialect_is_read_back(layout: ImageLayout, dialect: str) -> None:
     assert set((layout.root / "blobs" / "sha256").iterdir()) == before
 
 
+def test_a_config_over_4_mib_is_refused_before_it_is_parsed(layout: ImageLayout) -> None:
+    config = CONFIG[:-1] + b',"x":[' + b"{}," * 1_400_000 + b"0]}"
+    with pytest.raises(FormatError, match=r"config .* too large"):
+        DIALECTS["clowder"].write(AImage(config, ()))
+    value = json.loads(DIALECTS["clowder"].write(AImage(CONFIG, ()))[0].raw)
+    value["config"] = Descriptor.of(mediatype.AIMAGE_CONFIG, config).to_json()
+    layout.push(Descriptor.from_json(value["config"]), bytes_body(config))
+    manifest = Manifest.build(value)
+    layout.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
+    with pytest.raises(VerificationError, match=r"is too large: .* the limit is 4194304"):
+        read_aimage(layout, REFERENCE)
+
+
+def test_documents_are_parsed_once_for_a_digest(layout: ImageLayout) -> None:
+    keep(layout, "clowder")
+    one, other = read_aimage(layout, REFERENCE), read_aimage(layout, REFERENCE)
+    assert one.manifest is other.manifest
+    assert one.aimage is other.aimage
+    assert one.aimage.properties is other.aimage.properties
+
+
 def test_a_damaged_manifest_or_config_is_refused(layout: ImageLayout) -> None:
     manifest = keep(layout, "clowder")
     for content in (manifest.config, manifest.descriptor):

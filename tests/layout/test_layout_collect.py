@@ -343,6 +343,22 @@ def test_without_locks_content_of_a_removed_name_has_the_grace(
     assert collected(layout, grace=GRACE).young == 3
 
 
+def test_times_in_the_future_count_as_old(layout: ImageLayout) -> None:
+    """Files keep such times from a clock that was wrong."""
+    put(layout, b"stray")
+    named = put_artifact(layout, "a")
+    record = layout.root / ".aimage" / "used" / named.digest.encoded
+    os.utime(record, (time.time() + DAY,) * 2)
+    assert layout.used(named.descriptor) == 0.0
+    layout.use(named.descriptor)
+    assert abs(layout.used(named.descriptor) - time.time()) < 60
+    assert collected(layout, grace=GRACE, later=-60).young == 1
+    assert collected(layout, grace=GRACE, later=-DAY).blobs == 1
+    (begun := layout.root / ".aimage" / "ingest" / "b").touch()
+    os.utime(begun, (time.time() + 30 * DAY,) * 2)
+    assert collected(layout, stale=DAY).partials == 1
+
+
 def test_young_blobs_are_kept_for_the_grace_period(layout: ImageLayout) -> None:
     stray = put(layout, b"stray")
     done = collected(layout, grace=GRACE)

@@ -264,9 +264,10 @@ def test_content_is_durable_before_its_name(
         log.append(("fsync", os.fstat(fd).st_ino))
         fsync(fd)
 
-    def watched_replace(source: object, target: object, **options: object) -> None:
-        log.append(("rename", os.stat(source).st_ino))  # type: ignore[arg-type]  # noqa: PTH116
-        replace(source, target, **options)  # type: ignore[arg-type]
+    def watched_replace(source: str, target: str, **options: Any) -> None:
+        found = os.stat(source, dir_fd=options.get("src_dir_fd"))
+        log.append(("rename", found.st_ino))
+        replace(source, target, **options)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)

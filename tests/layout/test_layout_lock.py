@@ -22,7 +22,7 @@ import pytest
 from clowder_aimage.content import copy
 from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, lock
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.layout.ingest import JOURNALED
@@ -170,7 +170,7 @@ import encodings.ascii, encodings.idna, encodings.utf_8_sig
 import clowder_aimage
 for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
     if not module.name.startswith(("clowder_aimage.model", "clowder_aimage.distribution")) and (
-        module.name not in ("clowder_aimage.generate", "clowder_aimage.cli.__main__")
+        module.name != "clowder_aimage.generate" and not module.name.endswith("__main__")
     ):
         importlib.import_module(module.name)
 import jsonschema
@@ -366,3 +366,34 @@ def test_a_private_store_is_not_opened_to_the_group(tmp_path: Path) -> None:
 def test_the_test_group_has_no_members_on_this_machine() -> None:
     """Otherwise another user of this machine could interfere."""
     assert GROUP not in {group.gr_gid for group in grp.getgrall()}
+
+
+def test_a_process_that_is_waited_for_is_named(
+    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is released once the wait for it was reported."""
+    reported, seen = threading.Event(), list[tuple[str, int | None]]()
+
+    def listener(what: str, pid: int | None) -> None:
+        seen.append((what, pid))
+        reported.set()
+
+    monkeypatch.setattr(lock, "_NOTICE", 0.0)
+    monkeypatch.setattr(lock, "ON_WAIT", [listener])
+    with lock.held(layout.root, "lock"):
+        waiting = threading.Thread(target=lambda: put_artifact(layout, "a:v1", b"a"))
+        waiting.start()
+        assert reported.wait(20)
+    waiting.join()
+    pid = os.getpid() if Path("/proc/locks").exists() else None
+    assert set(seen) == {(f"the store {layout.root}", pid)}
+    assert [name for name, _ in layout.tags()] == ["a:v1"]
+
+
+def test_a_busy_ingest_names_its_process(layout: ImageLayout) -> None:
+    content = blob(DATA)
+    first = layout.ingest(content.digest.encoded, content)
+    with pytest.raises(IngestBusyError) as raised:
+        layout.ingest(content.digest.encoded, content)
+    first.abort()
+    assert raised.value.facts["pid"] == (str(os.getpid()) if Path("/proc/locks").exists() else "")

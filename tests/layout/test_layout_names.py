@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from clowder_aimage.errors import FormatError, NotFoundError
+from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import index as index_module
 from clowder_aimage.layout.index import edit_index
@@ -224,7 +224,7 @@ def test_index_broken_long_ago_is_not_waited_for(
     file_of(layout).write_bytes(b'{"manifests": [')
     os.utime(file_of(layout), (time.time() - 60,) * 2)
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
-    with pytest.raises(FormatError, match="not an OCI index"):
+    with pytest.raises(StoreError, match="not an OCI index"):
         list(layout.tags())
 
 
@@ -235,7 +235,7 @@ def test_index_that_stays_broken_is_an_error(
     file_of(layout).write_bytes(b'{"manifests": [')
     looks: list[Any] = []
     monkeypatch.setattr(time, "sleep", looks.append)
-    with pytest.raises(FormatError, match="not an OCI index"):
+    with pytest.raises(StoreError, match="not an OCI index"):
         list(layout.tags())
     assert sum(looks) < 1
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
+import random
 import re
+import struct
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, PngImagePlugin
 
 from clowder_aimage import __version__
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.picture import encode_picture, load_picture
 
 PIXELS = np.zeros((16, 32, 3), np.uint8)
@@ -56,8 +62,85 @@ def test_a_prompt_in_any_script_is_kept_and_an_absent_negative_left_out() -> Non
     assert said["parameters"].startswith("二つの円\nSteps: 8, ")
 
 
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_jpeg_and_webp_have_the_parameters_where_the_web_ui_writes_them(kind: str) -> None:
+    """It writes them with piexif: ``UserComment.dump(text, encoding="unicode")``."""
+    data = encode_picture(PIXELS, FACTS | {"prompt": "二つの円"}, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.format == kind.upper()
+        exif = image.getexif()
+    comment = exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment]
+    assert comment[:8] == b"UNICODE\0"
+    expected = texts(encode_picture(PIXELS, FACTS | {"prompt": "二つの円"}))["parameters"]
+    assert comment[8:].decode("utf-16-be") == expected
+    assert exif[ExifTags.Base.Software] == "aimage"
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_a_prompt_too_long_for_a_jpeg_leaves_the_picture_readable(kind: str) -> None:
+    data = encode_picture(PIXELS, FACTS | {"prompt": "x" * 40_000}, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (32, 16) and not image.getexif()
+
+
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_pictures_without_facts_have_no_text(kind: str) -> None:
-    facts = None if kind == "png" else FACTS
-    data = encode_picture(PIXELS, facts, kind)
-    assert b"circles" not in data and b"parameters" not in data
+    data = encode_picture(PIXELS, None, kind)
+    with Image.open(io.BytesIO(data)) as image:
+        assert not texts(data) and not image.getexif()
+
+
+def damaged(data: bytes, count: int) -> Iterator[bytes]:
+    """Yield a PNG with bytes, lengths and chunks changed, by a fixed generator."""
+    draw = random.Random(19)
+    kinds = [
+        b"iTXt",
+        b"tEXt",
+        b"zTXt",
+        b"iCCP",
+        b"pHYs",
+        b"eXIf",
+        b"tRNS",
+        b"gAMA",
+        b"acTL",
+        b"fcTL",
+    ]
+    for _ in range(count):
+        changed, at = bytearray(data), draw.randrange(8, len(data))
+        kind = draw.choice(kinds)
+        body = draw.randbytes(draw.randrange(40))
+        chunk = struct.pack(">I", len(body)) + kind + body
+        chunk += struct.pack(">I", zlib.crc32(kind + body))
+        yield bytes(draw.choice([changed[:at], changed[:33] + chunk + changed[33:]]))
+        changed[at] = draw.randrange(256)
+        yield bytes(changed)
+
+
+def test_a_damaged_picture_is_an_error_of_ours(tmp_path: Path) -> None:
+    path, refused = tmp_path / "x.png", 0
+    for data in damaged(encode_picture(PIXELS, FACTS), 300):
+        path.write_bytes(data)
+        try:
+            load_picture(path)
+        except UsageError:
+            refused += 1
+    assert refused
+
+
+def test_a_picture_of_too_many_pixels_is_refused_without_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    data = bytearray(encode_picture(PIXELS, FACTS))
+    for width, height in ((12_000, 14_000), (20_000, 20_000)):  # Pillow's warning, and its error
+        data[16:24] = struct.pack(">II", width, height)
+        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match="more than 67108864 pixels"):
+            load_picture(path)
+
+
+def test_facts_with_a_number_of_400_digits_are_no_facts(tmp_path: Path) -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("aimage", json.dumps(FACTS | {"guidance": 10**400}))
+    Image.fromarray(PIXELS).save(tmp_path / "x.png", pnginfo=info)
+    with pytest.raises(UsageError, match="no generation settings"):
+        load_picture(tmp_path / "x.png")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.generate import RunnableModel
 from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx, silu
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.memory_budget import size_of
@@ -35,8 +38,8 @@ SMALL = GenerateRequest("a fox", 32, 32, 2)
         ({"steps": 1001}, "steps must be a whole number from 1 to 1000"),
         ({"n": 0}, "n must be"),
         ({"seed": MAX_SEED, "n": 2}, "seed must be"),
-        ({"guidance": float("nan")}, "guidance must be 0 or above"),
-        ({"shift": 0.0}, "shift must be above 0"),
+        ({"guidance": float("nan")}, "guidance must be a number from 0 to 10000"),
+        ({"shift": 0.0}, "shift must be a number from 0.0001 to 10000"),
         ({"prompt": "\ud800"}, "prompt contains characters"),
         ({"prompt": 7}, "prompt must be text"),
         ({"negative": "\ud800"}, "negative contains characters"),
@@ -386,3 +389,17 @@ def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.Mo
         pipeline.caption(f"another {number}")
     pipeline.caption("a fox twice")
     assert texts.count("a fox twice") == 2
+
+
+@pytest.mark.parametrize("error", [OverflowError, ValueError, ZeroDivisionError])
+def test_an_error_of_arithmetic_is_a_model_error_without_its_text(error: type[Exception]) -> None:
+    def failing(_: GenerateRequest) -> Iterator[object]:
+        yield Step(1, 2, 0)
+        raise error("a secret prompt")
+
+    model = RunnableModel(cast(Any, None), cast(Any, SimpleNamespace(generate=failing)), "float32")
+    events = model.generate(GenerateRequest("a secret prompt"))
+    assert next(events) == Step(1, 2, 0)
+    with pytest.raises(ModelError, match=error.__name__) as caught:
+        next(events)
+    assert "secret" not in str(caught.value)

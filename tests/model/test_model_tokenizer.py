@@ -97,6 +97,21 @@ def test_templates_that_are_stopped(tiny: Model, template: str) -> None:
         with_template(tiny, template).render("x")
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception(messages[0].content) }}",
+        "{{ messages[0][messages[0].content].x }}",
+        "{{ messages[0].content | int(messages[0].content) + [] }}",
+        "{{ strftime_now('%999999999Y') }}",
+    ],
+)
+def test_the_error_of_a_template_does_not_quote_the_prompt(tiny: Model, template: str) -> None:
+    with pytest.raises(ModelError, match=r"^the chat template failed: \w+ in line 1$") as raised:
+        with_template(tiny, template).render("LIGHTHOUSE")
+    assert raised.value.__cause__ is None and raised.value.__suppress_context__
+
+
 def test_every_rendering_may_loop(tiny: Model) -> None:
     """The limit of loops in loops is counted anew each time."""
     tokenizer = with_template(tiny, "{% for i in range(60000) %}{% endfor %}done")

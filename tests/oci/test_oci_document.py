@@ -167,6 +167,8 @@ def test_null_lists_are_how_go_writes_empty_ones() -> None:
         {"subject": "x"},
         {"schemaVersion": 1},
         {"schemaVersion": "2"},
+        {"schemaVersion": 2.0},
+        {"schemaVersion": True},
     ],
     ids=str,
 )

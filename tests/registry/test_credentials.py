@@ -21,7 +21,6 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository, logout
-from clowder_aimage.registry.auth import _is_internal
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
@@ -137,22 +136,6 @@ def test_an_invalid_realm_url_is_refused(realm: str, tmp_path: Path) -> None:
         _pull(registry, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("host", "internal"),
-    [
-        ("169.254.169.254", True),
-        ("127.0.0.1", True),
-        ("10.0.0.1", True),
-        ("::1", True),
-        ("localhost", True),
-        ("auth.example.com", False),
-        ("1.1.1.1", False),
-    ],
-)
-def test_internal_addresses_are_recognised(host: str, internal: bool) -> None:
-    assert _is_internal(host) == internal
-
-
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"no", b'{"token": 7}', b'{"token": "a\\nb"}'])
 def test_a_token_response_without_a_token_fails(answer: bytes, tmp_path: Path) -> None:
     def script(seen: Seen) -> Answer:
@@ -216,14 +199,6 @@ def test_an_upload_location_on_another_host_receives_no_credentials(tmp_path: Pa
     assert put.body == b"abc"
     assert put.path.startswith("/upload?state=1&digest=sha256%3A")
     assert "Authorization" not in put.headers
-
-
-@pytest.mark.parametrize(
-    "host",
-    ["127.1", "2130706433", "0x7f000001", "017700000001", "0", "localhost.", "169.254.169.254."],
-)
-def test_other_spellings_of_internal_addresses_are_refused(host: str) -> None:
-    assert _is_internal(host)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,16 @@ def test_http_remains_the_default_for_loopback_hosts(
         here("pull", name)
 
 
+def test_a_client_certificate_enables_tls_for_a_loopback_host(
+    aimage: Callable[..., Aimage], tmp_path: Path
+) -> None:
+    file = tmp_path / "client.pem"
+    trustme.CA().issue_cert("ann@example.com").private_key_and_cert_chain_pem.write_to_path(file)
+    with ScriptedRegistry(serving(MANIFEST, BLOBS)).running() as registry:
+        failed = aimage()("resolve", f"{registry.host}/x", "--cert-file", file, code=1).err
+        assert "TLS handshake with" in failed and not registry.seen
+
+
 def test_http_to_a_loopback_tls_registry_has_a_hint(
     aimage: Callable[..., Aimage], local: str
 ) -> None:

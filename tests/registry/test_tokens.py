@@ -22,7 +22,7 @@ from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.errors import RegistryError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.auth import _Challenge
+from clowder_aimage.registry.auth import _PARAMETER, _Challenge
 from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
@@ -308,6 +308,11 @@ def test_a_redirect_of_the_token_service_is_not_followed(tmp_path: Path) -> None
 )
 def test_challenges_are_parsed(header: str, challenge: _Challenge) -> None:
     assert _Challenge.parse(header) == challenge
+
+
+def test_no_match_of_a_parameter_starts_inside_a_word() -> None:
+    """A word without a value was read again from each of its letters: 25 s for 60 kB."""
+    assert _PARAMETER.match("ab=c", 0) and not _PARAMETER.match("ab=c", 1)
 
 
 @pytest.mark.parametrize("entry", [{"auth": BASIC}, {"identitytoken": "pa55word"}])

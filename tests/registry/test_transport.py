@@ -145,18 +145,20 @@ def test_proxy_connections_use_our_connection_class(scheme: str, adapter: Any) -
     manager = adapter.proxy_manager_for("http://proxy.example.com:3128")
     pool = manager.connection_from_url(f"{scheme}://r.example.com/")
     plain = adapter.poolmanager.connection_from_url(f"{scheme}://r.example.com/")
-    assert type(pool) is type(plain)
+    assert pool.ConnectionCls.response_class is plain.ConnectionCls.response_class
     assert pool.ConnectionCls.addresses == {}
 
 
 @pytest.mark.parametrize("scheme", ["socks5", "socks5h"])
-def test_socks_connections_use_their_own_class(scheme: str, adapter: Any) -> None:
-    """Our connection class would bypass the SOCKS proxy."""
+def test_socks_connections_use_their_class_with_deadlines(scheme: str, adapter: Any) -> None:
+    """Our connection class alone would bypass the SOCKS proxy."""
     socks = pytest.importorskip("urllib3.contrib.socks", exc_type=ImportError)
     manager = adapter.proxy_manager_for(f"{scheme}://proxy.example.com:1080")
     assert type(manager) is socks.SOCKSProxyManager
     for scheme, kind in (("http", socks.SOCKSConnection), ("https", socks.SOCKSHTTPSConnection)):
-        assert manager.connection_from_url(f"{scheme}://r.example.com/").ConnectionCls is kind
+        found = manager.connection_from_url(f"{scheme}://r.example.com/").ConnectionCls
+        assert issubclass(found, kind)
+        assert found.response_class is not kind.response_class
 
 
 def test_closing_closes_proxy_connections(adapter: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 
 import pytest
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor.config_fields import MAX_SIZE, ConfigFields, parse_object
 
 Read = Callable[[ConfigFields], object]
@@ -23,9 +25,20 @@ def refused(read: Callable[[], object], message: str) -> None:
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("data", [b"{", b"\xff", b"[" * 100_000])
-def test_invalid_json_is_refused_with_the_file_name(data: bytes) -> None:
-    refused(lambda: parse_object("index.json", data), "index.json is not valid JSON")
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "nested more than 100 levels deep"),
+        (b'{"a": 1%s}' % (b"0" * 400), "not valid JSON: the number 1000"),
+        (b" " * (MAX_DOCUMENT_SIZE + 1), "too large"),
+    ],
+    ids=["open", "bytes", "deep", "number", "size"],
+)
+def test_invalid_json_is_refused_with_the_file_name(data: bytes, why: str) -> None:
+    gc.collect()  # of what others left: a finalizer that runs this deep fails
+    refused(lambda: parse_object("index.json", data), f"index.json is {why}")
 
 
 def test_a_document_must_be_an_object() -> None:
@@ -65,8 +78,11 @@ def test_values_in_bounds_are_returned(read: Read, value: object) -> None:
         (lambda f: f.number("x"), math.nan, "must be a number"),
         (lambda f: f.number("x"), True, "must be a number"),
         (lambda f: f.number("x"), "1", "must be a number"),
-        (lambda f: f.positive("x"), 0, "must be above 0"),
-        (lambda f: f.positive("x"), -1, "must be above 0"),
+        (lambda f: f.number("x"), 10**400, "from -1e+30 to 1e+30"),
+        (lambda f: f.number("x", minimum=2), 1, "from 2 to 1e+30"),
+        (lambda f: f.positive("x"), 0, "from 1e-30 to 1e+30"),
+        (lambda f: f.positive("x"), 1e-320, "from 1e-30 to 1e+30"),
+        (lambda f: f.positive("x", maximum=1), 2, "from 1e-30 to 1"),
         (lambda f: f.boolean("x", False), 1, "must be true or false"),
         (lambda f: f.text("x"), 1, "must be a string"),
         (lambda f: f.integers("x"), 1, "must be a list"),

@@ -27,7 +27,7 @@ from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
-from clowder_aimage.http.access import ANY_ADDRESS, read_tokens
+from clowder_aimage.http.access import ANY_ADDRESS, read_token, read_tokens
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import check_access, listen, listen_unix
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, SCOPES, Route
@@ -105,6 +105,37 @@ def test_routes_that_change_state_need_the_admin_scope(service: Service) -> None
     assert {
         route.path for route in WorkerRole(service).routes() if route.scope == OPEN
     } <= known | signed
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [
+        *((kind, True) for kind in ("application/octet-stream", "text/plain", "image/png")),
+        *((kind, False) for kind in ("application/json; charset=utf-8", "")),
+        ("application/x-www-form-urlencoded", False),
+    ],
+)
+def test_a_body_must_be_declared_as_json(service: Service, kind: str, is_refused: bool) -> None:
+    """A client of a registry that uploads a blob to a worker changes nothing."""
+    app = build_app(WorkerRole(service), origins=())
+    routes = [each for each in WorkerRole(service).routes() if each.body is not None]
+
+    async def ask() -> set[bool]:
+        async with TestClient(TestServer(app)) as client:
+            found = set()
+            for route in routes:
+                if route.method in ("GET", "HEAD"):
+                    continue
+                path = re.sub(r"\{[^}]*\}", "x", route.path)
+                headers = {"Content-Type": kind} if kind else {}
+                skipped = () if kind else ("Content-Type",)
+                async with client.request(
+                    route.method, path, data=b"[1]", headers=headers, skip_auto_headers=skipped
+                ) as answer:
+                    found.add(answer.status == 415)
+            return found
+
+    assert asyncio.run(ask()) == {is_refused}
 
 
 @pytest.mark.parametrize(
@@ -256,6 +287,17 @@ def test_a_token_file_is_parsed(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"# mine\nadmin {ADMIN_TOKEN}\n\n  infer\t{INFER_TOKEN}  \n{'b' * 16}\n")
     assert read_tokens(path) == {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER, "b" * 16: ADMIN}
+
+
+@pytest.mark.parametrize(("mode", "is_warned"), [(0o644, True), (0o640, False), (0o600, False)])
+def test_a_token_file_that_all_users_can_read_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_warned: bool
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(ADMIN_TOKEN)
+    path.chmod(mode)
+    assert read_token(path) == ADMIN_TOKEN
+    assert ("all users can read" in caplog.text) == is_warned
 
 
 @pytest.mark.parametrize(
@@ -443,7 +485,9 @@ def test_an_endless_body_is_refused(worker: LocalWorker) -> None:
     assert worker.get("/healthz") == {"status": "ok"}
 
 
-def test_a_compressed_body_is_not_decompressed_without_limit(worker: LocalWorker) -> None:
+def test_a_compressed_body_is_not_decompressed_without_limit(
+    worker: LocalWorker, loop_blocks: list[str]
+) -> None:
     import gzip
 
     body = gzip.compress(b"0" * (64 << 20))
@@ -452,3 +496,4 @@ def test_a_compressed_body_is_not_decompressed_without_limit(worker: LocalWorker
     )
     assert raw(worker, head).split()[1] in (b"400", b"413", b"415")
     assert worker.get("/healthz") == {"status": "ok"}
+    loop_blocks.clear()  # it is unpacked up to the limit, in a fraction of a second

@@ -75,7 +75,8 @@ def failing(tmp_path: Path) -> Callable[..., Any]:
             raise error
 
         async def talk(client: Any) -> tuple[Any, Any, Any]:
-            answer = await client.post(path, **options)
+            headers = {"Content-Type": "application/json"}
+            answer = await client.post(path, headers=headers, **options)
             return answer.status, answer.headers, await answer.json()
 
         route = Route("POST", path, handler, "infer", body=1000)
@@ -162,7 +163,7 @@ def test_a_handler_that_fails_midway_truncates_the_response(tmp_path: Path) -> N
 
 def test_error_messages_contain_no_local_paths() -> None:
     said = api_error(StoreError("cannot write /srv/secret/blobs"))
-    assert (said.status, said.message) == (500, "cannot access the store")
+    assert (said.status, said.message) == (503, "cannot access the store")
 
 
 def test_a_draining_worker_refuses_pulls_and_serves_reads(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ from tests.process import Aimage, Done
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from clowder_aimage.cli.verbs.config import MASK, masked
+from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
+from clowder_aimage.distribution import registry_role
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.engine.settings import (
     Settings,
@@ -29,6 +31,9 @@ from clowder_aimage.engine.settings import (
 from clowder_aimage.errors import UsageError
 from clowder_aimage.registry.host_settings import read_settings
 from clowder_aimage.schema import load
+from clowder_aimage.user_directory import SHARED_VARIABLES, server_variables
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -443,6 +448,83 @@ def test_an_unknown_variable_is_refused_with_the_nearest(
     with pytest.raises(UsageError, match=f"unknown environment variable {variable}") as caught:
         gather(Settings, {}, None)
     assert caught.value.hint == hint
+
+
+def test_a_misspelt_variable_of_all_verbs_is_reported(aimage: Callable[..., Aimage]) -> None:
+    here = aimage()
+    here.environment |= {"AIMAGE_STROE": "x", "AIMAGE_SERVER_ADDR": "x", "AIMAGE_DIGEST": "mine"}
+    here.environment |= {"AIMAGE_PORT": "tcp://10.0.0.1:80", "AIMAGE_REGISTRY": "r.example.com"}
+    warned = [line for line in here("ls", "-q").err.splitlines() if "variable" in line]
+    assert warned == [
+        "warning: unknown environment variable AIMAGE_STROE; did you mean AIMAGE_STORE?",
+        "warning: unknown environment variable AIMAGE_SERVER_ADDR; did you mean AIMAGE_SERVE_ADDR?",
+    ]
+    notes = [json.loads(line) for line in here("ls", "-q", "--json").err.splitlines()]
+    assert [note["message"] for note in notes[:2]] == warned
+
+
+def test_every_variable_that_the_program_reads_is_known() -> None:
+    servers = (server_variables(section) for section in ("worker", "node", "registry"))
+    known = {*SHARED_VARIABLES, *(name for one in servers for name in one.values())}
+    text = "".join(path.read_text("utf-8") for path in (ROOT / "clowder_aimage").rglob("*.py"))
+    read = set(re.findall(r"(?:environ(?:\.get)?|_named)[\[(]\s*[\"'](AIMAGE_[A-Z_]+)", text))
+    assert "AIMAGE_STORE" in read and read <= known
+
+
+# -- the registry that aimage serves
+
+
+def test_the_schema_and_the_options_of_the_registry_have_the_same_names() -> None:
+    described = load("config")["$defs"]["registry"]["properties"]
+    options = {str(one.name): one for one in serve_registry.params}
+    for key, variable in server_variables("registry").items():
+        option = options.pop(variable.removeprefix("AIMAGE_REGISTRY_").lower())
+        assert option.envvar == variable
+        assert key != "addr" or option.default == described[key]["default"]
+    others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet", "template"}
+    assert set(options) == others
+
+
+def test_the_registry_is_configured_by_file_environment_and_options(
+    aimage: Callable[..., Aimage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        registry_role, "serve", lambda _, addr, **more: served.append({"addr": addr, **more})
+    )
+    (tmp_path / "token").write_text("s3cret-s3cret-s3cret\n")
+    (tmp_path / "token").chmod(0o600)
+    file, here = tmp_path / "mine.json", aimage()
+    section = {"addr": "127.0.0.1:0", "readonly": True, "tokenFile": "token"}
+    file.write_text(json.dumps({"registry": section}))
+    here.environment |= {"AIMAGE_CONFIG": str(file), "AIMAGE_REGISTRY_METRICS_ADDR": "127.0.0.1:1"}
+    here("registry", "serve")
+    here.environment["AIMAGE_REGISTRY_READONLY"] = "false"
+    here("registry", "serve", "--addr", "127.0.0.1:2")
+    first, second = served
+    assert (first["addr"], first["readonly"]) == ("127.0.0.1:0", True)
+    assert (first["token"], first["metrics_address"]) == ("s3cret-s3cret-s3cret", "127.0.0.1:1")
+    assert (second["addr"], second["readonly"]) == ("127.0.0.1:2", False)
+    found = shown(here("config", "show", "--json"))
+    assert found["registry.readonly"] == (False, "AIMAGE_REGISTRY_READONLY")
+    assert found["registry.addr"] == ("127.0.0.1:0", str(file))
+    assert found["registry.logLevel"] == ("info", "default")
+
+
+@pytest.mark.parametrize("verb", [("registry", "serve"), ("config", "show")])
+def test_wrong_settings_of_the_registry_are_refused(
+    aimage: Callable[..., Aimage], verb: tuple[str, ...], tmp_path: Path
+) -> None:
+    here, file = aimage(), tmp_path / "mine.json"
+    file.write_text('{"registry": {"adr": "x"}}')
+    for name, text, message in (
+        ("AIMAGE_REGISTRY_ADR", "127.0.0.1:0", "did you mean AIMAGE_REGISTRY_ADDR?"),
+        ("AIMAGE_REGISTRY_READONLY", "flase", "AIMAGE_REGISTRY_READONLY"),
+        ("AIMAGE_CONFIG", file, "unknown key 'adr'; did you mean 'addr'? (at registry)"),
+    ):
+        here.environment[name] = str(text)
+        assert message in here(*verb, code=2).err
+        del here.environment[name]
 
 
 def test_variables_of_a_kubernetes_service_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

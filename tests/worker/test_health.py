@@ -158,7 +158,8 @@ def test_a_model_is_missing_only_while_the_index_is_unreadable(
     readiness = Readiness(store)
     with monkeypatch.context() as broken:
         break_calls(broken, "open", store.root / "index.json")
-        assert readiness.against(["tiny"]) == [{"reason": "model missing", "model": "tiny"}]
+        missing = {"reason": "model missing", "model": "tiny"}
+        assert readiness.against(["tiny"]) == [{"reason": "store not readable"}, missing]
     assert readiness.against(["tiny"]) == []
 
 
@@ -169,6 +170,68 @@ def test_a_model_known_to_be_missing_is_not_resolved(
     monkeypatch.setattr(store, "resolve", None)
     missing = {"reason": "model missing", "model": "tiny:latest"}
     assert Readiness(store).against(missing=["tiny:latest"]) == [missing]
+
+
+def _garbage(root: Path) -> None:
+    (root / "index.json").write_text("garbage")
+
+
+def _pipe(root: Path) -> None:
+    (root / "index.json").unlink()
+    os.mkfifo(root / "index.json")
+
+
+def _gone(root: Path) -> None:
+    root.rename(root.with_name("away"))
+
+
+@pytest.mark.parametrize("fault", [_garbage, _pipe, _gone])
+def test_a_store_that_cannot_be_read_is_said_as_that(
+    stocked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # no other tool is writing
+    root = tmp_path / "store"
+    shutil.copytree(stocked, root)
+    service = make_service(Settings(default_model="tiny"), ImageLayout(root), ClientOptions())
+    picture = {"model": "tiny", "prompt": "x", "size": "32x32"}
+    calls: list[tuple[str, str, Any]] = [
+        ("POST", "/v1/images/generations", picture),
+        ("POST", "/api/generate", picture),
+        ("POST", "/api/show", {"model": "tiny"}),
+        ("POST", "/api/copy", {"source": "tiny", "destination": "other"}),
+        ("DELETE", "/api/delete", {"model": "tiny"}),
+        ("GET", "/api/tags", None),
+        ("GET", "/v1/models", None),
+        ("GET", "/v1/models/tiny", None),
+    ]
+
+    async def talk(client: Any, _: Any) -> None:
+        assert (await client.get("/readyz")).status == 200
+        fault(root)
+        for method, path, body in calls:
+            async with client.request(method, path, json=body) as answer:
+                text = await answer.text()
+                assert (answer.status, answer.headers.get("Retry-After")) == (503, "5"), text
+                assert "cannot access the store" in text and str(tmp_path) not in text
+        async with client.get("/readyz") as answer:
+            assert answer.status == 503
+            reasons = [reason["reason"] for reason in (await answer.json())["reasons"]]
+            assert reasons == ["store not readable", "model missing"]
+        assert (await client.get("/healthz")).status == 200
+
+    spoken(service, talk)
+    assert root.exists() == (fault is not _gone)
+
+
+def test_a_default_model_that_no_request_pulls_is_required() -> None:
+    def required(**settings: Any) -> tuple[str, ...]:
+        store = ImageLayout(Path("absent"))
+        made = make_service(Settings.model_validate(settings), store, ClientOptions())
+        return tuple(made.required)
+
+    assert required(default_model="tiny", wanted=["a"]) == ("tiny", "a")
+    assert required(default_model="h.example/tiny:v1") == ()
+    assert required(default_model="h.example/tiny:v1", pull="never") == ("h.example/tiny:v1",)
 
 
 def test_a_draining_worker_is_not_ready_but_healthy(service: Service) -> None:

@@ -107,6 +107,8 @@ class Walk:
         tokens = self._known if is_guarded else None
         app = build_app(role, hosts=frozenset({"127.0.0.1"}), tokens=tokens)
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            sent.setdefault("Content-Type", "application/json")
 
         async def ask() -> list[Said]:
             found = []

@@ -60,11 +60,12 @@ def spoken(
             for method, path, body in asked:
                 is_raw = isinstance(body, bytes | None)
                 data = body if is_raw else json.dumps(body).encode()
+                kind = {} if data is None else {"Content-Type": "application/json"}
                 answer = await client.request(
                     method,
                     path,
                     data=None if data is None else io.BytesIO(data),
-                    headers=sent,
+                    headers=kind | sent,
                     allow_redirects=False,
                 )
                 found.append((answer.status, await answer.read(), answer.headers))

@@ -313,7 +313,7 @@ def test_each_request_is_logged_as_json_without_its_content(worker: LocalWorker)
     ]
     last = requests[-1]
     assert (last["method"], last["path"]) == ("POST", ("/v1/nothing/" + "x" * 300)[:200])
-    assert {"load", "generating"} <= {one["event"] for one in lines}
+    assert {"loading", "load", "generating"} <= {one["event"] for one in lines}
     first = requests[0]
     assert (first["id"], first["model"], first["level"]) == ("mine-1", "tiny:latest", "info")
     assert first["seconds"] > 0 and first["timestamp"]

@@ -33,6 +33,7 @@ from clowder_aimage.pull import pull
 from clowder_aimage.registry import ClientOptions
 from tests.process import run
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
+from tests.scripted_worker import ScriptedWorker, says
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PROMPT = "a lighthouse that nobody may know of"
@@ -95,6 +96,52 @@ def test_a_failed_pull_has_the_type_of_its_error_only(spans: Any, tmp_path: Path
     for one in spans.get_finished_spans():
         assert (one.status.status_code.name, one.status.description) == ("ERROR", "NotFoundError")
         assert not one.events
+
+
+def test_every_verb_that_makes_requests_is_a_trace(
+    spans: Any, aimage: Callable[..., Aimage], repository: str, tiny: Path
+) -> None:
+    here, name = aimage(), f"{repository}:v1"
+    here("create", "-q", name, tiny)
+    assert not spans.get_finished_spans()
+    here("push", "-q", name)
+    here("tag", "--remote", name, "v2")
+    here("copy", "-q", name, f"{repository}-copy:v1")
+    here("resolve", f"{repository}:nothing", code=3)
+    parents = {"push": "aimage push", "copy": "aimage copy"}
+    roots = dict.fromkeys([f"aimage {verb}" for verb in ("push", "tag", "copy", "resolve")])
+    assert tree(spans) == roots | parents
+    every = {one.name: one.status for one in spans.get_finished_spans()}
+    assert every["aimage push"].is_ok and every["aimage resolve"].description == "NotFoundError"
+
+
+def test_a_worker_can_continue_the_trace_of_its_client(
+    spans: Any, aimage: Callable[..., Aimage]
+) -> None:
+    with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
+        here = aimage()
+        here.environment["AIMAGE_HOST"] = worker.host
+        here("ls", "--remote", "-q")
+        sent = worker.asked[-1].headers["traceparent"]
+    (span,) = spans.get_finished_spans()
+    assert span.name == "aimage ls" and f"{span.context.trace_id:032x}" == sent.split("-")[1]
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("", 2.0), ("7", None)])
+def test_a_collector_delays_a_verb_for_a_short_time(
+    aimage: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch, given: str, seconds: float
+) -> None:
+    used: list[Any] = []
+    module = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    monkeypatch.setattr(f"{module}.OTLPSpanExporter", lambda timeout: used.append(timeout))
+    monkeypatch.setattr("opentelemetry.sdk.trace.export.BatchSpanProcessor", lambda _: None)
+    monkeypatch.setattr("opentelemetry.sdk.trace.TracerProvider.add_span_processor", print)
+    here = aimage()
+    here.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://localhost:1"
+    here.environment["OTEL_EXPORTER_OTLP_TIMEOUT"] = given
+    here("resolve", "localhost:1/x", code=1)
+    telemetry.stop()
+    assert used == [seconds]
 
 
 def test_nothing_is_imported_without_a_collector() -> None:

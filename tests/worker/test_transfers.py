@@ -185,7 +185,7 @@ def test_a_name_without_a_registry_is_refused(tmp_path: Path) -> None:
         (NotFoundError("x"), 404),
         (UsageError("x"), 400),
         (NoSpaceError("x"), 507),
-        (StoreError("x"), 500),
+        (StoreError("x"), 503),
         (StoppedError("x"), 503),
         (BusyError(1, 5), 503),
     ],

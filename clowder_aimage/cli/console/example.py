@@ -54,7 +54,7 @@ EXAMPLES = {
         "aimage login registry.example.com -u alice --password-stdin < password.txt",
     ),
     "logout": ("aimage logout registry.example.com",),
-    "ls": ("aimage ls", "aimage ls --json", "aimage ls --remote"),
+    "ls": ("aimage ls", "aimage ls --filter family=z-image", "aimage ls --remote"),
     "manifest fetch": (
         f"aimage manifest fetch --pretty {_NAME}",
         f"aimage manifest fetch --config {_NAME}",

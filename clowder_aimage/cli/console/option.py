@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
-from clowder_aimage.cli.console.output import META, note
+from clowder_aimage.cli.console.output import META, note, report_waits
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 _TAGS_TIMEOUT = 2.0  # seconds, in a completion
+_TRACES_TIMEOUT = 2.0  # seconds that an unreachable collector may delay the end of a verb
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -38,10 +39,10 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     return add
 
 
-def parsed(parse: Callable[[str], Any]) -> Callable[..., Any]:
-    """Return an option's callback that parses its text; a ValueError becomes a usage error."""
+def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return an option's callback that parses its value; a ValueError becomes a usage error."""
 
-    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
             return None if value is None else parse(value)
         except ValueError as error:
@@ -62,7 +63,9 @@ def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 def _remember_template(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
+    if value == "json":  # as docker and oras spell --json
+        ctx.meta[f"{META}as_json"] = True
+    elif value is not None:
         with needs("a template", "format"):
             from clowder_aimage.cli.console.result_template import ResultTemplate
         _remember(ctx, param, ResultTemplate(value))
@@ -73,7 +76,7 @@ common_options = options(
         "--store",
         type=click.Path(),
         is_eager=True,  # before names in the store are looked up
-        help="The directory of the OCI image layout. [env: AIMAGE_STORE]",
+        help="The directory of the store, an OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     click.option(
@@ -83,7 +86,7 @@ common_options = options(
         metavar="TEMPLATE",
         callback=_remember_template,
         expose_value=False,
-        help="Print the result by this Jinja template, such as '{{ digest }}'.",
+        help="Print the result by this Jinja template, such as '{{ digest }}'; json is --json.",
     ),
     _shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
 )
@@ -101,6 +104,16 @@ SYNONYMS = {
     "--num-inference-steps": "--steps",
     "--output-dir": "--output",
     "-s": "--steps",
+}
+
+# Options of other tools without an equal: what to use
+_ELSEWHERE = {
+    "--artifact-type": "the type of an AImage is fixed; 'aimage attach --type' sets that of files",
+    "--digests": "--no-trunc shows whole digests",
+    "--oci-layout": "--store DIR uses an OCI layout in a directory",
+    "--output": "'aimage export' writes the files of a model, 'aimage attach --get' those of an "
+    "attachment",
+    "--tls-verify": "--insecure does not verify certificates, --plain-http uses HTTP",
 }
 
 
@@ -135,7 +148,25 @@ class _Exemplified(click.Command):
 
 
 class Verb(_Exemplified):
-    """A command that accepts the options of other tools under their names."""
+    """A command that accepts the options of other tools under their names.
+
+    It is a trace if it uses a registry or a worker, and warns of misspelt environment variables.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the verb, in a span if it makes requests."""
+        from clowder_aimage.user_directory import misspelt_variables
+
+        for name, nearest in misspelt_variables():
+            note(f"warning: unknown environment variable {name}; did you mean {nearest}?")
+        has_requests = any(param.name == "verbose" for param in self.params)
+        if not has_requests and not ctx.params.get("remote"):
+            return super().invoke(ctx)
+        from clowder_aimage import telemetry
+
+        start_traces(_TRACES_TIMEOUT)
+        with telemetry.span(ctx.command_path):
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for param in self.params for name in param.opts}
@@ -147,7 +178,14 @@ class Verb(_Exemplified):
             if name not in known and SYNONYMS.get(name) in known:
                 own = SYNONYMS[name]
                 words[at] = f"{own}{equals if own[:2] == '--' else ''}{value}"
-        return super().parse_args(ctx, words)
+        try:
+            return super().parse_args(ctx, words)
+        except click.NoSuchOption as error:
+            name = {"-o": "--output"}.get(error.option_name, error.option_name)
+            if name not in _ELSEWHERE:
+                raise
+            message = f"no such option '{error.option_name}'"
+            raise UsageError(message, hint=_ELSEWHERE[name]) from None
 
 
 class VerbGroup(_Exemplified, click.Group):
@@ -289,11 +327,17 @@ reference_argument = click.argument(
 jobs_option = _shared(
     "--jobs",
     type=click.IntRange(1, 64),
+    metavar="N",
     help="Number of concurrent layers. [default: 8, or from the configuration]",
 )
 
 output_option = click.option(
-    "-o", "--output", "file", default="-", metavar="FILE", help="The file to write. [default: -]"
+    "-o",
+    "--output",
+    "file",
+    default="-",
+    metavar="FILE",
+    help="The file to write; - is stdout. [default: -]",
 )
 
 transfer_options = options(jobs_option, connection_options)
@@ -339,8 +383,11 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
-def start_traces() -> None:
-    """Record traces if the environment names a collector; warn if the extra is missing."""
+def start_traces(seconds: float | None = None) -> None:
+    """Record traces if the environment names a collector; warn if the extra is missing.
+
+    ``seconds`` is the time for sending them.
+    """
     from clowder_aimage import __version__, telemetry
     from clowder_aimage.cli.console.output import note
     from clowder_aimage.cli.console.remedy import advice
@@ -348,7 +395,7 @@ def start_traces() -> None:
     if telemetry.is_wanted():
         try:
             with needs("OpenTelemetry", "otel"):
-                telemetry.start(version=__version__)
+                telemetry.start(version=__version__, seconds=seconds)
         except UsageError as error:
             note(f"warning: {error.message}; no traces are sent\n  {advice(error)}")
 
@@ -377,6 +424,7 @@ class VerbSettings(NamedTuple):
     def layout(self) -> ImageLayout:
         from clowder_aimage.layout import ImageLayout, LayeredStore
 
+        report_waits()
         first, *others = self.stores
         return LayeredStore(self.stores) if others else ImageLayout(first)
 

@@ -8,46 +8,53 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
-from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
+from clowder_aimage.errors import NoSpaceError, StoreError, UsageError, describe_each
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from clowder_aimage.oci import Descriptor
 
 META = "clowder_aimage.cli."  # key prefix for the common options of a command line
-_LEVELS = {"error": "error", "retry": "warning"} | dict.fromkeys(
+_LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromkeys(
     ("start", "skip", "done", "request"), "debug"
 )
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def result(value: dict[str, Any] | list[Any], text: str) -> None:
+def result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None:
     """Print a result: ``text``, ``value`` as JSON with ``--json``, or by the given template.
 
-    With a template, each element of a list is a line.
+    A text is one line; several are given one by one. So no name, type or message from a registry or
+    a model makes a line of its own. With a template, each element of a list is a line.
     """
     if (template := _given("template")) is not None:
         for one in value if isinstance(value, list) else [value]:
             click.echo(template.render(one))
         return
     if not wants_json():
-        click.echo(printable(text))
+        lines = [text] if isinstance(text, str) else text
+        click.echo("\n".join(map(one_line, lines)))
         return
     import json
 
     line = json.dumps(value, ensure_ascii=False)
-    try:
-        line.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate from a JSON document
-        line = json.dumps(value)
+    if not line.isprintable():  # a terminal obeys some characters that JSON allows
+        line = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
     click.echo(line)
 
 
 def printable(text: str) -> str:
-    """Replace the control characters in ``text``, which may come from a model."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Replace the control characters in ``text``, which may come from a model, but no line ends."""
+    return "\n".join(map(one_line, text.split("\n")))
+
+
+def one_line(text: str) -> str:
+    """Replace the control characters and line ends in ``text``."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def plain(descriptor: Descriptor) -> dict[str, Any]:
@@ -58,7 +65,27 @@ def plain(descriptor: Descriptor) -> dict[str, Any]:
 
 def note(text: str) -> None:
     """Print a message to stderr, with ``--json`` as an event."""
-    click.echo(event("note", message=text) if wants_json() else text, err=True)
+    click.echo(event("note", message=text) if wants_json() else printable(text), err=True)
+
+
+def waiting(what: str, pid: int | None) -> tuple[str, int | None]:
+    """Return the message that a process is waited for, and its id if that is known."""
+    name = f"process {pid}" if pid else "another process"
+    return f"waiting for {name}, which is using {what}", pid or None
+
+
+def report_waits() -> None:
+    """Let waits for locks of stores be printed, with ``--json`` as events."""
+    from clowder_aimage.layout import lock
+
+    is_json = wants_json()
+
+    def listener(what: str, pid: int | None) -> None:
+        message, pid = waiting(what, pid)
+        line = event("wait", message=message, pid=pid) if is_json else printable(message)
+        click.echo(line, err=True)
+
+    lock.ON_WAIT[:] = [] if is_quiet() else [listener]
 
 
 def remark(text: str) -> None:
@@ -140,27 +167,50 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Format columns; the first row contains the titles."""
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format columns as lines; the first row contains the titles."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
+    return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
-    )
+    ]
 
 
-def is_too_wide(text: str) -> bool:
-    """Return whether stdout is a terminal with lines shorter than those of ``text``."""
+def table_of(
+    titles: Sequence[str],
+    rows: Iterable[dict[str, Any]],
+    cells: Callable[[dict[str, Any]], Sequence[str]],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of a list and their table; leave out and note rows that cannot be shown."""
+    kept: list[dict[str, Any]] = []
+    lines: list[Sequence[str]] = [titles]
+
+    def show(row: dict[str, Any]) -> dict[str, Any]:
+        lines.append(cells(row))
+        return row
+
+    kept += describe_each(rows, show, left_out)
+    return kept, table(lines)
+
+
+def left_out(row: object, error: Exception) -> None:
+    """Note that a row of a list cannot be shown."""
+    name = row["reference"] if isinstance(row, dict) else row
+    note(f"left out {one_line(str(name))[:200]}: {one_line(str(error))[:200]}")
+
+
+def is_too_wide(lines: Sequence[str]) -> bool:
+    """Return whether stdout is a terminal with lines shorter than ``lines``."""
     import shutil
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return width is not None and max(map(len, text.split("\n"))) > width
+    return width is not None and max(map(len, lines)) > width
 
 
-def facts(pairs: Sequence[tuple[str, str]]) -> str:
-    """Format names and values, one pair per line."""
+def facts(pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Format names and values as lines."""
     width = max(11, *(len(name) for name, _ in pairs))
-    return "\n".join(f"{name:<{width}} {value}" for name, value in pairs)
+    return [f"{name:<{width}} {value}" for name, value in pairs]
 
 
 def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
@@ -178,14 +228,15 @@ def output_file(name: str) -> Iterator[BinaryIO]:
     from pathlib import Path
 
     from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file
+    from clowder_aimage.content.open_directory import open_special, resolve
 
-    path = Path(name).resolve()
     try:
+        path = resolve(Path(name))
         if name == "-":
             raw = standard_stream(sys.stdout, "write bytes to", "set a file with -o, or use a pipe")
             yield cast(BinaryIO, raw)
         elif path.exists() and not path.is_file():  # a device or a pipe
-            with path.open("wb", buffering=0) as file:
+            with open_special(path) as file:
                 yield file
         else:
             with atomic_file(path) as file:

@@ -15,6 +15,7 @@ from clowder_aimage.cli.console.meter import BlobProgress, Meter, name_of
 from clowder_aimage.cli.console.output import (
     is_quiet,
     is_verbose,
+    one_line,
     plural,
     printable,
     size,
@@ -26,7 +27,7 @@ from clowder_aimage.oci import Digest, Reference
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-_MESSAGES = ("note", "summary")  # events shown on terminals and in logs
+_MESSAGES = ("note", "wait", "summary")  # events shown on terminals and in logs
 _STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that blocks
 _MIN_AGE = 0.5  # seconds before a copy or a blob gets a bar
 _MAX_BLOBS = 8
@@ -146,7 +147,7 @@ class BarView(LineView):
         for digest, blob in meter.active.items():
             is_slow = meter.now - blob.begun >= _MIN_AGE
             if digest in self._blobs or (is_slow and len(self._blobs) < _MAX_BLOBS):
-                title = f"  {printable(blob.label)}".replace("\n", " ")
+                title = f"  {one_line(blob.label)}"
                 self._blobs[digest] = self._show(self._blobs.get(digest), title, blob)
 
     def _show(self, task: TaskID | None, title: str, count: Meter | BlobProgress) -> TaskID:
@@ -250,7 +251,10 @@ class Progress:
             self._send_plan(digest=digest, blobs=event.blobs, size=event.count)
             return
         fields = {"digest": digest, "size": content.size, "name": name_of(content)}
-        if event.kind == "progress":  # fewer than before: a retry starts over
+        if event.kind == "wait":
+            message, pid = output.waiting(f"blob {fields['name'] or digest}", event.count)
+            self._view.send("wait", message=message, pid=pid, **fields)
+        elif event.kind == "progress":  # fewer than before: a retry starts over
             self._view.send("retry", **fields, lost=-event.count)
         else:
             self._view.send(event.kind, **fields)

@@ -8,12 +8,14 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.output import facts, note, printable
+from clowder_aimage.cli.console.output import facts, note
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
 
 _HELP = """\
 Type a prompt to generate a picture.
+/again           generate a picture of the last prompt again
+/open            open the last picture
 /set NAME VALUE  set an option: {names}
 /set NAME        restore the default of an option
 /show            show the options
@@ -22,29 +24,35 @@ Type a prompt to generate a picture.
 
 
 def read_prompts(
-    make: Callable[[str], None], values: MutableMapping[str, Any], options: dict[str, click.Option]
+    make: Callable[[str], tuple[str, ...]],
+    values: MutableMapping[str, Any],
+    options: dict[str, click.Option],
 ) -> None:
     """Call ``make`` with each prompt until the end of the input; set ``values`` by commands.
 
     Errors of ``make`` are printed; an interrupt cancels it.
 
     Args:
-        make: Generates pictures of a prompt.
+        make: Generates pictures of a prompt, and returns their paths.
         values: The values of the options, by the names of their parameters.
         options: The options that can be set, by the names that users type.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (a side effect: history and editing in input())
+    prompt, paths = "", tuple[str, ...]()
     note("type a prompt, or /help")
     while True:
         try:
             line = input(">>> ").strip()
             if line in ("/bye", "/exit", "/quit"):
                 return
-            if line.startswith("/"):
-                _command(line, values, options)
+            if line.startswith("/") and line != "/again":
+                _command(line, values, options, paths)
             elif line:
-                make(line)
+                prompt = prompt if line == "/again" else line
+                if not prompt:
+                    raise UsageError("there is no prompt yet")
+                paths = make(prompt)
         except EOFError:
             note("")
             return
@@ -54,15 +62,30 @@ def read_prompts(
             note("aimage: the line is not valid text")
         except AImageError as error:
             hint = advice(error)
-            note(printable(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}"))
+            note(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}")
 
 
-def _command(line: str, values: MutableMapping[str, Any], options: dict[str, click.Option]) -> None:
+def _open(paths: tuple[str, ...]) -> None:
+    if not paths:
+        raise UsageError("there is no picture yet")
+    for path in paths:
+        if click.launch(path):
+            raise UsageError(f"no program opens {path}")
+
+
+def _command(
+    line: str,
+    values: MutableMapping[str, Any],
+    options: dict[str, click.Option],
+    paths: tuple[str, ...],
+) -> None:
     word, *rest = line.split(maxsplit=2)
-    if word == "/set" and rest:
+    if word == "/open" and not rest:
+        _open(paths)
+    elif word == "/set" and rest:
         _set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None, values, options)
     elif word == "/show" and not rest:
-        note(printable(facts([(name, _shown(values, each)) for name, each in options.items()])))
+        note("\n".join(facts([(name, _shown(values, each)) for name, each in options.items()])))
     elif word in ("/help", "/?", "/set"):
         note(_HELP.format(names=", ".join(options)))
     else:

@@ -59,6 +59,8 @@ REMEDIES = {
     "load_without_as": "omit --as, and set other names with 'aimage tag'",
     "login": "log in with: aimage login {registry}",
     "login_of_worker": "log in as the user that runs the worker: aimage login HOST",
+    "lower_case_or_hub": "use lower case: {name}; to pack a model of the Hugging Face hub: "
+    "aimage create NAME {model}",
     "name_adapter": "set a name with --adapter NAME=PATH",
     "no_layers": "omit --component and --include to pull all of it",
     "no_variant": "omit --variant",
@@ -66,6 +68,8 @@ REMEDIES = {
     "not_in_store": "'aimage ls' lists the names in the store",
     "not_in_store_pull": "'aimage ls' lists the names in the store; 'aimage pull' fetches from a "
     "registry",
+    "not_an_aimage": "it can be pulled, pushed and listed, but not run or rewritten; "
+    "'aimage attach --get' writes the files of an attachment",
     "nothing_to_convert": "give --quantize, --dtype or both",
     "other_store": "to change that store: aimage --store {root} {verb} {reference}",
     "plain_http": "the registry may expect HTTP: use --plain-http",
@@ -81,7 +85,8 @@ REMEDIES = {
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "
     "'aimage tag' adds one to a name in the store",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",
-    "worker_address": "check that AIMAGE_HOST is the address of a worker",
+    "worker_address": "set AIMAGE_HOST to the address of a worker; 'aimage serve --addr HOST:PORT' "
+    "starts one",
     "worker_token": "set AIMAGE_TOKEN to a token in the worker's token file",
     "write_modelpack": "other tools also read --dialect modelpack",
 }

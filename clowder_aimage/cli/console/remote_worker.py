@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import json
 import os
 import struct
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.option import given_options, settings
-from clowder_aimage.cli.console.output import META
+from clowder_aimage.cli.console.output import META, note, plural
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import (
     AccessError,
@@ -25,7 +24,8 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.oci.descriptor import MAX_SIZE
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
@@ -273,8 +273,8 @@ def facts_of(png: bytes) -> dict[str, Any]:
         if kind == b"iTXt" and body.startswith(b"aimage\0\0\0"):  # not compressed
             text = body[9:].split(b"\0", 2)[-1]
             try:
-                facts = json.loads(text)
-            except (ValueError, RecursionError):
+                facts = read_json(text, "it")
+            except FormatError:
                 return {}
             return facts if isinstance(facts, dict) else {}
         at += 12 + length
@@ -284,17 +284,22 @@ def facts_of(png: bytes) -> dict[str, Any]:
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError.
 
-    Adds the algorithm to digests, which ollama omits.
+    Adds the algorithm to digests, which ollama omits. Leaves out models without a name, a digest or
+    a size, and says so.
     """
     answer = client.ask("GET", path)
     found = answer.get("models") if isinstance(answer, dict) else None
-    if not isinstance(found, list) or not all(map(_is_model, found)):
+    if not isinstance(found, list) or (found and not any(map(_is_model, found))):
         message = f"the server at {client.endpoint} did not return a list of models"
         raise FormatError(message, remedy="worker_address")
-    for model in found:
+    known = [model for model in found if _is_model(model)]
+    if len(known) < len(found):
+        left = plural(len(found) - len(known), "model")
+        note(f"left out {left} that the server at {client.endpoint} does not describe")
+    for model in known:
         if ":" not in model["digest"]:
             model["digest"] = f"sha256:{model['digest']}"
-    return found
+    return known
 
 
 def _is_model(item: Any) -> bool:
@@ -303,6 +308,7 @@ def _is_model(item: Any) -> bool:
         and isinstance(item.get("name"), str)
         and isinstance(item.get("digest"), str)
         and type(item.get("size")) is int
+        and 0 <= item["size"] <= MAX_SIZE
     )
 
 

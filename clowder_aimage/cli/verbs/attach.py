@@ -88,4 +88,4 @@ def _get(reference: Reference, directory: Path) -> None:
         paths = fetch_files(reference, directory, connection, on_event=progress.on_event)
     progress.summarize("fetched")
     files = [str(path) for path in paths]
-    result({"reference": str(reference), "files": files}, "\n".join(files))
+    result({"reference": str(reference), "files": files}, files)

@@ -17,7 +17,7 @@ from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import UsageError
 from clowder_aimage.schema import load, read_configuration
-from clowder_aimage.user_directory import config_file
+from clowder_aimage.user_directory import check_variables, config_file, server_variables
 
 MASK = "***"
 # Other environment variables, as listed in the README
@@ -60,7 +60,8 @@ def show() -> None:
     """
     chosen, file = settings(), config_file()
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
-    found = [_file(file), _store(chosen.stores), *_servers(file), *_registries(file)]
+    found = [_file(file), _store(chosen.stores), *_servers(file), *_registry(file)]
+    found += _registries(file)
     found += [Value(name, masked(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
     for each in found:
@@ -102,6 +103,25 @@ def _servers(file: Path) -> Iterator[Value]:
                 usual = properties[camel(name)].get("default")
                 typed = usual if origin == "default" else os.environ.get(origin, section.get(name))
             yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin, typed)
+
+
+def _registry(file: Path) -> Iterator[Value]:
+    """Yield the settings of 'aimage registry serve'."""
+    check_variables("registry")
+    properties = load("config")["$defs"]["registry"]["properties"]
+    section = read_configuration(file, lambda document: document.get("registry", {}))
+    for key, variable in server_variables("registry").items():
+        name, usual = f"registry.{key}", properties[key].get("default")
+        if text := os.environ.get(variable):
+            if properties[key].get("type") == "boolean":
+                try:
+                    yield Value(name, click.BOOL(text), variable)
+                except click.BadParameter as error:
+                    raise UsageError(f"{variable}: {error.message}") from None
+            else:
+                yield Value(name, text, variable)
+        else:
+            yield Value(name, section.get(key, usual), str(file) if key in section else "default")
 
 
 def _registries(file: Path) -> Iterator[Value]:

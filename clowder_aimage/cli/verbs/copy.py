@@ -70,4 +70,4 @@ def _copy_tags(
         "repository": target[0],
         "tags": [{"tag": tag, **plain(one)} for tag, one in found.items()],
     }
-    result(value, "\n".join(f"{target[0]}:{tag} {one.digest}" for tag, one in found.items()))
+    result(value, (f"{target[0]}:{tag} {one.digest}" for tag, one in found.items()))

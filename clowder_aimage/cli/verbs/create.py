@@ -63,6 +63,7 @@ recipe_options = options(
 @verb
 @click.argument("reference", metavar="NAME", type=tag_reference)
 @click.argument("path", metavar="[PATH]", default=".", shell_complete=complete_path)
+@recipe_options
 @click.option(
     "--from-ollama",
     "ollama",
@@ -71,7 +72,11 @@ recipe_options = options(
     help="Add the model PATH (such as llama3.2:1b) of ollama's store DIR, with hard links.",
 )
 @click.option(
-    "--format", "format_", type=click.Choice(_FORMATS), help="Format. [default: detected]"
+    "--format",
+    "format_",
+    type=click.Choice(_FORMATS),
+    metavar="FORMAT",
+    help=f"One of {', '.join(_FORMATS)}. [default: detected]",
 )
 @click.option(
     "--whole-files",
@@ -145,7 +150,6 @@ recipe_options = options(
     show_default=True,
     help="Algorithm for the digests of the layers and the config.",
 )
-@recipe_options
 def create(
     reference: Reference,
     path: str,
@@ -168,12 +172,13 @@ def create(
 ) -> None:
     """Pack the model at PATH (default: here) as the AImage NAME.
 
-    PATH is a directory of diffusers (any pipeline) or Transformers, or a safetensors file, of which
-    each tensor becomes a blob, so that models share equal tensors; or a GGUF, ONNX or TorchScript
-    file, a SavedModel directory or a LoRA adapter, which are packed as whole files, as is anything
-    else with --whole-files; or ORG/REPO or hf://ORG/REPO[@REVISION][/FILE], a
-    model of the Hugging Face hub, from its cache or the network. The digest depends on the model
-    alone, not on the machine or the time.
+    PATH is a directory or a file: diffusers, Transformers, safetensors, GGUF, ONNX, TorchScript,
+    SavedModel or a LoRA adapter. --whole-files packs anything else.
+
+    PATH may also be a model of the Hugging Face hub: ORG/REPO or
+    hf://ORG/REPO[@REVISION][/FILE]. It is fetched if the Hugging Face cache lacks it.
+
+    Models share equal tensors in the store. The same model always has the same digest.
     """
     chosen = settings()
     recipe = Recipe.parse(**changes)
@@ -347,6 +352,8 @@ def _what(value: Mapping[str, Any]) -> str:
     files, parameters = plural(value["files"], "file"), number(value["parameters"])
     if value["tensors"]:
         return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
+    if value.get("format") == "files":
+        return files
     counted = f" ({parameters} parameters)" if value["parameters"] else ""
     return f"{value.get('format', 'a model')} in {files}{counted}"
 

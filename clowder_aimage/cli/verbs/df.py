@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from clowder_aimage.cli.console.option import settings, verb
@@ -17,11 +18,16 @@ def df() -> None:
     Several stores are shown one by one.
     """
     found = [disk_usage(ImageLayout(root)) for root in settings().stores]
-    result([_plain(one) for one in found], "\n\n".join(_text(one) for one in found))
+    result([_plain(one) for one in found], _lines(found))
 
 
-def _text(found: DiskUsage) -> str:
-    pairs = [
+def _lines(found: Sequence[DiskUsage]) -> list[str]:
+    stores = [["", *facts(_facts(one))] for one in found]
+    return [line for lines in stores for line in lines][1:]
+
+
+def _facts(found: DiskUsage) -> list[tuple[str, str]]:
+    return [
         ("store", str(found.root)),
         ("names", str(found.names)),
         ("blobs", f"{plural(found.blobs, 'blob')}, {size(found.size)}"),
@@ -30,7 +36,6 @@ def _text(found: DiskUsage) -> str:
         ("unfinished", f"{plural(found.partials, 'download')}, {size(found.partial_size)}"),
         ("free", size(found.free)),
     ]
-    return facts(pairs)
 
 
 def _plain(found: DiskUsage) -> dict[str, Any]:

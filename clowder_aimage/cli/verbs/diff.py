@@ -39,7 +39,7 @@ def diff(a: Reference, b: Reference, whole: bool, remote: bool, has_code: bool) 
 
     chosen = settings()
     found = compare(a, b, chosen.layout, chosen.connection(a.registry, b.registry), remote=remote)
-    result(_plain(found), "\n".join(_lines(found, None if whole else _LISTED)))
+    result(_plain(found), _lines(found, None if whole else _LISTED))
     return 1 if has_code and not found.is_empty else 0
 
 
@@ -85,7 +85,8 @@ def _counts(found: Difference, is_tensor: bool) -> Iterator[str]:
 def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
     if not lines:
         return
-    yield f"\n{title}:"
+    yield ""
+    yield f"{title}:"
     for line in lines[:limit]:
         yield f"  {' '.join(line.splitlines())}"  # names may come from another tool
     if limit is not None and len(lines) > limit:

@@ -23,9 +23,9 @@ def du(references: tuple[Reference, ...]) -> None:
     layout = chosen.layout
     only = [layout.resolve(reference).digest for reference in references]
     found = usage(layout, chosen.stores, only)
-    text = _table(found)
+    lines = _table(found)
     if references:
-        text += f"\nfreed if all of these were removed: {size(found.freed)}"
+        lines.append(f"freed if all of these were removed: {size(found.freed)}")
     shares = [_plain_share(share) for share in found.shares]
     total = {
         "blobs": found.blobs,
@@ -34,10 +34,10 @@ def du(references: tuple[Reference, ...]) -> None:
         "shared": found.size - found.unique,
         "freed": found.freed,
     }
-    result({"manifests": shares, "total": total}, text)
+    result({"manifests": shares, "total": total}, lines)
 
 
-def _table(found: UsageReport) -> str:
+def _table(found: UsageReport) -> list[str]:
     rows = [("NAME", "SIZE", "UNIQUE", "SHARED", "MISSING")]
     for share in found.shares:
         unnamed = f"(no name) {share.digest.short}"

@@ -50,7 +50,7 @@ def gc(
         if needed := done.left_size - done.young_size:
             text += f": {size(needed)} needed by names that are pinned, kept or in use"
         note(text)
-    result(_plain(done, dry_run), "\n".join(_lines(done, dry_run)))
+    result(_plain(done, dry_run), _lines(done, dry_run))
 
 
 def _lines(done: Collection, dry_run: bool) -> list[str]:

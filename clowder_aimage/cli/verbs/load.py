@@ -44,6 +44,6 @@ def load(file: str, given: str | None, name: Reference | None) -> None:
     if loaded.names or loaded.problem is None:
         value = [{"reference": str(reference), **plain(root)} for reference, root in loaded.names]
         lines = [f"{reference} {root.digest}" for reference, root in loaded.names]
-        result(value, "\n".join(lines))
+        result(value, lines)
     if loaded.problem is not None:
         raise loaded.problem

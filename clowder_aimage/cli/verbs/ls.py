@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,14 +12,14 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import complete_name, settings, verb
+from clowder_aimage.cli.console.option import complete_name, parsed, settings, verb
 from clowder_aimage.cli.console.output import (
     is_quiet,
     plural,
     remark,
     result,
     size,
-    table,
+    table_of,
     wants_json,
 )
 from clowder_aimage.cli.console.remote_worker import (
@@ -33,6 +33,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
 from clowder_aimage.layout.metadata import summary
 
+_FILTERED = ("reference", "family", "type", "kind", "partial")
 _TITLES = ("NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST")
 _UNITS = (
     *((365 * 86400, "year"), (30 * 86400, "month"), (7 * 86400, "week"), (86400, "day")),
@@ -40,31 +41,63 @@ _UNITS = (
 )
 
 
+def _filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return the patterns of each field, from FIELD=PATTERN. Raises ValueError."""
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        field, equals, pattern = text.partition("=")
+        if not equals or field not in _FILTERED:
+            raise ValueError(f"{text!r} is not FIELD=PATTERN with one of {', '.join(_FILTERED)}")
+        found[field] = (*found.get(field, ()), pattern)
+    return found
+
+
 @verb
 @click.argument("patterns", metavar="[PATTERN...]", nargs=-1, shell_complete=complete_name)
+@click.option(
+    "-f",
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="FIELD=PATTERN",
+    callback=parsed(_filters),
+    help=f"List only names of which a field matches: {', '.join(_FILTERED)}. May be repeated.",
+)
+@click.option("--no-trunc", is_flag=True, help="Show whole digests.")
 @remote_option
-def ls(patterns: tuple[str, ...], remote: bool) -> None:
+def ls(
+    patterns: tuple[str, ...],
+    filters: Mapping[str, tuple[str, ...]],
+    no_trunc: bool,
+    remote: bool,
+) -> None:
     """List the names in the store, or those that match a PATTERN such as 'tiny*'.
 
-    A PATTERN matches the name with its tag or without. CREATED is the recorded time of creation,
+    A PATTERN matches the name with its tag or without. Several filters of one field are
+    alternatives. CREATED is the recorded time of creation,
     else that of the arrival in the store. With -q only names are printed. With --remote the names
     in a worker's store are listed.
     """
     found = _remote_rows() if remote else _rows(settings().layout, patterns)
     rows = sorted(
-        (row for row in found if _matches(str(row["reference"]), patterns)),
+        (
+            row
+            for row in found
+            if _matches(str(row["reference"]), patterns) and _passes(row, filters)
+        ),
         key=lambda row: str(row["reference"]),
     )
-    text = "\n".join(row["reference"] for row in rows)
+    lines = [row["reference"] for row in rows]
     if not is_quiet():
         now = time.time()
-        text = table([_TITLES, *(_cells(row, now) for row in rows)])
+        rows, lines = table_of(_TITLES, rows, lambda row: _cells(row, now, is_whole=no_trunc))
     if rows or not is_quiet() or wants_json():
-        result(rows, text)
+        result(rows, lines)
     if rows:
         return
-    if patterns:
-        remark(f"no names match {' '.join(patterns)}")
+    if patterns or filters:
+        fields = (f"{field}={one}" for field, many in filters.items() for one in many)
+        remark(f"no names match {' '.join([*patterns, *fields])}")
     elif not remote:
         root = settings().stores[0]
         text = "no names in the store" if root.exists() else "no store at"
@@ -77,8 +110,21 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return not patterns or any(fnmatchcase(one, each) for one in spelt for each in patterns)
 
 
+def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool:
+    """Return whether one pattern of each filtered field matches; only names have a case."""
+
+    def passes(field: str, patterns: tuple[str, ...]) -> bool:
+        if field == "reference":
+            return _matches(str(row[field]), patterns)
+        text = str(row.get(field) or ("false" if field == "partial" else "")).lower()
+        return any(fnmatchcase(text, pattern.lower()) for pattern in patterns)
+
+    return all(passes(field, patterns) for field, patterns in filters.items())
+
+
 def _remote_rows() -> Iterator[dict[str, Any]]:
-    refuse_options("omit --remote to list a store on this machine")
+    hint = "omit --remote to list a store on this machine"
+    refuse_options(hint, but=("filters", "no_trunc"))
     for model in models(worker(), "/api/tags"):
         row = {"reference": model["name"], "digest": model["digest"], "size": model["size"]}
         row |= {"family": detail_of(model, "family")}
@@ -97,13 +143,14 @@ def _rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[str, 
             yield row | {"partial": True} if is_partial(layout, descriptor) else row
 
 
-def _cells(row: dict[str, Any], now: float) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], now: float, *, is_whole: bool) -> tuple[str, ...]:
     length = "-" if row["size"] is None else size(row["size"])
     if "partial" in row:
         length += " (partial)"
     created = _ago(row["created"], now) or _ago(row["added"], now) or "-"
     kind, name = row["family"] or "-", row["type"] or "-"
-    return row["reference"], kind, name, length, created, row["digest"][7:19]
+    digest = row["digest"] if is_whole else row["digest"][7:19]
+    return row["reference"], kind, name, length, created, digest
 
 
 def _ago(text: object, now: float) -> str | None:

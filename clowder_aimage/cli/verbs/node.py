@@ -18,7 +18,7 @@ from clowder_aimage.cli.console.option import (
     needs,
     settings,
 )
-from clowder_aimage.cli.console.output import note, plural, printable, result, size, table
+from clowder_aimage.cli.console.output import note, one_line, plural, result, size, table
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker_client, worker_host
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
@@ -70,10 +70,19 @@ def node(context: click.Context, /, **options: Any) -> None:
 def status(addr: str | None) -> None:
     """Show each model of a node: its state, the sources of its bytes, and the last change."""
     refuse_options("omit it: the store of the node is shown", but=("addr",))
-    answer = ask(endpoint(addr))
-    result(answer, "\n".join(lines(answer, datetime.now(UTC))))
-    for warning in () if settings().as_json else answer["warnings"]:
-        note(f"warning: {_line(warning)}")
+    place = endpoint(addr)
+    answer = ask(place)
+    try:
+        text = lines(answer, datetime.now(UTC))
+        warnings = [_line(each) for each in answer["warnings"]]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        raise FormatError(
+            f"the status that {place} sent cannot be read",
+            hint="compare the versions of 'aimage' here and there",
+        ) from None
+    result(answer, text)
+    for warning in () if settings().as_json else warnings:
+        note(f"warning: {warning}")
 
 
 def endpoint(addr: str | None) -> Endpoint:
@@ -124,7 +133,7 @@ def lines(answer: _Json, now: datetime) -> list[str]:
     if not rows:
         return [*head, "", "no models are specified"]
     titles = ("NAME", "DIGEST", "SOURCE", "CHANGED", "STATE")
-    return [*head, "", *table([titles, *rows]).split("\n")]
+    return [*head, "", *table([titles, *rows])]
 
 
 def _node(answer: _Json, now: datetime) -> str:
@@ -211,7 +220,7 @@ def _sources(sources: Mapping[str, int]) -> str:
 
 def _line(text: str) -> str:
     """Format a text on one line, as it may contain a registry's message."""
-    return printable(text.replace("\n", " "))
+    return one_line(text.replace("\n", " "))
 
 
 def _short(digest: str) -> str:

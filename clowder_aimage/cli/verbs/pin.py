@@ -24,7 +24,7 @@ def pin(references: tuple[Reference, ...]) -> None:
     for name in names:
         layout.pins.put(name, {}, durable=True)
     listed = names if references else sorted(name for name, _ in layout.pins.items())
-    result({"pinned": listed}, "\n".join(listed))
+    result({"pinned": listed}, listed)
 
 
 def _names(layout: ImageLayout, reference: Reference) -> list[str]:
@@ -55,4 +55,4 @@ def unpin(references: tuple[Reference, ...]) -> None:
             raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists the pinned names")
     for name in names:
         pins.remove(name)
-    result({"unpinned": names}, "\n".join(names))
+    result({"unpinned": names}, names)

@@ -6,8 +6,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from clowder_aimage.cli.console.option import verb
-from clowder_aimage.cli.console.output import duration, result, size, table
+from clowder_aimage.cli.console.output import duration, left_out, result, size, table_of
 from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
+from clowder_aimage.errors import describe_each
 
 _FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever
 
@@ -20,13 +21,14 @@ def ps() -> None:
     """
     refuse_options("omit it: the memory of the worker is listed")
     now = datetime.now(UTC)
-    found = [_row(model) for model in models(worker(), "/api/ps")]
-    cells = [("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL")] + [
-        (row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?", left)
-        for row, left in ((row, _left(row["until"], now)) for row in found)
-    ]
-    rows = [row | {"until": row["until"] and row["until"].isoformat()} for row in found]
-    result(rows, table(cells))
+
+    def cells(row: dict[str, Any]) -> tuple[str, ...]:
+        left = _left(row["until"], now)
+        return row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?", left
+
+    listed = describe_each(models(worker(), "/api/ps"), _row, left_out)
+    found, lines = table_of(("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"), listed, cells)
+    result([row | {"until": row["until"] and row["until"].isoformat()} for row in found], lines)
 
 
 def _row(model: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def _until(text: Any) -> datetime | None:
     """Return when an idle model is unloaded; None for never, or if the worker does not send it."""
     try:
         until = datetime.fromisoformat(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     until = until if until.tzinfo else until.replace(tzinfo=UTC)
     is_far = (until - datetime.now(UTC)).total_seconds() > _FOR_EVER

@@ -14,7 +14,6 @@ from clowder_aimage.cli.console.option import (
     parsed,
     references_argument,
     settings,
-    start_traces,
     transfer_options,
     verb,
 )
@@ -112,7 +111,6 @@ def pull(
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
-    start_traces()
     chosen = settings()
     layout = chosen.layout
     connection = chosen.connection(*(one.registry for one in references))

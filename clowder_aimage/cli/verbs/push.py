@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 @click.option(
     "--dialect",
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
-    help="Rewrite the manifest. [default: as it is]",
+    help="Write the manifest as these tools do. [default: as it is]",
 )
 @click.option(
     "--manifest-type",
     type=click.Choice(["oci", "custom"]),
-    help="Media type of the manifest; custom is Clowder's own.",
+    help="Media type of the manifest; registries reject the custom one.",
 )
 @click.option("--no-fallback", is_flag=True, help="Fail if the registry rejects the manifest.")
 @transfer_options
@@ -44,9 +44,9 @@ def push(
 ) -> None:
     """Push the AImages REF... to the registries in their names; print a digest for each.
 
-    Blobs that the registry already has are not sent. If the registry refuses the kind of manifest,
-    it is rewritten in the next dialect (clowder, ollama, container), which changes no blob. A push
-    by digest is never rewritten. The first error ends the command.
+    Only blobs that the registry lacks are sent. If it rejects the manifest, the manifest is
+    rewritten in the next dialect (clowder, ollama, container); blobs never change. A push by digest
+    is not rewritten. The first error ends the command.
     """
     if manifest_type is not None:
         if dialect not in (None, "clowder"):

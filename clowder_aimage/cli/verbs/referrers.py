@@ -48,13 +48,13 @@ def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None
         for _, of, one in found
     ]
     if found or settings().as_json:
-        text = _table(found, is_short=False)
-        result(rows, _table(found, is_short=True) if is_too_wide(text) else text)
+        lines = _table(found, is_short=False)
+        result(rows, _table(found, is_short=True) if is_too_wide(lines) else lines)
     else:
         remark(f"nothing is attached to {reference}")
 
 
-def _table(found: Sequence[tuple[int, Digest, Descriptor]], *, is_short: bool) -> str:
+def _table(found: Sequence[tuple[int, Digest, Descriptor]], *, is_short: bool) -> list[str]:
     cells = [("DIGEST", "TYPE", "SIZE", "ANNOTATIONS")] + [
         (
             "  " * level + (one.digest.short if is_short else str(one.digest)),

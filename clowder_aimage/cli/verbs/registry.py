@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
     daemon_connection_options,
     needs,
+    parsed,
     settings,
     start_traces,
 )
 from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.verbs.serve import metrics_and_log_options
+from clowder_aimage.cli.verbs.serve import metrics_and_log_options, option
+from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
+from clowder_aimage.schema import read_configuration
+from clowder_aimage.user_directory import check_variables, config_file
+
+PREFIX = "AIMAGE_REGISTRY_"
+_option = partial(option, prefix=PREFIX)
 
 
 @click.group(cls=VerbGroup)
@@ -26,39 +37,36 @@ def registry() -> None:
 
 @common_options
 @registry.command(short_help="Serve the store over the OCI distribution API.")
-@click.option(
+@_option(
     "--addr",
     default="127.0.0.1:5005",
     show_default=True,
     metavar="HOST:PORT",
     help="Address to listen on; port 0 selects a free one.",
 )
-@click.option("--readonly", is_flag=True, help="Allow pulls only.")
-@click.option(
+@_option("--readonly", is_flag=True, help="Allow pulls only.")
+@_option(
     "--allow-remote", is_flag=True, help="Accept requests from other machines without a token."
 )
-@click.option(
+@_option(
     "--token-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Require the token in the first line of this file.",
 )
-@click.option(
+@_option(
+    "--upload-quota",
+    metavar="SIZE",
+    callback=parsed(parse_size),
+    help="Bytes that all unfinished uploads may have together, such as 20GiB. [default: no limit]",
+)
+@_option(
     "--upstream",
     metavar="HOST[/PREFIX]",
     help="Cache this registry: fetch missing content from it. Allows pulls only.",
 )
-@metrics_and_log_options("AIMAGE_REGISTRY_")
+@metrics_and_log_options(PREFIX)
 @daemon_connection_options
-def serve(
-    addr: str,
-    readonly: bool,
-    allow_remote: bool,
-    token_file: Path | None,
-    upstream: str | None,
-    metrics_addr: str | None,
-    log_format: str | None,
-    log_level: str | None,
-) -> None:
+def serve(**options: Any) -> None:
     """Serve the store over the OCI distribution API, until it is interrupted.
 
     Any OCI tool can then pull from it and push to it: the tag t of the repository a/b is the
@@ -68,24 +76,44 @@ def serve(
     --insecure and --ca-file apply to the connection to HOST.
 
     Each request is logged on stderr. /metrics has the metrics for Prometheus.
+
+    Options that are not given come from the environment (AIMAGE_REGISTRY_ADDR and so on), then from
+    "registry" in the configuration: see 'aimage config show'.
     """
     with needs("a registry", "server"):
         from clowder_aimage.distribution import registry_role as server
         from clowder_aimage.distribution.upstream import UpstreamRegistry
         from clowder_aimage.http import log
         from clowder_aimage.http.access import read_token
-    chosen = settings()
+    check_variables("registry")
+    context, chosen = click.get_current_context(), settings()
+    for name, value in read_registry_section(config_file()).items():
+        if context.get_parameter_source(name) is ParameterSource.DEFAULT:
+            options[name] = value
+    token_file, upstream = options["token_file"], options["upstream"]
     if upstream is None and chosen.has_connection:
         raise UsageError("--plain-http, --insecure and --ca-file require --upstream")
-    log.configure(log_format or log.CONSOLE, "warning" if chosen.quiet else log_level or "info")
+    level = "warning" if chosen.quiet else options["log_level"] or "info"
+    log.configure(options["log_format"] or log.CONSOLE, level)
     start_traces()
     server.serve(
         chosen.layout,
-        addr,
-        readonly=readonly,
-        allow_remote=allow_remote,
+        options["addr"],
+        readonly=options["readonly"],
+        allow_remote=options["allow_remote"],
         token=read_token(token_file) if token_file else None,
+        upload_quota=options["upload_quota"] or 0,
         upstream=UpstreamRegistry.parse(upstream, chosen.connection()) if upstream else None,
-        metrics_address=metrics_addr,
+        metrics_address=options["metrics_addr"],
         on_ready=lambda url: result({"url": url}, url),
     )
+
+
+def read_registry_section(file: Path) -> dict[str, Any]:
+    """Return the section ``registry`` of a configuration, by option. Raises UsageError."""
+    section = read_configuration(file, lambda document: document.get("registry", {}))
+    found = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in section.items()}
+    if "upload_quota" in found:
+        found["upload_quota"] = parse_size(str(found["upload_quota"]))
+    paths = {"token_file": file.parent / found["token_file"]} if "token_file" in found else {}
+    return found | paths

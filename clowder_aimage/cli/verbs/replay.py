@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import connection_options, needs, verb
-from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
+from clowder_aimage.cli.console.output import note, result
 from clowder_aimage.cli.verbs.run import fetch_model, load_model, render
 from clowder_aimage.errors import AImageError, UsageError, VerificationError
 from clowder_aimage.oci import Digest, Reference
@@ -32,6 +33,7 @@ def replay(picture: Path) -> int:
 
     pixels, facts = load_picture(picture)
     reference = _reference(picture, facts)
+    _note_registry(picture, reference)
     stored = fetch_model(reference)
     dtype = facts.get("dtype")
     model = load_model(stored, None if dtype is None else str(dtype))
@@ -61,6 +63,18 @@ def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
         return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))
     except (KeyError, AImageError) as error:
         raise UsageError(f"cannot read the AImage from the facts in {picture}: {error}") from None
+
+
+def _note_registry(picture: Path, reference: Reference) -> None:
+    """Say which registry is asked for a missing model, unless a name in the store has its host."""
+    hosts = set()
+    for name, descriptor in settings().layout.tags():
+        if descriptor.digest == reference.digest:
+            return
+        with contextlib.suppress(UsageError):
+            hosts.add(Reference.parse(name).registry)
+    if reference.registry is not None and reference.registry not in hosts:
+        note(f"{picture} names the registry {reference.registry}, which is asked for the model")
 
 
 def _request(picture: Path, facts: dict[str, Any]) -> Any:

@@ -43,6 +43,6 @@ def ls(place: str) -> None:
         if not prefix or name == prefix or name.startswith(f"{prefix}/")
     ]
     if found or wants_value():
-        result({"registry": host, "repositories": found}, "\n".join(found))
+        result({"registry": host, "repositories": found}, found)
     elif not chosen.quiet:
         note(f"{place} has no repositories")

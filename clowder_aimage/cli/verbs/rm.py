@@ -15,6 +15,8 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 
+_MANY = 200  # names whose manifests are read in less than about a second
+
 
 @verb
 @stored_arguments(required=True, parse=only_name)
@@ -34,7 +36,7 @@ def rm(references: tuple[Reference, ...], is_freed: bool, remote: bool) -> None:
         _remove(layout, references)
         if is_freed or not is_quiet():
             value |= _collect(layout, is_freed)
-    result(value, "\n".join(map(str, references)))
+    result(value, map(str, references))
 
 
 def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
@@ -65,6 +67,9 @@ def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
         done = Collector(layout).run()
         remark(f"freed {size(done.size)} ({plural(done.blobs, 'blob')})")
         return {"freed": done.size}
+    if sum(1 for _ in layout.tags()) > _MANY:
+        remark("to free content that no other name needs: aimage gc")
+        return {}
     with contextlib.suppress(AImageError):  # 'aimage gc' reports it
         if unneeded := Collector(layout, dry_run=True).run().size:
             remark(f"{size(unneeded)} can be freed with: aimage gc")

@@ -106,7 +106,7 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option("--steps", type=int, help="Denoising steps. [default: 8]")
 @click.option("--seed", type=int, help="The same seed gives the same picture. [default: random]")
 @click.option("--negative", metavar="TEXT", help="What to avoid; requires --guidance.")
-@click.option("--guidance", type=float, help="Guidance scale. [default: 0]")
+@click.option("--guidance", type=float, help="Guidance scale (CFG). [default: 0]")
 @click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
@@ -126,7 +126,9 @@ def _sides(text: str) -> tuple[int, int]:
     help="A file (.png, .jpg, .webp), a directory (DIR/ is made), or - for stdout."
     " [default: ./PROMPT-SEED.png]",
 )
-@click.option("--open/--no-open", "show", default=None, help="Show the picture. [macOS: open]")
+@click.option(
+    "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"
+)
 @click.option(
     "--show/--no-show",
     "inline",
@@ -138,13 +140,13 @@ def _sides(text: str) -> tuple[int, int]:
 def run(
     reference: Reference, words: tuple[str, ...], dtype: str | None, local: bool, **values: Any
 ) -> None:
-    """Generate a picture of PROMPT with the AImage REF; print the path of the file.
+    """Generate a picture of PROMPT with the model REF; print the path of the file.
 
-    PROMPT is one or more words; '-' reads it from stdin, and so does no PROMPT if stdin is not a
-    terminal. On a terminal, prompts are then read line by line, and the model stays loaded.
+    PROMPT may be several words; '-' reads it from stdin. Without PROMPT on a terminal, prompts are
+    read line by line, and the model stays loaded.
 
-    REF is pulled first if the store lacks it. If AIMAGE_HOST names a worker, the worker generates
-    the picture from its own store. So does the worker at 127.0.0.1:11434 if it has the same AImage.
+    REF is pulled first if the store lacks it. The worker that AIMAGE_HOST names generates the
+    picture instead, or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage.
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
@@ -193,7 +195,7 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters of pictures. Raises UsageError, StoreError."""
     output = PictureOutput(values["output"])
     if values["negative"] is not None and not values["guidance"]:
-        raise UsageError("--negative requires --guidance above 0")
+        raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
     if output.is_stdout and (wants_value() or values["show"]):
         option = "--open" if not wants_value() else "--json" if wants_json() else "--format"
         raise UsageError(f"{option} cannot be combined with -o -")
@@ -224,8 +226,8 @@ class _Order:
     render: _Render
     protocol: str  # for pictures in the terminal
 
-    def make(self, prompt: str, begun: float | None = None) -> None:
-        """Generate, write and print the pictures of a prompt."""
+    def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
+        """Generate, write and print the pictures of a prompt; return their paths."""
         begun = time.monotonic() if begun is None else begun
         options, count = _check(self.values) | {"prompt": prompt}, self.values["count"]
         output = PictureOutput(self.values["output"])
@@ -250,8 +252,9 @@ class _Order:
             for each in written:
                 self._draw(Path(str(each["path"])))
         if not output.is_stdout:
-            result(facts | {"pictures": written}, "\n".join(str(each["path"]) for each in written))
+            result(facts | {"pictures": written}, (str(each["path"]) for each in written))
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+        return tuple(str(each["path"]) for each in written)
 
     def _draw(self, path: Path) -> None:
         """Draw a picture in the terminal."""

@@ -25,10 +25,10 @@ from clowder_aimage.oci import Reference
 @stored_arguments(required=True)
 @output_option
 def save(references: tuple[Reference, ...], file: str) -> None:
-    """Write the AImages REF... of the store to a tar file, an OCI image layout; print its path.
+    """Write the AImages REF... to a tar file, which 'aimage load' reads; print its path.
 
-    Shared blobs are written once, and every blob is verified. FILE is written whole or not at all;
-    a FILE that exists is replaced; - is stdout. The same content gives the same bytes.
+    The tar is an OCI image layout. Shared blobs are written once, and all are verified. A FILE that
+    exists is replaced. The same content gives the same bytes.
     """
     from clowder_aimage.save import save as save_archive
 

@@ -77,26 +77,34 @@ node_options = options(
 NODE_OPTIONS = ("desired", "prune", "high", "low", "min_age", "collect", "neighbours")
 
 
+def option(name: str, *, prefix: str = "", **rest: Any) -> Callable[[_F], _F]:
+    """Return an option; ``prefix`` is that of its environment variable, if it has one."""
+    variable = prefix + name.strip("-").replace("-", "_").upper() if prefix else None
+    return click.option(name, envvar=variable, show_envvar=bool(prefix), **rest)
+
+
 def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
     """Return a decorator that adds them; ``prefix`` is that of their environment variables."""
-
-    def option(name: str, **rest: Any) -> Callable[[_F], _F]:
-        variable = prefix + name.strip("-").replace("-", "_").upper() if prefix else None
-        return click.option(name, envvar=variable, show_envvar=bool(prefix), **rest)
-
     levels = click.Choice(["debug", "info", "warning", "error"])
     return options(
         option(
             "--metrics-addr",
+            prefix=prefix,
             metavar="HOST:PORT",
             help="Serve /metrics at this address too, without a token.",
         ),
         option(
             "--log-format",
+            prefix=prefix,
             type=click.Choice(["console", "json"]),
             help="Format of the log. [default: console]",
         ),
-        option("--log-level", type=levels, help="Lowest level that is logged. [default: info]"),
+        option(
+            "--log-level",
+            prefix=prefix,
+            type=levels,
+            help="Lowest level that is logged. [default: info]",
+        ),
     )
 
 
@@ -319,5 +327,5 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
             tokens=tokens,
             grace=config.grace,
             origins=config.allow_origins if isinstance(config, WorkerSettings) else None,
-            on_ready=lambda urls: result({"urls": urls}, "\n".join(urls)),
+            on_ready=lambda urls: result({"urls": urls}, urls),
         )

@@ -67,14 +67,14 @@ def _show(
     descriptor = source.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
         value = _index(source, reference, descriptor)
-        result(value, _index_text(value))
+        result(value, _index_lines(value))
         return
     stored = interpret(source, descriptor, read_manifest(source, descriptor))
     found = check(stored)
-    text = _text(reference, stored, found)
+    lines = _lines(reference, stored, found)
     if layers:
-        text += "\n\n" + _layers(stored.aimage)
-    result(_value(reference, stored, found), text)
+        lines += ["", *_layers(stored.aimage)]
+    result(_value(reference, stored, found), lines)
 
 
 def _value(reference: Reference, stored: StoredAImage, found: Completeness) -> dict[str, Any]:
@@ -129,17 +129,17 @@ def _candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
     return value | {"blobs": sum(blob.size for blob in manifest.children)}
 
 
-def _index_text(value: dict[str, Any]) -> str:
+def _index_lines(value: dict[str, Any]) -> list[str]:
     head = facts([("name", value["reference"]), ("digest", value["digest"]), ("kind", "index")])
     rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
     for one in value["manifests"]:
         there = size(one["blobs"]) if "blobs" in one else "missing"
         variant, platform = (one_line(one.get(key, "")) for key in ("variant", "platform"))
         rows.append((variant, platform, there, one["digest"]))
-    return f"{head}\n\n{table(rows)}"
+    return [*head, "", *table(rows)]
 
 
-def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> str:
+def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> list[str]:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
     pairs = [
@@ -162,7 +162,7 @@ def _text(reference: Reference, stored: StoredAImage, found: Completeness) -> st
     pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
-    return f"{facts(pairs)}\n\n{_components(stored.aimage)}"
+    return [*facts(pairs), "", *_components(stored.aimage)]
 
 
 def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -194,7 +194,7 @@ def _adapter(facts: Mapping[str, Any]) -> str:
     return one_line("; ".join(parts))
 
 
-def _components(aimage: AImage) -> str:
+def _components(aimage: AImage) -> list[str]:
     described = aimage.properties.get("components")
     described = described if isinstance(described, dict) else {}
     if not described and len(aimage.layers) <= _FEW:
@@ -223,13 +223,13 @@ def _quantized(part: Mapping[str, Any]) -> str:
     return f"{kind} ({of})"
 
 
-def _layers(aimage: AImage) -> str:
+def _layers(aimage: AImage) -> list[str]:
     rows = [("LAYER", "TYPE", "SHAPE", "SIZE", "DIGEST")]
     for layer in aimage.layers:
         shape = "x".join(map(str, layer.shape)) if layer.shape is not None else ""
         plain = layer.descriptor
         rows.append((layer.name, _type(layer), shape, size(plain.size), plain.digest.short))
-    return table(rows) + f"\n{plural(len(aimage.layers), 'layer')}"
+    return [*table(rows), plural(len(aimage.layers), "layer")]
 
 
 def _type(layer: Layer) -> str:

@@ -57,4 +57,4 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
         return
     rows = [("TAG", "DIGEST", "TYPE")]
     rows += [(tag, str(found[tag].digest), found[tag].media_type) for tag in names if is_long]
-    result(value, table(rows) if is_long else "\n".join(names))
+    result(value, table(rows) if is_long else names)

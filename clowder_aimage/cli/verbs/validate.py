@@ -39,7 +39,7 @@ def validate(what: str, schema: str) -> int:
             f"cannot read {error.filename or what}: {error.strerror or error}"
         ) from None
     is_valid = not any(one.violations for one in documents)
-    result(_value(documents, is_valid), "\n".join(_lines(documents, is_valid)))
+    result(_value(documents, is_valid), _lines(documents, is_valid))
     return 0 if is_valid else FormatError.exit_code
 
 

@@ -59,4 +59,4 @@ def _print(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
         if problem in outcome:
             done = "repaired" if problem.names else "removed, because nothing needs it"
             lines.append(f"  {outcome[problem] or done}")
-    result(value, "\n".join(lines))
+    result(value, lines)

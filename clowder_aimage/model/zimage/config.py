@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.zimage.rope import RopeConfig
-from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
+from clowder_aimage.model.zimage.rope import MIN_THETA, RopeConfig
+from clowder_aimage.tensor.config_fields import MAX_LAYERS, MAX_SIZE, ConfigFields
 
+_MAX_SCALE = 1e6
 PATCH = 2  # the patch size that ZImagePipeline uses
 
 
@@ -66,11 +67,11 @@ class TransformerConfig:
             n_layers=fields.integer("n_layers", 30, maximum=MAX_LAYERS),
             n_refiner_layers=fields.integer("n_refiner_layers", 2, maximum=MAX_LAYERS),
             n_heads=fields.integer("n_heads", 30),
-            norm_eps=fields.positive("norm_eps", 1e-5),
+            norm_eps=fields.positive("norm_eps", 1e-5, maximum=1.0),
             qk_norm=fields.boolean("qk_norm", True),
             cap_feat_dim=fields.integer("cap_feat_dim", 2560),
-            rope_theta=fields.positive("rope_theta", 256.0),
-            t_scale=fields.number("t_scale", 1000.0),
+            rope_theta=fields.number("rope_theta", 256.0, minimum=MIN_THETA),
+            t_scale=fields.number("t_scale", 1000.0, minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
             axes_dims=fields.integers("axes_dims", (32, 48, 48)),
             axes_lens=fields.integers("axes_lens", (1024, 512, 512)),
         )
@@ -123,6 +124,8 @@ class TextEncoderConfig:
             raise fields.refuse("num_key_value_heads", f"must divide {heads} attention heads")
         if head_dim % 2:
             raise fields.refuse("head_dim", "must be even")
+        if heads * head_dim > MAX_SIZE:
+            raise fields.refuse("head_dim", f"times {heads} attention heads exceeds {MAX_SIZE}")
         layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
         qwen3 = model_type == "qwen3"
         attention_bias = fields.boolean("attention_bias", False) if qwen3 else False
@@ -134,7 +137,7 @@ class TextEncoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6, maximum=1.0),
             qkv_bias=attention_bias or not qwen3,
             output_bias=attention_bias,
             qk_norm=qwen3,
@@ -209,8 +212,8 @@ class VaeConfig:
             block_out_channels=channels,
             layers_per_block=fields.integer("layers_per_block", 1, maximum=64),
             norm_num_groups=groups,
-            scaling_factor=fields.positive("scaling_factor", 0.18215),
-            shift_factor=fields.number("shift_factor"),
+            scaling_factor=fields.number("scaling_factor", 0.18215, minimum=1e-6, maximum=1e6),
+            shift_factor=fields.number("shift_factor", minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
             use_post_quant_conv=fields.boolean("use_post_quant_conv", True),
             mid_block_add_attention=fields.boolean("mid_block_add_attention", True),
         )

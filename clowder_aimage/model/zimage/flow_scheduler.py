@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
+_MOST = 1.001  # 1, and its rounding
 _RHO = 7.0  # arXiv 2206.00364
 
 
@@ -65,14 +67,14 @@ class FlowScheduler:
         if karras and exponential:
             raise fields.refuse("use_karras_sigmas", "conflicts with use_exponential_sigmas")
         terminal = fields.raw("shift_terminal")
-        if terminal is not None and not 0 <= fields.number("shift_terminal") < 1:
-            raise fields.refuse("shift_terminal", "must be from 0 to below 1")
+        if terminal:
+            fields.number("shift_terminal", minimum=1e-6, maximum=1 - 1e-6)
         scheduler = cls(
             num_train_timesteps=fields.integer("num_train_timesteps", 1000),
-            shift=fields.positive("shift", 1.0),
+            shift=fields.number("shift", 1.0, minimum=1e-6, maximum=1e6),
             dynamic=fields.boolean("use_dynamic_shifting", False),
-            base_shift=fields.number("base_shift", 0.5),
-            max_shift=fields.number("max_shift", 1.15),
+            base_shift=fields.number("base_shift", 0.5, minimum=-1e3, maximum=1e3),
+            max_shift=fields.number("max_shift", 1.15, minimum=-1e3, maximum=1e3),
             base_image_seq_len=fields.integer("base_image_seq_len", 256),
             max_image_seq_len=fields.integer("max_image_seq_len", 4096),
             shift_terminal=terminal or None,
@@ -92,9 +94,20 @@ class FlowScheduler:
 
         Raises:
             UsageError: ``shift`` is given but the model shifts by picture size.
+            ModelError: The levels are not finite, or not from 0 to 1.
         """
         if shift is not None and self.dynamic:
             raise UsageError("this model derives its shift from the picture size; omit shift")
+        with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
+            found = self._levels(steps, image_tokens, shift)
+            is_noise = (found.sigmas >= 0) & (found.sigmas <= _MOST)  # false for NaN
+            if is_noise.all() and np.isfinite(found.times).all():
+                return found
+        raise ModelError(
+            "the scheduler gives no noise levels from 0 to 1 for these steps and this size"
+        )
+
+    def _levels(self, steps: int, image_tokens: int, shift: float | None) -> Schedule:
         sigmas = _linspace(1.0, 1.0 / steps, steps)
         if self.dynamic:
             sigmas = self._shift_by_size(sigmas, image_tokens)

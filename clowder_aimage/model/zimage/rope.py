@@ -18,6 +18,7 @@ from clowder_aimage.tensor.config_fields import ConfigFields
 
 Table = tuple[mx.array, mx.array]  # cosines and sines
 Floats = npt.NDArray[np.float32]
+MIN_THETA = 1.001  # the logarithm of the base is a divisor
 
 
 def table(angles: Floats, scale: float = 1.0) -> Table:
@@ -80,12 +81,12 @@ class RopeConfig:
         if not isinstance(raw, dict):
             raise config.refuse("rope_parameters", "must be an object")
         fields = ConfigFields(config.name, {"rope_theta": config.raw("rope_theta"), **raw})
-        theta = fields.positive("rope_theta", 10000.0)
+        theta = fields.number("rope_theta", 10000.0, minimum=MIN_THETA)
         kind = fields.text("rope_type", fields.text("type", "default"))
         fields.only("partial_rotary_factor", 1.0)
         if kind == "default":
             return cls(dim, theta)
-        factor = fields.positive("factor")
+        factor = fields.number("factor", minimum=1e-3, maximum=1e6)
         if kind == "linear":
             return cls(dim, theta, kind, factor)
         if kind != "yarn":
@@ -99,8 +100,8 @@ class RopeConfig:
             fields.integer(
                 "original_max_position_embeddings", config.integer("max_position_embeddings")
             ),
-            fields.positive("beta_fast", 32.0),
-            fields.positive("beta_slow", 1.0),
+            fields.number("beta_fast", 32.0, minimum=1e-3, maximum=1e6),
+            fields.number("beta_slow", 1.0, minimum=1e-3, maximum=1e6),
             fields.boolean("truncate", True),
         )
 
@@ -138,11 +139,14 @@ class RopeConfig:
 def _yarn_attention(fields: ConfigFields, factor: float) -> float:
     """Return the factor on cosines and sines: given, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
     if fields.raw("attention_factor") is not None:
-        return fields.positive("attention_factor")
+        return fields.number("attention_factor", minimum=1e-3, maximum=1e3)
 
     def scaled(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if fields.raw("mscale") and fields.raw("mscale_all_dim"):
-        return scaled(fields.number("mscale")) / scaled(fields.number("mscale_all_dim"))
+        above, below = (
+            fields.number(key, minimum=0, maximum=1e3) for key in ("mscale", "mscale_all_dim")
+        )
+        return scaled(above) / scaled(below)
     return scaled(1.0)

@@ -1,0 +1,73 @@
+"""A watch over the event loop: what computes in it for too long is logged."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+BLOCKED = 0.05  # seconds of the processor between two points at which other tasks run
+_T = TypeVar("_T")
+
+_log = logging.getLogger("aimage.loop")
+
+
+class WatchedCoroutine(Coroutine[Any, Any, _T]):
+    """A coroutine whose steps are measured.
+
+    The time is that of this thread, so a busy machine makes no difference.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, _T], work: str) -> None:
+        self._coroutine, self._work = coroutine, work
+        self.__name__ = self.__qualname__ = work
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._step(self._coroutine.throw, *error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, _T]:
+        step: Callable[[Any], Any] = self.send
+        given: Any = None
+        while True:
+            try:
+                waits_for = step(given)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            try:
+                step, given = self.send, (yield waits_for)
+            except GeneratorExit:
+                self.close()
+                raise
+            except BaseException as error:
+                step, given = self.throw, error
+
+    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return step(*given)
+        finally:
+            if (seconds := time.thread_time() - began) > BLOCKED:
+                facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
+                _log.warning("the event loop was blocked", extra=facts)
+
+
+@web.middleware
+async def watch_requests(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Measure the steps of each request."""
+    resource = request.match_info.route.resource
+    route = resource.canonical if resource is not None else "unknown"
+    return await WatchedCoroutine(_handled(handler, request), f"{request.method[:20]} {route}")
+
+
+async def _handled(handler: Handler, request: web.Request) -> web.StreamResponse:
+    return await handler(request)

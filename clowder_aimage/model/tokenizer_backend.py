@@ -1,0 +1,196 @@
+"""The tokenizers library in bounds: it panics, and its components may grow a text without end.
+
+No other module imports the library. Panics are BaseExceptions whose report on standard error may
+quote the prompt; they become ModelErrors, and the report is discarded.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+
+from clowder_aimage.errors import ModelError, StuckError
+from clowder_aimage.formats.model_tree import MAX_JSON
+from clowder_aimage.tensor.config_fields import parse_object
+
+_SECONDS = 1.5
+_MAX_TEXT = 1 << 20  # characters of a normalized text
+_MAX_TOKEN = 1024  # characters of an added token
+_MAX_PIECES = 64  # of a post-processor's template
+# Characters that a normalizer makes of one at most (Unicode, UAX #15, "Maximum Expansion Factor")
+_GROWTH = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "ByteLevel": 4}
+_GROWTH["BertNormalizer"] = 12
+# The regular expression of Qwen2 and Qwen3 to split text before the byte-level BPE.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_STDERR = threading.Lock()
+
+
+class TokenizerTimeoutError(ModelError):
+    """The library still runs in a thread that cannot be ended."""
+
+
+class TokenizerBackend:
+    """A tokenizer of the library; ``growth`` is how often its normalizer repeats a character."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, growth: int, added: Mapping[str, Any]):
+        self._backend, self._growth = backend, growth
+        _check_tokens(added, growth)
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        new = [AddedToken(text, **given) for text, given in added.items() if text not in known]
+        with _quiet("the tokenizer cannot be read"):
+            backend.add_tokens(new)
+            backend.no_padding()
+
+    @classmethod
+    def from_json(cls, text: str, added: Mapping[str, Any]) -> TokenizerBackend:
+        """Return the tokenizer of a ``tokenizer.json`` with added tokens and their options.
+
+        Raises:
+            ModelError: It is malformed, or its components may grow a text too much.
+        """
+        value = parse_object("tokenizer.json", text.encode(), MAX_JSON)
+        growth = _growth(value.get("normalizer"))
+        _check_tokens([token["content"] for token in value.get("added_tokens") or ()], growth)
+        if _pieces(value.get("post_processor")) > _MAX_PIECES:
+            raise ModelError(f"the tokenizer's template has more than {_MAX_PIECES} pieces")
+        with _quiet("the tokenizer cannot be read"):
+            backend = tokenizers.Tokenizer.from_str(text)
+        return cls(backend, growth, added)
+
+    @classmethod
+    def from_qwen(
+        cls, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: Mapping[str, Any]
+    ) -> TokenizerBackend:
+        """Return a tokenizer with the other components of Qwen2 and Qwen3. Raises ModelError."""
+        with _quiet("the tokenizer cannot be read"):
+            backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+            backend.normalizer = normalizers.NFC()
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Split(Regex(_QWEN_SPLIT), behavior="isolated"),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+                ]
+            )
+            backend.decoder = decoders.ByteLevel()
+        return cls(backend, _GROWTH["NFC"], added)
+
+    def truncate(self, count: int, side: str) -> None:
+        """Return at most ``count`` tokens from now on. Raises ModelError."""
+        with _quiet("the tokenizer cannot be read"):
+            self._backend.enable_truncation(count, direction=side)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ``text``.
+
+        Raises:
+            ModelError: The tokenizer fails or may grow the text too much; StuckError: it takes too
+                long.
+        """
+        _check_length(len(text), self._growth)
+        with _quiet("the tokenizer failed", is_private=True):
+            # a batch, unlike a text, is encoded without the interpreter's lock
+            work = _Work(lambda: self._backend.encode_batch([text])[0].ids)
+            tokens: list[int] = work.result()
+        return tokens
+
+
+class _Work(threading.Thread):
+    """A call in a thread, for a limited time."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._call, self._result = call, None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:  # raised by result()
+            self._error = error
+
+    def result(self) -> Any:
+        """Return or raise what the call did. Raises StuckError."""
+        self.join(_SECONDS)
+        if self.is_alive():
+            raise StuckError(f"the tokenizer takes longer than {_SECONDS:g} seconds")
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+@contextlib.contextmanager
+def _quiet(failure: str, is_private: bool = False) -> Iterator[None]:
+    """Discard what the library prints, and raise ModelError in place of its errors and panics.
+
+    With ``is_private``, the message has the kind of the error alone: its text may quote the prompt.
+    """
+    with _STDERR, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # there is no standard error
+            sys.stderr.flush()
+            stack.callback(os.close, saved := os.dup(2))
+            stack.callback(os.dup2, saved, 2)
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        except ModelError:
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+                raise
+            text = "" if is_private else str(error)
+            raise ModelError(f"{failure}: {text or type(error).__name__}") from None
+
+
+def _check_tokens(contents: Iterable[str], growth: int) -> None:
+    for content in contents:
+        if len(content) > _MAX_TOKEN:
+            raise ModelError(f"an added token exceeds {_MAX_TOKEN} characters")
+        _check_length(len(content), growth)
+
+
+def _check_length(length: int, growth: int) -> None:
+    if length * growth > _MAX_TEXT:
+        raise ModelError(f"the tokenizer may make more than {_MAX_TEXT} characters of the text")
+
+
+def _growth(normalizer: Any) -> int:
+    """Return how many characters a normalizer makes of one at most."""
+    if not isinstance(normalizer, dict):
+        return 1
+    kind = normalizer.get("type")
+    if kind == "Sequence":
+        return math.prod(map(_growth, normalizer["normalizers"]))
+    if kind == "Replace":
+        # the empty text is found beside each character, by a regular expression perhaps
+        beside = 1 if normalizer["pattern"].get("String", "") == "" else 0
+        return max(1, len(normalizer["content"]) + beside)
+    if kind == "Prepend":
+        return 1 + len(normalizer["prepend"])
+    if kind == "Precompiled":  # the size of a trie, the trie, then texts that end with NUL
+        data = base64.b64decode(normalizer["precompiled_charsmap"])
+        texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+        return max(1, *map(len, texts))
+    return _GROWTH.get(kind or "", 1)
+
+
+def _pieces(processor: Any) -> int:
+    """Return the number of pieces that a post-processor assembles."""
+    if not isinstance(processor, dict):
+        return 0
+    parts = processor.get("processors") or ()
+    return len(processor.get("single") or ()) + sum(map(_pieces, parts))

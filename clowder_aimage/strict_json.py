@@ -1,0 +1,145 @@
+"""Strict JSON, which all parsers read alike (RFC 8259, RFC 7493).
+
+It is the only reader of JSON from outside: what it returns is bounded in bytes and depth, and has
+only numbers that fit a double, so that no later arithmetic meets an integer of 400 digits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable
+from copy import copy
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, NoReturn, TypeVar
+
+from clowder_aimage.errors import FormatError
+
+_T = TypeVar("_T")
+_NESTS = {dict, list}
+MAX_NESTING = 100  # levels of lists and objects, also safe for recursive encoders
+MAX_DOCUMENT_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should accept 4 MB
+MAX_VALUES = 4_000_000  # about; the smallest ones, {} and [], take 72 bytes in memory and 3 as text
+_SEPARATORS = (b",", b"[", b"{")
+_MAX_DIGITS = 308  # of an integer that is finite as a double
+
+
+def read_json(raw: bytes, what: str, limit: int = MAX_DOCUMENT_SIZE) -> Any:
+    """Return the value of a JSON text of up to ``limit`` bytes; ``what`` names it in messages.
+
+    Raises:
+        FormatError: it is too large, not UTF-8, not JSON (which has no NaN or infinity), nested too
+            deeply, has a number that is not finite as a double, or a duplicate key in an object,
+            which parsers resolve differently.
+    """
+    if len(raw) > limit:
+        raise FormatError(f"{what} is too large: {len(raw)} bytes, the limit is {limit}")
+    if len(raw) > 2 * MAX_VALUES and sum(map(raw.count, _SEPARATORS)) > MAX_VALUES:
+        raise FormatError(f"{what} is too large: more than {MAX_VALUES} values")
+    try:
+        value = _DECODER.decode(raw.decode("utf-8"))
+        if not is_too_deep(value):
+            return value
+    except RecursionError:
+        pass
+    except ValueError as error:
+        raise FormatError(f"{what} is not valid JSON: {error}") from None
+    raise FormatError(f"{what} is nested more than {MAX_NESTING} levels deep")
+
+
+@dataclass(slots=True)
+class _Parsed:
+    """A document's value or error, once its first reader has released the lock."""
+
+    lock: Lock = field(default_factory=Lock)
+    size: int = -1
+    value: Any = None
+    error: FormatError | None = None
+
+
+class ParseCache:
+    """The values of parsed documents by their digests, so that each document is parsed once.
+
+    The least recently used are dropped when their texts exceed ``limit`` bytes. Readers of the same
+    document wait for its first one.
+    """
+
+    def __init__(self, limit: int = 2 * MAX_DOCUMENT_SIZE) -> None:
+        self._left = limit
+        self._lock = Lock()
+        self._known: dict[Hashable, _Parsed] = {}
+
+    def get(self, key: Hashable, size: int, parse: Callable[[], _T]) -> _T:
+        """Return the value of a document of ``size`` bytes. Raises the FormatError of ``parse``."""
+        with self._lock:
+            found = self._known[key] = self._known.pop(key, _Parsed())
+        with found.lock:
+            if found.size < 0:
+                try:
+                    found.value = parse()
+                except FormatError as error:
+                    found.error = error.with_traceback(None)
+                self._keep(found, size)
+        if found.error is not None:
+            raise copy(found.error) from None
+        value: _T = found.value
+        return value
+
+    def _keep(self, parsed: _Parsed, size: int) -> None:
+        with self._lock:
+            parsed.size = size
+            self._left -= size
+            while self._left < 0:
+                oldest = next(key for key, one in self._known.items() if one.size >= 0)
+                self._left += self._known.pop(oldest).size
+
+
+def is_too_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than ``MAX_NESTING`` levels deep."""
+    level = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            item
+            for outer in level
+            if type(outer) in _NESTS
+            for item in (outer.values() if type(outer) is dict else outer)
+            if type(item) in _NESTS
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key {twice[:60]!r} in an object")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"the number {text[:60]} is too large")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"the number {text[:60]} is too large")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_constant=_no_constant,
+    parse_float=_finite,
+    parse_int=_integer,
+)

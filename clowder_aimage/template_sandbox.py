@@ -1,0 +1,452 @@
+"""Jinja templates of strangers, with budgets of steps, bytes and time.
+
+Everything that makes a value is charged: calls, filters, tests and operators by hooks of Jinja's
+sandbox; loops, literals, slices, comparisons and ``~`` by filters that are inserted into the syntax
+tree. One operation is bounded by the size of its operands, so that none takes long by itself.
+Nothing is evaluated while a template is compiled. Methods and filters are those of tables.
+Import this on use: it needs jinja2.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import (
+    Callable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sized,
+    ValuesView,
+)
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from jinja2 import filters, nodes
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
+from jinja2.visitor import NodeTransformer
+
+_MAX_SOURCE = 48 << 10  # characters of a template
+_MAX_BITS = 1024  # of a number
+_MAX_ARGUMENT = 1 << 16  # numbers that are widths, counts, digits
+_MAX_STRIPPED = 100  # characters that are stripped from a text
+_FILTERS = frozenset(
+    "abs batch capitalize center count d default dictsort filesizeformat first float groupby int"
+    " items last length list lower map max min reject rejectattr reverse round select selectattr"
+    " slice sort string title truncate unique upper wordcount".split()
+)
+_METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
+    (
+        str,
+        frozenset(
+            "capitalize casefold center count endswith find index isalnum isalpha isascii isdecimal"
+            " isdigit islower isnumeric isspace istitle isupper join ljust lower lstrip partition"
+            " removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split"
+            " splitlines startswith strip swapcase title upper zfill".split()
+        ),
+    ),
+    (dict, frozenset("copy get items keys values".split())),
+    ((list, tuple), frozenset("copy count index".split())),
+    ((int, float, bytes, range), frozenset()),
+)
+_DRAWN = (Iterator, ItemsView, KeysView, ValuesView)
+_REFUSED = (
+    nodes.Extends,
+    nodes.Include,
+    nodes.Import,
+    nodes.FromImport,
+    nodes.Block,
+    nodes.EvalContextModifier,
+)
+
+
+class RenderError(Exception):
+    """A template cannot be read or rendered.
+
+    ``summary`` has the kind and the line alone; ``str(error)`` may quote the template's values.
+    """
+
+    def __init__(self, text: str, kind: str, line: int | None) -> None:
+        super().__init__(text)
+        self.line = line
+        self.summary = kind if line is None else f"{kind} in line {line}"
+
+
+class _LimitError(Exception):
+    """A budget is spent. The message contains no values."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """Budgets of one rendering.
+
+    Args:
+        steps: Iterations, calls and elements.
+        text: Characters of the output and of any string.
+        size: Bytes of all values that are made.
+        seconds: The time of the processor, so that a busy machine refuses nothing.
+    """
+
+    steps: int = 1_000_000
+    text: int = 1 << 20
+    size: int = 64 << 20
+    seconds: float = 1.0
+
+
+class SandboxedTemplate:
+    """A template that ends within its limits.
+
+    Args:
+        source: The text of the template.
+        limits: The budgets of each rendering.
+        names: Further global functions.
+        finalize: Convert a value that is printed.
+        options: Further arguments of Jinja's environment.
+
+    Raises:
+        RenderError: The template is invalid.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        limits: TemplateLimits = TemplateLimits(),
+        names: Mapping[str, object] | None = None,
+        finalize: Callable[[Any], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._limits = limits
+        self._lock = threading.Lock()  # the environment has the budget of one rendering
+        self._environment = _Environment(limits, finalize, **options)
+        self._environment.globals.update(names or {})
+        try:
+            if len(source) > _MAX_SOURCE:
+                raise _LimitError(f"it exceeds {_MAX_SOURCE} characters")
+            self._template = self._environment.from_string(source)
+        except Exception as error:  # among others of Python's compiler
+            raise _render_error(error) from None
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Return the text. Raises RenderError."""
+        with self._lock:
+            self._environment.meter = _Meter(self._limits)
+            try:
+                return self._template.render(values)
+            except Exception as error:  # an expression may raise anything
+                raise _render_error(error) from None
+
+
+def _render_error(error: Exception) -> RenderError:
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        text, line = (error.message or "").rstrip("."), error.lineno
+        return RenderError(text, type(error).__name__, line)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+    kind = str(error) if isinstance(error, _LimitError) else type(error).__name__
+    return RenderError(str(error) or kind, kind, lines[-1] if lines else None)
+
+
+class _Meter:
+    """The rest of the budgets of a rendering."""
+
+    def __init__(self, limits: TemplateLimits) -> None:
+        self._limits, self._steps, self._size = limits, limits.steps, limits.size
+        self._end = time.thread_time() + limits.seconds
+        self._calls = 0
+
+    def step(self, count: int = 1) -> None:
+        """Charge for ``count`` steps."""
+        self._steps -= count
+        if self._steps < 0:
+            raise _LimitError(f"it exceeds {self._limits.steps} steps")
+        self._calls += 1  # reading the clock takes longer than most steps
+        if self._calls % 64 == 1 and time.thread_time() > self._end:
+            raise _LimitError(f"it takes longer than {self._limits.seconds:g} seconds")
+
+    def require(self, length: int, name: str) -> None:
+        """Refuse an operation whose result would have ``length`` characters or elements."""
+        if length > self._limits.text:
+            raise _LimitError(f"the operands of {name} are too large")
+
+    def admit(self, value: Any) -> Any:
+        """Charge for a value with everything in it; return it, an iterator as a list."""
+        self.step()
+        if value is None or value is True or value is False:
+            return value
+        if isinstance(value, _DRAWN) and not isinstance(value, LoopContext):
+            value = self._drawn(value)
+        stack = [value]
+        while stack:
+            one = stack.pop()
+            self._size -= sys.getsizeof(one)
+            if isinstance(one, str):
+                self._admit_text(len(one))
+            elif isinstance(one, int) and one.bit_length() > _MAX_BITS:
+                raise _LimitError("a number is too large")
+            elif isinstance(one, dict | list | tuple | set | frozenset):
+                self.step(1 + len(one))
+                stack.extend(one)
+                if isinstance(one, dict):
+                    stack.extend(one.values())
+            if self._size < 0:
+                raise _LimitError(f"its values exceed {self._limits.size} bytes")
+        return value
+
+    def joined(self, separator: str, parts: Iterable[str]) -> str:
+        """Return the parts as one text."""
+        kept, length = [], -len(separator)
+        for part in parts:
+            length += len(part) + len(separator)
+            self._admit_text(length)
+            kept.append(part)
+        text: str = self.admit(separator.join(kept))
+        return text
+
+    def text(self, value: Any) -> str:
+        """Return the value as text."""
+        text: str = value if isinstance(value, str) else self.admit(str(value))
+        return text
+
+    def _admit_text(self, length: int) -> None:
+        if length > self._limits.text:
+            raise _LimitError(f"its text exceeds {self._limits.text} characters")
+
+    def _drawn(self, values: Iterable[Any]) -> list[Any]:
+        drawn = []
+        for value in values:
+            self.step()
+            drawn.append(value)
+        return drawn
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox that charges its meter."""
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+
+    def __init__(
+        self, limits: TemplateLimits, finalize: Callable[[Any], Any] | None, **options: Any
+    ) -> None:
+        @pass_context  # so that the compiler does not call it
+        def printed(_: Context, value: Any) -> str:
+            return self.meter.text(value if finalize is None else finalize(value))
+
+        super().__init__(finalize=printed, optimized=False, **options)
+        self.meter = _Meter(limits)
+        self.globals = {"dict": dict, "namespace": _Namespace, "range": self.globals["range"]}
+        own: dict[str, Any] = {
+            "_admit": _identity,
+            "_concat": self._concat,
+            "e": self._escape,
+            "escape": self._escape,
+            "format": self._format,
+            "indent": self._indent,
+            "join": self._join,
+            "replace": self._replace,
+            "safe": str,
+            "sum": _sum,
+            "tojson": _tojson,
+            "trim": self._trim,
+        }
+        known = {name: self.filters[name] for name in _FILTERS} | own
+        self.filters = {name: self._charged(name, each) for name, each in known.items()}
+        self.tests = {name: self._charged(name, each) for name, each in self.tests.items()}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        if (found := next(tree.find_all(_REFUSED), None)) is not None:
+            raise jinja2.TemplateSyntaxError("no other templates or blocks", found.lineno)
+        charged: nodes.Template = _Charges().visit(tree)
+        return charged
+
+    def concat(self, parts: Iterable[str]) -> str:
+        return self.meter.joined("", parts)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        for kind, names in _METHODS:
+            if isinstance(obj, kind):
+                return attr in names
+        return super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> None:
+        """Return nothing: ``str.format`` is not in the table of methods."""
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.meter.step()
+        return super().getitem(obj, argument)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.meter.step()
+        return super().getattr(obj, attribute)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            self.meter.require(0 if abs(left) < 1 << 16 and abs(right) <= 32 else sys.maxsize, "**")
+        elif operator == "%" and isinstance(left, str):
+            return self.meter.admit(self._format(left, right))
+        elif operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
+            sizes = [len(each) if isinstance(each, Sized) else each for each in (left, right)]
+            self.meter.require(abs(sizes[0] * sizes[1]), "*")
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+            self.meter.require(len(left) + len(right), "+")
+        return self.meter.admit(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        __self.meter.step()
+        if isinstance(owner, str):
+            _check_numbers(name, (*args, *kwargs.values()))
+            if name == "join":
+                return __self._join(__context, args[0], owner)
+            if name == "replace":
+                return __self._replace(owner, *args, **kwargs)
+            if name.endswith("strip"):
+                __self._check_stripped(*args)
+        return __self.meter.admit(super().call(__context, __obj, *args, **kwargs))
+
+    def _charged(self, name: str, function: Any) -> Callable[..., Any]:
+        kind = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
+
+        @pass_context
+        def charged(context: Context, *args: Any, **kwargs: Any) -> Any:
+            if name not in ("d", "default", "_admit", "_concat"):
+                _check_numbers(name, (*args[1:], *kwargs.values()))
+            first = {"context": context, "environment": self, "eval_context": context.eval_ctx}
+            passed = (first[kind], *args) if kind else args
+            return self.meter.admit(function(*passed, **kwargs))
+
+        return charged
+
+    def _escape(self, value: Any) -> str:
+        return html.escape(self.meter.text(value))
+
+    def _concat(self, values: list[Any]) -> str:
+        return self.meter.joined("", map(self.meter.text, values))
+
+    def _format(self, text: str, *given: Any, **named: Any) -> str:
+        """Format with ``%``, after a bound of the length of the result."""
+        values = named or (given[0] if len(given) == 1 else given)
+        each: Any = values.values() if isinstance(values, dict) else given
+        parts = each[0] if len(given) == 1 and isinstance(given[0], tuple) else each
+        longest = max((len(self.meter.text(value)) for value in parts), default=0)
+        width = max(map(int, re.findall(r"\d+", text)), default=0)
+        is_open = re.search(r"%[^a-zA-Z%]*\*", text) is not None  # the width is an argument
+        length = text.count("%") * (longest + width + 400) + len(text)  # 1e308 has 309 digits
+        self.meter.require(sys.maxsize if is_open else length, "%")
+        return text % values
+
+    def _indent(
+        self, text: Any, width: int | str = 4, first: bool = False, blank: bool = False
+    ) -> str:
+        text = self.meter.text(text)
+        count = len(width) if isinstance(width, str) else width
+        self.meter.require((len(text.splitlines()) + 1) * count + len(text), "indent")
+        return filters.do_indent(text, width, first, blank)
+
+    @pass_context
+    def _join(
+        self, context: Context, values: Any, d: str = "", attribute: str | None = None
+    ) -> str:
+        if attribute is not None:
+            values = filters.sync_do_map(context, values, attribute=attribute)
+        return self.meter.joined(self.meter.text(d), map(self.meter.text, values))
+
+    def _replace(self, text: Any, old: str, new: str, count: int | None = None) -> str:
+        text = self.meter.text(text)
+        self.meter.require(len(text) + text.count(old) * len(new), "replace")
+        replaced: str = self.meter.admit(text.replace(old, new, -1 if count is None else count))
+        return replaced
+
+    def _trim(self, text: Any, chars: str | None = None) -> str:
+        self._check_stripped(chars)
+        return self.meter.text(text).strip(chars)
+
+    def _check_stripped(self, chars: str | None = None) -> None:
+        self.meter.require(sys.maxsize if len(chars or "") > _MAX_STRIPPED else 0, "strip")
+
+
+class _Charges(NodeTransformer):
+    """Insert filters that charge for what Jinja compiles to plain Python."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        step = _filter(nodes.Const(None, lineno=node.lineno), "_admit")
+        node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        if node.test is not None:
+            node.test = _filter(node.test, "_admit")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filter(node, "_admit") if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        return node if node.ctx != "load" else self._admitted(node)
+
+    def _admitted(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, "_admit")
+
+    visit_Compare = visit_Dict = visit_List = _admitted  # noqa: N815
+
+
+class _Namespace(Namespace):
+    """A namespace that does not print its attributes."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _filter(node: nodes.Node, name: str) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr)  # noqa: S101
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _check_numbers(name: str, values: Iterable[Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > _MAX_ARGUMENT for value in values):
+        raise _LimitError(f"a number for {name} is too large")
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+@pass_context
+def _sum(
+    context: Context, values: Any, attribute: str | int | None = None, start: float = 0
+) -> Any:
+    """Add numbers. Adding lists takes quadratic time."""
+    return filters.sync_do_sum(context.environment, values, attribute, start + 0)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if (indent or 0) > 16 or len("".join(separators or ())) > 16:  # a text fails to compare
+        raise _LimitError("the indentation of tojson is too large")
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -1,0 +1,475 @@
+"""Every parser reads its document in steps linear in its elements, and in bounded memory.
+
+Steps are lines of the package that run, counted by a trace function; loops inside C are not, so
+methods that search a list are forbidden in the parsers. Each dialect is covered by its place in
+``READABLE``, and a module that decodes bytes must have a case here, or a reason to have none.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import json
+import struct
+import sys
+import tarfile
+import tracemalloc
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from clowder_aimage.content.tar import TarReader
+from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
+from clowder_aimage.errors import AImageError
+from clowder_aimage.formats import gguf_header, lora, onnx_graph, savedmodel, shard_index
+from clowder_aimage.formats import model_tree as tree
+from clowder_aimage.formats import torchscript as script
+from clowder_aimage.importer import hub_files
+from clowder_aimage.layout.digest_scan import DigestScanner
+from clowder_aimage.layout.index import read_index
+from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
+from clowder_aimage.schema import json_positions
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
+from clowder_aimage.tensor import encode_header
+from clowder_aimage.tensor.config_fields import ConfigFields, parse_object
+from clowder_aimage.tensor.header import parse_header
+from clowder_aimage.yaml_document import read_yaml
+from tests.importer import formats_gguf, formats_protobuf
+from tests.vectors import vector
+
+PACKAGE = Path(sys.modules["clowder_aimage"].__file__ or "").parent
+FEW, FACTOR = 25, 4
+MOST = 1.3 * FACTOR  # the ratio of steps: n log n has 1.2 times the factor, n * n four times
+Action = Callable[[], object]
+Case = Callable[[int, Path], Action]
+
+
+def steps(action: Action) -> int:
+    """Count the lines of the package that an action runs."""
+    count, before = 0, sys.gettrace()
+
+    def line(_frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return line
+
+    def call(frame: FrameType, _event: str, _: object) -> Any:
+        return line if frame.f_code.co_filename.startswith(str(PACKAGE)) else None
+
+    sys.settrace(call)
+    try:
+        action()
+    except AImageError:
+        pass  # a refusal must be as fast
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def digest_of(number: int) -> str:
+    return f"sha256:{number:064x}"
+
+
+# -- documents of n elements
+
+
+def multiplied(value: Any, count: int) -> Any:
+    """Return a JSON value whose outer lists have ``count`` times as many items, all different."""
+    if isinstance(value, dict):
+        return {key: multiplied(item, count) for key, item in value.items()}
+    if isinstance(value, list):
+        return [renamed(item, (i, j)) for i in range(count) for j, item in enumerate(value)]
+    return value
+
+
+def renamed(value: Any, place: tuple[int, int], key: str = "") -> Any:
+    """Return a value with digests and names of its own."""
+    if isinstance(value, dict):
+        return {inner: renamed(item, place, inner) for inner, item in value.items()}
+    if isinstance(value, str) and value.startswith("sha256:"):
+        return digest_of(place[0] * 1000 + place[1])
+    is_name = isinstance(value, str) and key.endswith(("name", "path", "title"))
+    return f"{place[0]}{value}" if is_name else value
+
+
+def bare(value: Any) -> Any:
+    """Return a descriptor without the fields that name its layer."""
+    return {key: item for key, item in value.items() if key in ("mediaType", "digest", "size")}
+
+
+def sample(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a manifest and a config of a dialect: written, or those of a vendor."""
+    if name not in DIALECTS:
+        stem = next(stem for stem in (name, f"{name}-model") if has_vector(stem))
+        return vector.value(stem), vector.value(f"{stem}-config")
+    config = json.dumps({"schemaVersion": 1, "components": {"a": {}}}).encode()
+    kinds = (mediatype.AIMAGE_SAFETENSORS, mediatype.AIMAGE_FILE)
+    layers = [
+        Layer(Descriptor.of(kind, str(i).encode()), f"a/{i}.x", "F32", (1, 2))
+        for i, kind in enumerate(kinds)
+    ]
+    manifest, raw = DIALECTS[name].write(AImage(config, tuple(layers)))
+    return json.loads(manifest.raw), json.loads(raw)
+
+
+def has_vector(stem: str) -> bool:
+    return (vector.HERE / f"{stem}.json").exists()
+
+
+def as_found(document: dict[str, Any], config: dict[str, Any], count: int) -> None:
+    document["layers"] = multiplied(document["layers"], count)
+
+
+def of_one_digest(document: dict[str, Any], config: dict[str, Any], count: int) -> None:
+    document["layers"] *= count
+
+
+def without_names(document: dict[str, Any], config: dict[str, Any], count: int) -> None:
+    as_found(document, config, count)
+    document["layers"] = list(map(bare, document["layers"]))
+
+
+def with_many_fields(document: dict[str, Any], config: dict[str, Any], count: int) -> None:
+    for value in (document, config, document["layers"][0]):
+        value.update((f"x{i}", {"y": [i]}) for i in range(count))
+
+
+def of_one_name(document: dict[str, Any], config: dict[str, Any], count: int) -> None:
+    first = document["layers"][0]
+    document["layers"] = [{**first, "digest": digest_of(i)} for i in range(count)]
+
+
+SHAPES = (as_found, of_one_digest, without_names, with_many_fields, of_one_name)
+
+
+def document_of(name: str, shape: Callable[..., None], count: int) -> tuple[bytes, bytes]:
+    """Return a manifest and a config of a dialect."""
+    document, config = sample(name)
+    config = multiplied(config, 1 if shape is with_many_fields else count)
+    shape(document, config, count)
+    raw = json.dumps(config).encode()
+    document["config"] |= {"digest": str(Digest.of(raw)), "size": len(raw)}
+    return json.dumps(document).encode(), raw
+
+
+def of_dialect(name: str, shape: Callable[..., None], count: int) -> Action:
+    text, raw = document_of(name, shape, count)
+
+    def read() -> None:
+        manifest = Manifest.parse(text)
+        aimage = detect(manifest).read(manifest, raw)
+        for layer in aimage.layers:
+            aimage.layer(layer.name)
+            aimage.component(layer.component)
+            _ = aimage.properties
+        for dialect in DIALECTS.values():
+            dialect.write(aimage)
+
+    return read
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
+@pytest.mark.parametrize("name", READABLE)
+def test_a_dialect_is_read_in_linear_steps(name: str, shape: Callable[..., None]) -> None:
+    few, many = (steps(of_dialect(name, shape, n)) for n in (FEW, FEW * FACTOR))
+    assert few > 0 and many <= MOST * few
+
+
+def index(n: int) -> bytes:
+    entries = [
+        {"mediaType": mediatype.OCI_MANIFEST, "digest": digest_of(i), "size": 1, "annotations": {}}
+        for i in range(n)
+    ]
+    return json.dumps({"schemaVersion": 2, "manifests": entries}).encode()
+
+
+def png(n: int) -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(data))
+
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"iTXt", b"x\0\0\0\0\0y") * n
+
+
+def tar(n: int) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as opened:
+        for i in range(n):
+            opened.addfile(tarfile.TarInfo(f"d/{i}"))
+    return file.getvalue()
+
+
+def read_tar(n: int, _: Path) -> Action:
+    file = io.BytesIO(tar(n))
+    return lambda: list(TarReader(file.readinto, "x").members())
+
+
+def read_stored_index(n: int, root: Path) -> Action:
+    (root / "index.json").write_bytes(index(n))
+    return lambda: read_index(root)
+
+
+def read_gguf(n: int, _: Path) -> Action:
+    pairs: list[formats_gguf.Pair] = [(f"k{i}", formats_gguf.UINT32, i) for i in range(n)]
+    words = [str(i) for i in range(n)]
+    pairs += [("tokens", formats_gguf.ARRAY, (formats_gguf.STRING, words))]
+    raw = formats_gguf.gguf(pairs, [(f"t{i}", 0, (5,)) for i in range(n)])
+    return lambda: gguf_header.read_header(io.BytesIO(raw), len(raw))
+
+
+def read_onnx(n: int, _: Path) -> Action:
+    wire = formats_protobuf
+    raw = wire.model(wire.graph(*(wire.initializer(f"w{i}", (2, 3)) for i in range(n))))
+    return lambda: onnx_graph.read_model(io.BytesIO(raw), len(raw))
+
+
+def read_savedmodel(n: int, root: Path) -> Action:
+    (root / "saved_model.pb").write_bytes(formats_protobuf.saved_model())
+    (root / "variables").mkdir()
+    for name in ("index", *(f"data-{i:05}-of-{n:05}" for i in range(n))):
+        (root / "variables" / f"variables.{name}").write_bytes(b"x")
+    return lambda: savedmodel.take(root)
+
+
+def read_torchscript(n: int, root: Path) -> Action:
+    path = root / "x.pt"
+    with zipfile.ZipFile(path, "w") as opened:
+        for name in ("version", "data.pkl", "constants.pkl", *(f"code/{i}" for i in range(n))):
+            opened.writestr(f"x/{name}", "3")
+    return lambda: script.take(path)
+
+
+def header(n: int, name: str = "t{}") -> bytes:
+    return encode_header([(name.format(i), "U8", (1,)) for i in range(n)], {"k": "v"})
+
+
+def read_shards(n: int, root: Path) -> Action:
+    paths = [root / "m-1.safetensors", root / "m.safetensors.index.json"]
+    paths[0].write_bytes(header(n) + bytes(n))
+    names = {f"t{i}": paths[0].name for i in range(n)}
+    paths[1].write_text(json.dumps({"weight_map": names}))
+    return lambda: shard_index.read_weights(root, paths)
+
+
+def read_lora(n: int, root: Path) -> Action:
+    names = [(f"t{i}.lora_{half}.weight", "U8", (1, 1)) for i in range(n) for half in "AB"]
+    words = json.dumps({"d": {f"w{i}": 1 for i in range(n)}})
+    path = root / "a.safetensors"
+    path.write_bytes(encode_header(names, {"ss_tag_frequency": words}) + bytes(2 * n))
+    return lambda: lora.take(path)
+
+
+def read_card(n: int, root: Path) -> Action:
+    (root / "README.md").write_text("---\n" + "x: y\n" * n)
+    return lambda: tree.read_license(root)
+
+
+def read_tree(n: int, root: Path) -> Action:
+    path = root / "x.json"
+    path.write_text(json.dumps({str(i): [i] for i in range(n)}))
+    return lambda: tree.read_object(root, path)
+
+
+def choose_files(n: int, _: Path) -> Action:
+    shards = {f"m-{i}.safetensors": b"" for i in range(n)}
+    weight_map = json.dumps({"weight_map": {f"t{i}": name for i, name in enumerate(shards)}})
+    files = {**shards, "config.json": b"{}", "m.safetensors.index.json": weight_map.encode()}
+    return lambda: hub_files.choose("a/b", files, files.__getitem__, None)
+
+
+def read_fields(n: int, _: Path) -> Action:
+    raw = json.dumps({str(i): i for i in range(1, n)}).encode()
+
+    def read() -> None:
+        fields = ConfigFields("x", parse_object("x", raw))
+        for key in fields.values:
+            fields.integer(key)
+        fields.finish()
+
+    return read
+
+
+def read_specs(n: int, root: Path) -> Action:
+    from clowder_aimage.node.spec_files import read_directory
+
+    (root / "a.json").write_text(json.dumps([{"ref": f"r.example/x:{i}"} for i in range(n)]))
+    (root / "b.yaml").write_text("\n".join(f"- ref: r.example/y:{i}" for i in range(n)))
+    return lambda: read_directory(root)
+
+
+def read_tags(n: int, _: Path) -> Action:
+    from clowder_aimage.registry.listing import _page
+
+    raw = json.dumps({"tags": [f"v{i}" for i in range(n)]}).encode()
+    return lambda: _page(raw, "x", "tags")
+
+
+def read_challenge(n: int, _: Path) -> Action:
+    from clowder_aimage.registry.auth import _Challenge
+
+    text = 'Bearer realm="x"' + "".join(f', p{i}="x"' for i in range(n))
+    return lambda: _Challenge.parse(text)
+
+
+def read_facts(n: int, _: Path) -> Action:
+    from clowder_aimage.cli.console.remote_worker import facts_of
+
+    raw = png(n)
+    return lambda: facts_of(raw)
+
+
+def read_body(n: int, _: Path) -> Action:
+    from clowder_aimage.api.request_body import RequestBody, parse_body
+
+    raw = json.dumps({f"x{i}": i for i in range(n)}).encode()
+    return lambda: parse_body(raw, RequestBody)
+
+
+def read_archive_index(n: int, _: Path) -> Action:
+    from clowder_aimage.load import _choose_names, _entries
+
+    value = json.loads(index(n))
+    for i, entry in enumerate(value["manifests"]):
+        entry["annotations"] = {"org.opencontainers.image.ref.name": f"x:{i}"}
+    raw = json.dumps(value).encode()
+    return lambda: _choose_names(_entries(raw, "x"), None, "x")
+
+
+def check_document(n: int, _: Path) -> Action:
+    from clowder_aimage.validate import check
+
+    value = json.loads(index(n))
+    for entry in value["manifests"]:
+        entry["size"] = "x"  # a violation with a line
+    raw = json.dumps(value, indent=1).encode()
+    return lambda: check("x", raw)
+
+
+# the modules that decode bytes from outside, and documents for each
+CASES: dict[str, Case] = {
+    "api/request_body.py": read_body,
+    "cli/console/remote_worker.py": read_facts,
+    "content/tar.py": read_tar,
+    "formats/gguf_header.py": read_gguf,
+    "formats/lora.py": read_lora,
+    "formats/model_tree.py": read_tree,
+    "formats/model_tree.py card": read_card,
+    "formats/onnx_graph.py": read_onnx,
+    "formats/savedmodel.py": read_savedmodel,
+    "formats/shard_index.py": read_shards,
+    "formats/torchscript.py": read_torchscript,
+    "importer/hub_files.py": choose_files,
+    "layout/digest_scan.py": lambda n, _: lambda: DigestScanner().scan("x", lambda _: index(n)),
+    "layout/index.py": read_stored_index,
+    "load.py": read_archive_index,
+    "node/spec_files.py": read_specs,
+    "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
+    "registry/auth.py": read_challenge,
+    "registry/listing.py": read_tags,
+    "schema.py": lambda n, _: lambda: json_positions(index(n).decode()),
+    "strict_json.py": lambda n, _: lambda: read_json(b"[" + b"[{}]," * n + b"0]", "x"),
+    "tensor/config_fields.py": read_fields,
+    "tensor/header.py": lambda n, _: lambda: parse_header(header(n)[8:], None),
+    "validate.py": check_document,
+    "yaml_document.py": lambda n, _: (
+        lambda: read_yaml("\n".join(f"k{i}: [1]" for i in range(n)), "")
+    ),
+}
+COVERED = {
+    **dict.fromkeys(
+        ("aimage", "container", "layer_name", "ollama", "vendor"), "read by its dialect, see above"
+    ),
+    **dict.fromkeys(("create", "export_plan", "weights", "manifest"), "at most 4 MiB of read_json"),
+    **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
+    **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
+    **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
+    **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
+    "prequantized": "a single number",
+    "dequantize": "weights, bounded by their layers",
+    "picture": "Pillow reads it; the facts are those of remote_worker",
+    **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
+}
+DECODERS = {
+    *("read_json", "parse_object", "read_yaml", "JSONDecoder"),
+    *("unpack", "unpack_from", "iter_unpack", "ZipFile"),
+    *("json.load", "json.loads", "yaml.compose", "yaml.parse", "tarfile.open", "Image.open"),
+}
+SEARCHES = {"remove", "index", "insert"}  # methods that walk a list
+
+
+@functools.cache
+def calls(path: Path) -> set[str]:
+    """Return the names of the functions that a module calls, plain and with their module."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names.add(node.func.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            names.add(node.func.attr)
+            names.add(f"{getattr(node.func.value, 'id', '')}.{node.func.attr}")
+    return names
+
+
+def test_every_module_that_decodes_has_a_case() -> None:
+    found = {path for path in PACKAGE.rglob("*.py") if calls(path) & DECODERS}
+    names = {path.relative_to(PACKAGE).as_posix() for path in found if path.stem not in COVERED}
+    assert names - {name.partition(" ")[0] for name in CASES} == set()
+
+
+def test_json_is_decoded_by_one_reader() -> None:
+    """Other calls decode what this program or its user wrote, or what was refused already."""
+    found = {
+        path.stem for path in PACKAGE.rglob("*.py") if {"json.load", "json.loads"} & calls(path)
+    }
+    ours = {"frame", "health", "installation", "docker_config"}
+    refused = {"digest_scan", "schema", "validate"}
+    assert found == ours | refused
+
+
+@pytest.mark.parametrize("folder", ["dialect", "oci", "formats", "tensor"])
+def test_parsers_do_not_search_lists(folder: str) -> None:
+    for path in (PACKAGE / folder).rglob("*.py"):
+        assert not calls(path) & SEARCHES, path
+
+
+def peak(action: Action) -> int:
+    """Return the most bytes that an action has in memory at once."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", READABLE)
+def test_a_dialect_is_read_in_ten_times_its_bytes(name: str) -> None:
+    text, raw = document_of(name, as_found, 150)
+
+    def read() -> object:
+        manifest = Manifest.parse(text)
+        aimage = detect(manifest).read(manifest, raw)
+        return aimage, aimage.properties
+
+    assert peak(read) <= 10 * (len(text) + len(raw))
+
+
+def test_the_densest_json_takes_thirty_times_its_bytes() -> None:
+    """An empty object has 3 bytes as text, and 72 in memory: documents are small instead."""
+    raw = b"[" + b"{}," * 20_000 + b"0]"
+    assert peak(lambda: read_json(raw, "x")) <= 30 * len(raw)
+    assert 30 * MAX_DOCUMENT_SIZE < 128 << 20
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_document_is_read_in_linear_steps(name: str, tmp_path: Path) -> None:
+    found = []
+    for n in (FEW, FEW * FACTOR):
+        (tmp_path / str(n)).mkdir()
+        found.append(steps(CASES[name](n, tmp_path / str(n))))
+    assert found[0] > 0 and found[1] <= MOST * found[0]

@@ -1,0 +1,112 @@
+"""Tokenizers that panic, grow their text, or do not end."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import ModelError, StuckError
+from clowder_aimage.model import tokenizer_backend
+from clowder_aimage.model.tokenizer_backend import TokenizerBackend
+from tests.conftest import TINY
+
+BASE = json.loads((TINY / "tokenizer" / "tokenizer.json").read_text())
+PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+ADDED = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": True,
+    "special": True,
+}
+
+
+def backend(**fields: Any) -> TokenizerBackend:
+    return TokenizerBackend.from_json(json.dumps(BASE | fields), {})
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+GROWING = replace({"String": "a"}, "a" * 99)
+
+
+def template(*single: object) -> dict[str, Any]:
+    fields = {"single": single, "pair": [], "special_tokens": {}}
+    return {"post_processor": {"type": "TemplateProcessing", **fields}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        template({"Sequence": {"id": "B", "type_id": 0}}),
+        {"normalizer": replace({"String": ""}, "x")},
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "(a+)+$"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+    ],
+)
+def test_a_panic_is_an_error_that_does_not_quote(
+    fields: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModelError, match=r"^the tokenizer failed: PanicException$"):
+        backend(**fields).encode("a" * 60 + "!")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+            "the tokenizer cannot be read",
+        ),
+        (
+            {
+                "normalizer": {
+                    "type": "Sequence",
+                    "normalizers": [GROWING] * 5,
+                }
+            },
+            "may make more than",
+        ),
+        ({"normalizer": replace({"Regex": "b*"}, "a" * 99999)}, "may make more than"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 99999}}, "may make more than"),
+        (template(*[PIECE] * 100), "more than 64 pieces"),
+        ({"added_tokens": [{"id": 9, "content": "a" * 9999, **ADDED}]}, "an added token exceeds"),
+    ],
+)
+def test_what_would_grow_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        backend(**fields).encode("a fox" * 9)
+
+
+def test_a_tokenizer_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
+    class Endless:
+        def encode_batch(self, _: list[str]) -> None:
+            is_over.wait(30)
+
+    slow = backend()
+    monkeypatch.setattr(slow, "_backend", Endless())
+    monkeypatch.setattr(tokenizer_backend, "_SECONDS", 0.0)
+    with pytest.raises(StuckError, match="takes longer than"):
+        slow.encode("a fox")
+    is_over.set()
+
+
+def test_normalizers_of_other_models_are_accepted() -> None:
+    steps = [{"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁"), {"type": "NFKC"}]
+    fields = {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    assert backend(**fields).encode("a fox" * 999)

@@ -1,0 +1,75 @@
+"""The process of a loaded model: what it reports, and when it ends."""
+
+from __future__ import annotations
+
+import io
+import logging
+import resource
+import sys
+from typing import Any
+
+import pytest
+
+from clowder_aimage.engine import frame, process
+from clowder_aimage.engine.process import ModelProcess
+from clowder_aimage.errors import ModelError, StuckError
+from tests.process import PROGRAM, run
+
+COMMAND = frame.encode({"do": "generate", "id": 1}) + frame.encode({"do": "generate", "id": 2})
+
+
+def replies(error: Exception, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the replies to two requests that raise ``error``."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ModelProcess, "_generate", fail)
+    target = io.BytesIO()
+    ModelProcess(io.BytesIO(COMMAND), target).run()
+    target.seek(0)
+    found = []
+    while (one := frame.read(target)) is not None:
+        found.append(one[0])
+    return found
+
+
+def test_a_process_with_a_thread_that_does_not_end_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    (reply,) = replies(StuckError("it takes longer"), monkeypatch)
+    assert (reply["kind"], reply["message"]) == ("StuckError", "it takes longer")
+    assert len(replies(ModelError("no"), monkeypatch)) == 2
+
+
+def test_an_error_is_logged_without_its_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "aimage.worker")
+    monkeypatch.setattr(logging.getLogger("aimage.worker"), "propagate", True)
+    assert "lighthouse" not in str(replies(ValueError("lighthouse"), monkeypatch))
+    assert "ValueError at" in caplog.text and "lighthouse" not in caplog.text
+
+
+def test_errors_that_end_the_process_are_one_line_without_their_text() -> None:
+    program = (
+        "import logging, sys, threading\n"
+        "from clowder_aimage.engine import process\n"
+        "def fail(*_): raise ValueError('light' 'house')\n"
+        "process.ModelProcess.run = lambda _: (threading.Thread(target=fail).start(), fail())\n"
+        "process.main()\n"
+    )
+    done = run([PROGRAM[0], "-c", program], text=True, timeout=60, input="")
+    assert "lighthouse" not in done.stderr and "Traceback" not in done.stderr
+    events = sorted(line.partition(":")[0] for line in done.stderr.splitlines())
+    assert events == ["a thread failed", "the process failed"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts memory on Linux only")
+def test_memory_is_limited_to_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (5, resource.RLIM_INFINITY))
+    process._limit_memory(800)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (5, 900))
+    process._limit_memory(800)
+    process._limit_memory(None)
+    assert limits == [(1000, resource.RLIM_INFINITY), (900, 900)]
