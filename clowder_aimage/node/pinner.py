@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -148,6 +149,7 @@ class Pinner:
     def __init__(self, store: ImageLayout, records: SpecStore) -> None:
         self._store, self._records = store, records
         self._failed: set[str] = set()  # models that could not be recorded
+        self._lock = threading.Lock()  # of _failed: models are kept in several threads
 
     def keep(self, model: ModelStatus) -> None:
         """Record, lease and pin a model to protect it from other nodes and from eviction.
@@ -168,13 +170,12 @@ class Pinner:
                 failed = error
         if manifest is not None:
             self._store.use(manifest)
-        if failed is None:
-            self._failed.discard(spec.name)
-            return
-        if not self._failed:  # log one warning for all models
+        with self._lock:
+            is_first = not self._failed
+            (self._failed.discard if failed is None else self._failed.add)(spec.name)
+        if failed is not None and is_first:  # log one warning for all models
             facts = {"model": spec.name, "reason": failed.message}
             _log.warning("cannot write to the store", extra=facts)
-        self._failed.add(spec.name)
 
     def stored(self, spec: ModelSpec) -> str:
         """Return the recorded name in the store if it differs, else an empty string."""

@@ -147,7 +147,6 @@ def test_a_negative_prompt_requires_guidance() -> None:
         ("steps", 0, "invalid_value"),
         ("steps", 1001, "invalid_value"),
         ("guidance", -0.1, "invalid_value"),
-        ("guidance", 10**400, "invalid_type"),
         ("guidance", "2", "invalid_type"),
         ("shift", 0.0009, "invalid_value"),
         ("shift", 1001, "invalid_value"),
