@@ -18,6 +18,9 @@ DOCS    := build/docs-venv
 TOOLS   := build/tools-venv
 IMAGES  := deploy/docker
 
+# The tests start many processes: each would compile the program again.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo test test-all test-slow check lint fuzz format docs dist lock audit venv clean

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 from clowder_aimage.cli.console.remedy import REMEDIES
 from tests.budget import PACKAGES
@@ -35,12 +39,35 @@ def place(path: Path) -> str:
     return f"model/*/{path.name}" if parts[0] == "model" and len(parts) == 3 else "/".join(parts)
 
 
-def parsed(directory: Path) -> dict[Path, ast.Module]:
-    paths = sorted(directory.rglob("*.py"))
-    return {path: ast.parse(path.read_text("utf-8")) for path in paths}
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
 
 
-TREES, TEST_TREES = parsed(PACKAGE), parsed(TESTS)
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Free the trees, which are half a million objects."""
+    yield
+    parse.cache_clear()
+
+
+class Trees(Mapping[Path, ast.Module]):
+    """The modules below a directory. Each tree is parsed when it is first read."""
+
+    def __init__(self, directory: Path) -> None:
+        self._paths = sorted(directory.rglob("*.py"))
+
+    def __getitem__(self, path: Path) -> ast.Module:
+        return parse(path)
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+TREES, TEST_TREES = Trees(PACKAGE), Trees(TESTS)
 
 
 def documented(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -62,7 +89,7 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_no_docstring_begins_with_a_question_word() -> None:
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{line}: {text.splitlines()[0]}"
-        for path, tree in (TREES | TEST_TREES).items()
+        for path, tree in itertools.chain(TREES.items(), TEST_TREES.items())
         for line, text in documented(tree)
         if RIDDLE.match(text)
     ]
