@@ -23,10 +23,14 @@ OTHER = "sha256:" + "0" * 64
 
 
 @pytest.fixture
-def model(stocked: Callable[[], Aimage], repository: str) -> tuple[Aimage, str]:
-    """Return a command line, and the digest of a model that it has pushed as ``repository:v1``."""
-    here = stocked()
-    here("tag", "x", f"{repository}:v1")
+def model(aimage: Callable[[], Aimage], tiny: Path, repository: str) -> tuple[Aimage, str]:
+    """Return a command line, and the digest of a model that it has pushed as ``repository:v1``.
+
+    The model is one of few layers, as each is pushed.
+    """
+    here = aimage()
+    here("create", "-q", f"{repository}:v1", tiny, "--whole-files")
+    here("tag", f"{repository}:v1", "x")
     return here, here("push", "-q", f"{repository}:v1").line
 
 
