@@ -96,9 +96,9 @@ def verify(source: Reader, expected: Descriptor) -> None:
 
 def read_all(source: Reader, expected: Descriptor, limit: int = MAX_MANIFEST_SIZE) -> bytes:
     """Read content of up to ``limit`` bytes into memory. Raises VerificationError."""
-    if expected.size > limit:
-        raise VerificationError(
-            f"{expected.digest} is too large: {expected.size} bytes, the limit is {limit}"
-        )
     with VerifyingReader(source, expected) as reader:
+        if expected.size > limit:
+            raise VerificationError(
+                f"{expected.digest} is too large: {expected.size} bytes, the limit is {limit}"
+            )
         return b"".join(iter(lambda: reader.read(CHUNK_SIZE), b""))

@@ -85,7 +85,8 @@ def test_read_all_refuses_a_huge_size_before_reading() -> None:
     with pytest.raises(VerificationError, match="too large: 1099511627776 bytes"):
         read_all(Untouchable(), huge)
     with pytest.raises(VerificationError, match="the limit is 3"):
-        read_all(io.BytesIO(b"1234"), blob(b"1234"), 3)
+        read_all(source := io.BytesIO(b"1234"), blob(b"1234"), 3)
+    assert source.closed
     assert read_all(io.BytesIO(b"123"), blob(b"123"), 3) == b"123"
 
 
