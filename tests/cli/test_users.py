@@ -90,7 +90,7 @@ def contents(here: Aimage) -> dict[str, bytes | None]:
     found: dict[str, bytes | None] = {}
     for path in here.home.rglob("*"):
         name = str(path.relative_to(here.home))
-        if path.is_file() and not re.search(r"^state/|/\.aimage/", name):
+        if path.is_file() and not re.search(r"^state/|/\.aimage/|/__pycache__/", name):
             found[name] = None if "/blobs/" in name else path.read_bytes()
     return found
 
