@@ -55,7 +55,8 @@ def build_manifest(
     """
     if len(config) > MAX_DOCUMENT_SIZE:
         raise FormatError(
-            f"a config of {len(config)} bytes is too large: the limit is {MAX_DOCUMENT_SIZE}"
+            f"a config of {len(config)} bytes is too large: the limit is {MAX_DOCUMENT_SIZE}",
+            hint="pack the model into fewer layers, with its experts together",
         )
     document = {
         "schemaVersion": 2,
