@@ -34,6 +34,7 @@ class UploadSession:
     touched: float
     begun: float
     offset: int = 0
+    writing: int = 0  # bytes, which count for the quota before they are awaited
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -105,19 +106,21 @@ class UploadSessions:
         Raises NoSpaceError, and DistributionError: TOOMANYREQUESTS beyond the quota.
         """
         self.get(upload.repository, upload.id)
-        await self._check_quota(upload, len(data))
+        upload.writing = len(data)
         try:
+            await self._check_quota(upload)
             await run_io(upload.ingest.write_at, upload.offset, data)
         except NoSpaceError:
             await self.abort(upload)
             raise
+        finally:
+            upload.writing = 0
         upload.offset += len(data)
         upload.touched = self._clock()
 
-    async def _check_quota(self, upload: UploadSession, size: int) -> None:
-        while (
-            self._quota and sum(one.offset for one in self._uploads.values()) + size > self._quota
-        ):
+    async def _check_quota(self, upload: UploadSession) -> None:
+        all_of_them = self._uploads.values()
+        while self._quota and sum(one.offset + one.writing for one in all_of_them) > self._quota:
             if not await self._make_room():
                 await self.abort(upload)
                 message = f"unfinished uploads may have {self._quota} bytes together"

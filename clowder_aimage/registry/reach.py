@@ -15,8 +15,13 @@ import socket
 
 from clowder_aimage.errors import NetworkError
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052
-_COMPATIBLE = ipaddress.ip_network("::/96")  # RFC 4291, 2.5.5.1
+_CARRY_IPV4 = [  # in their last 32 bits: RFC 6052, RFC 4291 2.5.5.1, RFC 2765
+    ipaddress.ip_network(each) for each in ("64:ff9b::/96", "::/96", "::ffff:0:0:0/96")
+]
+# not global, although some versions of Python say so: RFC 8215, RFC 3879, RFC 9637, RFC 9602
+_LOCAL = [
+    ipaddress.ip_network(each) for each in ("64:ff9b:1::/48", "fec0::/10", "3fff::/20", "5f00::/16")
+]
 _LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback", "localhost.localdomain")
 
 
@@ -39,14 +44,15 @@ def reach(address: str) -> Reach:
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and not (ip.is_loopback or ip.is_unspecified):
         inside = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inside is None and (ip in _NAT64 or ip in _COMPATIBLE):
+        if inside is None and any(ip in network for network in _CARRY_IPV4):
             inside = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         ip = inside or ip
     if ip.is_loopback or ip.is_unspecified:
         return Reach.MACHINE
     if ip.is_link_local or ip.is_multicast:
         return Reach.NOWHERE
-    return Reach.INTERNET if ip.is_global else Reach.NETWORK
+    is_local = not ip.is_global or any(ip in network for network in _LOCAL)
+    return Reach.NETWORK if is_local else Reach.INTERNET
 
 
 def reach_of_name(host: str) -> Reach | None:

@@ -427,6 +427,19 @@ def test_a_quota_limits_all_unfinished_uploads(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_chunks_that_arrive_at_once_count_for_the_quota(tmp_path: Path) -> None:
+    async def run() -> None:
+        uploads = UploadSessions(ImageLayout(tmp_path), lambda: 0.0, expiry=3600, quota=100)
+        begun = [await uploads.begin("a") for _ in range(4)]
+        writes = [uploads.write(one, bytes(60)) for one in begun]
+        found = await asyncio.gather(*writes, return_exceptions=True)
+        assert sum(isinstance(each, DistributionError) for each in found) == 3
+        assert len(uploads) == 1
+        await uploads.close()
+
+    asyncio.run(run())
+
+
 def test_too_many_uploads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_module, "MAX_UPLOADS", 2)
 
