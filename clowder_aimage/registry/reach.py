@@ -75,8 +75,9 @@ class Boundary:
     """The addresses that a registry may lead to: those at least as public as its own.
 
     A registry of the internet leads to the internet, one in a private network also to private
-    addresses, and one on this machine also to this machine. Link-local addresses are reached only
-    if the registry itself has one, by its name.
+    addresses, and one on this machine also to its own address here: other loopback addresses have
+    other services. Link-local addresses are reached only if the registry itself has one, by its
+    name.
 
     Args:
         home: The host of the registry, without port; the user chose it, whatever its address is.
@@ -86,15 +87,17 @@ class Boundary:
     def __init__(self, home: str, trusted: frozenset[str] = frozenset()) -> None:
         self._home, self._trusted = home.lower(), trusted
         self._own: Reach | None = None
+        self._address = ""  # of the registry, once it is connected
 
     def check(self, host: str, sock: socket.socket) -> None:
         """Check a new connection to ``host``, before anything is sent. Raises OutsideError."""
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        host, found = host.lower(), reach(sock.getpeername()[0])
+        host, address = host.lower(), _plain(sock.getpeername()[0])
+        found, is_home = reach(address), host == self._home or address == self._address
         if host == self._home and self._own is None:
-            self._own = found
-        elif host not in self._trusted and not self._permits(found, host == self._home):
+            self._own, self._address = found, address
+        elif host not in self._trusted and not self._permits(found, is_home):
             raise OutsideError(self._home, host)
 
     def check_name(self, host: str) -> None:
@@ -103,16 +106,25 @@ class Boundary:
         if host == self._home or host in self._trusted:
             return
         found = reach_of_name(host)
-        if found is not None and not self._permits(found, False):
+        is_here = found is Reach.MACHINE is self._reach()  # its address is compared later
+        if found is not None and not is_here and not self._permits(found, False):
             raise OutsideError(self._home, host)
 
+    def _reach(self) -> Reach:
+        if self._own is None:  # not connected yet
+            return reach_of_name(self._home) or Reach.INTERNET
+        return self._own
+
     def _permits(self, found: Reach, is_home: bool) -> bool:
-        own = self._own
-        if own is None:  # not connected yet
-            own = reach_of_name(self._home) or Reach.INTERNET
-        if own is Reach.NOWHERE or (own is Reach.MACHINE and not is_home):
-            return found in (Reach.INTERNET, own)
+        own = self._reach()
+        if own in (Reach.MACHINE, Reach.NOWHERE) and not is_home:
+            return found is Reach.INTERNET
         return found <= own
+
+
+def _plain(address: str) -> str:
+    """Return an address, and 127.0.0.1 for ::1: ``localhost`` is both."""
+    return "127.0.0.1" if address in ("::1", "::ffff:127.0.0.1") else address
 
 
 class OutsideError(NetworkError):
