@@ -55,7 +55,7 @@ def attach(
         the descriptors of the new manifest and of its subject.
 
     Raises:
-        UsageError: an invalid media type, two files of one name, or no registry host.
+        UsageError: an invalid media type, two files of one name, a directory, or no registry host.
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
     """
     if _MEDIA_TYPE.fullmatch(artifact_type) is None:
@@ -63,9 +63,9 @@ def attach(
     for title, count in Counter(file.name for file in files).items():
         if count > 1:
             raise UsageError(f"two files have the name {title}")
+    layers = [_layer(file) for file in files]
     with Repository(reference, connection) as repository:
         subject = repository.resolve(reference)
-        layers = [_layer(file) for file in files]
         manifest = build(artifact_type, layers, subject, annotations or {})
         documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
         source = Overlay(_Files(layers, files), manifest.descriptor, documents)
@@ -169,6 +169,10 @@ def _layer(file: Path) -> Descriptor:
         with file.open("rb") as opened:
             encoded = hashlib.file_digest(opened, "sha256").hexdigest()
             size = opened.tell()
+    except FileNotFoundError:
+        raise NotFoundError(f"file not found: {file}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{file} is a directory, not a file") from None
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from error
     return Descriptor(_LAYER, Digest("sha256", encoded), size, {mediatype.TITLE: file.name})

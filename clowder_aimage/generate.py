@@ -119,11 +119,21 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
     return stored
 
 
-def load(store: ContentStore, stored: StoredAImage, *, dtype: str | None = None) -> RunnableModel:
-    """Load the model on the calling thread. Raises ModelError, UsageError, AccessError."""
+def load(
+    store: ContentStore,
+    stored: StoredAImage,
+    *,
+    dtype: str | None = None,
+    request: GenerateRequest | None = None,
+) -> RunnableModel:
+    """Load the model on the calling thread; check the sides of the first ``request`` before.
+
+    Raises ModelError, UsageError, AccessError.
+    """
     chosen = dtype_name(dtype)
     with _computing():
-        return RunnableModel(stored, load_pipeline(store, stored.aimage, dtype=chosen), chosen)
+        pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
+    return RunnableModel(stored, pipeline, chosen)
 
 
 def _guarded(events: Generator[PipelineEvent, None, None]) -> Generator[PipelineEvent, None, None]:

@@ -10,15 +10,19 @@ import http.client
 import json
 import re
 import socket
-from collections.abc import Generator, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage import errors, telemetry
 from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 from clowder_aimage.oci import read_json
 from clowder_aimage.timed_response import TimedResponse
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry.trace import RequestTrace
 
 _CONNECT = 10.0  # seconds
 _PROBE = 3.0  # seconds
@@ -54,13 +58,19 @@ class WorkerClient:
 
     All methods raise NetworkError if no worker answers or the connection is lost, FormatError if a
     reply is invalid, and the errors of _CODES and _KINDS if the worker reports them.
+    ``on_exchange`` is called after each head of a response, or failure.
     """
 
-    def __init__(self, host: str = DEFAULT_HOST, token: str | None = None) -> None:
+    def __init__(
+        self,
+        host: str = DEFAULT_HOST,
+        token: str | None = None,
+        on_exchange: Callable[[RequestTrace], None] | None = None,
+    ) -> None:
         self.endpoint = Endpoint.parse(host)
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise UsageError("invalid token: expected printable ASCII characters without spaces")
-        self._token = token
+        self._token, self._on_exchange = token, on_exchange
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON of a reply; None if it is empty."""
@@ -76,11 +86,9 @@ class WorkerClient:
         A proxy may replace the header ``Server``; the answer has another of its own.
         """
         with closing(_connect(self.endpoint, timeout)) as connection:
-            with self._network():
-                connection.sock.settimeout(timeout)
-                connection.request("GET", "/api/version", headers={"User-Agent": "aimage"})
-                response = connection.getresponse()
-            with closing(response):
+            connection.sock.settimeout(timeout)
+            own = {"User-Agent": "aimage"}
+            with closing(self._exchange(connection, "GET", "/api/version", None, own)) as response:
                 server = response.getheader("Server", "")
                 named = re.match(r"aimage\b", server) is not None
                 # a registry has the same header, but not this route
@@ -133,15 +141,46 @@ class WorkerClient:
             data = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
         with closing(_connect(self.endpoint)) as connection:
-            with self._network():
-                connection.sock.settimeout(timeout)
-                with suppress(BrokenPipeError, ConnectionResetError):  # it may have replied
-                    connection.request(method, path, data, headers)
-                response = connection.getresponse()
-            with closing(response):  # the response may own the socket now
+            connection.sock.settimeout(timeout)
+            # the response may own the socket now
+            with closing(self._exchange(connection, method, path, data, headers)) as response:
                 if not 200 <= response.status < 300:
                     raise self._refusal(response)
                 yield response
+
+    def _exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        data: bytes | None,
+        headers: Mapping[str, str],
+    ) -> http.client.HTTPResponse:
+        """Send a request and return the head of its response; report both."""
+        began = time.monotonic()
+
+        def report(status: int, reply: Mapping[str, str], error: str = "") -> None:
+            if self._on_exchange is None:
+                return
+            from clowder_aimage.registry.trace import RequestTrace, body_size, redacted_headers
+
+            seconds, sent = time.monotonic() - began, len(data or b"")
+            both = redacted_headers(headers), redacted_headers(reply)
+            url = f"{self.endpoint}{path}"
+            received = body_size(reply)
+            one = RequestTrace(method, url, status, seconds, sent, received, error, *both)
+            self._on_exchange(one)
+
+        try:
+            with self._network():
+                with suppress(BrokenPipeError, ConnectionResetError):  # it may have replied
+                    connection.request(method, path, data, headers)
+                response = connection.getresponse()
+        except NetworkError as error:
+            report(0, {}, str(error))
+            raise
+        report(response.status, dict(response.getheaders()))
+        return response
 
     def _read(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         """Yield lines without line ends (``readline`` treats a broken connection as the end)."""

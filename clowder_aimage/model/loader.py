@@ -6,7 +6,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import compute_dtype
-from clowder_aimage.model.pipeline import Pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Pipeline
 from clowder_aimage.model.weights import read_object
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
@@ -19,14 +19,16 @@ def load_pipeline(
     *,
     dtype: str | None = None,
     keep_quantized: bool | None = None,
+    request: GenerateRequest | None = None,
 ) -> Pipeline:
     """Load the model on the calling thread, which must be the only one to use it.
 
     dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
     keep_quantized: keep weights quantized; None for True on a GPU and False on a CPU.
+    request: the first one, whose sides are checked before weights are read.
 
     Raises:
-        UsageError: The dtype is unsupported; float16 overflows in these models.
+        UsageError: The dtype is unsupported (float16 overflows in these models), or the sides are.
         ModelError: The kind of model is unsupported, or its components do not match.
         FormatError: A blob is invalid.
         AccessError: A blob is not in the store.
@@ -38,4 +40,6 @@ def load_pipeline(
             f"unsupported pipeline in model_index.json: {name!r:.80}",
             hint=f"supported: {', '.join(PIPELINES)}",
         )
-    return ZImagePipeline.load(store, aimage, chosen, keep_quantized=keep_quantized)
+    return ZImagePipeline.load(
+        store, aimage, chosen, keep_quantized=keep_quantized, request=request
+    )

@@ -143,33 +143,11 @@ class Arrays:
     numbers: int | None = None
 
 
-def check_request(
-    request: GenerateRequest,
-    *,
-    multiple: int,
-    max_width: int,
-    max_height: int,
-    needs: Callable[[int, int], Arrays],
-    limit: Arrays,
-) -> None:
-    """Reject a request that is out of bounds.
-
-    Sides must be multiples of ``multiple`` pixels. ``needs`` returns the largest arrays for a
-    picture of a given width and height; ``limit`` bounds them.
-
-    Raises:
-        UsageError: With the field and its bound.
-    """
-    for name, side, longest in (
-        ("width", request.width, max_width),
-        ("height", request.height, max_height),
-    ):
-        if not _is_int(side) or side < multiple or side % multiple:
-            raise UsageError(f"{name} must be a multiple of {multiple} pixels, not {side!r}")
-        if side > longest:
-            raise UsageError(
-                f"{name} must be at most {longest} pixels with this model, not {side!r:.40}"
-            )
+def check_parameters(request: GenerateRequest) -> None:
+    """Reject parameters that no model supports. Raises UsageError with the field and its bound."""
+    for name, side in (("width", request.width), ("height", request.height)):
+        if not _is_int(side) or side < 1:
+            raise UsageError(f"{name} must be a whole number of pixels above 0, not {side!r:.40}")
     _check_count("steps", request.steps, MAX_STEPS)
     _check_count("n", request.n, MAX_PICTURES)
     if not _is_int(request.previews) or not 0 <= request.previews <= MAX_PREVIEWS:
@@ -187,7 +165,47 @@ def check_request(
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
-    _check_arrays(request, multiple, needs, limit)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The sides that a model supports, in pixels: multiples of ``multiple`` up to the limits."""
+
+    multiple: int
+    max_width: int
+    max_height: int
+
+    def check(self, request: GenerateRequest) -> None:
+        """Reject a request with other sides. Raises UsageError."""
+        for name, side, longest in (
+            ("width", request.width, self.max_width),
+            ("height", request.height, self.max_height),
+        ):
+            if side < self.multiple or side % self.multiple:
+                raise UsageError(f"{name} must be a multiple of {self.multiple} pixels, not {side}")
+            if side > longest:
+                raise UsageError(
+                    f"{name} must be at most {longest} pixels with this model, not {side}"
+                )
+
+
+def check_request(
+    request: GenerateRequest,
+    sides: Sides,
+    needs: Callable[[int, int], Arrays],
+    limit: Arrays,
+) -> None:
+    """Reject a request that is out of bounds.
+
+    ``needs`` returns the largest arrays for a picture of a given width and height; ``limit``
+    bounds them.
+
+    Raises:
+        UsageError: With the field and its bound.
+    """
+    check_parameters(request)
+    sides.check(request)
+    _check_arrays(request, sides.multiple, needs, limit)
 
 
 def _check_arrays(

@@ -353,6 +353,10 @@ STOCKED = {
         sha256:3fda...
         $ aimage referrers localhost:5000/staging/tiny:v1
         ! nothing is attached to localhost:5000/staging/tiny:v1
+        $ aimage attach localhost:5000/staging/tiny:v1 absent.json --artifact-type x/y # exit code 3
+        ! aimage: file not found: absent.json
+        $ aimage attach localhost:5000/staging/tiny:v1 . --artifact-type x/y # exit code 2
+        ! aimage: . is a directory, not a file
         $ aimage attach localhost:5000/staging/tiny:v1 password.txt --artifact-type X # exit code 2
         ! aimage: invalid media type 'X'
         ! for example: --type application/spdx+json

@@ -303,6 +303,29 @@ def test_invalid_image_options_are_refused(
     assert not list(here.home.glob("*.png"))
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--width", 0), ("--steps", 1001), ("-n", 0), ("--seed", -1), ("--guidance", -1)]
+)
+def test_parameters_of_no_model_are_refused_before_a_registry_is_asked(
+    arguments: tuple[str, int], aimage: Callable[..., Aimage]
+) -> None:
+    with ScriptedRegistry(lambda _: Answer(404)).running() as registry:
+        done = aimage()("run", f"{registry.host}/x", "a fox", *arguments, code=2)
+    assert f"{arguments[0].replace('-', '')} must be" in done.err
+    assert registry.seen == []
+
+
+def test_a_size_that_a_model_does_not_support_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, stocked: Callable[[], Aimage]
+) -> None:
+    from clowder_aimage.model.weights import ModelWeights
+
+    monkeypatch.setattr(ModelWeights, "open", lambda *_: pytest.fail("weights are read"))
+    here = stocked()
+    for side in (100, 1 << 20):
+        assert "height must be" in here("run", "x", "a fox", "--height", side, code=2).err
+
+
 def test_a_missing_output_directory_fails(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     done = here("run", "x", "a fox", "--steps", 1, "-o", "no/such/place/x.png", code=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -366,6 +367,20 @@ def test_stop_unloads_a_model(at: Callable[[ScriptedWorker], Aimage]) -> None:
 def test_stop_of_an_unknown_model_fails(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"error": "no x"}, 404)).running() as worker:
         assert "no x" in at(worker)("stop", "x", code=3).err
+
+
+def test_v_shows_requests_without_the_token(at: Callable[[ScriptedWorker], Aimage]) -> None:
+    with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
+        here = at(worker)
+        here.environment["AIMAGE_TOKEN"] = "hidden"
+        line = rf"GET http://{re.escape(worker.host)}/api/ps 200 [0-9]+ ms\n"
+        assert re.search(line, here("ps", "-v").err)
+        assert "/api/generate 200" in here("stop", "tiny", "-v").err
+        headers = here("ps", "-vv").err
+    assert "  > Authorization: Bearer ...\n" in headers
+    assert "hidden" not in headers
+    with ScriptedWorker(lambda _: says({"error": "no"}, 500)).running() as worker:
+        assert "/api/ps 500" in at(worker)("ps", "-v", code=1).err
 
 
 # -- ls, rm, pull

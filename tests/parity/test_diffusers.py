@@ -110,7 +110,7 @@ def pair(
 
 def test_same_as_diffusers(pair: Pair) -> None:
     for case in pair.cases:
-        request = fitting(CASES[case], pair.pipeline.multiple)
+        request = fitting(CASES[case], pair.pipeline.sides.multiple)
         found = differences(theirs(pair.reference, request), ours(pair.pipeline, request))
         assert len(found) == 6
         assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}, {case}, {request}: {found}"

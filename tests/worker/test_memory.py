@@ -198,7 +198,7 @@ def test_the_hint_suggests_the_largest_square(pipeline: Any) -> None:
     assert found is not None
     side = int(found[1])
     assert side == 1024
-    assert refused(pipeline, side + pipeline.multiple, side).hint == error.hint
+    assert refused(pipeline, side + pipeline.sides.multiple, side).hint == error.hint
     pipeline.set_memory("keep", None, 1)
     assert refused(pipeline, 16, 16).hint == "use a smaller size"
 

@@ -220,6 +220,10 @@ daemon_connection_options = options(
     _connection("--ca-file", type=_pem_file, help="Trust the certificates in this PEM file."),
 )
 
+verbose_option = _shared(
+    "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
+)
+
 login_connection_options = options(
     daemon_connection_options,
     _connection("--cert-file", type=_pem_file, help="Present this client certificate (PEM)."),
@@ -242,9 +246,7 @@ login_connection_options = options(
         metavar="HOST:PORT:ADDRESS",
         help="Connect to ADDRESS instead of HOST:PORT.",
     ),
-    _connection(
-        "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
-    ),
+    verbose_option,
 )
 
 connection_options = options(

@@ -88,7 +88,12 @@ def worker_client(host: str | None) -> WorkerClient:
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
-    return WorkerClient(host or DEFAULT_HOST, _variable("AIMAGE_TOKEN"))
+    tracer = None
+    if level := settings().verbose:
+        from clowder_aimage.cli.console.connection import Tracer
+
+        tracer = Tracer(with_headers=level > 1)
+    return WorkerClient(host or DEFAULT_HOST, _variable("AIMAGE_TOKEN"), tracer)
 
 
 def worker_host() -> str | None:
@@ -112,7 +117,7 @@ def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
 
 def local_options(*but: str) -> list[str]:
     """Return the options on the command line that apply to this process, except ``but``."""
-    given = given_options("remote", "as_json", "template", "quiet", *but)
+    given = given_options("remote", "as_json", "template", "quiet", "verbose", *but)
     if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
     return given

@@ -21,7 +21,7 @@ from clowder_aimage.oci import Reference
 
 @verb
 @reference_argument
-@click.argument("file", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("file", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--type", "artifact_type", metavar="MEDIA/TYPE", help="The type of the artifact.")
 @click.option(
     "--annotation",

@@ -33,11 +33,11 @@ def replay(picture: Path) -> int:
 
     pixels, facts = load_picture(picture)
     reference = _reference(picture, facts)
+    request = _request(picture, facts)
     _note_registry(picture, reference)
     stored = fetch_model(reference)
     dtype = facts.get("dtype")
-    model = load_model(stored, None if dtype is None else str(dtype))
-    request = _request(picture, facts)
+    model = load_model(stored, None if dtype is None else str(dtype), request)
     (rendered,) = render(model.generate(request), request)
     again = rendered.pixels
     if again.shape != pixels.shape:

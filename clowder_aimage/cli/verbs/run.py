@@ -150,8 +150,9 @@ def run(
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
-    _check(values)
-    order = _Order(values, _renderer(reference, dtype, local), _protocol(values["inline"]))
+    first = _check(values) | {"prompt": prompt or "", "n": values["count"]}
+    render = _renderer(reference, dtype, local, first)
+    order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
         return
@@ -205,6 +206,10 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
         if parameters["width"] is not None or parameters["height"] is not None:
             raise UsageError("--size cannot be combined with --width or --height")
         parameters["width"], parameters["height"] = values["size"]
+    from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
+
+    given = {name: value for name, value in parameters.items() if value is not None}
+    check_parameters(GenerateRequest("", **given, n=values["count"]))
     return parameters
 
 
@@ -275,8 +280,13 @@ class _Order:
             click.launch(str(path))
 
 
-def _renderer(reference: Reference, dtype: str | None, local: bool) -> _Render:
-    """Return the function that generates pictures: in a worker, or with a model loaded here."""
+def _renderer(
+    reference: Reference, dtype: str | None, local: bool, first: Mapping[str, Any]
+) -> _Render:
+    """Return the function that generates pictures: in a worker, or with a model loaded here.
+
+    ``first`` has the parameters of the first request, checked before the model is loaded here.
+    """
     but = (*_SETTABLE, "local")
     if not local and worker_host():
         refuse_options("omit it, or use --local to generate the picture in this process", but=but)
@@ -285,10 +295,10 @@ def _renderer(reference: Reference, dtype: str | None, local: bool) -> _Render:
     if not local and not local_options(*but) and (found := default_worker(reference)):
         place = f"worker at {found.endpoint}; --local generates in this process"
         return partial(_by_worker, found, reference, place)
-    return _here(reference, dtype)
+    return _here(reference, dtype, first)
 
 
-def _here(reference: Reference, dtype: str | None) -> _Render:
+def _here(reference: Reference, dtype: str | None, first: Mapping[str, Any]) -> _Render:
     """Return a function that generates pictures in this process; load the model."""
     try:
         stored = fetch_model(reference)
@@ -302,7 +312,7 @@ def _here(reference: Reference, dtype: str | None) -> _Render:
 
     weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
     remark(f"loading {size(weights)}")
-    model = load_model(stored, dtype)
+    model = load_model(stored, dtype, GenerateRequest.for_model(stored.aimage, **first))
 
     def generate(
         options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
@@ -330,11 +340,6 @@ def _by_worker(
     announce: Callable[[str], None],
 ) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in a worker."""
-    seed = options["seed"]
-    if not 1 <= count <= 1024:
-        raise UsageError(f"n must be a whole number from 1 to 1024, not {count}")
-    if not 0 <= seed <= (1 << 64) - count:
-        raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {seed}")
     yield from pictures(
         client,
         reference,
@@ -359,13 +364,13 @@ def fetch_model(reference: Reference) -> StoredAImage:
         return generate.fetch(layout, reference, connection, lease, on_event=progress.on_event)
 
 
-def load_model(stored: StoredAImage, dtype: str | None) -> RunnableModel:
-    """Load a model with all the memory of the machine."""
+def load_model(stored: StoredAImage, dtype: str | None, request: GenerateRequest) -> RunnableModel:
+    """Load a model with all the memory of the machine, for ``request`` and others."""
     from clowder_aimage import generate
     from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import KEEP, device_memory
 
-    model = generate.load(settings().layout, stored, dtype=dtype)
+    model = generate.load(settings().layout, stored, dtype=dtype, request=request)
     model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
     return model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clowder_aimage.cli.console.option import reference_argument, verb
+from clowder_aimage.cli.console.option import reference_argument, verb, verbose_option
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker
 from clowder_aimage.oci import Reference
@@ -10,6 +10,7 @@ from clowder_aimage.oci import Reference
 
 @verb
 @reference_argument
+@verbose_option
 def stop(reference: Reference) -> None:
     """Unload REF from a worker's memory; print its name.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from clowder_aimage.model.pipeline import (
     Image,
     PipelineEvent,
     Preview,
+    Sides,
     Step,
     check_request,
     downsample,
@@ -93,13 +95,19 @@ class ZImagePipeline:
         dtype: mx.Dtype,
         *,
         keep_quantized: bool | None = None,
+        request: GenerateRequest | None = None,
     ) -> ZImagePipeline:
         """Load every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
 
+        The sides of the first ``request`` are checked before any weights are read.
+
         Raises:
+            UsageError: The model does not support the sides.
             ModelError: Configurations or weights are invalid, or do not match each other.
             FormatError: A blob is invalid.
         """
+        if request is not None:
+            _check_sides(store, aimage, request)
         scheduler_file = "scheduler/scheduler_config.json"
         scheduler = FlowScheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
         tokenizer = Tokenizer.load(store, aimage)
@@ -133,21 +141,14 @@ class ZImagePipeline:
         self.budget.total = total or self.budget.total
 
     @property
-    def multiple(self) -> int:
-        """Return the number of pixels that both sides must be multiples of."""
-        return self.vae.config.scale * PATCH
+    def sides(self) -> Sides:
+        """Return the supported sides."""
+        return _sides(self.transformer.config, self.vae.config)
 
     def check(self, request: GenerateRequest) -> None:
         """Reject a request that this model does not support. Raises UsageError."""
-        _, rows, columns = self.transformer.config.axes_lens
-        check_request(
-            request,
-            multiple=self.multiple,
-            max_width=columns * self.multiple,
-            max_height=rows * self.multiple,
-            needs=lambda width, height: self.arrays(request, width, height),
-            limit=self.budget.arrays,
-        )
+        needs = partial(self.arrays, request)
+        check_request(request, self.sides, needs, self.budget.arrays)
 
     def arrays(self, request: GenerateRequest, width: int, height: int) -> Arrays:
         """Return the largest arrays of a picture: attention scores, full-size decoder layers."""
@@ -155,7 +156,7 @@ class ZImagePipeline:
         widths, config = self.vae.config.block_out_channels, self.transformer.config
         texts = [request.prompt, *([request.negative or ""] if request.guidance else [])]
         tokens = max(padded(len(self.tokens(text))) for text in texts)
-        image = padded(width * height // self.multiple**2)
+        image = padded(width * height // self.sides.multiple**2)
         numbers = scores(config.n_heads, config.head_dim, image + tokens)
         if self.vae.config.mid_block_add_attention:
             numbers = max(numbers, scores(1, widths[-1], cells))
@@ -212,7 +213,7 @@ class ZImagePipeline:
 
     def schedule(self, request: GenerateRequest) -> Schedule:
         """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
-        rows, columns = request.height // self.multiple, request.width // self.multiple
+        rows, columns = request.height // self.sides.multiple, request.width // self.sides.multiple
         return self.scheduler.schedule(request.steps, rows * columns, request.shift)
 
     def conditioning(self, request: GenerateRequest) -> Conditioning:
@@ -301,6 +302,19 @@ def _cached(cache: dict[str, T], text: str, make: Callable[[str], T]) -> T:
         del cache[next(iter(cache))]
     cache[text] = value
     return value
+
+
+def _sides(transformer: TransformerConfig, vae: VaeConfig) -> Sides:
+    multiple = vae.scale * PATCH
+    _, rows, columns = transformer.axes_lens
+    return Sides(multiple, columns * multiple, rows * multiple)
+
+
+def _check_sides(store: BlobFiles, aimage: AImage, request: GenerateRequest) -> None:
+    file = "transformer/config.json"
+    transformer = TransformerConfig.parse(file, read_object(store, aimage, file))
+    file = "vae/config.json"
+    _sides(transformer, VaeConfig.parse(file, read_object(store, aimage, file))).check(request)
 
 
 def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) -> None:
