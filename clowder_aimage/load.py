@@ -11,10 +11,16 @@ from typing import Any
 
 from clowder_aimage.content import CopyPlan, copy, plan_copy
 from clowder_aimage.content.fetch import check_space
-from clowder_aimage.content.graph import UNKNOWN, is_document, read_document, successors
-from clowder_aimage.content.store import Lease
+from clowder_aimage.content.graph import (
+    UNKNOWN,
+    document_of,
+    is_document,
+    read_document,
+    successors,
+)
+from clowder_aimage.content.store import Lease, bytes_body
 from clowder_aimage.content.tar_store import TarMember, TarStream
-from clowder_aimage.content.verified_reader import check_size, verify
+from clowder_aimage.content.verified_reader import check_size, read_all, verify
 from clowder_aimage.errors import (
     ContentError,
     FormatError,
@@ -182,26 +188,35 @@ class _Loader:
             raise FormatError(f"{digest} in {self.tar.name} has {member.size} bytes, over {limit}")
         try:
             check_size(content, member.size)
-            self._store(content, member)
+            raw = self._store(content, member)
         except VerificationError as error:
             raise VerificationError(
                 f"{self.tar.name} is damaged: {error.message}", hint="copy or save it again"
             ) from None
         if is_document(content):
-            self._expect(successors(read_document(self.layout, content)))
+            document = document_of(raw, content) if raw else read_document(self.layout, content)
+            self._expect(successors(document))
 
-    def _store(self, content: Descriptor, member: TarMember) -> None:
-        """Store a blob, or verify a repeated one. Raises VerificationError."""
+    def _store(self, content: Descriptor, member: TarMember) -> bytes | None:
+        """Store a blob, or verify a repeated one; return a new document's bytes.
+
+        Raises VerificationError.
+        """
         if content.digest in self.seen:
             verify(member.open(), content)
-            return
+            return None
         self.seen.add(content.digest)
         self.lease.add(content.digest)  # until it is named
         if self.layout.exists(content):
-            return
+            return None
         self._check_space(content)
-        self.layout.push(content, lambda _=0: member.open())
         self.stored.add(content.digest)
+        if is_document(content):  # reading it from the layout would commit it alone
+            raw = read_all(member.open(), content)
+            self.layout.push(content, bytes_body(raw))
+            return raw
+        self.layout.push(content, lambda _=0: member.open())
+        return None
 
     def _check_space(self, content: Descriptor) -> None:
         """Raise NoSpaceError if the remaining content, as far as it is known, does not fit."""

@@ -48,7 +48,11 @@ def read_document(source: Source, content: Descriptor) -> Manifest | Index:
     Raises NotFoundError, AccessError, or, for wrong or malformed bytes, VerificationError and
     FormatError.
     """
-    raw = read_all(source.open(content), content)
+    return document_of(read_all(source.open(content), content), content)
+
+
+def document_of(raw: bytes, content: Descriptor) -> Manifest | Index:
+    """Parse the bytes of a manifest or an index. Raises FormatError, which names its digest."""
     try:
         return parse_document(raw, content.media_type)
     except FormatError as error:

@@ -1,7 +1,7 @@
 """A reader of untrusted tar archives, in one pass.
 
 Headers are parsed by tarfile; their size is bounded here. Nothing is extracted by its path: a
-member is its header, and the bytes that follow it.
+member is its header, and the bytes that follow it. The number of members is bounded, too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import IO, cast
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import FormatError, StoreError
 
+MAX_MEMBERS = 100_000  # with directories
 _MAX_HEADER = 64 * 1024  # bytes of a member's header with all its extensions
 _ERRORS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 
@@ -28,6 +29,32 @@ def tar_header(name: str, **fields: object) -> bytes:
     for key, value in fields.items():
         setattr(info, key, value)
     return info.tobuf(tarfile.PAX_FORMAT, "ascii", "strict")
+
+
+def check_members(file: io.FileIO, name: str) -> None:
+    """Count the members from where ``file`` is, and return there, so that nothing is begun in vain.
+
+    Damaged ones are left to the reader that reaches them. Raises FormatError if there are too many,
+    StoreError.
+    """
+    count = 0
+
+    def skip(count: int) -> bool:
+        file.seek(count, io.SEEK_CUR)
+        return True
+
+    try:
+        start = file.tell()
+        reader = TarReader(lambda view: file.readinto(view) or 0, name, skip=skip)
+        try:
+            for count, _ in enumerate(reader.members(), 1):  # noqa: B007
+                pass
+        except FormatError:
+            if count >= MAX_MEMBERS:
+                raise
+        file.seek(start)
+    except OSError as error:
+        raise StoreError(f"cannot read {name}: {error.strerror or error}") from error
 
 
 class TarReader:
@@ -54,8 +81,10 @@ class TarReader:
     def members(self) -> Iterator[tarfile.TarInfo]:
         """Yield all entries; data after the end of the archive is not read.
 
-        Raises FormatError if the file is not a tar, is damaged, or is truncated.
+        Raises FormatError if the file is not a tar, is damaged, is truncated, or has more than
+        MAX_MEMBERS members.
         """
+        count = 0
         with self._errors("is not a tar archive"):
             tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
                 fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
@@ -67,6 +96,9 @@ class TarReader:
             if found is None:
                 break
             tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
+            count += 1
+            if count > MAX_MEMBERS:
+                raise FormatError(f"{self._name} has more than {MAX_MEMBERS} members")
             yield found
         if len(self._last) < tarfile.BLOCKSIZE:
             raise self._broken()

@@ -22,9 +22,16 @@ from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy import CopyPlan
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.store import LAYOUT_FILE, Body, Reader, Source, Target
-from clowder_aimage.content.tar import TarReader, tar_header
+from clowder_aimage.content.tar import MAX_MEMBERS, TarReader, check_members, tar_header
 from clowder_aimage.content.verified_reader import RawReader, VerifyingReader
-from clowder_aimage.errors import AImageError, FormatError, NoSpaceError, NotFoundError, StoreError
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NoSpaceError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -60,7 +67,7 @@ class TarTarget(Target):
     """A tar that is written in one pass, with the same bytes for the same content.
 
     The index and the documents of ``plan`` come first, parents before children, then the blobs in
-    the order of their digests.
+    the order of their digests. Raises UsageError for more members than a TarStream accepts.
     """
 
     def __init__(self, index: bytes, plan: CopyPlan) -> None:
@@ -76,6 +83,12 @@ class TarTarget(Target):
         ]
         digests = [*self._documents, *(blob.digest for blob in self._blobs)]
         directories = ["blobs", *sorted({f"blobs/{digest.algorithm}" for digest in digests})]
+        count = 2 + len(directories) + len(digests)
+        if count > MAX_MEMBERS:
+            raise UsageError(
+                f"the archive would have {count} members, over {MAX_MEMBERS}",
+                hint="write several archives",
+            )
         self._head = b"".join(
             [
                 _small_file("oci-layout", LAYOUT_FILE),
@@ -224,7 +237,8 @@ class TarStream:
     """The members of an untrusted archive, plain or compressed with gzip, read in one pass.
 
     ``file`` is unbuffered; ``on_read`` is called with the number of bytes read. Raises FormatError
-    for another compression, StoreError if the archive cannot be read.
+    for another compression, StoreError if the archive cannot be read; if it is a plain file, also
+    FormatError for too many members, before any is used. In others they are counted as they come.
     """
 
     def __init__(
@@ -247,6 +261,10 @@ class TarStream:
         skip = (lambda _: False) if self._is_packed else self._input.skip
         self._tar = TarReader(self._read, name, hint="copy or save it again", skip=skip)
         self._unpacked = 0  # bytes
+        if self.size and not self._is_packed:
+            file.seek(-len(front), os.SEEK_CUR)
+            check_members(file, name)
+            file.seek(len(front), os.SEEK_CUR)
 
     @property
     def size(self) -> int:

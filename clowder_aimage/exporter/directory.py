@@ -7,6 +7,7 @@ import errno
 import fcntl
 import io
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,15 +19,17 @@ from clowder_aimage.content.atomic_file import (
     flock,
     is_temporary,
     remove_leftovers,
+    sync_file_system,
     temporary_name,
     temporary_prefix,
 )
-from clowder_aimage.content.open_directory import OpenDirectory, resolve
+from clowder_aimage.content.open_directory import READ, OpenDirectory, resolve
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
 FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # before the umask is applied
 _INFIX = "export-"
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
+_LARGE = 16 * 1024 * 1024  # bytes of a file that is synced as soon as it is written
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 
 
@@ -39,7 +42,7 @@ def whole_directory(path: Path) -> Iterator[OpenDirectory]:
 
     A missing directory is filled under a temporary name and renamed. An existing empty directory
     is kept, since it may be a mount or a working directory: its contents are written to a temporary
-    directory inside it, and moved up at the end.
+    directory inside it, and moved up at the end. All files are durable before that.
 
     Raises:
         UsageError: ``path`` is a file, a directory that is not empty, or has no parent.
@@ -59,6 +62,7 @@ def whole_directory(path: Path) -> Iterator[OpenDirectory]:
             remove_leftovers(place, temporary, prefix, OpenDirectory.remove_tree)
             yield made
             with faults(path):
+                _sync(made)
                 try:
                     if is_there:
                         _move_up(place, made)
@@ -119,6 +123,18 @@ def _occupied(path: Path) -> UsageError:
     )
 
 
+def _sync(made: OpenDirectory) -> None:
+    """Make all files below a directory durable, together if possible. Raises OSError."""
+    if sync_file_system(made.fd):
+        return
+    for _, _, names, fd in os.fwalk(dir_fd=made.fd, follow_symlinks=False):
+        for name in names:
+            if not stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
+                with open(os.open(name, READ, dir_fd=fd), "rb", 0) as file:
+                    os.fsync(file.fileno())
+        os.fsync(fd)
+
+
 def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
     """Move the contents of ``temporary`` into ``final``, its parent: all of it, or nothing."""
     if final.names() != [temporary.path.name]:
@@ -137,14 +153,15 @@ def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
 
 @contextmanager
 def new_file(root: OpenDirectory, name: str, mode: int = FILE_MODE) -> Iterator[int]:
-    """Yield the descriptor of a new file below ``root``, which is synced at the end.
+    """Yield the descriptor of a new file below ``root``. Raises OSError.
 
-    Raises OSError.
+    A large one is synced at the end, the others together by ``whole_directory``.
     """
     fd = root.create(name, mode)
     try:
         yield fd
-        os.fsync(fd)
+        if os.fstat(fd).st_size >= _LARGE:
+            os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.decompress import MAX_PLAIN, open_decompressed
+from clowder_aimage.content.decompress import MAX_PLAIN, compression_of, open_decompressed
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import Reader
+from clowder_aimage.content.tar import check_members
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
 from clowder_aimage.exporter.directory import (
@@ -102,9 +103,8 @@ class ExportWriter:
         for layer in self._plan.tars:  # sequential: their contents are unknown until they are read
             self._untar(layer, room - self._size)
         with faults(self._path):
-            for name in self._plan.made:
-                with os.fdopen(self._root.open(name), "rb") as file:
-                    os.fsync(file.fileno())
+            for name in self._plan.made:  # another user may have replaced a directory by a link
+                os.close(self._root.open(name))
         return ExportedFiles(self._files, self._size, self._ways)
 
     def _linkable(self) -> set[Descriptor]:
@@ -220,11 +220,16 @@ class ExportWriter:
 
     def _untar(self, layer: Layer, room: int) -> None:
         limit = room if layer.content is None else layer.content.size
+        name = f"layer {layer.name}"
+        blob = layer.descriptor
+        if self._blobs.is_there(blob) and not compression_of(blob.media_type):
+            with faults(self._path), self._blobs.path(blob).open("rb", 0) as file:
+                check_members(file, name)
         with (
             open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
-            tar = TarExtractor(source, f"layer {layer.name}", self._root, self._plan.names, room)
+            tar = TarExtractor(source, name, self._root, self._plan.names, room)
             tar.run()
         self._on_written(layer.descriptor.size)
         self._files += tar.files

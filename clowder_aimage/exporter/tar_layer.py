@@ -21,7 +21,6 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.directory import DIRECTORY_MODE, FILE_MODE, new_file
 from clowder_aimage.exporter.file_name import FileNames
 
-MAX_MEMBERS = 100_000
 _TARGET = 1023  # bytes in a link target on every system
 _PROGRAM = 0o755
 
@@ -52,9 +51,7 @@ class TarExtractor:
             OSError: It cannot be written.
         """
         self._names.fold()
-        for count, member in enumerate(self._tar.members()):
-            if count >= MAX_MEMBERS:
-                raise FormatError(f"{self._layer} has more than {MAX_MEMBERS} members")
+        for member in self._tar.members():
             self._unpack(member)
         while self._source.readinto(self._buffer):  # to verify its digest
             pass

@@ -6,14 +6,13 @@ kept locked in their ingests until the file system is synchronised once and all 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from clowder_aimage.content.atomic_file import sync_file_system
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import PRIVATE, store_errors
 from clowder_aimage.oci import Digest
@@ -106,22 +105,12 @@ class GroupCommit:
 
 def _synchronise(root: Path, blobs: list[PendingCommit]) -> None:
     """Make all files durable, with one call for several files if possible."""
-    syncfs = _syncfs() if len(blobs) > 1 else None
-    if syncfs is None:
-        for blob in blobs:
-            blob.synchronise()
-        return
-    fd = os.open(root / PRIVATE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if syncfs(fd) != 0:
-            error = ctypes.get_errno()
-            raise OSError(error, os.strerror(error), str(root))
-    finally:
-        os.close(fd)
-
-
-def _syncfs() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL(None, use_errno=True).syncfs
-    except (OSError, AttributeError):
-        return None
+    is_done = False
+    if len(blobs) > 1:
+        fd = os.open(root / PRIVATE, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            is_done = sync_file_system(fd)
+        finally:
+            os.close(fd)
+    for blob in [] if is_done else blobs:
+        blob.synchronise()

@@ -316,9 +316,9 @@ class Layer:
         io.open = builtins.open = wrapped
 
     def _wrap_syncfs(self) -> None:
-        from clowder_aimage.layout import group_commit
+        from clowder_aimage.content import atomic_file
 
-        found = group_commit._syncfs()
+        found = atomic_file._syncfs()
         if found is None:
             return
 
@@ -331,7 +331,7 @@ class Layer:
                 ctypes.set_errno(error.errno or 0)
                 return -1
 
-        group_commit._syncfs = lambda: wrapped
+        atomic_file._syncfs = lambda: wrapped
 
 
 # -- processes

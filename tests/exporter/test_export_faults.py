@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gzip
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.content import bytes_body, open_directory
+from clowder_aimage.content import atomic_file, bytes_body, open_directory
 from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import (
@@ -181,7 +182,6 @@ class Full:
         ("write", 1, True),
         ("write", 3, False),
         ("ftruncate", 0, True),
-        ("fsync", 1, False),
     ],
 )
 def test_full_disk_leaves_nothing(
@@ -201,6 +201,47 @@ def test_full_disk_leaves_nothing(
         assert not is_there or list(full.out.iterdir()) == []
     else:
         assert disk.left >= 0, "the fault was not heard"
+
+
+@pytest.mark.parametrize("has_syncfs", [True, False])
+def test_small_files_are_synced_together_before_the_directory_has_its_name(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, has_syncfs: bool
+) -> None:
+    artifact.add_tar(*((f"d{n % 3}/{n}", b"%d" % n) for n in range(30)))
+    artifact.finish()
+    synced: list[tuple[int, set[str]]] = []
+    fsync = os.fsync
+
+    def sync(fd: int) -> int:
+        (made,) = artifact.home.glob(".out.export-*")
+        synced.append((os.fstat(fd).st_ino, set(files_in(made))))
+        fsync(fd)
+        return 0
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(atomic_file, "_syncfs", lambda: sync if has_syncfs else None)
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenDirectory, "sync", lambda _: None)  # of the parent, at the end
+        artifact.export()
+    names = {path.relative_to(artifact.out).as_posix(): path for path in artifact.out.rglob("*")}
+    paths = [artifact.out] if has_syncfs else [artifact.out, *names.values()]
+    files = {name for name, path in names.items() if path.is_file()}
+    assert len(files) == 30
+    assert sorted(number for number, _ in synced) == sorted(p.stat().st_ino for p in paths)
+    assert all(found == files for _, found in synced)
+
+
+def test_files_that_cannot_be_synced_are_removed(
+    full: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(atomic_file, "_syncfs", lambda: fail)
+    with pytest.raises(NoSpaceError):
+        full.export()
+    full.check_nothing_left()
 
 
 @pytest.mark.parametrize("name", ["make", "rename"])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import bytes_body, tar
+from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import FormatError, VerificationError
-from clowder_aimage.exporter import tar_layer as untar
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Descriptor, mediatype
 from tests.content.artifact import manifest
@@ -348,9 +348,24 @@ def test_an_endless_header_takes_no_memory(artifact: Artifact) -> None:
     artifact.check_nothing_left()
 
 
-def test_too_many_members_are_refused(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untar, "MAX_MEMBERS", 3)
-    refused(artifact, *((str(n), b"") for n in range(4)), said="more than 3 members")
+@pytest.mark.parametrize("packed", [True, False])
+def test_too_many_members_are_refused(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    created: list[str] = []
+    real = OpenDirectory.create
+
+    def create(root: OpenDirectory, name: str, mode: int = 0) -> int:
+        created.append(name)
+        return real(root, name, mode)
+
+    monkeypatch.setattr(tar, "MAX_MEMBERS", 3)
+    monkeypatch.setattr(OpenDirectory, "create", create)
+    artifact.add_tar(*((str(n), b"x" * 600) for n in range(4)), packed=packed)
+    with pytest.raises(FormatError, match="layer kit has more than 3 members"):
+        artifact.finish().export()
+    artifact.check_nothing_left()
+    assert not {"0", "1", "2"} & set(created) or packed  # a plain one is counted before
 
 
 def test_a_tar_bomb_is_refused(artifact: Artifact) -> None:

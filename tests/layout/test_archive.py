@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import bytes_body, tar_store
 from clowder_aimage.content.atomic_file import atomic_file
 from clowder_aimage.content.tar import tar_header
 from clowder_aimage.errors import (
@@ -197,6 +197,15 @@ def test_save_reports_a_missing_blob(here: ImageLayout, file: Path) -> None:
     with pytest.raises(NotFoundError, match=str(made.layers[0].digest)):
         save(here, names("x"), file)
     assert not file.exists()
+
+
+def test_save_writes_no_archive_that_load_would_refuse(
+    here: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact.put_artifact(here, "x")
+    monkeypatch.setattr(tar_store, "MAX_MEMBERS", 5)
+    with pytest.raises(UsageError, match="would have 6 members, over 5"):
+        save(here, names("x"), file)
 
 
 @pytest.mark.parametrize("data", [b"2", b"22", b""])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.content import tar_store
+from clowder_aimage.content import tar, tar_store
 from clowder_aimage.errors import (
     ContentError,
     FormatError,
@@ -25,7 +25,8 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout import ImageLayout, group_commit
+from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.load import LoadResult, load
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from tests.content import artifact
@@ -426,6 +427,36 @@ def test_load_bounds_headers(layout: ImageLayout, file: Path) -> None:
     block = entry("x", tarfile.XHDTYPE, size=0).tobuf(tarfile.USTAR_FORMAT)
     file.write_bytes(block * 10_000)
     assert_refused(layout, FormatError, "header of more than", lambda: load(layout, file))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_load_counts_members_before_it_stores_any(
+    layout: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    data = tar_of(*reversed(GOOD))
+    file.write_bytes(gzip.compress(data) if is_packed else data)
+    monkeypatch.setattr(tar, "MAX_MEMBERS", len(GOOD) - 1)
+    with pytest.raises(FormatError, match=f"has more than {len(GOOD) - 1} members"):
+        load(layout, file)
+    assert list(layout.tags()) == unfinished(layout) == []
+    assert is_packed or kept(layout) == set()  # a packed one is counted as it is read
+    monkeypatch.setattr(tar, "MAX_MEMBERS", len(GOOD))
+    assert len(load(layout, file).names) == 1
+
+
+def test_load_commits_small_blobs_and_manifests_together(
+    layout: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [artifact.manifest(artifact.blob(CONFIG), [artifact.blob(b"%d" % n)]) for n in range(20)]
+    listed = artifact.index([each.descriptor for each in made])
+    calls: list[int] = []
+    monkeypatch.setattr(group_commit, "sync_file_system", lambda fd: calls.append(fd) or True)
+    monkeypatch.setattr(FileIngest, "synchronise", lambda _: calls.append(-1))
+    layers = [blob(b"%d" % n) for n in range(20)]
+    documents = [blob(each.raw) for each in [listed, *made]]
+    load_all(layout, file, LAYOUT, index((listed, called("x"))), *documents, *layers, blob(CONFIG))
+    assert len(calls) == 1
+    assert len(kept(layout)) == 42
 
 
 def test_load_refuses_a_damaged_header(layout: ImageLayout, file: Path) -> None:
