@@ -7,7 +7,6 @@ Python's also matches before a last line feed. And 7.0 is not an integer, as in 
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -188,6 +187,8 @@ def _message(error: ValidationError) -> str:
 
 def unknown(key: str, known: Iterable[str]) -> str:
     """Return the message for a key that is not ``known``, with the nearest that is."""
+    import difflib
+
     close = difflib.get_close_matches(key, known, n=1)
     return f"unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 

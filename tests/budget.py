@@ -5,19 +5,19 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (0016, 0017, 0021), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (4_630, 97),
+    ".": (4_660, 97),
     "api": (2_470, 95),
-    "cli": (7_000, 93),
-    "content": (2_670, 97),
+    "cli": (7_020, 93),
+    "content": (2_750, 97),
     "dialect": (1_500, 98),
     "distribution": (2_180, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (2_920, 88),
-    "exporter": (1_330, 97),
+    "engine": (2_950, 88),
+    "exporter": (1_340, 97),
     "formats": (3_050, 97),
     "http": (1_680, 87),
     "importer": (2_690, 98),
     "layout": (3_000, 96),
-    "model": (3_840, 96),
+    "model": (3_880, 96),
     "node": (3_470, 94),
     "oci": (670, 99),
     "registry": (3_470, 97),

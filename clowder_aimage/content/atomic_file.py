@@ -7,12 +7,10 @@ Data is written to a temporary file beside the final one, which is synced and re
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,7 +97,7 @@ def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> N
 
 def temporary_name(path: Path, infix: str = "") -> str:
     """Return a new name for a temporary file of ``path``."""
-    return f"{temporary_prefix(path, infix)}{secrets.token_hex(8)}"
+    return f"{temporary_prefix(path, infix)}{os.urandom(8).hex()}"
 
 
 def temporary_prefix(path: Path, infix: str = "") -> str:
@@ -171,6 +169,8 @@ def sync_file_system(fd: int) -> bool:
 
     A disk takes as long to synchronise one small file as a hundred. Raises OSError.
     """
+    import ctypes
+
     syncfs = _syncfs()
     if syncfs is not None and syncfs(fd) != 0:
         error = ctypes.get_errno()
@@ -179,6 +179,8 @@ def sync_file_system(fd: int) -> bool:
 
 
 def _syncfs() -> Callable[[int], int] | None:
+    import ctypes  # many verbs write no files
+
     try:
         return ctypes.CDLL(None, use_errno=True).syncfs
     except (OSError, AttributeError):

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import io
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -154,6 +153,8 @@ class OpenDirectory:
         for _ in range(_TRIES):
             for name in (names := self.names()):
                 self.remove(name)
+                import shutil
+
                 shutil.rmtree(name, ignore_errors=True, dir_fd=self.fd)  # if it is a directory
             if not names:
                 return

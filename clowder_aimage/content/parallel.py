@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.telemetry import bound
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 _GRACE = 1.0  # seconds that running calls get to end after a failure
 
@@ -26,6 +29,8 @@ def in_parallel(
     If a call raises, or on an interrupt, ``stop`` is called, the other calls get a short time to
     end, and the first error is raised. A thread that still waits for the network is left running.
     """
+    from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
     errors: list[BaseException] = []
 
     def run(call: Callable[[], None]) -> None:

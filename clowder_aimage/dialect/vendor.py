@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 from clowder_aimage.dialect.aimage import Layer
@@ -124,6 +123,8 @@ def read_count(fact: object) -> int | None:
     match = _COUNT.fullmatch(fact.strip()) if isinstance(fact, str) else None
     if match is None or ("." in match[1] and not match[2]):
         return None
+    from decimal import Decimal  # a tenth of the time of 'ls' without it
+
     count = int(Decimal(match[1]) * _SCALES[match[2].lower()])
     return count if count <= _MAX_COUNT else None
 

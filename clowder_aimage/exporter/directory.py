@@ -130,7 +130,7 @@ def _sync(made: OpenDirectory) -> None:
     for _, _, names, fd in os.fwalk(dir_fd=made.fd, follow_symlinks=False):
         for name in names:
             if not stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
-                with open(os.open(name, READ, dir_fd=fd), "rb", 0) as file:
+                with os.fdopen(os.open(name, READ, dir_fd=fd), "rb", 0) as file:
                     os.fsync(file.fileno())
         os.fsync(fd)
 

@@ -7,15 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.graph import walk
 from clowder_aimage.content.store import ContentStore
-from clowder_aimage.dialect.selection import listed
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
+
+if TYPE_CHECKING:
+    from clowder_aimage.layout.stored_aimage import StoredAImage
 
 MAX_AGE = 300.0  # seconds that a result is cached: the fingerprint does not reveal a damaged blob
 
@@ -111,6 +112,8 @@ def describe_missing(stored: StoredAImage, found: Completeness) -> str:
 
     Files at the top are named, components counted, in the manifest's order.
     """
+    from clowder_aimage.dialect.selection import listed
+
     missing = {blob.digest for blob in found.missing}
     parts = ["its config"] if stored.manifest.config.digest in missing else []
     counts: dict[str, tuple[int, int]] = {}

@@ -6,14 +6,16 @@ It saves a copy, evicts no pages that a running model has mapped, and overlaps w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from clowder_aimage.content.buffer import PAGE
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
@@ -68,6 +70,10 @@ class DirectFile:
         """Wait for pending writes and close the file."""
         with self._lock:
             self._is_usable = False
+            if not self._under_way and self._fd < 0:
+                return
+            from concurrent.futures import wait
+
             wait(list(self._under_way))
             fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -77,10 +83,14 @@ class DirectFile:
 
 @functools.cache
 def _writers() -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor
+
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="aimage-write")
 
 
 def _is_aligned(view: memoryview) -> bool:
+    import ctypes
+
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
     except TypeError:  # read-only: not an aligned buffer

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import stat
 import threading
 from itertools import chain
@@ -73,7 +72,7 @@ class FileIngest:
         self._hashing = threading.Lock()
         self._syncing = threading.Lock()
         check_own(root, "ingest")
-        name = key if expected else f"{key[:80]}.{secrets.token_hex(8)}"
+        name = key if expected else f"{key[:80]}.{os.urandom(8).hex()}"
         self._path = os.path.join(root, _DIRECTORY, name)  # a str: thousands of Paths are slow
         self._journal = Path(f"{self._path}.journal")
         self._direct = DirectFile(self._path)
@@ -134,7 +133,7 @@ class FileIngest:
 
     def _open_alone(self) -> int:
         """Open a file that no other process can find: without locks, two could write into one."""
-        self._path += f".{secrets.token_hex(8)}"
+        self._path += f".{os.urandom(8).hex()}"
         self._direct = DirectFile(self._path)
         self._is_journaled = False
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -420,7 +419,7 @@ class LinkedBlob:
     def __init__(self, root: Path, path: Path, content: Descriptor) -> None:
         """Link the file. Raises VerificationError; OSError, also if it must be copied."""
         self._root, self._final = root, blob_path(root, content)
-        self._name = f"{content.digest.encoded[:80]}.{secrets.token_hex(8)}"
+        self._name = f"{content.digest.encoded[:80]}.{os.urandom(8).hex()}"
         with (
             OpenDirectory(make_directory(root, PRIVATE)) as directory,
             directory.link_from(path, self._name) as file,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shutil
 import stat
 import threading
 import time
@@ -281,7 +280,8 @@ class ImageLayout(ContentStore):
         """Return the bytes available to unprivileged users on the store's file system."""
         place = next(one for one in (self.root, *self.root.parents) if one.exists())
         with store_errors(self.root):
-            return shutil.disk_usage(place).free
+            found = os.statvfs(place)
+            return found.f_bavail * found.f_frsize
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if not self.exists(content):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -42,7 +41,7 @@ class FileLease(Lease):
 
     def __init__(self, root: Path, digests: Iterable[Digest] = ()) -> None:
         self._root = root
-        self._path = root / PRIVATE / _DIRECTORY / secrets.token_hex(12)
+        self._path = root / PRIVATE / _DIRECTORY / os.urandom(12).hex()
         self._fd = -1
         self._held: set[Digest] = set()
         self._lock = threading.Lock()

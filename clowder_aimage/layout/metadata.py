@@ -18,7 +18,6 @@ from typing import Any
 from clowder_aimage.content.atomic_file import atomic_file, sync_directory, write_all
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.dialect import detect
 from clowder_aimage.errors import AImageError, FormatError, StoreError
 from clowder_aimage.layout.lock import (
     PRIVATE,
@@ -28,7 +27,6 @@ from clowder_aimage.layout.lock import (
     share,
     store_errors,
 )
-from clowder_aimage.layout.stored_aimage import interpret
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 
 _MAX_SIZE = 1024 * 1024
@@ -147,6 +145,9 @@ def remember(
     root: Path, store: ContentStore, descriptor: Descriptor, manifest: Manifest
 ) -> dict[str, Any]:
     """Store the summary of a manifest, if possible. Raises FormatError: it is not an AImage."""
+    from clowder_aimage.dialect import detect
+    from clowder_aimage.layout.stored_aimage import interpret
+
     size = sum(blob.size for blob in manifest.children)
     value = _UNKNOWN | {"size": size, "kind": detect(manifest).name}
     with contextlib.suppress(AImageError, OSError):  # the config is missing or malformed

@@ -338,6 +338,7 @@ def test_replay_says_which_registry_is_asked(aimage: Callable[..., Aimage]) -> N
     here, pixels = aimage(), np.zeros((16, 16, 3), np.uint8)
     with ScriptedRegistry(lambda _: Answer(404)).running() as registry:
         facts = {"reference": f"{registry.host}/x:v1", "digest": f"sha256:{'0' * 64}"}
+        facts["prompt"] = "a fox"
         (here.home / "x.png").write_bytes(encode_picture(pixels, facts))
         done = here("replay", "x.png", code=3)
     assert f"x.png names the registry {registry.host}, which is asked for the model" in done.err

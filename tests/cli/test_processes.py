@@ -21,7 +21,7 @@ CALLS = {
     "tags": ("x", 2),
     "attach": ("x file", 2),
     "referrers": ("x", 2),
-    "run": ("x prompt --steps 0", 3),
+    "run": ("x prompt --steps 0", 2),
     "replay": ("x.png", 3),
     "ls": ("", 0),
     "show": ("x", 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,22 @@ def test_store_verbs_import_no_heavy_modules(stocked: Callable[[], Aimage]) -> N
         modules = imported("--store", store, *arguments)
         assert "clowder_aimage.layout.layout" in modules
         assert not {m for m in modules if m.partition(".")[0] in HEAVY}
+
+
+def test_a_listing_imports_no_module_that_it_has_no_use_for(
+    stocked: Callable[[], Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = stocked()
+    for name in [name for name in os.environ if name.startswith("AIMAGE_")]:
+        monkeypatch.delenv(name)  # those of these tests are looked up in the schema
+    here("ls")  # it stores what it shows of each model
+    modules = imported("--store", str(here.store), "ls")
+    unused = {
+        *("concurrent.futures", "ctypes", "decimal", "difflib", "http.client", "logging"),
+        *("secrets", "shutil", "socket", "subprocess", "tempfile"),
+        *("clowder_aimage.dialect", "clowder_aimage.registry", "clowder_aimage.schema"),
+    }
+    assert modules & unused == set()
 
 
 @pytest.mark.integration

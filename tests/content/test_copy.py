@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clowder_aimage.content import Overlay, bytes_body, copy, parallel
+from clowder_aimage.content import Overlay, bytes_body, copy
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -274,7 +274,7 @@ def test_an_interrupt_stops_the_copy_between_two_reads() -> None:
         def resolve(self, reference: Reference, /) -> Descriptor:
             return source.resolve(reference)
 
-    waits = []
+    waits, waits_for = [], concurrent.futures.wait
 
     def wait(futures: Iterable[Future[Any]], **options: Any) -> Any:
         waits.append(options)
@@ -282,10 +282,10 @@ def test_an_interrupt_stops_the_copy_between_two_reads() -> None:
             reading.wait(10)
             raise KeyboardInterrupt
         left.set()
-        return concurrent.futures.wait(futures, **options)
+        return waits_for(futures, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "wait", wait)
+        patch.setattr(concurrent.futures, "wait", wait)
         with pytest.raises(KeyboardInterrupt):
             copy(Slow(), NAME, target, concurrency=2)
     assert len(waits) == 2

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 from concurrent.futures import wait
 from typing import NoReturn
 
 import pytest
 
-from clowder_aimage.content import parallel
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.errors import NetworkError
 
@@ -16,7 +16,7 @@ from clowder_aimage.errors import NetworkError
 def test_no_call_starts_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the waiting thread notices late."""
     stopped, begun = threading.Event(), []
-    monkeypatch.setattr(parallel, "wait", lambda futures, **_: wait(futures, timeout=10))
+    monkeypatch.setattr(concurrent.futures, "wait", lambda futures, **_: wait(futures, timeout=10))
 
     def fail() -> NoReturn:
         raise NetworkError("gone")

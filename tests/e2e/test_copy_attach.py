@@ -286,7 +286,7 @@ def test_invalid_arguments_of_copy_and_attach(
     here("attach", f"{repository}:v1", "x", "--type", SBOM, code=3)
     here("attach", f"{repository}:v1", "x", code=2)
     here("attach", f"{repository}:v1", "--type", SBOM, code=2)
-    here("attach", f"{repository}:v1", "nothing", "--type", SBOM, code=2)
+    here("attach", f"{repository}:v1", "nothing", "--type", SBOM, code=3)
     assert "media type" in here("attach", repository, "x", "--type", "sbom", code=2).err
     done = here("attach", repository, "x", "--type", SBOM, "--annotation", "k", code=2)
     assert "KEY=VALUE" in done.err

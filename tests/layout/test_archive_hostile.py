@@ -450,10 +450,15 @@ def test_load_commits_small_blobs_and_manifests_together(
     made = [artifact.manifest(artifact.blob(CONFIG), [artifact.blob(b"%d" % n)]) for n in range(20)]
     listed = artifact.index([each.descriptor for each in made])
     calls: list[int] = []
-    monkeypatch.setattr(group_commit, "sync_file_system", lambda fd: calls.append(fd) or True)
+
+    def synchronise(fd: int) -> bool:
+        calls.append(fd)
+        return True
+
+    monkeypatch.setattr(group_commit, "sync_file_system", synchronise)
     monkeypatch.setattr(FileIngest, "synchronise", lambda _: calls.append(-1))
     layers = [blob(b"%d" % n) for n in range(20)]
-    documents = [blob(each.raw) for each in [listed, *made]]
+    documents = [blob(listed.raw), *(blob(each.raw) for each in made)]
     load_all(layout, file, LAYOUT, index((listed, called("x"))), *documents, *layers, blob(CONFIG))
     assert len(calls) == 1
     assert len(kept(layout)) == 42

@@ -32,7 +32,7 @@ SMALL = GenerateRequest("a fox", 32, 32, 2)
     ("changes", "message"),
     [
         ({"width": 40}, "width must be a multiple of 16 pixels, not 40"),
-        ({"height": -16}, "height must be a multiple of 16"),
+        ({"height": -16}, "height must be a whole number of pixels above 0"),
         ({"width": True}, "width must be"),
         ({"width": 8208}, "width must be at most 8192 pixels"),
         ({"steps": 1001}, "steps must be a whole number from 1 to 1000"),

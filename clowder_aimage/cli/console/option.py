@@ -220,6 +220,13 @@ daemon_connection_options = options(
     _connection("--ca-file", type=_pem_file, help="Trust the certificates in this PEM file."),
 )
 
+remote_option = click.option(
+    "--remote",
+    is_flag=True,
+    is_eager=True,
+    help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
+)
+
 verbose_option = _shared(
     "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
 )

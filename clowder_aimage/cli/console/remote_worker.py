@@ -35,13 +35,6 @@ _MAGIC = {"png": _PNG, "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 _PROBE = 0.3  # seconds for a worker that nobody asked for
 _FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
-remote_option = click.option(
-    "--remote",
-    is_flag=True,
-    is_eager=True,
-    help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
-)
-
 
 def worker() -> WorkerClient:
     """Return a client of the worker in AIMAGE_HOST, else of the default worker.

@@ -12,7 +12,13 @@ from typing import Any
 
 import click
 
-from clowder_aimage.cli.console.option import complete_name, parsed, settings, verb
+from clowder_aimage.cli.console.option import (
+    complete_name,
+    parsed,
+    remote_option,
+    settings,
+    verb,
+)
 from clowder_aimage.cli.console.output import (
     is_quiet,
     plural,
@@ -21,13 +27,6 @@ from clowder_aimage.cli.console.output import (
     size,
     table_of,
     wants_json,
-)
-from clowder_aimage.cli.console.remote_worker import (
-    detail_of,
-    models,
-    refuse_options,
-    remote_option,
-    worker,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
@@ -123,6 +122,8 @@ def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool
 
 
 def _remote_rows() -> Iterator[dict[str, Any]]:
+    from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
+
     hint = "omit --remote to list a store on this machine"
     refuse_options(hint, but=("filters", "no_trunc"))
     for model in models(worker(), "/api/tags"):

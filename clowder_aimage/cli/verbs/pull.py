@@ -13,6 +13,7 @@ import click
 from clowder_aimage.cli.console.option import (
     parsed,
     references_argument,
+    remote_option,
     settings,
     transfer_options,
     verb,
@@ -23,7 +24,6 @@ from clowder_aimage.cli.console.remote_worker import (
     StepBar,
     models,
     refuse_options,
-    remote_option,
     worker,
 )
 from clowder_aimage.content import Rate

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import click
 
-from clowder_aimage.cli.console.option import settings, verb
+from clowder_aimage.cli.console.option import remote_option, settings, verb
 from clowder_aimage.cli.console.output import is_quiet, plural, remark, result, size
-from clowder_aimage.cli.console.remote_worker import models, refuse_options, remote_option, worker
+from clowder_aimage.cli.console.remote_worker import models, refuse_options, worker
 from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
