@@ -201,6 +201,7 @@ async def accepting(
     idle, stalled = IdleTimeout(clock), WriteTimeout(clock)
     app.middlewares.insert(0, idle.middleware)
     defaults: dict[str, Any] = {
+        "auto_decompress": False,  # bodies with a Content-Encoding are refused
         "handler_cancellation": True,  # a disconnected client cancels its request
         "shutdown_timeout": LINGER,
         "lingering_time": LINGER,  # for the rest of a rejected body

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 
 from clowder_aimage.api.service import Service
@@ -17,7 +18,7 @@ from clowder_aimage.engine.admission import StoppedError
 from clowder_aimage.engine.backoff import TIME, again
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
-from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.http.background import aside
 from clowder_aimage.layout.completeness import CompletenessCache
 from clowder_aimage.node import model_transition as after
@@ -144,10 +145,11 @@ class Reconciler:
         try:
             return await run_io(self._read, model)
         except AImageError as error:
-            if error.message != model.state.reason:
+            shown = _without_path(error).message
+            if shown != model.state.reason:
                 facts = {"model": model.spec.name, "reason": error.message}
                 _log.warning("cannot read the store", extra=facts)
-            return partial(after.unreadable, reason=error.message)
+            return partial(after.unreadable, reason=shown)
         except Exception:
             model.apply(partial(after.unreadable, reason=CRASHED), self._clock())
             raise
@@ -223,4 +225,13 @@ class Reconciler:
         delay = again(error, model.state.attempts + 1, chance, model.spec.refresh).delay
         facts = {"model": model.spec.name, "reason": error.message, "again": delay}
         _log.warning("pull failed", extra=facts)
-        return partial(after.failed, event=Failure(error, free, needed, began, root), chance=chance)
+        event = Failure(_without_path(error), free, needed, began, root)
+        return partial(after.failed, event=event, chance=chance)
+
+
+def _without_path(error: AImageError) -> AImageError:
+    """Return an error for the status, which callers read: messages about the store have paths."""
+    if isinstance(error, StoreError):
+        error = copy(error)
+        error.message = "cannot access the store; see the node's log"
+    return error

@@ -198,9 +198,11 @@ def test_an_unreadable_store_is_checked_again(
         publisher.refuse(lambda passed: True, 503)
         bench.node.look_again()
         with monkeypatch.context() as broken:
-            broken.setattr(bench.store, "read", lambda _: fail(StoreError("too many open files")))
+            error = StoreError("cannot read /srv/store: too many open files")
+            broken.setattr(bench.store, "read", lambda _: fail(error))
             await bench.turn(11.0)
             missing = bench.node.missing()
+            assert "/srv" not in str(bench.node.models())
         await bench.turn(11.0)
         return missing == names, bench.node.missing()
 

@@ -94,6 +94,7 @@ async def test_an_invalid_index_is_a_store_failure(tmp_path: Path, publisher: Pu
         await bench.turn(11.0)
         state, code, after = here(bench)
         assert (state, code) == ("waiting", "store_failed") and after
+        assert bench.model()["reason"] == "cannot access the store; see the node's log"
         assert seconds(bench.model()) <= 10.0 and bench.node.missing() == [ref]
     index.write_bytes(good)
     await bench.turn(11.0)

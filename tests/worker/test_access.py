@@ -485,15 +485,12 @@ def test_an_endless_body_is_refused(worker: LocalWorker) -> None:
     assert worker.get("/healthz") == {"status": "ok"}
 
 
-def test_a_compressed_body_is_not_decompressed_without_limit(
-    worker: LocalWorker, loop_blocks: list[str]
-) -> None:
+def test_a_compressed_body_is_not_decompressed(worker: LocalWorker) -> None:
     import gzip
 
     body = gzip.compress(b"0" * (64 << 20))
     head = request(
         "POST", "/nothing", "Content-Encoding: gzip", f"Content-Length: {len(body)}", body=body
     )
-    assert raw(worker, head).split()[1] in (b"400", b"413", b"415")
+    assert raw(worker, head).split()[1] == b"415"
     assert worker.get("/healthz") == {"status": "ok"}
-    loop_blocks.clear()  # it is unpacked up to the limit, in a fraction of a second

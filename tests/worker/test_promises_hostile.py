@@ -165,7 +165,7 @@ CODINGS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate"
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-def test_every_route_refuses_a_decompression_bomb(served: Any, coding: str) -> None:
+def test_every_route_refuses_coded_bodies(served: Any, coding: str) -> None:
     """CVE-2024-12886, in the direction of requests."""
     bomb = CODINGS[coding](b" " * (2 << 20))
     assert len(bomb) < 1 << 14
@@ -174,7 +174,7 @@ def test_every_route_refuses_a_decompression_bomb(served: Any, coding: str) -> N
     routes += [("POST", "/v1/images/generations"), ("POST", "/v1/node/retry"), ("POST", "/x")]
     asked = [(method, path, bomb) for method, path in routes]
     for one, (status, body, _) in zip(asked, served(*asked, Content_Encoding=coding), strict=True):
-        assert status == 413, (one[:2], status, body)
+        assert status == 415, (one[:2], status, body)
 
 
 def wrong_manifest(bad: str) -> bytes:
@@ -342,8 +342,8 @@ def test_a_registry_refuses_ambiguous_or_invalid_manifests(
     coding = "gzip" if raw.startswith(b"\x1f\x8b") else "identity"
     asked: list[Asked] = [("PUT", "/v2/a/b/manifests/t", raw), ("GET", "/v2/a/b/tags/list", None)]
     put, listed = spoken(app, asked, Content_Type=kind, Content_Encoding=coding)
-    assert put[0] in ((400, 413) if coding == "gzip" else (400,)), put
-    assert json.loads(put[1])["errors"][0]["code"] == "MANIFEST_INVALID", put
+    code = (415, "UNKNOWN") if coding == "gzip" else (400, "MANIFEST_INVALID")
+    assert (put[0], json.loads(put[1])["errors"][0]["code"]) == code, put
     assert listed[0] == 404
 
 
