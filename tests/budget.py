@@ -15,7 +15,7 @@ PACKAGES = {
     "exporter": (1_340, 97),
     "formats": (3_050, 97),
     "http": (1_690, 87),
-    "importer": (2_690, 98),
+    "importer": (2_720, 98),
     "layout": (3_000, 96),
     "model": (3_880, 96),
     "node": (3_490, 94),

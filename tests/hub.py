@@ -33,6 +33,8 @@ class Hub:
     private: set[str] = field(default_factory=set)  # everything needs the token
     token: str = "hf_right"
     status: int = 0  # the answer to every request, if set
+    is_slow: bool = False  # bodies arrive byte by byte, until the hub ends
+    is_over: threading.Event = field(default_factory=threading.Event)
     requests: list[str] = field(default_factory=list)
     agents: set[str] = field(default_factory=set)
 
@@ -130,9 +132,14 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command != "HEAD":
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        with contextlib.suppress(OSError):
+            for at in range(len(body)) if self.hub.is_slow else ():
+                self.wfile.write(body[at : at + 1])
+                if self.hub.is_over.wait(0.02):
+                    return
+            self.wfile.write(b"" if self.hub.is_slow else body)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -150,6 +157,7 @@ def serving_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.is_over.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -10,15 +10,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import queue
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from clowder_aimage.errors import (
@@ -46,6 +49,8 @@ _LONG = re.compile(
     rf"(?:@(?P<revision>{_REVISION})|/(?:tree|blob|resolve)/(?P<shown>{_REVISION}))?"
     r"(?:/(?P<file>[^?#]+?))?/?(?:\?[^#]*)?"
 )
+_BASE, _RATE = 120.0, 64 * 1024  # seconds for any request, bytes per second of files, at least
+_T = TypeVar("_T")
 _HUB = "https://huggingface.co"
 _NOT_MODELS = ("datasets/", "spaces/", "collections/", "docs/")
 _COMMIT = re.compile(r"[0-9a-f]{6,64}")
@@ -275,9 +280,9 @@ class _Fetch:
     def run(self, on_plan: Callable[[HubModel], None], on_done: Callable[[int], None]) -> HubModel:
         name, cache = self._name, cache_directory()
         with _reported(name):
-            info = self._hub.HfApi(**self._options).model_info(
-                name.repository, revision=name.revision, files_metadata=True
-            )
+            api = self._hub.HfApi(**self._options)
+            ask = partial(api.model_info, name.repository, revision=name.revision)
+            info = _within(0, partial(ask, files_metadata=True))
             sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
             snapshot = _home(name) / "snapshots" / info.sha
             chosen = _chosen(name, self._form, set(sizes), lambda file: self._read(file, info.sha))
@@ -287,7 +292,8 @@ class _Fetch:
             _check_room(plan, cache)
             if missing:
                 on_plan(plan)
-            found = self._hub.snapshot_download(
+            fetch = partial(
+                self._hub.snapshot_download,
                 name.repository,
                 revision=name.revision,
                 cache_dir=cache,
@@ -295,10 +301,12 @@ class _Fetch:
                 tqdm_class=_counter(on_done, size),
                 **self._options,
             )
+            found = _within(size, fetch)
         return replace(plan, commit=Path(found).name, snapshot=Path(found))
 
     def _read(self, file: str, commit: str) -> bytes:
-        path = self._hub.hf_hub_download(
+        fetch = partial(
+            self._hub.hf_hub_download,
             self._name.repository,
             file,
             revision=commit,
@@ -306,7 +314,32 @@ class _Fetch:
             tqdm_class=_counter(lambda _: None, 0),
             **self._options,
         )
-        return Path(path).read_bytes()
+        return Path(_within(model_tree.MAX_JSON, fetch)).read_bytes()
+
+
+def _within(size: int, call: Callable[[], _T]) -> _T:
+    """Return or raise what a call of the library does, in the time for ``size`` bytes.
+
+    The library limits each read alone. A call that takes longer is left behind in its thread.
+    Raises NetworkError.
+    """
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((call(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    threading.Thread(target=run, name="aimage-hub", daemon=True).start()
+    seconds = _BASE + size / _RATE
+    try:
+        value, error = done.get(timeout=seconds)
+    except queue.Empty:
+        raise NetworkError(f"{_THE_HUB} does not answer in time ({seconds:.0f} s)") from None
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
 
 
 def _counter(on_done: Callable[[int], None], size: int) -> type[Any]:

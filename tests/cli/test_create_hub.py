@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from clowder_aimage.importer import hub_model
 from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
@@ -335,6 +336,17 @@ def test_the_hub_answers_with_an_error(
     done = here("create", "x", NAME, code=code)
     assert f"{status}" in done.err
     assert NAME in done.err
+
+
+def test_a_hub_that_drips_is_given_up(
+    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add(NAME, tiny)
+    hub.is_slow = True
+    monkeypatch.setattr(hub_model, "_BASE", 0.2)
+    done = here("create", "x", NAME, code=1)
+    assert "the Hugging Face hub does not answer in time (0 s)" in done.err
+    hub.is_over.set()
 
 
 def test_no_network(here: Aimage) -> None:
