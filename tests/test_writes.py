@@ -29,6 +29,8 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in FLAGS:
             yield node.lineno, node.attr
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, name) for name in _hidden(node))
         if not isinstance(node, ast.Call):
             continue
         function = node.func
@@ -52,6 +54,15 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             writing = any(isinstance(x, ast.Constant) and _writes(x.value) for x in mode)
             if writing and not is_nowhere:
                 yield node.lineno, plain
+
+
+def _hidden(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yield the imports under which a call would not be seen by its name."""
+    for one in node.names:
+        module = getattr(node, "module", None)
+        known = {"os": OS | FLAGS | {"open"}, "shutil": SHUTIL}.get(module or "", set())
+        if (module is None and one.name in ("os", "shutil") and one.asname) or one.name in known:
+            yield f"import {one.name}"
 
 
 def _writes(mode: object) -> bool:
@@ -78,7 +89,8 @@ open(p, "w"); open(p, mode="xb"); p.open("a"); p.write_text("x"); p.write_bytes(
 os.link(a, b); os.symlink(a, b); os.rename(a, b); os.replace(a, b); p.rename(q); p.replace(q)
 os.open(p, os.O_CREAT); shutil.copy(a, b); shutil.move(a, b); shutil.rmtree(a); io.FileIO(p, "r+")
 tempfile.mkdtemp(); TemporaryDirectory()
+import os as o; import shutil as s; from os import link; from shutil import copy as c
 open(p); open(p, "rb"); p.open(); p.open("rb"); "a".replace("b", "c"); os.open(p, os.O_RDONLY)
 """
     lines = [line for line, _ in writes(ast.parse(source))]
-    assert [lines.count(n) for n in range(2, 7)] == [6, 6, 5, 2, 0]
+    assert [lines.count(n) for n in range(2, 8)] == [6, 6, 5, 2, 4, 0]
