@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content.chunk import LOOK, PLENTY, BlobTransfer
+from clowder_aimage.content.chunk import (
+    LARGEST_PART,
+    LOOK,
+    PLENTY,
+    SMALL,
+    SMALLEST_PART,
+    BlobTransfer,
+    Chunk,
+)
 from clowder_aimage.oci import Descriptor, Digest
 from tests.memory_store import MemoryIngest
 
@@ -80,3 +88,74 @@ def test_a_blob_without_ranges_is_never_joined(blob: BlobTransfer, clock: list[f
     blob.began(ranges=False)
     clock[0] += 60
     assert not blob.may_be_joined
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds", "come", "is_worth"),
+    [
+        (2 * SMALLEST_PART, 1.0, 0, True),
+        (2 * SMALLEST_PART - 1, 1.0, 0, False),  # one of the halves would be too small
+        (2 * SMALLEST_PART, 0.5, 0, True),
+        (2 * SMALLEST_PART, 0.49, 0, False),  # the speed is not known yet
+        (8 * SMALLEST_PART, 1.0, 15 * SMALLEST_PART, True),
+        (8 * SMALLEST_PART, 1.0, 16 * SMALLEST_PART, False),  # it arrives in half a second
+        (8 * SMALLEST_PART, 2.0, 16 * SMALLEST_PART, True),
+    ],
+)
+def test_a_part_is_shared_if_its_rest_takes_long(
+    left: int, seconds: float, come: int, is_worth: bool, clock: list[float]
+) -> None:
+    part = Chunk(100, 100 + come + left)
+    part.at += come
+    clock[0] += seconds
+    assert part.is_worth_sharing is is_worth
+
+
+@pytest.mark.parametrize(
+    ("size", "alignment", "middle"),
+    [
+        (10 * SMALLEST_PART, 1, 5 * SMALLEST_PART),
+        (9 * SMALLEST_PART + 3, 1, 5 * SMALLEST_PART + 3),  # whole parts from the end
+        (9 * SMALLEST_PART + 3, SMALLEST_PART, 6 * SMALLEST_PART),
+        (3 * SMALLEST_PART, 1, 2 * SMALLEST_PART),
+    ],
+)
+def test_a_part_is_split_in_halves(size: int, alignment: int, middle: int) -> None:
+    part = Chunk(0, size, alignment)
+    other = part.split()
+    assert [(each.start, each.at, each.end) for each in (part, other)] == [
+        (0, 0, middle),
+        (middle, middle, size),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "sharing", "serial", "first"),
+    [
+        (SIZE, 3, False, LARGEST_PART),
+        (SIZE, 1, False, SIZE),
+        (SIZE, 3, True, SIZE),  # the server ignores ranges
+        (SMALL, 3, False, SMALL),
+        (SMALL + 1, 3, False, SMALLEST_PART),
+        (64 * SMALLEST_PART, 4, False, 8 * SMALLEST_PART),  # half of a fair share
+        (71 * SMALLEST_PART, 4, False, 8 * SMALLEST_PART),
+    ],
+)
+def test_the_first_part_is_half_a_fair_share(
+    size: int, sharing: int, serial: bool, first: int, clock: list[float]
+) -> None:
+    class Sized(MemoryIngest):
+        def missing(self) -> list[Any]:
+            return [(0, size)]
+
+    content = Descriptor("x/y", Digest("sha256", "ab" * 32), size)
+    blob = BlobTransfer(content, Sized({}, None))
+    blob.serial = serial
+    part = blob.claim(sharing)
+    assert part is not None
+    assert (part.start, part.end) == (0, first)
+    assert blob.left == size
+    part.at += 5
+    blob.release(part)
+    assert blob.unclaimed[0] == (5, first)
+    assert blob.left == size - 5

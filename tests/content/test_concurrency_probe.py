@@ -40,10 +40,16 @@ def test_connections_are_not_added_to_a_full_link(limit: int) -> None:
     assert max(seen) == min(limit, 2 * START)  # another connection was tried
 
 
-def test_unthrottled_connections_are_not_increased() -> None:
-    width, seen, _ = run(16, lambda n: n * 500 * MIB)
+@pytest.mark.parametrize("rate", [256.5, 500])
+def test_unthrottled_connections_are_not_increased(rate: float) -> None:
+    width, seen, _ = run(16, lambda n: n * rate * MIB)
     assert max(seen) == START
     assert width.settled
+
+
+def test_connections_below_the_speed_of_the_hash_are_increased() -> None:
+    width, _, _ = run(16, lambda n: n * 255.5 * MIB)
+    assert width.value == 16
 
 
 def test_six_connections_that_fill_the_link_are_kept() -> None:
@@ -51,7 +57,7 @@ def test_six_connections_that_fill_the_link_are_kept() -> None:
     assert 4 <= width.value <= 6
 
 
-@pytest.mark.parametrize("limit", [1, 3])
-def test_a_small_budget_limits_the_connections(limit: int) -> None:
+@pytest.mark.parametrize(("limit", "value", "settled"), [(1, 1, True), (3, 3, True), (4, 3, False)])
+def test_a_small_budget_limits_the_connections(limit: int, value: int, settled: bool) -> None:
     width = ConcurrencyProbe(limit)
-    assert (width.value, width.settled) == (limit, True)
+    assert (width.value, width.settled) == (value, settled)
