@@ -11,7 +11,7 @@ PACKAGES = {
     "content": (2_750, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (2_950, 88),
+    "engine": (2_960, 88),
     "exporter": (1_340, 97),
     "formats": (3_050, 97),
     "http": (1_690, 87),

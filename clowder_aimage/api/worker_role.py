@@ -44,7 +44,9 @@ class WorkerRole(Role):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        async with beside(self._expire(), preload(self._service.transfers, self._service.wanted)):
+        service = self._service
+        fetching = preload(service.store, service.transfers, service.wanted)
+        async with beside(self._expire(), fetching):
             yield
 
     async def ready(self) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.event import PullingEvent
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
@@ -63,9 +64,15 @@ async def fetch(
     emit(PullingEvent(transfer.total, transfer.total))
 
 
-async def preload(transfers: TransferQueue, names: Sequence[str]) -> None:
-    """Fetch models until all are in the store; log failures."""
+async def preload(store: ImageLayout, transfers: TransferQueue, names: Sequence[str]) -> None:
+    """Fetch models until all are in the store; log failures, and those that no registry has."""
     references = [Reference.parse(name) for name in dict.fromkeys(names)]
+    for local in [one for one in references if one.registry is None]:
+        try:
+            await run_io(find, store, local)
+        except AImageError as error:
+            reason = f"{error.message}; {error.hint}" if error.hint else error.message
+            _log.warning("wanted model missing", extra={"model": str(local), "reason": reason})
     await asyncio.gather(*(_preload(transfers, one) for one in references if one.registry))
 
 
