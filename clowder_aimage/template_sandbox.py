@@ -39,6 +39,7 @@ from jinja2.visitor import NodeTransformer
 _MAX_SOURCE = 48 << 10  # characters of a template
 _MAX_BITS = 1024  # of a number
 _MAX_ARGUMENT = 1 << 16  # numbers that are widths, counts, digits
+_LARGE = 1 << 14  # characters or elements
 _MAX_STRIPPED = 100  # characters that are stripped from a text
 _FILTERS = frozenset(
     "abs batch capitalize center count d default dictsort filesizeformat first float groupby int"
@@ -171,7 +172,16 @@ class _Meter:
         if self._steps < 0:
             raise _LimitError(f"it exceeds {self._limits.steps} steps")
         self._calls += 1  # reading the clock takes longer than most steps
-        if self._calls % 64 == 1 and time.thread_time() > self._end:
+        if self._calls % 64 == 1:
+            self._look()
+
+    def weigh(self, operands: Iterable[Any]) -> None:
+        """Look at the clock before an operation that may take long by itself."""
+        if any(isinstance(each, Sized) and len(each) > _LARGE for each in operands):
+            self._look()
+
+    def _look(self) -> None:
+        if time.thread_time() > self._end:
             raise _LimitError(f"it takes longer than {self._limits.seconds:g} seconds")
 
     def require(self, length: int, name: str) -> None:
@@ -306,6 +316,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         __self.meter.step()
         if isinstance(owner, str):
+            __self.meter.weigh((owner, *args))
             _check_numbers(name, (*args, *kwargs.values()))
             if name == "join":
                 return __self._join(__context, args[0], owner)
@@ -322,6 +333,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         def charged(context: Context, *args: Any, **kwargs: Any) -> Any:
             if name not in ("d", "default", "_admit", "_concat"):
                 _check_numbers(name, (*args[1:], *kwargs.values()))
+            self.meter.weigh(args)
             first = {"context": context, "environment": self, "eval_context": context.eval_ctx}
             passed = (first[kind], *args) if kind else args
             return self.meter.admit(function(*passed, **kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from itertools import product
+from itertools import count, product
 
 import pytest
 
@@ -131,3 +131,15 @@ def test_ordinary_templates() -> None:
     assert render(template) == (
         '1b,2b 16 FOX [(\'a\', [1])]<1><2!> b    |007 bbbbbbbbb a&lt;b {"a": 2, "b": 1} 512'
     )
+
+
+def test_the_clock_is_read_before_each_operation_on_a_large_operand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reads = count()
+    monkeypatch.setattr("time.thread_time", lambda: next(reads))
+    seconds = TemplateLimits(seconds=2)
+    small = "{% set a = 'x' * 999 %}{{ a | title }}{{ a.title() }}{{ a | title }}"
+    assert len(render(small, seconds)) == 3 * 999
+    with pytest.raises(RenderError, match="takes longer than 2 seconds"):
+        render(small.replace("999", "99999"), seconds)

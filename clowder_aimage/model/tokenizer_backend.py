@@ -25,8 +25,12 @@ from clowder_aimage.tensor.config_fields import parse_object
 
 _SECONDS = 1.5
 _MAX_TEXT = 1 << 20  # characters of a normalized text
-_MAX_TOKEN = 1024  # characters of an added token
-_MAX_PIECES = 64  # of a post-processor's template
+_MAX_TOKEN = 1024  # characters of an added token or of a pattern
+_MAX_ADDED = 1 << 19  # characters of all added tokens
+_MAX_AFFIX = 64  # characters of what a model writes in place of others or beside them
+_MAX_PIECES = 64  # tokens that a post-processor adds
+_MAX_COMPONENTS = 64
+_ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 # Characters that a normalizer makes of one at most (Unicode, UAX #15, "Maximum Expansion Factor")
 _GROWTH = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "ByteLevel": 4}
 _GROWTH["BertNormalizer"] = 12
@@ -62,10 +66,9 @@ class TokenizerBackend:
             ModelError: It is malformed, or its components may grow a text too much.
         """
         value = parse_object("tokenizer.json", text.encode(), MAX_JSON)
+        _check_components(value)
         growth = _growth(value.get("normalizer"))
         _check_tokens([token["content"] for token in value.get("added_tokens") or ()], growth)
-        if _pieces(value.get("post_processor")) > _MAX_PIECES:
-            raise ModelError(f"the tokenizer's template has more than {_MAX_PIECES} pieces")
         with _quiet("the tokenizer cannot be read"):
             backend = tokenizers.Tokenizer.from_str(text)
         return cls(backend, growth, added)
@@ -157,10 +160,63 @@ def _quiet(failure: str, is_private: bool = False) -> Iterator[None]:
 
 
 def _check_tokens(contents: Iterable[str], growth: int) -> None:
+    total = 0
     for content in contents:
-        if len(content) > _MAX_TOKEN:
-            raise ModelError(f"an added token exceeds {_MAX_TOKEN} characters")
+        total += len(content) + 16  # an empty one takes time too
+        if len(content) > _MAX_TOKEN or total > _MAX_ADDED:
+            raise ModelError(f"an added token exceeds {_MAX_TOKEN} characters, or all {_MAX_ADDED}")
         _check_length(len(content), growth)
+
+
+def _check_components(value: dict[str, Any]) -> None:
+    """Refuse what takes long to compile, repeats the text, or adds many tokens or long ones."""
+    parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+    nodes = [part for name in parts for part in _components(value.get(name))]
+    if len(nodes) > _MAX_COMPONENTS:
+        raise ModelError(f"the tokenizer has more than {_MAX_COMPONENTS} components")
+    for node in nodes:
+        pattern = node.get("pattern")
+        if isinstance(pattern, dict) and len(pattern.get("Regex", "")) > _MAX_TOKEN:
+            raise ModelError(f"a pattern of the tokenizer exceeds {_MAX_TOKEN} characters")
+    model = value.get("model") or {}
+    for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
+        if len(model.get(name) or "") > _MAX_AFFIX:
+            raise ModelError(f"the tokenizer's {name} exceeds {_MAX_AFFIX} characters")
+    splits = _components(value.get("pre_tokenizer"))
+    if [node.get("type") for node in splits].count("ByteLevel") > 1:
+        raise ModelError("the tokenizer writes bytes of bytes as text")
+    adding = [node for node in nodes if node.get("type") in _ADDING]
+    if len(adding) > 1:
+        raise ModelError("the tokenizer has several post-processors that add tokens")
+    for node in adding:
+        _check_template(node)
+
+
+def _components(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield a component with all in it."""
+    if isinstance(part, dict):
+        yield part
+        for kind in ("normalizers", "pretokenizers", "processors", "decoders"):
+            for each in part.get(kind) or ():
+                yield from _components(each)
+
+
+def _check_template(node: dict[str, Any]) -> None:
+    """Refuse a template that repeats the text, whose parts beyond the limit would multiply."""
+    tokens = node.get("special_tokens") or {}
+    texts = [text for token in tokens.values() for text in token["tokens"]]
+    texts += [node[name][0] for name in ("sep", "cls") if name in node]
+    _check_tokens(texts, 1)
+    count = repeated = 0
+    for piece in node.get("single") or ():
+        if "Sequence" in piece:
+            repeated += 1
+        else:
+            count += len(tokens[piece["SpecialToken"]["id"]]["ids"])
+    if repeated > 1:
+        raise ModelError("the tokenizer's template repeats the text")
+    if count > _MAX_PIECES:
+        raise ModelError(f"the tokenizer's template adds more than {_MAX_PIECES} tokens")
 
 
 def _check_length(length: int, growth: int) -> None:
@@ -186,11 +242,3 @@ def _growth(normalizer: Any) -> int:
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         return max(1, *map(len, texts))
     return _GROWTH.get(kind or "", 1)
-
-
-def _pieces(processor: Any) -> int:
-    """Return the number of pieces that a post-processor assembles."""
-    if not isinstance(processor, dict):
-        return 0
-    parts = processor.get("processors") or ()
-    return len(processor.get("single") or ()) + sum(map(_pieces, parts))

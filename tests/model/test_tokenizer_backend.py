@@ -15,6 +15,8 @@ from tests.conftest import TINY
 
 BASE = json.loads((TINY / "tokenizer" / "tokenizer.json").read_text())
 PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+SPECIAL = {"SpecialToken": {"id": "s", "type_id": 0}}
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}
 ADDED = {
     "single_word": False,
     "lstrip": False,
@@ -35,8 +37,14 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 GROWING = replace({"String": "a"}, "a" * 99)
 
 
-def template(*single: object) -> dict[str, Any]:
-    fields = {"single": single, "pair": [], "special_tokens": {}}
+def split(pattern: str) -> dict[str, Any]:
+    fields = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"type": "Split", **fields}
+
+
+def template(*single: object, ids: int = 1, text: str = "s") -> dict[str, Any]:
+    token = {"id": "s", "ids": [1] * ids, "tokens": [text] * ids}
+    fields = {"single": single, "pair": [], "special_tokens": {"s": token}}
     return {"post_processor": {"type": "TemplateProcessing", **fields}}
 
 
@@ -46,14 +54,7 @@ def template(*single: object) -> dict[str, Any]:
         {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
         template({"Sequence": {"id": "B", "type_id": 0}}),
         {"normalizer": replace({"String": ""}, "x")},
-        {
-            "pre_tokenizer": {
-                "type": "Split",
-                "pattern": {"Regex": "(a+)+$"},
-                "behavior": "Isolated",
-                "invert": False,
-            }
-        },
+        {"pre_tokenizer": split("(a+)+$")},
     ],
 )
 def test_a_panic_is_an_error_that_does_not_quote(
@@ -82,8 +83,45 @@ def test_a_panic_is_an_error_that_does_not_quote(
         ),
         ({"normalizer": replace({"Regex": "b*"}, "a" * 99999)}, "may make more than"),
         ({"normalizer": {"type": "Prepend", "prepend": "a" * 99999}}, "may make more than"),
-        (template(*[PIECE] * 100), "more than 64 pieces"),
+        (template(PIECE, PIECE), "repeats the text"),
+        (template(PIECE, *[SPECIAL] * 33, ids=2), "adds more than 64 tokens"),
+        (template(PIECE, SPECIAL, text="a" * 9999), "an added token exceeds"),
+        (
+            {
+                "post_processor": {
+                    "type": "Sequence",
+                    "processors": [
+                        {"type": "BertProcessing", "sep": ["s", 1], "cls": ["c", 2]},
+                        {"type": "BertProcessing", "sep": ["s", 1], "cls": ["c", 2]},
+                    ],
+                }
+            },
+            "several post-processors",
+        ),
+        (
+            {
+                "post_processor": {
+                    "type": "RobertaProcessing",
+                    "sep": ["s" * 9999, 1],
+                    "cls": ["c", 2],
+                    "trim_offsets": True,
+                    "add_prefix_space": True,
+                }
+            },
+            "an added token exceeds",
+        ),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 2}}, "bytes of bytes"),
+        ({"pre_tokenizer": split(r"\p{L}" * 999)}, "a pattern of the tokenizer exceeds"),
+        (
+            {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 99}},
+            "more than 64 components",
+        ),
+        ({"model": BASE["model"] | {"unk_token": "U" * 99}}, "unk_token exceeds"),
         ({"added_tokens": [{"id": 9, "content": "a" * 9999, **ADDED}]}, "an added token exceeds"),
+        (
+            {"added_tokens": [{"id": n, "content": f"{n}", **ADDED} for n in range(40_000)]},
+            "an added token exceeds",
+        ),
     ],
 )
 def test_what_would_grow_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -110,3 +148,4 @@ def test_normalizers_of_other_models_are_accepted() -> None:
     steps = [{"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁"), {"type": "NFKC"}]
     fields = {"normalizer": {"type": "Sequence", "normalizers": steps}}
     assert backend(**fields).encode("a fox" * 999)
+    assert backend(**template(SPECIAL, PIECE, SPECIAL)).encode("a fox")[0] == 1
