@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -70,6 +70,17 @@ class SharedTransfer:
     def is_queued(self) -> bool:
         """Return whether it waits for other transfers beyond the initial delay."""
         return not self.is_begun and time.monotonic() - self.begun > 1.0
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Count a user while the context lasts."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
+            if not self.users and not self.is_kept and not self.is_begun:
+                self.stop()
 
     @property
     def completed(self) -> int:

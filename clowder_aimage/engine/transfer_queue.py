@@ -173,19 +173,14 @@ class TransferQueue:
             found.number = next(self._numbers)
             self._known[key] = found
             found.result.add_done_callback(lambda _: self._ended(key, found))
-        found.users += 1
         found.urgency = min(found.urgency, urgency)
         found.priority = max(found.priority, priority)
-        if urgency == INTERACTIVE:
-            self._turn()
-        else:
-            asyncio.get_running_loop().call_later(self._settle, self._turn)
-        try:
+        with found.used():
+            if urgency == INTERACTIVE:
+                self._turn()
+            else:
+                asyncio.get_running_loop().call_later(self._settle, self._turn)
             yield found
-        finally:
-            found.users -= 1
-            if not found.users and not found.is_kept and not found.is_begun:
-                found.stop()
 
     def _check_places(self, reference: Reference) -> None:
         interactive = [one for one in self._known.values() if one.urgency == INTERACTIVE]

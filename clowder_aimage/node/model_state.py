@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -154,6 +155,7 @@ class ModelStatus:
         self.state = ModelState(spec, spec.reference)
         self.changed = datetime.now(UTC)
         self.transfer: SharedTransfer | None = None
+        self.handover = ExitStack()  # keeps the transfer of a cancelled task for the next one
         self.version = 0  # incremented when the store must be read again
         self._lease: FileLease | None = None
         self._leased: Digest | None = None

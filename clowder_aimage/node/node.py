@@ -215,10 +215,16 @@ class Node:
             self._followed_at = self._clock()
         for name in [name for name in self._models if name not in specs]:
             self._cancel(name)
-            await run_locking(self._models.pop(name).close)
+            model = self._models.pop(name)
+            model.handover.close()
+            await run_locking(model.close)
         for name, spec in specs.items():
             model = self._models.setdefault(name, ModelStatus(spec))
             if model.spec != spec:
+                if model.spec.components != spec.components:
+                    model.handover.close()
+                elif model.transfer is not None:
+                    model.handover.enter_context(model.transfer.used())
                 self._cancel(name)
             model.apply(partial(specified, spec=spec), self._clock())
 
@@ -234,6 +240,7 @@ class Node:
         def ended(task: asyncio.Task[None]) -> None:
             if self._tasks.get(name) is task:
                 del self._tasks[name]
+                model.handover.close()
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.error("cannot reconcile a model", extra={"model": name}, exc_info=error)
                 model.apply(crashed, self._clock())

@@ -197,6 +197,7 @@ class Reconciler:
                 priority=spec.priority,
             ) as transfer:
                 model.transfer = transfer
+                model.handover.close()
                 try:
                     root = await transfer.end()
                 finally:

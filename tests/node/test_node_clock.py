@@ -190,6 +190,30 @@ def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(
     node.aimage("verify")
 
 
+def test_a_pull_goes_on_between_a_change_and_the_next_turn(
+    tmp_path: Path, publisher: Publisher
+) -> None:
+    ref = publisher.publish("a", "b", size=400_000)
+    publisher.proxy.hold = 500_000
+
+    async def play() -> None:
+        bench = Bench(tmp_path, want(ref, priority=1))
+        first = asyncio.create_task(bench.turn())
+        await asyncio.to_thread(publisher.proxy.wait_until, publisher.proxy.is_holding)
+        (pull,) = bench.node._service.transfers.pulls()
+        for priority in (5, 9):
+            bench.want(want(ref, priority=priority))
+            await bench.node.begin()
+            await first  # its task is cancelled
+        publisher.proxy.release()
+        await pull.end()
+        await bench.turn()
+        assert bench.model()["state"] == "present" and not pull.users
+        assert publisher.blobs() == 3  # the config and two layers
+
+    asyncio.run(play())
+
+
 @pytest.mark.integration
 def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(
     node: LiveNode, publisher: Publisher
