@@ -5,7 +5,7 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (0016, 0017, 0021), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (4_660, 97),
+    ".": (4_670, 97),
     "api": (2_470, 95),
     "cli": (7_020, 93),
     "content": (2_750, 97),
@@ -17,7 +17,7 @@ PACKAGES = {
     "http": (1_690, 87),
     "importer": (2_720, 98),
     "layout": (3_000, 96),
-    "model": (3_880, 96),
+    "model": (3_930, 96),
     "node": (3_490, 94),
     "oci": (670, 99),
     "registry": (3_480, 97),
