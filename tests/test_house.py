@@ -167,6 +167,27 @@ def test_what_strangers_write_goes_through_one_place() -> None:
             "template_sandbox.py"
         },
         r"^(import|from) tokenizers": {"model/tokenizer_backend.py"},
+        # Documents of strangers are read by strict_json.py; others read what this program wrote,
+        # or are named with a reason
+        r"json\.loads?\(|JSONDecoder\(|from json import": {
+            "api/health.py",
+            "cli/console/installation.py",
+            "engine/frame.py",
+            "layout/digest_scan.py",  # looks for digests only
+            "registry/docker_config.py",  # the user's
+            "schema.py",
+            "strict_json.py",
+            "tensor/header.py",  # strict, with limits of its own
+            "validate.py",  # after strict_json.py, for the place of an error
+        },
+        r"urlopen\(|ClientSession\(|HTTPS?Connection\(|PoolManager\(|create_connection\(": {
+            "registry/peer.py",
+            "registry/transport.py",  # with deadlines
+        },
+        r"basicConfig|StreamHandler|FileHandler|print_exc": {
+            "engine/process.py",  # one line each, to the worker's log
+            "http/log.py",  # the filter
+        },
         r"click\.s?echo\(|\bprint\(|stdout\.write": {
             "cli/console/output.py",
             "cli/console/progress.py",  # messages, printable

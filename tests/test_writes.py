@@ -14,7 +14,7 @@ OS = {"link", "symlink", "rename", "renames", "replace", "mkfifo", "mknod", "tru
 FLAGS = {"O_CREAT", "O_TRUNC"}
 SHUTIL = {"copy", "copy2", "copyfile", "copytree", "move", "rmtree", "unpack_archive"}
 METHODS = {"write_text", "write_bytes", "symlink_to", "hardlink_to", "touch", "extractall"}
-TEMPORARY = {"mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile"}
+TEMPORARY = {"mkdtemp", "mkstemp", "mktemp", "TemporaryDirectory", "NamedTemporaryFile"}
 # Modules, and why they may
 EXCEPTIONS = {
     "content/open_directory.py": "the module that does it",
@@ -47,21 +47,32 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
         elif name in ("rename", "replace") and len(node.args) == 1 and not node.keywords:
             if not of.endswith(("progress", "bar")):
                 yield node.lineno, plain  # of a Path; str.replace has two arguments
-        elif plain in ("open", "io.open", "io.FileIO", "FileIO") or name == "open":
-            mode = node.args[0 if name == "open" and of != "io" else 1 :][:1]
-            mode += [word.value for word in node.keywords if word.arg == "mode"]
-            is_nowhere = "devnull" in ast.unparse(node)
-            writing = any(isinstance(x, ast.Constant) and _writes(x.value) for x in mode)
-            if writing and not is_nowhere:
-                yield node.lineno, plain
+        elif _opens(node, plain, name, of):
+            yield node.lineno, plain
+
+
+def _opens(node: ast.Call, plain: str, name: str, of: str) -> bool:
+    """Return whether the call opens a file for writing."""
+    text = ast.unparse(node)
+    if plain == "os.open":  # a file that a link leads to
+        is_safe = any(word in text for word in ("O_NOFOLLOW", "os.devnull", "'/dev/tty'"))
+        return ("O_WRONLY" in text or "O_RDWR" in text) and not is_safe
+    if plain not in ("open", "io.open", "io.FileIO", "FileIO") and name != "open":
+        return False
+    mode = node.args[0 if name == "open" and of != "io" else 1 : 2]
+    mode += [word.value for word in node.keywords if word.arg == "mode"]
+    is_writing = any(isinstance(x, ast.Constant) and _writes(x.value) for x in mode)
+    return is_writing and "devnull" not in text
 
 
 def _hidden(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
     """Yield the imports under which a call would not be seen by its name."""
     for one in node.names:
         module = getattr(node, "module", None)
-        known = {"os": OS | FLAGS | {"open"}, "shutil": SHUTIL}.get(module or "", set())
-        if (module is None and one.name in ("os", "shutil") and one.asname) or one.name in known:
+        known = {"os": OS | FLAGS | {"open"}, "shutil": SHUTIL}
+        known |= {"io": {"open", "FileIO"}, "tarfile": {"open"}, "tempfile": TEMPORARY}
+        names = known.get(module or "", set())
+        if (module is None and one.name in known and one.asname) or one.name in names:
             yield f"import {one.name}"
 
 
@@ -90,7 +101,8 @@ os.link(a, b); os.symlink(a, b); os.rename(a, b); os.replace(a, b); p.rename(q);
 os.open(p, os.O_CREAT); shutil.copy(a, b); shutil.move(a, b); shutil.rmtree(a); io.FileIO(p, "r+")
 tempfile.mkdtemp(); TemporaryDirectory()
 import os as o; import shutil as s; from os import link; from shutil import copy as c
+import tempfile as t; from io import FileIO as F; tarfile.open(p, "w"); os.open(p, os.O_RDWR)
 open(p); open(p, "rb"); p.open(); p.open("rb"); "a".replace("b", "c"); os.open(p, os.O_RDONLY)
 """
     lines = [line for line, _ in writes(ast.parse(source))]
-    assert [lines.count(n) for n in range(2, 8)] == [6, 6, 5, 2, 4, 0]
+    assert [lines.count(n) for n in range(2, 9)] == [6, 6, 5, 2, 4, 4, 0]

@@ -126,6 +126,7 @@ def test_the_package_uses_no_default_executor() -> None:
             continue
         for node in ast.walk(ast.parse(text)):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            name = node.name if isinstance(node, ast.alias) else name
             if name in ("to_thread", "run_in_executor"):
                 found.append(f"{path.relative_to(PACKAGE)}: {name}")
     assert found == ["engine/executor.py: run_in_executor"]
