@@ -212,6 +212,8 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
         return read_json(raw, "it", MAX_SIZE), []
     except FormatError as error:
         reason = error.message.removeprefix("it is ")
+    if reason.startswith("too large"):
+        return None, [Violation((), reason)]
     try:
         text = raw.decode()
         value = json.loads(text)

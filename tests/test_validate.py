@@ -86,3 +86,10 @@ def test_invalid_json_is_refused(text: bytes, place: str, message: str) -> None:
     (wrong,) = check("it", text).violations
     assert (wrong.pointer, wrong.message) == ("", message)
     assert f"{wrong.line}:{wrong.column}" == place
+
+
+def test_a_document_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clowder_aimage.strict_json.MAX_VALUES", 10)
+    monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was parsed"))
+    (wrong,) = check("it", b'{"a": [' + b"{}," * 99 + b"{}]}").violations
+    assert wrong.message == "too large: more than 10 values"
