@@ -252,13 +252,13 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         limit = bodies.get(request.match_info.route, BODY)
+        if limit is None:  # a blob or a manifest, which is its bytes
+            return await handler(request)
         coding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if coding not in ("", "identity") and request.body_exists:  # RFC 9110, 15.5.16
             message = f"unsupported Content-Encoding {coding[:60]!r}: send the body as it is"
             headers = {"Accept-Encoding": "identity"}
             raise ApiError(415, message, code="unsupported_media_type", headers=headers)
-        if limit is None:
-            return await handler(request)
         if (request.content_length or 0) > limit:
             raise _too_large()
         try:

@@ -342,8 +342,8 @@ def test_a_registry_refuses_ambiguous_or_invalid_manifests(
     coding = "gzip" if raw.startswith(b"\x1f\x8b") else "identity"
     asked: list[Asked] = [("PUT", "/v2/a/b/manifests/t", raw), ("GET", "/v2/a/b/tags/list", None)]
     put, listed = spoken(app, asked, Content_Type=kind, Content_Encoding=coding)
-    code = (415, "UNKNOWN") if coding == "gzip" else (400, "MANIFEST_INVALID")
-    assert (put[0], json.loads(put[1])["errors"][0]["code"]) == code, put
+    assert put[0] in ((400, 413) if coding == "gzip" else (400,)), put
+    assert json.loads(put[1])["errors"][0]["code"] == "MANIFEST_INVALID", put
     assert listed[0] == 404
 
 
