@@ -29,6 +29,9 @@ POOLS = (
     *("aimage-write", "aimage-mlx", "asyncio", "waitpid"),
     *("aimage-io", "aimage-locking", "aimage-generation", "aimage-probe"),
 )
+# For programs that become another user, who may not be allowed to read the interpreter's modules:
+# those that are loaded late, in functions
+LATE_MODULES = "import concurrent.futures.thread, ctypes, encodings.ascii"
 THREADS_END = 20.0  # seconds
 TIMEOUT = 300.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None

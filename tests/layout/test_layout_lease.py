@@ -31,7 +31,7 @@ from clowder_aimage.pull import pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 from tests.content.artifact import manifest, put, put_artifact
-from tests.process import Aimage, run, spawn
+from tests.process import LATE_MODULES, Aimage, run, spawn
 from tests.proxy import Proxy
 from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
@@ -57,7 +57,7 @@ import os, sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest
-import encodings.ascii
+{LATE_MODULES}
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})

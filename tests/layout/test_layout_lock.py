@@ -29,7 +29,7 @@ from clowder_aimage.layout.ingest import JOURNALED
 from clowder_aimage.layout.lock import held
 from clowder_aimage.oci import Digest, Reference
 from tests.content.artifact import blob, put, put_artifact
-from tests.process import run, spawn
+from tests.process import LATE_MODULES, run, spawn
 from tests.real_registry import RealRegistry
 
 ROOT = Path(__file__).parent.parent.parent
@@ -164,9 +164,10 @@ def test_concurrent_tags_by_threads_are_all_kept(layout: ImageLayout) -> None:
 
 GROUP, ANNA, BERT = 61_000, 61_001, 61_002
 # another user may not be allowed to read the code, so it is imported before the switch
-AS_MEMBER = """
+AS_MEMBER = f"""
 import difflib, importlib, os, pkgutil, stringprep, sys
-import encodings.ascii, encodings.idna, encodings.utf_8_sig
+import encodings.idna, encodings.utf_8_sig
+{LATE_MODULES}
 import clowder_aimage
 for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
     if not module.name.startswith(("clowder_aimage.model", "clowder_aimage.distribution")) and (
@@ -177,7 +178,7 @@ import jsonschema
 from clowder_aimage.cli.main import main
 from clowder_aimage.schema import validate
 try:
-    validate("aimage-config", {})
+    validate("aimage-config", dict())
 except Exception:
     pass
 uid, umask, own, group = map(int, sys.argv[1:5])
@@ -189,12 +190,12 @@ os.umask(umask)
 os.chdir("/")
 main()
 """
-TAKE_IN = """
+TAKE_IN = f"""
 import os, sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
-import encodings.ascii
+{LATE_MODULES}
 uid, group = int(sys.argv[1]), int(sys.argv[2])
 os.setgroups([group]); os.setgid(uid); os.setuid(uid); os.umask(0o022)
 data = b"0123456789abcdef" * int(sys.argv[4])

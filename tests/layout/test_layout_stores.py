@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.process import Aimage, run
+from tests.process import LATE_MODULES, Aimage, run
 
 NOBODY = 65534
 # another user may not be allowed to read the code, so it is imported before the switch
@@ -21,6 +21,7 @@ for name in "ls show tag gc verify".split():
 import clowder_aimage.cli.console.output, clowder_aimage.cli.console.progress
 import clowder_aimage.layout.gc, clowder_aimage.verify
 from clowder_aimage.cli.main import main
+{LATE_MODULES}
 os.setgroups([])
 os.setgid({NOBODY})
 os.setuid({NOBODY})
