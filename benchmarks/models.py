@@ -1,7 +1,7 @@
 """Write random Z-Image models for benchmarks: ``python benchmarks/models.py DIR --shape medium``.
 
-The widths are those of the real model, or reduced; the values are random, float32 and the same in each
-run. diffusers and ``aimage create`` read the directories. Tokenizer and schedule are those of
+The widths are those of the real model, or reduced; the values are random, float32 and the same in
+each run. diffusers and ``aimage create`` read the directories. Tokenizer and schedule are those of
 examples/tiny.
 """
 
@@ -83,7 +83,7 @@ def _write(
         file.write(encode_header([(name, "F32", shape) for name, shape in named]))
         for name, shape in named:
             for part in _values(name, shape):
-                file.write(part)
+                file.write(part.data)
 
 
 def _values(name: str, shape: tuple[int, ...]) -> Iterator[npt.NDArray[np.float32]]:
@@ -195,7 +195,7 @@ def _vae_config(widths: Widths) -> dict[str, Any]:
 
 
 def _vae(widths: tuple[int, ...]) -> Iterator[Tensor]:
-    """Yield the tensors of both halves, with two residual blocks per level and one more to decode."""
+    """Yield the tensors of both halves: two residual blocks per level, three to decode."""
     for half, order, ends, block, sampler in (
         ("encoder", widths, (3, 32), "down_blocks", "downsamplers"),
         ("decoder", widths[::-1], (16, 3), "up_blocks", "upsamplers"),
