@@ -35,6 +35,11 @@ class RunnableModel:
         """Return the device and, on a CPU, the BLAS."""
         return describe()
 
+    def preload(self, request: GenerateRequest) -> str:
+        """Load what can stay in memory for such requests; return it in words. Raises ModelError."""
+        with _computing():
+            return self.pipeline.preload(request)
+
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels.
 
@@ -126,7 +131,9 @@ def load(
     dtype: str | None = None,
     request: GenerateRequest | None = None,
 ) -> RunnableModel:
-    """Load the model on the calling thread; check the sides of the first ``request`` before.
+    """Open the model on the calling thread; check the sides of the first ``request`` before.
+
+    Weights are read by ``preload`` or when they are used.
 
     Raises ModelError, UsageError, AccessError.
     """

@@ -146,6 +146,7 @@ def load(
         from clowder_aimage import generate
         from clowder_aimage.engine import machine
         from clowder_aimage.model.memory_budget import KEEP, device_memory
+        from clowder_aimage.model.pipeline import GenerateRequest
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
@@ -159,4 +160,5 @@ def load(
         stored = generate.fetch(layout, reference, connection, lease, on_event=counter.on_event)
         loaded = generate.load(layout, stored, dtype=dtype)
         loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+        loaded.preload(GenerateRequest.for_model(stored.aimage, ""))
         return Model(reference, loaded, stack.pop_all())

@@ -101,7 +101,8 @@ class ModelProcess:
 
     def _load(self, command: frame.Message) -> None:
         generate = _needs_mlx()
-        from clowder_aimage.model.memory_budget import device_memory
+        from clowder_aimage.model.memory_budget import device_memory, resident_memory
+        from clowder_aimage.model.pipeline import GenerateRequest
 
         if device_memory() is None:  # drivers of GPUs map more than there is
             _limit_memory(machine.memory())
@@ -112,17 +113,22 @@ class ModelProcess:
             stored = generate.find(store, Reference.parse(command["reference"]), lease)
             self._model = generate.load(store, stored, dtype=command.get("dtype"))
             _set_memory(self._model.pipeline, command)
-        self._send("loaded", device=self._model.backend, dtype=self._model.dtype, bytes=_resident())
+            usual = GenerateRequest.for_model(stored.aimage, "")
+            memory = self._model.preload(usual)
+        model = {"device": self._model.backend, "dtype": self._model.dtype}
+        self._send("loaded", **model, memory=memory, bytes=resident_memory())
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         """Report this process's memory periodically: it grows while a load makes progress."""
+        from clowder_aimage.model.memory_budget import resident_memory
+
         is_over = threading.Event()
 
         def report() -> None:
             with contextlib.suppress(OSError):
                 while not is_over.wait(_INTERVAL):
-                    self._send("loading", bytes=_resident())
+                    self._send("loading", bytes=resident_memory())
 
         thread = threading.Thread(target=report, daemon=True)
         thread.start()
@@ -134,6 +140,7 @@ class ModelProcess:
 
     def _generate(self, command: frame.Message) -> None:
         from clowder_aimage.generate import describe_picture
+        from clowder_aimage.model.memory_budget import resident_memory
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Preview
 
@@ -157,7 +164,8 @@ class ModelProcess:
                     self._send("preview", number, data, number=event.number, picture=event.picture)
                 else:
                     self._send("step", number, **asdict(event))
-        self._send("done", number, cancelled=number in self._cancelled or self._is_orphaned)
+        is_cancelled = number in self._cancelled or self._is_orphaned
+        self._send("done", number, cancelled=is_cancelled, bytes=resident_memory())
 
     def _until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
         if number in self._cancelled:
@@ -214,22 +222,13 @@ def _limit_memory(share: int | None) -> None:
 
 
 def _set_memory(pipeline: Any, command: frame.Message) -> None:
-    from clowder_aimage.model.memory_budget import device_memory
+    from clowder_aimage.model.memory_budget import AUTO, device_memory
 
     total = device_memory() or machine.memory()
     share = total if command["memory"] is None else command["memory"]
     share = None if share is None else share // command["models"]
-    pipeline.set_memory(command["text_encoder"], share, total)
-
-
-def _resident() -> int:
-    """Return the resident memory of this process in bytes; its peak without /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used if sys.platform == "darwin" else used * 1024
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    is_limit = command["memory"] is not None
+    pipeline.set_memory(AUTO, share, total, text_encoder=command["text_encoder"], is_limit=is_limit)
 
 
 def main() -> None:

@@ -87,6 +87,7 @@ class Runner:
             raise
         runner.device, runner.dtype = message["device"], message["dtype"]
         runner.size = message["bytes"]
+        _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
         return runner
 
     @property
@@ -134,6 +135,7 @@ class Runner:
                     raise _error(message)
                 if message["cancelled"]:  # without a cancellation here: the process is exiting
                     raise self._died()
+                self.size = message["bytes"]
                 return
         finally:
             if not is_done and self.is_alive:

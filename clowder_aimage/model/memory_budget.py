@@ -1,49 +1,60 @@
-"""Memory of networks: a budget, and a module that can be released and reloaded.
+"""Memory of networks: a budget, and modules that are loaded when they are used.
 
-A text encoder is as large as the other networks, and is only needed for new texts. If the networks
-do not all fit, it is released after a text is encoded.
+A picture needs the text encoder, the transformer and the decoder, one after another. If the memory
+is too small for all of them, those that are not in use are released, and loaded again when needed.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+import resource
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from clowder_aimage.model.backend import Network, mx, on_gpu, tree_flatten
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
 from clowder_aimage.model.pipeline import Arrays
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-# Memory to decode a picture, in values of the widest layer at full size: MLX unfolds the 3 by 3
-# neighbourhood of every pixel in memory on a CPU, but not on a GPU
-_ON_CPU, _ON_GPU = 28, 8
-_UNFOLDED = 9  # values of an unfolded pixel, 3 by 3
 # The limit of MLX's matrix multiplication on a CPU (0.32.4, measured): attention with more scores
 # computes wrong numbers with one head, and crashes the process with several
 _MAX_NUMBERS = (1 << 31) - 1
+_FULL_SIZE = 5  # arrays of a decoder's widest layer at full size that exist at the same time
+_SCORES = 1 << 28  # bytes of attention scores at a time
 _FUSED = (64, 80, 128)  # head dimensions for which a GPU stores no scores
+_MIB = 1 << 20
+_LIBRARIES = 64 * _MIB  # that BLAS and the system's allocator take when they compute
+_MARGIN = 1.05  # of the least memory that is recommended, for libraries that differ between runs
 
 N = TypeVar("N", bound=Network)
+C = TypeVar("C")
 
 
-class OffloadedModule(Generic[N]):
-    """A network that ``load`` loads: at once, and again when it is needed after ``release``.
+class OffloadedModule(Generic[N, C]):
+    """A network of ``size`` bytes that ``load`` loads when it is used, and again after ``release``.
 
-    Raises the errors of ``load``.
+    ``policy`` is KEEP, RELEASE, or AUTO to release it when room is short.
     """
 
-    def __init__(self, load: Callable[[], N]) -> None:
+    def __init__(self, config: C, size: int, load: Callable[[], N]) -> None:
+        self.config, self.size, self.policy = config, size, AUTO
         self._load = load
-        self._network: N | None = load()
-        self.size = size_of(self._network)
+        self._network: N | None = None
 
     @property
     def is_loaded(self) -> bool:
         return self._network is not None
 
     def get(self) -> N:
+        """Return the network. Raises the errors of ``load``."""
         if self._network is None:
             self._network = self._load()
+            mx.random.seed(0)  # the keys of initial values, never computed, grow with each load
         return self._network
 
     def release(self) -> None:
@@ -52,68 +63,152 @@ class OffloadedModule(Generic[N]):
         mx.clear_cache()
 
 
-class MemoryBudget:
-    """The memory for networks and pictures: estimated before the first picture, then measured.
+Module = OffloadedModule[Any, Any]
 
-    ``policy``: KEEP, RELEASE, or AUTO to keep networks that fit into ``memory`` bytes (None: all
-    fit). ``total``: memory of the device in bytes (None: unknown), an upper bound for any array.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A part of a generation: its modules, and the other memory in bytes that it needs."""
+
+    name: str
+    modules: tuple[Module, ...]
+    work: float
+
+    @property
+    def size(self) -> float:
+        """Return the memory with only these modules."""
+        return self.work + sum(module.size for module in self.modules)
+
+
+class MemoryBudget:
+    """The memory for modules and pictures: estimated before the first picture, then measured.
+
+    modules: in the order in which they are released when room is short. memory: bytes for the
+    process (None: sufficient). is_limit: requests that need more are refused. is_last: no further
+    request follows. total: memory of the device in bytes (None: unknown), a bound for any array.
     """
 
-    def __init__(self, policy: str = KEEP, memory: int | None = None) -> None:
-        self.policy, self.memory = policy, memory
+    def __init__(self, *modules: Module) -> None:
+        self.modules = modules
+        self.memory: int | None = None
+        self.is_limit = self.is_last = False
         self.total = device_memory() or machine_memory()
-        self._peaks: dict[int, int] = {}  # bytes, by the pixels of a picture
-        self._active = 0
+        self._own = 0
+        self._peaks: dict[str, dict[int, int]] = {}  # by stage: bytes by the pixels of a picture
+
+    def set_memory(
+        self, memory: int | None, *, is_limit: bool = False, is_last: bool = False
+    ) -> None:
+        """Set the memory for this process, of which the interpreter and libraries have a part."""
+        if not on_gpu():
+            self._own = max(0, resident_memory() - mx.get_active_memory()) + _LIBRARIES
+        self.memory, self.is_limit, self.is_last = memory, is_limit, is_last
 
     @property
     def arrays(self) -> Arrays:
         """Return the limit of arrays. MLX ends the process if an allocation fails."""
         return Arrays(self.total, None if on_gpu() else _MAX_NUMBERS)
 
-    def fits(self, networks: int, pixels: int, guess: float) -> bool:
-        """Return whether networks of this size in bytes can stay in memory while a picture is made.
+    def use(self, stage: Stage) -> None:
+        """Load the modules of a stage; release others first, if room is short."""
+        for module in self.modules:
+            if module.is_loaded and module not in stage.modules and self._must_go(module, stage):
+                module.release()
+        for module in stage.modules:
+            module.get()
 
-        ``guess`` is the estimated bytes per pixel until a picture has been measured.
+    def _must_go(self, module: Module, stage: Stage) -> bool:
+        if module.policy != AUTO:
+            return module.policy == RELEASE
+        loaded = [one for one in self.modules if one.is_loaded and one not in stage.modules]
+        return not self._has_room(stage.size + sum(one.size for one in loaded))
+
+    def _has_room(self, size: float) -> bool:
+        return self.memory is None or self._own + size <= self.memory
+
+    def keeps(self, stages: Sequence[Stage]) -> bool:
+        """Return whether the modules of all stages can stay in memory."""
+        modules = {module for stage in stages for module in stage.modules}
+        if any(module.policy == RELEASE for module in modules):
+            return False
+        if all(module.policy == KEEP for module in modules):
+            return True
+        work = max(stage.work for stage in stages)
+        return self._has_room(work + sum(module.size for module in modules))
+
+    def finish(self, *modules: Module) -> None:
+        """Release modules that this request does not need again, if none follows."""
+        for module in modules if self.is_last else ():
+            module.release()
+
+    def check(self, stages: Sequence[Stage]) -> None:
+        """Refuse a request that exceeds a limit. Raises UsageError with the least memory."""
+        least = max(stage.size for stage in stages)
+        if self.is_limit and not self._has_room(least):
+            given, needed = (self.memory or 0) // _MIB, self._own + least
+            raise UsageError(
+                f"{given} MiB of memory are insufficient for this model and size: "
+                f"{math.ceil(needed * _MARGIN / _MIB)} MiB are required"
+            )
+
+    def describe(self, stages: Sequence[Stage]) -> str:
+        """Return what stays in memory, and an estimate of the peak."""
+        modules = {module for stage in stages for module in stage.modules}
+        size = max(stage.size for stage in stages)
+        if self.is_last:
+            text = "each network is released after its last use"
+        elif self.keeps(stages):
+            text = "all networks stay in memory"
+            size = sum(module.size for module in modules) + max(stage.work for stage in stages)
+        else:
+            text = "networks that are not in use are released"
+        limit = "" if self.memory is None else f" of {self.memory // _MIB} MiB"
+        return f"{text}, about {math.ceil((self._own + size) / _MIB)} MiB{limit}"
+
+    def work(self, stage: str, pixels: int, guess: float) -> float:
+        """Return the memory that a stage needs besides its modules, for a picture of this size.
+
+        It is the peak of the next larger picture, else extrapolated from the largest, else
+        ``guess``.
         """
-        if self.policy != AUTO or self.memory is None:
-            return self.policy != RELEASE
-        return networks + self._needed(pixels, guess) <= self.memory
-
-    def _needed(self, pixels: int, guess: float) -> float:
-        """Return the peak of the next larger picture, else an extrapolation from the largest."""
-        if not self._peaks:
-            return pixels * guess
-        larger = [size for size in self._peaks if size >= pixels]
+        if not (peaks := self._peaks.get(stage)):
+            return guess
+        larger = [size for size in peaks if size >= pixels]
         if larger:
-            return self._peaks[min(larger)]
-        largest = max(self._peaks)
-        return self._peaks[largest] * pixels / largest
+            return peaks[min(larger)]
+        largest = max(peaks)
+        return peaks[largest] * pixels / largest
 
-    def begin(self) -> None:
-        """Start to measure a picture."""
-        self._active = mx.get_active_memory()
+    @contextmanager
+    def measure(self, stage: str, pixels: int) -> Iterator[None]:
+        """Record the peak of a stage, unless it fails. Its modules have been loaded."""
+        active = mx.get_active_memory()
         mx.reset_peak_memory()
-
-    def end(self, pixels: int) -> None:
-        """Record the peak of the picture."""
-        peak = max(0, mx.get_peak_memory() - self._active)
-        self._peaks[pixels] = max(peak, self._peaks.get(pixels, 0))
+        yield
+        peaks = self._peaks.setdefault(stage, {})
+        peaks[pixels] = max(0, mx.get_peak_memory() - active, peaks.get(pixels, 0))
 
 
-def size_of(network: Any) -> int:
-    """Return the bytes of a network's weights."""
-    weights: Any = tree_flatten(network.parameters())
-    return sum(value.nbytes for _, value in weights)
+def resident_memory() -> int:
+    """Return the resident memory of this process in bytes; its peak without /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return used if sys.platform == "darwin" else used * 1024
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def decoding(width: int, dtype: mx.Dtype) -> float:
-    """Estimate the bytes per pixel while layers of ``width`` channels decode a picture."""
-    return width * dtype.size * (_ON_GPU if on_gpu() else _ON_CPU)
+def decoding(width: int, pixels: int, dtype: mx.Dtype) -> float:
+    """Estimate the bytes to decode a picture with layers of ``width`` channels at full size."""
+    layer = pixels * width * dtype.size
+    return _FULL_SIZE * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
 
 
-def unfolded(width: int, pixels: int, dtype: mx.Dtype) -> int:
-    """Return the bytes of the largest array in which a CPU unfolds pixels of ``width`` channels."""
-    return 0 if on_gpu() else pixels * width * _UNFOLDED * dtype.size
+def transforming(width: int, hidden: int, heads: int, length: int, dtype: mx.Dtype) -> float:
+    """Estimate the bytes to compute a layer of a transformer for ``length`` tokens."""
+    attention = min(2 * heads * length**2 * dtype.size, _SCORES)
+    return length * (8 * width + 3 * hidden) * dtype.size + attention
 
 
 def scores(heads: int, channels: int, length: int) -> int:

@@ -124,8 +124,31 @@ class Pipeline(Protocol):
         """
         ...
 
-    def set_memory(self, policy: str, memory: int | None, total: int | None = None) -> None:
-        """Set the policy of the memory budget, the memory for models and that of the device."""
+    def set_memory(
+        self,
+        policy: str,
+        memory: int | None,
+        total: int | None = None,
+        *,
+        text_encoder: str | None = None,
+        is_limit: bool = False,
+        is_last: bool = False,
+    ) -> None:
+        """Set the memory for this process and that of the device; see ``MemoryBudget``.
+
+        The policies of all networks and of the text encoder are keep, release, or auto.
+        """
+        ...
+
+    def check(self, request: GenerateRequest) -> None:
+        """Reject a request that this model does not support. Raises UsageError."""
+        ...
+
+    def preload(self, request: GenerateRequest) -> str:
+        """Load all networks if they can stay in memory while the request's pictures are made.
+
+        Returns what stays in memory, in words. Raises as ``ModelWeights.apply`` does.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ headers and the module's shapes. MLX is imported only by methods that use it, on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,10 @@ from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
 if TYPE_CHECKING:
+    from clowder_aimage.model.apply import ModuleParameter
     from clowder_aimage.model.array import Value
     from clowder_aimage.model.backend import mx
+    from clowder_aimage.model.stored_tensor import StoredTensor
 
 MAX_FILE = 256 * 1024 * 1024  # bytes of a file; the largest vocabularies take about a tenth
 
@@ -150,7 +153,38 @@ class ModelWeights:
             FormatError: A blob does not match its layer, or is quantized but not supported by the
                 module. Nothing is loaded in either case.
         """
-        from clowder_aimage.model.apply import ModuleParameter, load_into
+        from clowder_aimage.model.apply import load_into
+
+        target, tensors, skipped = self._match(module, skip)
+        load_into(target, tensors, dtype, keep_quantized=_keeps(keep_quantized))
+        return skipped
+
+    def check(
+        self,
+        module: Any,
+        *,
+        skip: Callable[[str], bool] = lambda _: False,
+        dtype: mx.Dtype | None = None,
+        keep_quantized: bool | None = None,
+    ) -> tuple[int, tuple[str, ...]]:
+        """Check what ``apply`` checks before it reads weights, and raise the same errors.
+
+        Returns the bytes that the module would take, and the names of skipped tensors.
+        """
+        _, tensors, skipped = self._match(module, skip)
+        has_codes = _keeps(keep_quantized)
+        size = 0
+        for tensor in tensors.values():
+            if dtype is None or (has_codes and tensor.quantization is not None):
+                size += tensor.nbytes
+            else:
+                size += math.prod(tensor.shape) * dtype.size
+        return size, skipped
+
+    def _match(
+        self, module: Any, skip: Callable[[str], bool]
+    ) -> tuple[ModuleParameter, dict[str, StoredTensor], tuple[str, ...]]:
+        from clowder_aimage.model.apply import ModuleParameter
 
         names = self._catalogue.names()
         skipped = tuple(name for name in names if skip(name))
@@ -160,8 +194,7 @@ class ModelWeights:
         tensors = {own: self._catalogue.find(name) for name, own in wanted.items()}
         for own, tensor in tensors.items():
             target.check(tensor, own)
-        load_into(target, tensors, dtype, keep_quantized=_keeps(keep_quantized))
-        return skipped
+        return target, tensors, skipped
 
     # -- other runtimes
 

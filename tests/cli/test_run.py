@@ -109,6 +109,18 @@ def test_a_hostile_tokenizer_is_an_error(
     assert failed.err.splitlines()[-1] == f"aimage: {message}"
 
 
+def test_memory_is_limited(stocked: Callable[[], Aimage]) -> None:
+    here = stocked()
+    fox = ("run", "x", "a fox", *SMALL, "--size", "32x32", "-o", "fox.png", "--local")
+    refused = here(*fox, "--memory", "1MiB", code=2).err
+    assert re.search("1 MiB of memory are insufficient .*: [0-9]+ MiB are required", refused)
+    assert "invalid value for '--memory'" in here(*fox, "--memory", "much", code=2).err
+    assert not (here.home / "fox.png").exists()
+    made = here(*fox, "--memory", "64GiB", "-v").err
+    plan = "memory: each network is released after its last use, about [0-9]+ MiB of 65536 MiB"
+    assert re.search(plan, made)
+
+
 def test_size_is_width_and_height(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         at(worker)("run", "x", "a fox", "--size", "32x48")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,9 +15,16 @@ import pytest
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.generate import RunnableModel
-from clowder_aimage.model.backend import compute_dtype, describe, dtype_name, mx, silu
+from clowder_aimage.model import backend
+from clowder_aimage.model.backend import (
+    compute_dtype,
+    describe,
+    dtype_name,
+    mx,
+    silu,
+    tree_flatten,
+)
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.memory_budget import size_of
 from clowder_aimage.model.pipeline import MAX_SEED, GenerateRequest, Image, Preview, Step, to_pixels
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import CACHED_TEXTS, ZImagePipeline
@@ -245,97 +253,151 @@ def made(pipeline: ZImagePipeline, request: GenerateRequest) -> bytes:
     return image.pixels.tobytes()
 
 
-def test_released_text_encoder_frees_memory_and_pictures_are_equal(
-    tiny: Model, pipeline: ZImagePipeline
-) -> None:
-    other = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(other, ZImagePipeline)
-    other.set_memory("release", None)
-    request = dataclasses.replace(SMALL, prompt="a fox that goes", guidance=2.0, negative="a hare")
-    whole = mx.get_active_memory()
-    assert made(other, request) == made(pipeline, request)
-    gone = mx.get_active_memory()
-    assert not other.offloaded.is_loaded
-    assert other.offloaded.size > 100_000
-    assert gone < whole - other.offloaded.size + 50_000  # the captions that are remembered
-    assert made(other, request) == made(pipeline, request)
-    assert not other.offloaded.is_loaded  # nothing is loaded for texts that are remembered
-    new = dataclasses.replace(request, prompt="another fox")
-    assert made(other, new) == made(pipeline, new)
+def policies(memory: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "keep", {"policy": "keep", "memory": None}
+    yield "auto", {"policy": "auto", "memory": memory}
+    yield "release", {"policy": "release", "memory": None}
+    yield "last", {"policy": "auto", "memory": None, "is_last": True}
 
 
-def test_a_text_encoder_is_loaded_again_for_a_new_text_alone(
+def loaded(pipeline: ZImagePipeline) -> list[str]:
+    is_loaded = {
+        "text": pipeline.text_encoder_module.is_loaded,
+        "transformer": pipeline.transformer_module.is_loaded,
+        "vae": pipeline.vae_module.is_loaded,
+    }
+    return [name for name, is_it in is_loaded.items() if is_it]
+
+
+def test_pictures_do_not_depend_on_what_stays_in_memory(tiny: Model) -> None:
+    request = dataclasses.replace(SMALL, n=2, guidance=2.0, negative="a hare", previews=1)
+    plain = dataclasses.replace(SMALL, n=2, prompt="a fox that goes")
+    found = {}
+    for name, settings in policies(1):
+        held = opened(tiny)
+        held.set_memory(**settings)
+        assert loaded(held) == []
+        found[name] = [pictures(held, one) for one in (request, plain, request, plain)]
+        stays = ["text", "transformer", "vae"] if name == "keep" else ["vae"]
+        assert loaded(held) == stays, name
+    assert found["auto"] == found["release"] == found["last"] == found["keep"]
+    first, second, *again = found["keep"]
+    assert [first, second] == again and first != second
+
+
+def test_released_networks_free_their_memory(tiny: Model) -> None:
+    before = mx.get_active_memory()
+    held = opened(tiny)
+    modules = held.budget.modules
+    assert mx.get_active_memory() - before < 50_000  # nothing is loaded
+    for module in modules:
+        network = module.get()
+        parameters: Any = tree_flatten(network.parameters())
+        assert module.size == sum(value.nbytes for _, value in parameters)
+        assert mx.get_active_memory() - before >= module.size
+        assert module.size > 100_000
+        del network, parameters
+        module.release()
+    assert mx.get_active_memory() - before < 50_000
+
+
+def test_networks_are_loaded_once_for_their_use(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = []
-    opened = ModelWeights.open
+    applied = ModelWeights.apply
 
-    def counted(store: Any, aimage: AImage, component: str = "") -> ModelWeights:
-        loads.append(component)
-        return opened(store, aimage, component)
+    def counted(self: ModelWeights, *args: Any, **options: Any) -> Any:
+        loads.append(self.component)
+        return applied(self, *args, **options)
 
-    monkeypatch.setattr(ModelWeights, "open", counted)
-    held = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(held, ZImagePipeline)
+    monkeypatch.setattr(ModelWeights, "apply", counted)
+    held = opened(tiny)
     held.set_memory("release", None)
+    assert loads == []
+    made(held, dataclasses.replace(SMALL, n=3, guidance=2.0, negative="two"))
     assert loads == ["text_encoder", "transformer", "vae"]
-    for prompt in ("one", "one", "two", "one", "two"):
+    made(held, SMALL)
+    assert loads[3:] == ["transformer", "vae"]  # the text is cached
+    held.set_memory("auto", None, text_encoder="release")
+    for prompt in ("one", "one", "three", "one"):
         made(held, dataclasses.replace(SMALL, prompt=prompt))
-    assert loads[3:] == ["text_encoder"]
+    assert loads[5:] == ["text_encoder", "transformer", "text_encoder"]
 
 
 @pytest.mark.parametrize(
     ("wish", "spare", "stays"),
     [
-        *(("auto", None, True), ("auto", 100_000_000, True), ("auto", 0, False)),
-        ("keep", 0, True),
+        *(("auto", None, True), ("auto", 1 << 40, True), ("auto", 0, False)),
+        *(("keep", 0, True), ("release", None, False)),
     ],
 )
-def test_the_text_encoder_stays_where_all_fits(
+def test_networks_are_loaded_at_once_if_they_fit(
     tiny: Model, wish: str, spare: int | None, stays: bool
 ) -> None:
-    held = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(held, ZImagePipeline)
-    weights = sum(size_of(one) for one in (held.text_encoder, held.transformer, held.vae))
-    held.set_memory(wish, None if spare is None else weights + spare)
+    held = opened(tiny)
+    held.set_memory(wish, spare)
+    plan = held.preload(SMALL)
+    assert loaded(held) == (["text", "transformer", "vae"] if stays else [])
+    assert plan.startswith("all networks stay in memory, about " if stays else "networks that are")
+    assert plan.endswith(" MiB")
     made(held, SMALL)
-    assert held.offloaded.is_loaded == stays
+    assert loaded(held) == (["text", "transformer", "vae"] if stays else ["vae"])
+
+
+def test_a_limit_that_is_too_low_is_refused_with_the_least(tiny: Model) -> None:
+    held = opened(tiny)
+    held.set_memory("auto", 1 << 20, is_limit=True)
+    with pytest.raises(UsageError, match=r"^1 MiB of memory are insufficient") as caught:
+        held.generate(SMALL)
+    assert loaded(held) == []
+    found = re.search("([0-9]+) MiB are required", caught.value.message)
+    assert found is not None
+    held.set_memory("auto", int(found[1]) << 20, is_limit=True)
+    assert made(held, SMALL)
 
 
 def test_memory_budget_learns_from_pictures(tiny: Model) -> None:
-    held = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(held, ZImagePipeline)
+    held = opened(tiny)
     budget, large = held.budget, dataclasses.replace(SMALL, width=128, height=128)
-    held.set_memory("auto", 0)
-    assert budget.fits(0, 32 * 32, 0.0)  # as was guessed
+    assert budget.work("decode", 32 * 32, 7.0) == 7.0  # as was guessed
     made(held, large)
-    needed = budget._needed(128 * 128, 0.0)
+    needed = budget.work("decode", 128 * 128, 7.0)
     assert needed > 128 * 128 * 3 * 4  # it holds the values of the picture at least
-    assert budget._needed(256 * 256, 0.0) == 4 * needed
-    assert budget._needed(32 * 32, 0.0) == needed  # no less than the next larger picture
+    assert budget.work("decode", 256 * 256, 7.0) == 4 * needed
+    assert budget.work("decode", 32 * 32, 7.0) == needed  # no less than the next larger picture
     made(held, SMALL)
-    assert budget._needed(32 * 32, 0.0) < needed
-    held.set_memory("auto", int(needed))
-    assert budget.fits(0, 128 * 128, 0.0)
-    assert not budget.fits(1, 128 * 128, 0.0)
+    assert 0 < budget.work("decode", 32 * 32, 7.0) < needed
 
 
-def test_text_encoder_that_cannot_be_reloaded_is_an_error(
+def test_a_network_that_cannot_be_loaded_again_is_an_error(
     tiny: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(held, ZImagePipeline)
-    held.set_memory("release", None)
+    held = opened(tiny)
+    held.set_memory("auto", None, text_encoder="release")
     first = made(held, SMALL)
     with monkeypatch.context() as patched:
-        patched.setattr(ModelWeights, "open", _gone)
+        patched.setattr(ModelWeights, "apply", _gone)
         with pytest.raises(ModelError, match="gone"):
             made(held, dataclasses.replace(SMALL, prompt="new"))
         assert made(held, SMALL) == first
     made(held, dataclasses.replace(SMALL, prompt="new"))
 
 
-def _gone(*_: object) -> ModelWeights:
+def opened(model: Model) -> ZImagePipeline:
+    pipeline = load_pipeline(*model, dtype="float32")
+    assert isinstance(pipeline, ZImagePipeline)
+    return pipeline
+
+
+def pictures(pipeline: ZImagePipeline, request: GenerateRequest) -> list[tuple[int, bytes]]:
+    """Return the seeds and pixels of pictures and previews, pictures last."""
+    events = [event for event in pipeline.generate(request) if not isinstance(event, Step)]
+    found = [(getattr(event, "seed", -1), event.pixels.tobytes()) for event in events]
+    return sorted(found, key=lambda one: one[0])
+
+
+def _gone(*_: object, **__: object) -> None:
     raise ModelError("gone")
 
 
@@ -373,6 +435,17 @@ def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) 
     assert request.previews_after() == after
 
 
+def test_convolutions_in_strips_equal_the_whole(
+    pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latents = mx.array(pipeline.noise(dataclasses.replace(SMALL, width=80, height=112), 1))
+    whole = np.array(pipeline.vae.decode(latents))
+    monkeypatch.setattr(backend, "STRIP", 20_000)  # from 1 row of the last layers to all of 14
+    strips = np.array(pipeline.vae.decode(latents))
+    assert whole.shape == (112, 80, 3)
+    np.testing.assert_allclose(strips, whole, rtol=0, atol=1e-5)
+
+
 def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     encode = ZImagePipeline.encode
@@ -386,8 +459,8 @@ def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.Mo
         list(pipeline.generate(dataclasses.replace(SMALL, prompt=prompt)))
     assert texts == ["a fox twice", "a hare once"]
     for number in range(CACHED_TEXTS):
-        pipeline.caption(f"another {number}")
-    pipeline.caption("a fox twice")
+        pipeline.conditioning(dataclasses.replace(SMALL, prompt=f"another {number}"))
+    pipeline.conditioning(dataclasses.replace(SMALL, prompt="a fox twice"))
     assert texts.count("a fox twice") == 2
 
 

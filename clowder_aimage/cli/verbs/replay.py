@@ -37,7 +37,7 @@ def replay(picture: Path) -> int:
     _note_registry(picture, reference)
     stored = fetch_model(reference)
     dtype = facts.get("dtype")
-    model = load_model(stored, None if dtype is None else str(dtype), request)
+    model = load_model(stored, request, dtype=None if dtype is None else str(dtype))
     (rendered,) = render(model.generate(request), request)
     again = rendered.pixels
     if again.shape != pixels.shape:

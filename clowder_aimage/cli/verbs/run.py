@@ -26,6 +26,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import (
     is_quiet,
+    is_verbose,
     note,
     plural,
     remark,
@@ -47,6 +48,7 @@ from clowder_aimage.cli.console.remote_worker import (
     worker_host,
 )
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
+from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -135,10 +137,21 @@ def _sides(text: str) -> tuple[int, int]:
     default=None,
     help="Draw the picture in the terminal. [default: if it can]",
 )
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    callback=parsed(parse_size),
+    help="Memory for this process, such as 12GiB. [default: from the machine]",
+)
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
 @connection_options
 def run(
-    reference: Reference, words: tuple[str, ...], dtype: str | None, local: bool, **values: Any
+    reference: Reference,
+    words: tuple[str, ...],
+    dtype: str | None,
+    memory: int | None,
+    local: bool,
+    **values: Any,
 ) -> None:
     """Generate a picture of PROMPT with the model REF; print the path of the file.
 
@@ -151,7 +164,9 @@ def run(
     begun = time.monotonic()
     prompt = _read_prompt(words)
     first = _check(values) | {"prompt": prompt or "", "n": values["count"]}
-    render = _renderer(reference, dtype, local, first)
+    is_last = prompt is not None
+    load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
+    render = _renderer(reference, load, local, first)
     order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
@@ -281,9 +296,12 @@ class _Order:
 
 
 def _renderer(
-    reference: Reference, dtype: str | None, local: bool, first: Mapping[str, Any]
+    reference: Reference,
+    load: Callable[..., RunnableModel],
+    local: bool,
+    first: Mapping[str, Any],
 ) -> _Render:
-    """Return the function that generates pictures: in a worker, or with a model loaded here.
+    """Return the function that generates pictures: in a worker, or with a model from ``load``.
 
     ``first`` has the parameters of the first request, checked before the model is loaded here.
     """
@@ -295,10 +313,12 @@ def _renderer(
     if not local and not local_options(*but) and (found := default_worker(reference)):
         place = f"worker at {found.endpoint}; --local generates in this process"
         return partial(_by_worker, found, reference, place)
-    return _here(reference, dtype, first)
+    return _here(reference, load, first)
 
 
-def _here(reference: Reference, dtype: str | None, first: Mapping[str, Any]) -> _Render:
+def _here(
+    reference: Reference, load: Callable[..., RunnableModel], first: Mapping[str, Any]
+) -> _Render:
     """Return a function that generates pictures in this process; load the model."""
     try:
         stored = fetch_model(reference)
@@ -312,7 +332,7 @@ def _here(reference: Reference, dtype: str | None, first: Mapping[str, Any]) -> 
 
     weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
     remark(f"loading {size(weights)}")
-    model = load_model(stored, dtype, GenerateRequest.for_model(stored.aimage, **first))
+    model = load(stored, GenerateRequest.for_model(stored.aimage, **first))
 
     def generate(
         options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
@@ -364,14 +384,30 @@ def fetch_model(reference: Reference) -> StoredAImage:
         return generate.fetch(layout, reference, connection, lease, on_event=progress.on_event)
 
 
-def load_model(stored: StoredAImage, dtype: str | None, request: GenerateRequest) -> RunnableModel:
-    """Load a model with all the memory of the machine, for ``request`` and others."""
+def load_model(
+    stored: StoredAImage,
+    request: GenerateRequest,
+    *,
+    dtype: str | None,
+    memory: int | None = None,
+    is_last: bool = True,
+) -> RunnableModel:
+    """Load a model for ``request``, and for others unless it is the last one.
+
+    ``memory`` limits this process; None for all the memory of the machine.
+    """
     from clowder_aimage import generate
     from clowder_aimage.engine import machine
-    from clowder_aimage.model.memory_budget import KEEP, device_memory
+    from clowder_aimage.model.memory_budget import AUTO, device_memory
 
     model = generate.load(settings().layout, stored, dtype=dtype, request=request)
-    model.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+    total, is_limit = device_memory() or machine.memory(), memory is not None
+    share = memory if is_limit else total
+    model.pipeline.set_memory(AUTO, share, total, is_limit=is_limit, is_last=is_last)
+    model.pipeline.check(request)
+    plan = model.preload(request)
+    if is_verbose():
+        note(f"memory: {plan}")
     return model
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,12 @@ from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.memory_budget import (
     MemoryBudget,
+    Module,
     OffloadedModule,
+    Stage,
     decoding,
     scores,
-    size_of,
-    unfolded,
+    transforming,
 )
 from clowder_aimage.model.pipeline import (
     Arrays,
@@ -54,7 +55,7 @@ from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
 from clowder_aimage.model.zimage.vae import Vae
 
 T = TypeVar("T")
-C = TypeVar("C")
+C = TypeVar("C", TextEncoderConfig, TransformerConfig, VaeConfig)
 N = TypeVar("N", TextEncoder, Transformer, Vae)
 CACHED_TEXTS = 32  # the most recently used
 
@@ -70,20 +71,20 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZImagePipeline:
-    """The loaded networks.
+    """The networks, loaded when they are used.
 
-    ``skipped`` names the tensors that were left out; ``budget`` decides whether the text encoder
-    stays in memory after use.
+    ``skipped`` names the tensors that were left out; ``budget`` decides which networks stay in
+    memory after use.
     """
 
     tokenizer: Tokenizer
-    offloaded: OffloadedModule[TextEncoder]
-    transformer: Transformer
-    vae: Vae
+    text_encoder_module: OffloadedModule[TextEncoder, TextEncoderConfig]
+    transformer_module: OffloadedModule[Transformer, TransformerConfig]
+    vae_module: OffloadedModule[Vae, VaeConfig]
     scheduler: FlowScheduler
     dtype: mx.Dtype
+    budget: MemoryBudget
     skipped: tuple[str, ...] = ()
-    budget: MemoryBudget = field(default_factory=MemoryBudget)
     _tokens: dict[str, list[int]] = field(default_factory=dict)
     _captions: dict[str, Caption] = field(default_factory=dict)
 
@@ -97,9 +98,10 @@ class ZImagePipeline:
         keep_quantized: bool | None = None,
         request: GenerateRequest | None = None,
     ) -> ZImagePipeline:
-        """Load every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
+        """Check every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
 
-        The sides of the first ``request`` are checked before any weights are read.
+        The sides of the first ``request`` are checked first. Headers are read and checked; weights
+        are read when a network is used.
 
         Raises:
             UsageError: The model does not support the sides.
@@ -113,55 +115,119 @@ class ZImagePipeline:
         tokenizer = Tokenizer.load(store, aimage)
         skipped: list[str] = []
 
-        def network(component: str, kind: Callable[[C], N], config: Callable[..., C]) -> N:
+        def module(
+            component: str, kind: Callable[[C], N], parse: Callable[..., C]
+        ) -> OffloadedModule[N, C]:
             weights = ModelWeights.open(store, aimage, component)
-            module = kind(config(f"{component}/config.json", weights.config))
-            left_out = weights.apply(
-                module, skip=module.skip, dtype=dtype, keep_quantized=keep_quantized
-            )
-            skipped.extend(f"{component}/{name}" for name in left_out)
-            return module
+            config = parse(f"{component}/config.json", weights.config)
+            how: dict[str, Any] = {"dtype": dtype, "keep_quantized": keep_quantized}
 
-        offloaded = OffloadedModule(
-            lambda: network("text_encoder", TextEncoder, TextEncoderConfig.parse)
-        )
-        transformer = network("transformer", Transformer, TransformerConfig.parse)
-        vae = network("vae", Vae, VaeConfig.parse)
-        _check_fit(offloaded.get(), transformer, vae)
-        return cls(tokenizer, offloaded, transformer, vae, scheduler, dtype, tuple(skipped))
+            def load() -> N:
+                network = kind(config)
+                weights.apply(network, skip=network.skip, **how)
+                return network
+
+            unloaded = kind(config)  # its arrays are never computed
+            size, left_out = weights.check(unloaded, skip=unloaded.skip, **how)
+            skipped.extend(f"{component}/{name}" for name in left_out)
+            return OffloadedModule(config, size, load)
+
+        text_encoder = module("text_encoder", TextEncoder, TextEncoderConfig.parse)
+        transformer = module("transformer", Transformer, TransformerConfig.parse)
+        vae = module("vae", Vae, VaeConfig.parse)
+        _check_fit(text_encoder.config, transformer.config, vae.config)
+        budget = MemoryBudget(text_encoder, vae, transformer)
+        modules = (text_encoder, transformer, vae)
+        return cls(tokenizer, *modules, scheduler, dtype, budget, tuple(skipped))
 
     @property
     def text_encoder(self) -> TextEncoder:
-        """Return the text encoder, reloaded if it was released. Raises as ``load`` does."""
-        return self.offloaded.get()
+        """Return the text encoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
+        return self.text_encoder_module.get()
 
-    def set_memory(self, policy: str, memory: int | None, total: int | None = None) -> None:
-        """Set the fields of the budget; they do not affect the pictures."""
-        self.budget.policy, self.budget.memory = policy, memory
+    @property
+    def transformer(self) -> Transformer:
+        """Return the transformer, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
+        return self.transformer_module.get()
+
+    @property
+    def vae(self) -> Vae:
+        """Return the decoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
+        return self.vae_module.get()
+
+    def set_memory(
+        self,
+        policy: str,
+        memory: int | None,
+        total: int | None = None,
+        *,
+        text_encoder: str | None = None,
+        is_limit: bool = False,
+        is_last: bool = False,
+    ) -> None:
+        """Set the policy of all networks, or another of the text encoder, and the budget."""
+        for module in self.budget.modules:
+            module.policy = policy
+        self.text_encoder_module.policy = text_encoder or policy
+        self.budget.set_memory(memory, is_limit=is_limit, is_last=is_last)
         self.budget.total = total or self.budget.total
+
+    def preload(self, request: GenerateRequest) -> str:
+        """Load all networks if they can stay in memory while the request's pictures are made.
+
+        Returns what stays in memory. Raises as ``ModelWeights.apply`` does.
+        """
+        stages = self.stages(request)
+        if self.budget.keeps(stages) and not self.budget.is_last:
+            for stage in stages:
+                self.budget.use(stage)
+        return self.budget.describe(stages)
 
     @property
     def sides(self) -> Sides:
         """Return the supported sides."""
-        return _sides(self.transformer.config, self.vae.config)
+        return _sides(self.transformer_module.config, self.vae_module.config)
 
     def check(self, request: GenerateRequest) -> None:
         """Reject a request that this model does not support. Raises UsageError."""
         needs = partial(self.arrays, request)
         check_request(request, self.sides, needs, self.budget.arrays)
+        for text in _texts(request):
+            self.ids(text)
+        self.budget.check(self.stages(request))
 
     def arrays(self, request: GenerateRequest, width: int, height: int) -> Arrays:
         """Return the largest arrays of a picture: attention scores, full-size decoder layers."""
-        cells = width * height // self.vae.config.scale**2
-        widths, config = self.vae.config.block_out_channels, self.transformer.config
-        texts = [request.prompt, *([request.negative or ""] if request.guidance else [])]
-        tokens = max(padded(len(self.tokens(text))) for text in texts)
+        vae, config = self.vae_module.config, self.transformer_module.config
+        cells = width * height // vae.scale**2
+        tokens = max(padded(len(self.tokens(text))) for text in _texts(request))
         image = padded(width * height // self.sides.multiple**2)
         numbers = scores(config.n_heads, config.head_dim, image + tokens)
-        if self.vae.config.mid_block_add_attention:
-            numbers = max(numbers, scores(1, widths[-1], cells))
-        decoded = unfolded(max(widths[:2]), width * height, self.dtype)
-        return Arrays(max(numbers * self.dtype.size, decoded), numbers)
+        if vae.mid_block_add_attention:
+            numbers = max(numbers, scores(1, vae.block_out_channels[-1], cells))
+        decoded = max(vae.block_out_channels[:2]) * width * height
+        return Arrays(max(numbers, decoded) * self.dtype.size, numbers)
+
+    def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
+        """Return the parts of a generation, with estimates of their memory."""
+        pixels, dtype = request.width * request.height, self.dtype
+        text, config = self.text_encoder_module.config, self.transformer_module.config
+        tokens = max(padded(len(self.tokens(text))) for text in _texts(request))
+        length = tokens + padded(pixels // self.sides.multiple**2)
+        widest = max(self.vae_module.config.block_out_channels[:2])
+        sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
+        encode = transforming(*sizes, tokens, dtype)
+        denoise = transforming(config.dim, config.ffn_dim, config.n_heads, length, dtype)
+        denoise = self.budget.work("denoise", pixels, denoise)
+        decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
+        drawing: tuple[Module, ...] = (self.transformer_module,)
+        if request.previews:
+            drawing, denoise = (*drawing, self.vae_module), max(denoise, decode)
+        return (
+            Stage("encode", (self.text_encoder_module,), encode),
+            Stage("denoise", drawing, denoise),
+            Stage("decode", (self.vae_module,), decode),
+        )
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
@@ -177,27 +243,46 @@ class ZImagePipeline:
         self, request: GenerateRequest, schedule: Schedule
     ) -> Generator[PipelineEvent, None, None]:
         conditioning = self.conditioning(request)
-        self._offload(request)
-        previewed = sorted(request.previews_after())
+        _, denoise, decode = self.stages(request)
+        pixels = request.width * request.height
+        waiting: list[tuple[mx.array, int, int]] = []
         for picture in range(request.n):
             seed = request.seed + picture
-            self.budget.begin()
             latents = mx.array(self.noise(request, seed))
-            for index, state in enumerate(self.denoise(latents, schedule, conditioning), 1):
-                before, latents = latents, state
-                yield Step(index, request.steps, picture)
-                if index in previewed:
-                    small = self.preview(before, latents, schedule, index - 1)
-                    yield Preview(small, previewed.index(index), picture)
-            pixels = self.decode(latents)
-            self.budget.end(request.width * request.height)
-            yield Image(pixels, seed, picture)
+            self.budget.use(denoise)
+            with self.budget.measure("denoise", pixels):
+                for event, state in self._steps(request, latents, schedule, conditioning, picture):
+                    yield event
+                    latents = state
+            waiting.append((latents, seed, picture))
+            is_last = picture == request.n - 1
+            if is_last:
+                self.budget.finish(self.transformer_module)
+            elif not self.budget.keeps((denoise, decode)):
+                continue  # the transformer is released once, not after each picture
+            self.budget.use(decode)
+            for latents, seed, number in waiting:
+                with self.budget.measure("decode", pixels):
+                    image = self.decode(latents)
+                yield Image(image, seed, number)
+            waiting.clear()
 
-    def _offload(self, request: GenerateRequest) -> None:
-        networks = self.offloaded.size + size_of(self.transformer) + size_of(self.vae)
-        guess = decoding(max(self.vae.config.block_out_channels[:2]), self.dtype)
-        if not self.budget.fits(networks, request.width * request.height, guess):
-            self.offloaded.release()
+    def _steps(
+        self,
+        request: GenerateRequest,
+        latents: mx.array,
+        schedule: Schedule,
+        conditioning: Conditioning,
+        picture: int,
+    ) -> Iterator[tuple[PipelineEvent, mx.array]]:
+        """Yield the steps and previews of a picture, each with the latents after it."""
+        previewed = sorted(request.previews_after())
+        for index, state in enumerate(self.denoise(latents, schedule, conditioning), 1):
+            before, latents = latents, state
+            yield Step(index, request.steps, picture), latents
+            if index in previewed:
+                small = self.preview(before, latents, schedule, index - 1)
+                yield Preview(small, previewed.index(index), picture), latents
 
     def preview(
         self, before: mx.array, after: mx.array, schedule: Schedule, step: int
@@ -217,23 +302,30 @@ class ZImagePipeline:
         return self.scheduler.schedule(request.steps, rows * columns, request.shift)
 
     def conditioning(self, request: GenerateRequest) -> Conditioning:
-        """Return the request's texts, encoded and refined. Raises as ``encode`` does."""
-        positive = self.caption(request.prompt)
-        if not request.guidance:
-            return Conditioning(positive)
-        return Conditioning(positive, self.caption(request.negative or ""), request.guidance)
+        """Return the request's texts, encoded and refined; recent ones are cached.
+
+        The text encoder is loaded for new texts only. Raises as ``encode`` does.
+        """
+        texts, (encode, denoise, _) = _texts(request), self.stages(request)
+        if new := [text for text in dict.fromkeys(texts) if text not in self._captions]:
+            self.budget.use(encode)
+            features = {text: self.encode(text) for text in new}
+            mx.eval(features)  # a lazy array keeps the text encoder in memory
+            self.budget.finish(self.text_encoder_module)
+            self.budget.use(denoise)
+        captions = [
+            _cached(self._captions, text, lambda new: self._refined(features[new]))
+            for text in texts
+        ]
+        return Conditioning(captions[0], captions[1] if captions[1:] else None, request.guidance)
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a text; recent ones are cached."""
         return _cached(self._tokens, text, self.tokenizer.encode)
 
-    def caption(self, text: str) -> Caption:
-        """Return a text, encoded and refined; recent ones are cached. Raises as ``encode``."""
-        return _cached(self._captions, text, self._refined)
-
-    def _refined(self, text: str) -> Caption:
-        caption = self.transformer.caption(self.encode(text))
-        mx.eval(caption.tokens, *caption.rope)  # a lazy array keeps the text encoder in memory
+    def _refined(self, features: mx.array) -> Caption:
+        caption = self.transformer.caption(features)
+        mx.eval(caption.tokens, *caption.rope)
         return caption
 
     def denoise(
@@ -247,28 +339,31 @@ class ZImagePipeline:
             yield latents
 
     def encode(self, prompt: str) -> mx.array:
-        """Return the text features of a prompt, (tokens, hidden size).
+        """Return the text features of a prompt, (tokens, hidden size). Raises as ``ids``."""
+        return self.text_encoder(mx.array(self.ids(prompt)))
+
+    def ids(self, prompt: str) -> list[int]:
+        """Return the checked tokens of a prompt.
 
         Raises:
             UsageError: The prompt needs more positions than the transformer has.
             ModelError: The tokenizer does not match the text encoder.
         """
         tokens = self.tokens(prompt)
-        positions = self.transformer.config.axes_lens[0]
+        positions = self.transformer_module.config.axes_lens[0]
         if padded(len(tokens)) + 2 > positions:
             raise UsageError(
                 f"the prompt is too long: {len(tokens)} tokens and padding exceed {positions} "
                 "positions"
             )
-        encoder = self.text_encoder
-        if max(tokens) >= encoder.config.vocab_size:
+        if max(tokens) >= self.text_encoder_module.config.vocab_size:
             raise ModelError("the tokenizer returned tokens that the text encoder does not have")
-        return encoder(mx.array(tokens))
+        return tokens
 
     def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
         """Return the latents as drawn by torch, (channels, height / scale, width / scale)."""
-        scale = self.vae.config.scale
-        channels = self.transformer.config.in_channels
+        scale = self.vae_module.config.scale
+        channels = self.transformer_module.config.in_channels
         return randn(seed, (channels, request.height // scale, request.width // scale))
 
     def velocity(self, latents: mx.array, time: float, conditioning: Conditioning) -> mx.array:
@@ -304,6 +399,10 @@ def _cached(cache: dict[str, T], text: str, make: Callable[[str], T]) -> T:
     return value
 
 
+def _texts(request: GenerateRequest) -> list[str]:
+    return [request.prompt, *([request.negative or ""] if request.guidance else [])]
+
+
 def _sides(transformer: TransformerConfig, vae: VaeConfig) -> Sides:
     multiple = vae.scale * PATCH
     _, rows, columns = transformer.axes_lens
@@ -317,17 +416,19 @@ def _check_sides(store: BlobFiles, aimage: AImage, request: GenerateRequest) -> 
     _sides(transformer, VaeConfig.parse(file, read_object(store, aimage, file))).check(request)
 
 
-def _check_fit(text_encoder: TextEncoder, transformer: Transformer, vae: Vae) -> None:
-    hidden = text_encoder.config.hidden_size
-    if hidden != transformer.config.cap_feat_dim:
+def _check_fit(
+    text_encoder: TextEncoderConfig, transformer: TransformerConfig, vae: VaeConfig
+) -> None:
+    hidden = text_encoder.hidden_size
+    if hidden != transformer.cap_feat_dim:
         raise ModelError(
             f"the text encoder returns {hidden} features, "
-            f"the transformer requires {transformer.config.cap_feat_dim}"
+            f"the transformer requires {transformer.cap_feat_dim}"
         )
-    if vae.config.latent_channels != transformer.config.in_channels:
+    if vae.latent_channels != transformer.in_channels:
         raise ModelError(
-            f"the vae has {vae.config.latent_channels} latent channels, "
-            f"the transformer requires {transformer.config.in_channels}"
+            f"the vae has {vae.latent_channels} latent channels, "
+            f"the transformer requires {transformer.in_channels}"
         )
-    if vae.config.out_channels != 3:
-        raise ModelError(f"the vae has {vae.config.out_channels} output channels, pictures have 3")
+    if vae.out_channels != 3:
+        raise ModelError(f"the vae has {vae.out_channels} output channels, pictures have 3")

@@ -1,0 +1,152 @@
+"""Measure the peak memory of a generation: ``python benchmarks/memory.py``.
+
+A picture is made with the models of models.py, in float32, by ``aimage run``, by a pipeline with
+each policy of its memory, and by diffusers (``from_pretrained``), each in a process of its own. The
+peak is the resident memory of the whole process, with interpreter and libraries. The limit of the
+policy auto is 0.6 times diffusers' peak, the goal of all policies but keep. diffusers offloads
+networks from an accelerator only (``enable_model_cpu_offload``), so it has one row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from models import SHAPES, Shape, build
+
+PROMPT, STEPS, SEED = "a red fox in the snow", 2, 7
+GOAL = 0.6  # of diffusers' peak
+COLUMNS = ("shape", "tool", "peak_mib", "ratio", "seconds", "difference")
+Pixels = npt.NDArray[np.uint8]
+
+
+def by_run(directory: Path, side: int, target: Path) -> list[str]:
+    """Return the command of ``aimage run``, which releases each network after its last use."""
+    command = ["-m", "clowder_aimage", "--store", f"{directory}.store", "run", "model", PROMPT]
+    command += ["--local", "-q", "--dtype", "float32", "--size", f"{side}x{side}"]
+    return [*command, "--steps", str(STEPS), "--seed", str(SEED), "-o", f"{target}.png"]
+
+
+def by_policy(directory: Path, side: int, target: Path, policy: str, limit: int | None) -> None:
+    """Make a picture with a pipeline; write its pixels."""
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.layout.stored_aimage import read_aimage
+    from clowder_aimage.model.loader import load_pipeline
+    from clowder_aimage.model.pipeline import GenerateRequest, Image
+    from clowder_aimage.oci import Reference
+
+    store = ImageLayout(Path(f"{directory}.store"))
+    aimage = read_aimage(store, Reference.parse("model")).aimage
+    pipeline = load_pipeline(store, aimage, dtype="float32")
+    pipeline.set_memory(policy, limit, is_limit=limit is not None)
+    request = GenerateRequest(PROMPT, side, side, STEPS, SEED)
+    pipeline.preload(request)
+    for event in pipeline.generate(request):
+        if isinstance(event, Image):
+            np.save(target, event.pixels)
+
+
+def by_diffusers(directory: Path, side: int, target: Path) -> None:
+    import torch
+    from diffusers import ZImagePipeline
+
+    pipeline = ZImagePipeline.from_pretrained(directory, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = torch.Generator().manual_seed(SEED)
+    size = {"height": side, "width": side}
+    made = pipeline(PROMPT, **size, num_inference_steps=STEPS, guidance_scale=0.0, generator=noise)
+    np.save(target, np.asarray(made.images[0]))
+
+
+def measure(directory: Path, side: int, tool: str, limit: int | None = None) -> dict[str, Any]:
+    """Return the peak and the seconds of a tool in a process of its own, and its pixels."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "picture"
+        if tool == "run":
+            command = by_run(directory, side, target)
+        else:
+            command = [__file__, "--child", tool, str(directory), str(side), str(target)]
+            command.append(str(limit or 0))
+        begun = time.perf_counter()
+        child = os.posix_spawn(sys.executable, [sys.executable, *command], os.environ)
+        _, status, used = os.wait4(child, 0)
+        if status:
+            raise SystemExit(f"{tool} failed")
+        seconds = time.perf_counter() - begun
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"peak": used.ru_maxrss * unit, "seconds": seconds, "pixels": read(target)}
+
+
+def read(target: Path) -> Pixels:
+    if (saved := Path(f"{target}.npy")).exists():
+        return cast(Pixels, np.load(saved))
+    from clowder_aimage.model.picture import load_picture
+
+    return load_picture(Path(f"{target}.png"))[0]
+
+
+def rows(directory: Path, shape: Shape) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a shape."""
+    side = SHAPES[shape].side
+    theirs = measure(directory, side, "diffusers")
+    limit = int(GOAL * theirs["peak"])
+    for tool in ("diffusers", "run", "keep", "auto", "release"):
+        own = theirs if tool == "diffusers" else measure(directory, side, tool, limit)
+        difference = np.abs(own["pixels"].astype(int) - theirs["pixels"].astype(int))
+        yield {
+            "shape": shape,
+            "tool": tool if tool == "diffusers" else f"aimage {tool}",
+            "peak_mib": own["peak"] >> 20,
+            "ratio": round(own["peak"] / theirs["peak"], 2),
+            "seconds": round(own["seconds"], 1),
+            "difference": int(difference.max()),
+        }
+
+
+def child(tool: str, directory: Path, side: int, target: Path, limit: int) -> None:
+    if tool == "diffusers":
+        by_diffusers(directory, side, target)
+    else:
+        by_policy(directory, side, target, tool, limit if tool == "auto" else None)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        tool, directory, side, target, limit = sys.argv[2:]
+        return child(tool, Path(directory), int(side), Path(target), int(limit))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", choices=list(SHAPES), action="append", dest="shapes")
+    parser.add_argument("--directory", type=Path, help="keep the models here for the next run")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each row")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        if not options.json:
+            print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+        for shape in options.shapes or ("medium", "large"):
+            directory = build((options.directory or Path(temporary)) / shape, shape)
+            _pack(directory)
+            for row in rows(directory, shape):
+                cells = " | ".join(str(row[column]) for column in COLUMNS)
+                print(json.dumps(row) if options.json else f"| {cells} |", flush=True)
+    return None
+
+
+def _pack(directory: Path) -> None:
+    from clowder_aimage.create import create
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.oci import Reference
+
+    create(ImageLayout(Path(f"{directory}.store")), Reference.parse("model"), directory)
+
+
+if __name__ == "__main__":
+    main()
