@@ -106,6 +106,7 @@ def convert(
     target: Reference,
     recipe: Recipe,
     *,
+    is_attached: bool = False,
     jobs: int | None = None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
@@ -115,12 +116,13 @@ def convert(
     """Convert the AImage ``reference`` by ``recipe``, in its dialect, and name it ``target``.
 
     Unchanged layers stay the same blobs. ``create`` gives the same digest for the same weights and
-    recipe, and describes the callbacks.
+    recipe, and describes the callbacks. With ``is_attached`` it is a variant of ``reference``, its
+    subject, in the precision of the recipe.
 
     Raises:
         NotFoundError: the AImage is not in the store, or not all of it.
         UsageError: the recipe is empty, does not fit the model, or needs a package that is not
-            installed.
+            installed; or its dialect has no variants.
         FormatError, VerificationError: a blob does not match its layer, or is damaged.
         ModelError: a value does not fit its type.
         StoreError, NoSpaceError: the store cannot be written; complete blobs stay.
@@ -133,10 +135,14 @@ def convert(
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         require_complete(store, reference, stored)
+        if is_attached and stored.dialect.name != DEFAULT:
+            raise UsageError(f"the dialect {stored.dialect.name} has no variants")
         inflate(store, stored)
         layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
         exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
-        plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact)
+        found = stored.descriptor if is_attached else None
+        base = found and Descriptor(found.media_type, found.digest, found.size)
+        plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
         check_config(plan)
         on_plan(plan)
         return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)

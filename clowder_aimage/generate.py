@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.copy_option import ignore
@@ -16,8 +16,9 @@ from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import PIPELINES, load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEvent
 from clowder_aimage.oci import Reference
-from clowder_aimage.pull import PullOptions, pull, stored_name
-from clowder_aimage.registry import ClientOptions
+
+if TYPE_CHECKING:
+    from clowder_aimage.registry import ClientOptions
 
 _PARAMETERS = ("prompt", "negative", "width", "height", "steps", "seed", "guidance", "shift")
 
@@ -53,12 +54,14 @@ class RunnableModel:
 def fetch(
     store: ContentStore,
     reference: Reference,
-    connection: ClientOptions,
+    connect: Callable[[], ClientOptions],
     lease: Lease,
     *,
     on_event: OnEvent = ignore,
 ) -> StoredAImage:
     """Return a leased AImage from the store, or pull it from its registry.
+
+    ``connect`` is called for a pull only.
 
     Raises:
         NotFoundError: it is missing or partial in the store, and its name has no registry, or the
@@ -68,8 +71,11 @@ def fetch(
     try:
         return find(store, reference, lease)
     except NotFoundError as missing:
+        connection = connect()
         if connection.expand(reference).registry is None:
             raise
+        from clowder_aimage.pull import PullOptions, pull, stored_name  # late: it takes 70 ms
+
         meant, words = reference, ""
         if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry
             meant, words = replace(reference, digest=missing.digest), f"; {missing.message}"

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,9 +156,11 @@ def load(
     reference, layout = to_reference(name), (store or Store()).layout
     with ExitStack() as stack:
         lease = stack.enter_context(layout.lease())
-        connection = to_connection(reference, registry)
+        connect = cache(partial(to_connection, reference, registry))
+        if registry is not None:  # refuse another one at once
+            connect()
         counter = ProgressCounter(progress)
-        stored = generate.fetch(layout, reference, connection, lease, on_event=counter.on_event)
+        stored = generate.fetch(layout, reference, connect, lease, on_event=counter.on_event)
         loaded = generate.load(layout, stored, dtype=dtype)
         loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
         loaded.preload(GenerateRequest.for_model(stored.aimage, ""))

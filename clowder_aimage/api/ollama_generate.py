@@ -187,6 +187,7 @@ class OllamaGeneration:
             done_reason="stop",
             image=base64.b64encode(picture.data).decode(),
             **{name: getattr(picture, name) for name in ("seed", "width", "height")},
+            digest=picture.digest.removeprefix("sha256:"),
             total_duration=time.monotonic_ns() - self._begun,
         )
 

@@ -141,6 +141,7 @@ class ImageRoutes:
         if len(pictures) < body.n:
             raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
+        headers["X-Aimage-Digest"] = pictures[0].digest
         text = await run_generation(json.dumps, _answer(body, pictures, keep))
         return web.Response(text=text, content_type="application/json", headers=headers)
 

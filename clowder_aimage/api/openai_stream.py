@@ -75,6 +75,7 @@ class PlainStream:
     def __init__(self, body: ImageRequest, keep: KeepPicture) -> None:
         self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
+        self._digest = ""
 
     def learn(self, parameters: GenerateRequest) -> None:
         """Ignore the parameters, as no event contains the size."""
@@ -88,9 +89,11 @@ class PlainStream:
             yield answer_stream.frame("pull", {"completed": event.done, "total": event.total})
         elif isinstance(event, ImageEvent):
             self._data.append(entry(event, self._body, self._keep))
+            self._digest = event.digest
 
     def end(self) -> Iterator[bytes]:
-        yield answer_stream.frame("done", {"created": int(time.time()), "data": self._data})
+        facts = {"created": int(time.time()), "data": self._data, "digest": self._digest}
+        yield answer_stream.frame("done", facts)
 
 
 class OpenAIStream:
@@ -118,6 +121,7 @@ class OpenAIStream:
             facts = {"b64_json": encoded(event), "partial_image_index": event.number}
             yield self._frame("partial_image", {**facts, **self._facts(self._size)})
         else:
+            yield answer_stream.comment(f"digest {event.digest}")
             yield self._completed(event)
 
     def end(self) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
@@ -149,9 +150,10 @@ def make_service(
 ) -> Service:
     """Create the service of a worker, or of a node without image generation."""
     metrics, events = Metrics(), EventLog()
-    transfers = TransferQueue(store, connection, metrics, events)
     if not isinstance(settings, Settings):
         settings = Settings()
+    selector = ManifestSelector(last=settings.first)
+    transfers = TransferQueue(store, connection, metrics, events, selector=selector)
     return Service(
         engine=Engine(store, transfers, settings.limits, metrics, events=events),
         transfers=transfers,

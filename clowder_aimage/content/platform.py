@@ -47,6 +47,12 @@ class Platform:
         return cls(_SYSTEMS.get(os, os), architecture, variant)
 
     @classmethod
+    def here(cls) -> Platform:
+        """Return the platform of this machine."""
+        machine = os.uname()
+        return cls.of(machine.sysname, machine.machine)
+
+    @classmethod
     def parse(cls, text: str) -> Platform:
         """Parse ``os/architecture[/variant]``. Raises UsageError."""
         parts = text.split("/")
@@ -76,10 +82,14 @@ class Platform:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSelector:
-    """The variant and the platform to select; None for any."""
+    """The variant and the platform to select; None for any.
+
+    Manifests of the variant ``last`` are selected only if there are no others.
+    """
 
     variant: str | None = None
     platform: Platform | None = None
+    last: str | None = None
 
 
 ANY = ManifestSelector()
@@ -111,9 +121,8 @@ def select(
     if selector is None:
         return root, document
     if isinstance(document, Index):
-        machine = os.uname()
-        here = Platform.of(machine.sysname, machine.machine)
-        chosen = choose(candidates_in(source, document), selector, here, reference).descriptor
+        here, candidates = Platform.here(), candidates_in(source, document)
+        chosen = choose(candidates, selector, here, reference).descriptor
         return chosen, read_document(source, chosen)
     if selector.variant not in (None, document.annotations.get(mediatype.VARIANT)):
         raise UsageError(
@@ -173,6 +182,7 @@ def choose(
     Raises NotFoundError if none matches, UsageError if several do. Both list them.
     """
     left = [one for one in candidates if selector.variant in (None, one.variant)]
+    left = [one for one in left if one.variant != selector.last] or left
     if selector.platform is not None:
         unspecified = [one for one in left if one.platform is None]
         left = _fitting(left, selector.platform) or unspecified

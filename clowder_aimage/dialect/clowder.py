@@ -53,7 +53,8 @@ class ClowderDialect(Dialect):
 def manifest_annotations(aimage: AImage) -> dict[str, str]:
     """Return the annotations in the config, and OCI's for its properties."""
     properties = aimage.properties
-    keys = (("created", mediatype.CREATED), ("license", mediatype.LICENSES))
+    keys = [("created", mediatype.CREATED), ("license", mediatype.LICENSES)]
+    keys += [("variant", mediatype.VARIANT)]
     return given_annotations(aimage) | {
         annotation: value
         for key, annotation in keys

@@ -19,7 +19,8 @@ class EngineLimits:
     seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a request's
     arrival to its last picture. text_encoder: after a request, "keep" it in memory, "release" it
     and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
-    models; None for the machine's memory. load_timeout: seconds that a load may make no progress.
+    models; None for the machine's memory. first: the precision of variants that are used while the
+    AImage is fetched, or None. load_timeout: seconds that a load may make no progress.
     cancel_timeout: seconds for a process to end a cancelled request before it is killed.
     """
 
@@ -30,6 +31,7 @@ class EngineLimits:
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None
+    first: str | None = None
     load_timeout: float = 300.0
     cancel_timeout: float = 30.0
 

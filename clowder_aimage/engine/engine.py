@@ -14,14 +14,16 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
 from clowder_aimage.engine.event import Event, EventLog, ImageEvent, LoadingEvent, QueuedEvent
 from clowder_aimage.engine.executor import run_generation
+from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.model_fetch import fetch, find
+from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -54,6 +56,7 @@ class Engine:
         self.store, self.limits, self.metrics = store, limits, metrics
         self._events = events or EventLog()
         self._transfers = transfers
+        self._first = FirstVariant(store, transfers, limits.first)
         self._clock = clock
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
         self._requests: set[QueuedRequest] = set()
@@ -166,9 +169,8 @@ class Engine:
             self._check_queue("pulling", self.limits.queue + self.limits.models)
             request.stage = "pulling"
             emit(QueuedEvent(self._scheduler.ahead(request)))
-            await fetch(self._transfers, request.reference, emit)
+            stored = await self._first.fetch(request.reference, emit)
             request.stage, request.number = "waiting", next(self._numbers)
-            stored = await run_generation(find, self.store, request.reference)
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
         model = self._scheduler.enter(request, stored)
@@ -210,6 +212,7 @@ class Engine:
                 self.metrics.steps.observe(now - last)
             elif isinstance(event, ImageEvent):
                 record("decode", now - last)
+                event = replace(event, digest=str(model.digest))
             last = now
             emit(event)
 
@@ -260,6 +263,7 @@ class Engine:
         self.is_draining = True
         self._interrupt(lambda request: not request.is_begun)
         self._transfers.close()
+        self._first.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while any(request.is_begun for request in self._requests):

@@ -60,13 +60,14 @@ class PreviewEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageEvent:
-    """A finished picture, encoded."""
+    """A finished picture, encoded; ``digest`` is that of the AImage."""
 
     data: bytes
     seed: int
     picture: int
     width: int
     height: int
+    digest: str = ""
 
 
 Event = QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | Step | PreviewEvent | ImageEvent

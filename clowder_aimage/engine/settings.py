@@ -22,6 +22,7 @@ from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.schema import read_configuration
+from clowder_aimage.tensor.quantization import parse_precision
 from clowder_aimage.user_directory import check_variables
 
 camel = to_camel  # the name of a field in the configuration
@@ -168,10 +169,11 @@ class Settings(ServerSettings):
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     png_facts: bool = True
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
+    first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
 
     @property
     def limits(self) -> EngineLimits:
-        same = {"queue", "keep_alive", "deadline", "dtype", "text_encoder", "memory"}
+        same = {"queue", "keep_alive", "deadline", "dtype", "text_encoder", "memory", "first"}
         return EngineLimits(models=self.max_models, **self.model_dump(include=same))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from clowder_aimage.content import Rate, Source
 from clowder_aimage.content.copy_option import OnEvent
+from clowder_aimage.content.platform import ANY, ManifestSelector
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.engine.admission import BusyError, ending
 from clowder_aimage.engine.backoff import again
@@ -59,8 +60,9 @@ class TransferQueue:
     """The transfers of a worker, shared by all of its interfaces.
 
     ``near`` returns, for a reference, a wrapper that adds nearer sources to its registry and
-    reports the bytes by source. Non-interactive transfers wait for ``settle`` seconds, so that the
-    first of many concurrent transfers is selected by priority.
+    reports the bytes by source. ``selector`` selects the manifest of an index.
+    Non-interactive transfers wait for ``settle`` seconds, so that the first of many concurrent
+    transfers is selected by priority.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class TransferQueue:
         events: EventLog,
         *,
         settle: float = 0.1,
+        selector: ManifestSelector = ANY,
     ) -> None:
         self.is_over = False
         self.near: Near | None = None
-        self._store, self._connection = store, connection
+        self.connection = connection
+        self._store, self._selector = store, selector
         self._metrics, self._events = metrics, events
         self._known: dict[_Key, SharedTransfer] = {}
         self._numbers = itertools.count()
@@ -121,7 +125,7 @@ class TransferQueue:
         if reference.registry is None:
             hint = f"use a name with one, such as registry.example.com/team/{reference}"
             raise UsageError(f"cannot pull {reference}: the name has no registry", hint=hint)
-        connection = self._connection
+        connection = self.connection
         if credentials is not None:
             connection = replace(connection, auths={reference.name: dict([credentials.entry])})
 
@@ -136,7 +140,7 @@ class TransferQueue:
                 return self.near(reference, transfer.count)(counted)
 
             layers = LayerSelection(components=components) if components else None
-            options = PullOptions(layers=layers, on_event=on_event, rate=gate, wrap=near)
+            options = PullOptions(self._selector, layers, on_event=on_event, rate=gate, wrap=near)
             return pull(reference, self._store, connection, options).root
 
         key = (PULL, str(reference), (credentials, components))
@@ -149,7 +153,7 @@ class TransferQueue:
         with self._joined(
             (PUSH, str(reference), None),
             reference,
-            lambda _, on_event: push(self._store, reference, self._connection, on_event=on_event),
+            lambda _, on_event: push(self._store, reference, self.connection, on_event=on_event),
         ) as found:
             yield found
 

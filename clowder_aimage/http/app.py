@@ -31,7 +31,8 @@ from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
 _EXPOSED = (
-    "X-Request-Id, X-Aimage-Model, X-Aimage-Alias, X-Aimage-Seed, X-Aimage-Ignored, Retry-After"
+    "X-Request-Id, X-Aimage-Model, X-Aimage-Digest, X-Aimage-Alias, X-Aimage-Seed, "
+    "X-Aimage-Ignored, Retry-After"
 )
 MAX_BODY = 16 * BODY
 BODY_TIMEOUT = 30.0  # seconds for a request's body to arrive

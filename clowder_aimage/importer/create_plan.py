@@ -194,8 +194,9 @@ def plan_conversion(
     dialect: Dialect,
     recipe: Recipe,
     exact: frozenset[tuple[str, str]],
+    base: Descriptor | None = None,
 ) -> CreatePlan:
-    """Return the plan of a conversion from ``layers`` of ``aimage``.
+    """Return the plan of a conversion from ``layers`` of ``aimage``, as a variant of ``base``.
 
     A layer without changes is reused.
 
@@ -213,8 +214,10 @@ def plan_conversion(
     }
     planned = [_plan(stored, by_weight) for stored in layers]
     config = _converted_config(aimage.properties, decided, planned)
-    summary = report(decided, config)
-    plan = CreatePlan(tuple(planned), encode(config), aimage.algorithm, summary, aimage.subject)
+    if base is not None:
+        config["variant"] = recipe.precision
+    subject, summary = base or aimage.subject, report(decided, config)
+    plan = CreatePlan(tuple(planned), encode(config), aimage.algorithm, summary, subject)
     _check(plan, dialect)
     return plan
 

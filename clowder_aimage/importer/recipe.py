@@ -57,6 +57,12 @@ class Recipe:
         """Return whether weights may be changed."""
         return self.dtype is not None or bool(self.quantize)
 
+    @property
+    def precision(self) -> str | None:
+        """Return the type of the transformer, else that of another component or of all floats."""
+        types = [self.quantize.get(BARE), *self.quantize.values()]
+        return next((one.type.name for one in types if one), self.dtype)
+
     def check_tools(self) -> None:
         """Check that the needed packages are installed. Raises UsageError."""
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]

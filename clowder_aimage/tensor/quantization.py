@@ -98,6 +98,14 @@ class Quantization:
         return {QUANT_TYPE: self.type.name, GROUP_SIZE: str(self.group_size)}
 
 
+def parse_precision(text: str) -> str:
+    """Return the name of a precision: a type of quantization, bf16 or f16. Raises ValueError."""
+    name = ALIASES.get(text.lower(), text.lower())
+    if name not in (known := (*QUANT_TYPES, "bf16", "f16")):
+        raise ValueError(f"unknown precision {text!r:.40}: expected one of {', '.join(known)}")
+    return name
+
+
 def _number(value: int | str) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         return int(value)

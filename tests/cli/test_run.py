@@ -10,7 +10,7 @@ import pty
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -261,18 +261,79 @@ def test_another_server_at_the_default_address_is_not_used(
     assert not worker.asked
 
 
-def test_an_aimage_of_the_same_name_in_the_store_is_preferred(
+@pytest.fixture
+def other(
     default: Callable[[ScriptedWorker], Aimage], stocked: Callable[[], Aimage]
-) -> None:
-    def script(asked: Asked) -> Says:
-        return says({"models": [TINY | {"name": "x:latest"}]})
+) -> Iterator[tuple[Aimage, ScriptedWorker]]:
+    """Yield a command line with x in the store, and its default worker with another x."""
 
+    def script(asked: Asked) -> Says:
+        another = TINY | {"name": "x:latest"}
+        return says({"models": [another]}) if asked.method == "GET" else drawing(asked)
+
+    stocked()
     with ScriptedWorker(script).running() as worker:
-        own = stocked()
-        here = default(worker)
-        assert here.store == own.store
-        here("run", "x", "a fox", *SMALL)
-    assert [asked.method for asked in worker.asked] == ["GET"]
+        yield default(worker), worker
+
+
+def test_an_aimage_of_the_same_name_in_the_store_is_preferred(
+    other: tuple[Aimage, ScriptedWorker],
+) -> None:
+    here, worker = other
+    said = here("run", "x", "a fox", *SMALL)
+    offer = f"a worker is running at http://{worker.host}; --remote generates the picture there"
+    assert said.err.splitlines()[0] == offer
+    assert "rendering on cpu" in said.err
+    assert offer in here("run", "localhost:1/x", "a fox", code=1).err
+    for arguments in (
+        ("x", "-q"),
+        ("x", "--json"),
+        ("x", "--local"),
+        ("y",),
+        ("localhost:1/y", "-q"),
+    ):
+        assert "--remote" not in here.attempt("run", *arguments, "a fox", *SMALL).err
+    assert {asked.method for asked in worker.asked} == {"GET"}
+    here("run", "x", "a fox", "--remote")
+    assert worker.asked[-1].method == "POST"
+
+
+def test_the_worker_is_used_where_the_configuration_prefers_it(
+    other: tuple[Aimage, ScriptedWorker],
+) -> None:
+    here, worker = other
+    file = here.home / "config" / "aimage" / "config.json"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"run": {"remote": true}}')
+    for name in ("x", "localhost:1/x"):
+        assert "rendering on the worker" in here("run", name, "a fox").err
+    assert [one.value["model"] for one in worker.asked if one.method == "POST"] == [
+        "x:latest",
+        "localhost:1/x:latest",
+    ]
+    assert "rendering on cpu" in here("run", "x", "a fox", *SMALL, "--local").err
+    here("run", "y", "a fox", code=3)  # only the worker's names are sent to it
+    shown = json.loads(here("config", "show", "--json").out)["settings"]
+    assert {"name": "run.remote", "value": True, "origin": str(file)} in shown
+    file.write_text('{"run": {"remote": "yes"}}')
+    assert "'yes' is not of type 'boolean'" in here("run", "x", "a fox", code=2).err
+
+
+def test_a_worker_that_is_asked_for_must_answer(
+    at: Callable[[ScriptedWorker], Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ScriptedWorker(drawing).running() as worker:
+        here = at(worker)
+        assert "--local" in here("run", "x", "a fox", "--remote", "--local", code=2).err
+        assert (
+            "omit --remote" in here("run", "x", "a fox", "--remote", "--dtype", "f32", code=2).err
+        )
+    assert not worker.asked
+    monkeypatch.setattr(endpoint, "DEFAULT_HOST", worker.host)  # not used any more
+    assert (
+        "cannot connect to the worker"
+        in Unset(here.home, here.store)("run", "x", "a fox", "--remote", code=1).err
+    )
 
 
 def test_remote_verbs_refuse_other_servers(at: Callable[[ScriptedWorker], Aimage]) -> None:

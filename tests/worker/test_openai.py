@@ -194,7 +194,8 @@ def test_the_documented_command_streams_exact_events(live: LocalWorker, tmp_path
     head, done = text[: len(steps)], text[len(steps) :]
     assert head == steps
     found = re.fullmatch(
-        r'event: done\ndata: {"created": [0-9]{10}, "data": \[{"b64_json": "(iVBORw0KGgo[^"]*)"}]}'
+        r'event: done\ndata: {"created": [0-9]{10}, "data": \[{"b64_json": "(iVBORw0KGgo[^"]*)"}],'
+        r' "digest": "sha256:[0-9a-f]{64}"}'
         r"\n\n",
         done,
     )
@@ -656,6 +657,7 @@ def test_the_default_model_does_not_replace_a_digest_or_registry_name(
     digest = LayeredStore([live.store]).resolve(Reference.parse("tiny")).digest
     status, headers, _ = post(other.url, {**SHORT, "model": f"tiny@{digest}"})
     assert (status, headers["X-Aimage-Model"]) == (200, f"tiny@{digest}")
+    assert headers["X-Aimage-Digest"] == str(digest)
 
 
 def test_an_alias_is_accepted_with_the_latest_tag(live: LocalWorker) -> None:

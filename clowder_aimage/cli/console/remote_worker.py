@@ -54,11 +54,11 @@ def worker() -> WorkerClient:
     return client
 
 
-def default_worker(reference: Reference) -> WorkerClient | None:
-    """Return a client of the default worker if it has the AImage that this store has.
+def default_worker(reference: Reference) -> tuple[WorkerClient, bool] | None:
+    """Return a client of the default worker, and whether it has the AImage that this store has.
 
-    A worker with another AImage of that name, without it, or with an error is not used; nor is any
-    if AIMAGE_HOST is set to an empty text.
+    None if no worker answers there, it cannot have the AImage or reports an error, or AIMAGE_HOST
+    is set to an empty text.
     """
     if "AIMAGE_HOST" in os.environ:
         return None
@@ -69,11 +69,23 @@ def default_worker(reference: Reference) -> WorkerClient | None:
         wanted = reference.digest
         with contextlib.suppress(NotFoundError):
             wanted = wanted or settings().layout.resolve(reference).digest
-        for model in models(client, "/api/tags"):
-            is_same = wanted is None or model["digest"] == str(wanted)
-            if is_same and (reference.digest or model["name"] == str(reference)):
-                return client
+        is_meant = [
+            wanted is None or model["digest"] == str(wanted)
+            for model in models(client, "/api/tags")
+            if reference.digest or model["name"] == str(reference)
+        ]
+        is_listed = bool(is_meant) and reference.digest is None
+        if any(is_meant) or is_listed or reference.registry is not None:
+            return client, any(is_meant)
     return None
+
+
+def prefers_worker() -> bool:
+    """Return whether the configuration prefers the default worker. Raises UsageError."""
+    from clowder_aimage.schema import read_configuration
+    from clowder_aimage.user_directory import config_file
+
+    return bool(read_configuration(config_file(), lambda it: it.get("run", {}).get("remote")))
 
 
 def worker_client(host: str | None) -> WorkerClient:

@@ -60,7 +60,7 @@ def show() -> None:
     """
     chosen, file = settings(), config_file()
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
-    found = [_file(file), _store(chosen.stores), *_servers(file), *_registry(file)]
+    found = [_file(file), _store(chosen.stores), _run(file), *_servers(file), *_registry(file)]
     found += _registries(file)
     found += [Value(name, masked(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
@@ -81,6 +81,12 @@ def _store(stores: tuple[Path, ...]) -> Value:
     is_given = f"{META}store" in click.get_current_context().meta
     named = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
     return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else named)
+
+
+def _run(file: Path) -> Value:
+    section = read_configuration(file, lambda document: document.get("run", {}))
+    is_given = "remote" in section
+    return Value("run.remote", section.get("remote", False), str(file) if is_given else "default")
 
 
 def _servers(file: Path) -> Iterator[Value]:

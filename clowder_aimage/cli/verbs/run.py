@@ -9,18 +9,20 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.cli.console.later_model import LaterModel
 from clowder_aimage.cli.console.option import (
     connection_options,
     needs,
     parse_reference,
     parsed,
+    remote_option,
     settings,
     verb,
 )
@@ -43,13 +45,14 @@ from clowder_aimage.cli.console.remote_worker import (
     default_worker,
     local_options,
     pictures,
+    prefers_worker,
     refuse_options,
     worker,
     worker_host,
 )
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.layout.stored_aimage import StoredAImage
     from clowder_aimage.model.pipeline import GenerateRequest, Image, PipelineEvent
+    from clowder_aimage.registry import ClientOptions
 
 _PARAMETERS = ("width", "height", "steps", "seed", "negative", "guidance", "shift")
 _SETTABLE = (*_PARAMETERS, "size", "count", "output", "show", "inline")  # between prompts
@@ -69,7 +73,7 @@ _Render = Callable[
 
 def _model(text: str) -> Reference:
     """Parse the name of a model. Raises UsageError, for a directory with advice."""
-    try:  # a worker elsewhere has its own names
+    try:  # a worker elsewhere has its own names, also with --remote
         return (parse_reference if os.environ.get("AIMAGE_HOST") else stored_reference)(text)
     except UsageError:
         if not Path(text).is_dir():
@@ -81,6 +85,12 @@ def _model(text: str) -> Reference:
 
 def _pack(directory: str) -> str:
     return f"to run a directory, pack it first: aimage create NAME {directory}"
+
+
+def _precision(text: str) -> str:
+    from clowder_aimage.tensor.quantization import parse_precision
+
+    return parse_precision(text)
 
 
 def _sides(text: str) -> tuple[int, int]:
@@ -143,14 +153,24 @@ def _sides(text: str) -> tuple[int, int]:
     callback=parsed(parse_size),
     help="Memory for this process, such as 12GiB. [default: from the machine]",
 )
+@click.option(
+    "--first",
+    "precision",
+    metavar="TYPE",
+    callback=parsed(_precision),
+    help="Use a smaller variant of REF, such as int4, if the store lacks REF.",
+)
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
+@remote_option
 @connection_options
 def run(
     reference: Reference,
     words: tuple[str, ...],
     dtype: str | None,
     memory: int | None,
+    precision: str | None,
     local: bool,
+    remote: bool,
     **values: Any,
 ) -> None:
     """Generate a picture of PROMPT with the model REF; print the path of the file.
@@ -159,14 +179,15 @@ def run(
     read line by line, and the model stays loaded.
 
     REF is pulled first if the store lacks it. The worker that AIMAGE_HOST names generates the
-    picture instead, or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage.
+    picture instead, or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage, or
+    with --remote.
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
     first = _check(values) | {"prompt": prompt or "", "n": values["count"]}
     is_last = prompt is not None
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
-    render = _renderer(reference, load, local, first)
+    render = _renderer(reference, partial(_here, reference, load, precision, first), local, remote)
     order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
@@ -296,58 +317,134 @@ class _Order:
 
 
 def _renderer(
-    reference: Reference,
-    load: Callable[..., RunnableModel],
-    local: bool,
-    first: Mapping[str, Any],
+    reference: Reference, here: Callable[[], _Render], local: bool, remote: bool
 ) -> _Render:
-    """Return the function that generates pictures: in a worker, or with a model from ``load``.
-
-    ``first`` has the parameters of the first request, checked before the model is loaded here.
-    """
+    """Return the function that generates pictures: in a worker, or in this process by ``here``."""
+    if local and remote:
+        raise UsageError("--local cannot be combined with --remote")
     but = (*_SETTABLE, "local")
-    if not local and worker_host():
-        refuse_options("omit it, or use --local to generate the picture in this process", but=but)
+    if remote or (not local and worker_host()):
+        other = "omit --remote" if remote else "use --local"
+        refuse_options(f"omit it, or {other} to generate the picture in this process", but=but)
         client = worker()
         return partial(_by_worker, client, reference, f"worker at {client.endpoint}")
     if not local and not local_options(*but) and (found := default_worker(reference)):
-        place = f"worker at {found.endpoint}; --local generates in this process"
-        return partial(_by_worker, found, reference, place)
-    return _here(reference, load, first)
+        client, has_same = found
+        if has_same or prefers_worker():
+            place = f"worker at {client.endpoint}; --local generates in this process"
+            return partial(_by_worker, client, reference, place)
+        if not wants_value():
+            where = f"a worker is running at {client.endpoint}"
+            remark(f"{where}; --remote generates the picture there")
+    return here()
 
 
 def _here(
-    reference: Reference, load: Callable[..., RunnableModel], first: Mapping[str, Any]
+    reference: Reference,
+    load: Callable[..., RunnableModel],
+    precision: str | None,
+    first: Mapping[str, Any],
 ) -> _Render:
-    """Return a function that generates pictures in this process; load the model."""
+    """Return a function that generates pictures in this process; load the model by ``load``.
+
+    ``first`` has the parameters of the first request, checked before the model is loaded.
+    """
+    connect = cache(settings().connection)
     try:
-        stored = fetch_model(reference)
+        used = _variant(reference, precision, connect) if precision else reference
+        stored = fetch_model(used, connect)
     except NotFoundError as error:
         if reference.registry is None and Path(reference.repository).is_dir():
             error.hint, error.remedy = _pack(f"./{reference.repository}"), ""
         raise
-    from clowder_aimage.generate import describe_picture
-    from clowder_aimage.model.picture import encode_picture
-    from clowder_aimage.model.pipeline import GenerateRequest
+    model = _LocalModel(reference, load, first, connect, stored)
+    model.load(stored)
+    if used != reference and not first["prompt"]:
+        model.later = LaterModel(reference, settings().layout, connect(), str(precision))
+    return model.generate
 
-    weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
-    remark(f"loading {size(weights)}")
-    model = load(stored, GenerateRequest.for_model(stored.aimage, **first))
+
+@dataclass(slots=True)
+class _LocalModel:
+    """A model in this process; ``later`` replaces it between two requests."""
+
+    reference: Reference
+    load_model: Callable[..., RunnableModel]
+    first: Mapping[str, Any]
+    connect: Callable[[], ClientOptions]
+    stored: StoredAImage
+    later: LaterModel | None = None
+    _loaded: list[RunnableModel] = field(default_factory=list)
+
+    def load(self, stored: StoredAImage) -> None:
+        """Load a model for the parameters ``first`` and others."""
+        from clowder_aimage.model.pipeline import GenerateRequest
+
+        weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
+        remark(f"loading {size(weights)}")
+        request = GenerateRequest.for_model(stored.aimage, **self.first)
+        self._loaded = [self.load_model(stored, request)]
+        self.stored = stored
 
     def generate(
-        options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
+        self, options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
     ) -> Generator[RemotePicture, None, None]:
-        request = GenerateRequest.for_model(stored.aimage, **options, n=count)
+        from clowder_aimage.generate import describe_picture
+        from clowder_aimage.model.picture import encode_picture
+        from clowder_aimage.model.pipeline import GenerateRequest
+
+        if self.later is not None and self.later.is_done:
+            self._replace(self.later)
+        if not self._loaded:  # the load was interrupted
+            self.load(self.stored)
+        (model,) = self._loaded
+        request = GenerateRequest.for_model(model.stored.aimage, **options, n=count)
         events = model.generate(request)
         announce(f"rendering on {model.backend}")
-        facts = describe_picture(reference, model, request)
+        facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
             for picture in render(events, request):
                 own = facts | {"seed": picture.seed}
                 data = encode_picture(picture.pixels, own, kind)
                 yield RemotePicture(data, picture.seed, picture.picture, own)
 
-    return generate
+    def _replace(self, later: LaterModel) -> None:
+        """Load the AImage itself in place of its variant, or say why it cannot be used."""
+        try:
+            later.end()
+            wanted = fetch_model(self.reference, self.connect)
+            self._loaded = []  # the memory is free before the load
+            self.load(wanted)
+        except AImageError as error:
+            message = f"{self.reference} cannot be used instead of its variant: {error.message}"
+            note(f"warning: {message}")
+        else:
+            note(f"{self.reference} has been pulled and is used instead of its variant")
+        self.later = None
+
+
+def _variant(
+    reference: Reference, precision: str, connect: Callable[[], ClientOptions]
+) -> Reference:
+    """Return the variant of an AImage that the store lacks, else ``reference``."""
+    from clowder_aimage.layout.completeness import check_stored
+    from clowder_aimage.layout.stored_aimage import read_aimage
+    from clowder_aimage.variant import find_variant
+
+    if reference.digest is not None:
+        raise UsageError("--first cannot be combined with a digest, which names one AImage")
+    layout = settings().layout
+    with contextlib.suppress(NotFoundError):
+        if check_stored(layout, read_aimage(layout, reference)).is_complete:
+            return reference
+    if connect().expand(reference).registry is None:
+        return reference
+    found = find_variant(reference, connect(), precision)
+    if found is None:
+        remark(f"{reference} has no variant {precision}: it is used itself")
+        return reference
+    remark(f"the store lacks {reference}: its variant {precision} is used")
+    return found
 
 
 def _by_worker(
@@ -369,7 +466,9 @@ def _by_worker(
     )
 
 
-def fetch_model(reference: Reference) -> StoredAImage:
+def fetch_model(
+    reference: Reference, connect: Callable[[], ClientOptions] | None = None
+) -> StoredAImage:
     """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
 
     Raises:
@@ -378,10 +477,12 @@ def fetch_model(reference: Reference) -> StoredAImage:
     with needs("running a model", "mlx"):
         from clowder_aimage import generate
     chosen = settings()
-    layout, connection = chosen.layout, chosen.connection()
+    layout, connect = chosen.layout, connect or cache(chosen.connection)
+    if chosen.has_connection:  # refuse invalid options at once
+        connect()
     with Progress("pulling", reference) as progress:
         lease = click.get_current_context().with_resource(layout.lease())
-        return generate.fetch(layout, reference, connection, lease, on_event=progress.on_event)
+        return generate.fetch(layout, reference, connect, lease, on_event=progress.on_event)
 
 
 def load_model(

@@ -215,6 +215,11 @@ def spell(field: str) -> str:
 )
 @click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
 @click.option(
+    "--first",
+    metavar="TYPE",
+    help="Use a smaller variant, such as int4, while the model of a request is pulled.",
+)
+@click.option(
     "--public-url",
     metavar="URL",
     help="Base URL of links to pictures. [default: the address of the request]",

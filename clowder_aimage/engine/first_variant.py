@@ -1,0 +1,81 @@
+"""Smaller variants, which a worker uses while it fetches the AImages themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from clowder_aimage.engine.event import PullingEvent
+from clowder_aimage.engine.executor import run_generation, run_io
+from clowder_aimage.engine.model_fetch import fetch, find
+from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.oci import Reference
+from clowder_aimage.variant import find_variant
+
+_log = logging.getLogger("aimage.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstVariant:
+    """The variants of one precision; with None, none are used.
+
+    After a variant, the AImage itself is fetched in the background, for later requests.
+    """
+
+    _store: ImageLayout
+    _transfers: TransferQueue
+    _precision: str | None
+    _known: dict[Reference, Reference] = field(default_factory=dict)
+    _tasks: dict[Reference, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def fetch(
+        self, reference: Reference, emit: Callable[[PullingEvent], None]
+    ) -> StoredAImage:
+        """Pull an AImage, or its variant if the store lacks it. Raises as ``find_variant``."""
+        used = await self._choose(reference)
+        if used is None:
+            await fetch(self._transfers, reference, emit)
+            return await run_generation(find, self._store, reference)
+        try:
+            stored = await run_generation(find, self._store, used)
+        except NotFoundError:
+            await fetch(self._transfers, used, emit)
+            stored = await run_generation(find, self._store, used)
+        if reference not in self._tasks:
+            self._tasks[reference] = task = asyncio.create_task(self._complete(reference))
+            task.add_done_callback(lambda _: self._tasks.pop(reference))
+        return stored
+
+    async def _choose(self, reference: Reference) -> Reference | None:
+        """Return the variant to use; None for an AImage in the store, or without a variant."""
+        if self._precision is None or reference.digest is not None:
+            return None
+        with contextlib.suppress(NotFoundError):
+            await run_generation(find, self._store, reference)
+            return None
+        if reference not in self._known:
+            connection = self._transfers.connection
+            found = await run_io(find_variant, reference, connection, self._precision)
+            if found is None:
+                facts = {"model": str(reference), "precision": self._precision}
+                _log.info("no variant of this precision", extra=facts)
+                return None
+            self._known[reference] = found
+        return self._known[reference]
+
+    async def _complete(self, reference: Reference) -> None:
+        with contextlib.suppress(AImageError):  # logged by the queue; the next request repeats it
+            with self._transfers.pull(reference, urgency=DESIRED) as transfer:
+                await transfer.end()
+            self._known.pop(reference, None)
+
+    def close(self) -> None:
+        """End the work in the background."""
+        for task in [*self._tasks.values()]:
+            task.cancel()
