@@ -180,12 +180,12 @@ class MemoryBudget:
         return peaks[largest] * pixels / largest
 
     @contextmanager
-    def measure(self, stage: str, pixels: int) -> Iterator[None]:
+    def measure(self, stage: Stage, pixels: int) -> Iterator[None]:
         """Record the peak of a stage, unless it fails. Its modules have been loaded."""
         active = mx.get_active_memory()
         mx.reset_peak_memory()
         yield
-        peaks = self._peaks.setdefault(stage, {})
+        peaks = self._peaks.setdefault(stage.name, {})
         peaks[pixels] = max(0, mx.get_peak_memory() - active, peaks.get(pixels, 0))
 
 

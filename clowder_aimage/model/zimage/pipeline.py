@@ -218,14 +218,15 @@ class ZImagePipeline:
         sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
         encode = transforming(*sizes, tokens, dtype)
         denoise = transforming(config.dim, config.ffn_dim, config.n_heads, length, dtype)
-        denoise = self.budget.work("denoise", pixels, denoise)
+        drawing = "previews" if request.previews else "denoise"
+        denoise = self.budget.work(drawing, pixels, denoise)
         decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
-        drawing: tuple[Module, ...] = (self.transformer_module,)
+        used: tuple[Module, ...] = (self.transformer_module,)
         if request.previews:
-            drawing, denoise = (*drawing, self.vae_module), max(denoise, decode)
+            used, denoise = (*used, self.vae_module), max(denoise, decode)
         return (
             Stage("encode", (self.text_encoder_module,), encode),
-            Stage("denoise", drawing, denoise),
+            Stage(drawing, used, denoise),
             Stage("decode", (self.vae_module,), decode),
         )
 
@@ -250,7 +251,7 @@ class ZImagePipeline:
             seed = request.seed + picture
             latents = mx.array(self.noise(request, seed))
             self.budget.use(denoise)
-            with self.budget.measure("denoise", pixels):
+            with self.budget.measure(denoise, pixels):
                 for event, state in self._steps(request, latents, schedule, conditioning, picture):
                     yield event
                     latents = state
@@ -262,7 +263,7 @@ class ZImagePipeline:
                 continue  # the transformer is released once, not after each picture
             self.budget.use(decode)
             for latents, seed, number in waiting:
-                with self.budget.measure("decode", pixels):
+                with self.budget.measure(decode, pixels):
                     image = self.decode(latents)
                 yield Image(image, seed, number)
             waiting.clear()
@@ -307,16 +308,15 @@ class ZImagePipeline:
         The text encoder is loaded for new texts only. Raises as ``encode`` does.
         """
         texts, (encode, denoise, _) = _texts(request), self.stages(request)
-        if new := [text for text in dict.fromkeys(texts) if text not in self._captions]:
+        found = {text: self._captions[text] for text in texts if text in self._captions}
+        if new := [text for text in dict.fromkeys(texts) if text not in found]:
             self.budget.use(encode)
             features = {text: self.encode(text) for text in new}
             mx.eval(features)  # a lazy array keeps the text encoder in memory
             self.budget.finish(self.text_encoder_module)
             self.budget.use(denoise)
-        captions = [
-            _cached(self._captions, text, lambda new: self._refined(features[new]))
-            for text in texts
-        ]
+            found |= {text: self._refined(features[text]) for text in new}
+        captions = [_cached(self._captions, text, found.__getitem__) for text in texts]
         return Conditioning(captions[0], captions[1] if captions[1:] else None, request.guidance)
 
     def tokens(self, text: str) -> list[int]:
