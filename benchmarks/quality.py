@@ -4,17 +4,26 @@ Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 
 guidance, are judged from their pixels alone. There is a row for each precision: computed in
 float32, in bfloat16, and in float32 from an AImage with a quantized transformer. ``--diffusers``
 adds the figures of diffusers with the same model, and the largest difference between the two.
+
+``--cache`` measures the step cache instead: a row for each number of steps and threshold, in
+float32. "Skipped" is the share of the main blocks' evaluations; "time" is the median, over the
+scenes, of the time of a picture, in parts of that without the cache. The pictures of a scene are
+made one after another, in an order that changes from scene to scene.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import statistics
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +35,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.zimage.transformer import Block
 from clowder_aimage.oci import Reference
 
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
@@ -37,6 +47,8 @@ from scene import Scene  # noqa: E402
 from score import figures, score  # noqa: E402
 
 STEPS = 8
+CACHED_STEPS = (28, 8)
+THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 QUANTIZED = ("int8", "mxfp8", "int4", "nvfp4")
 PRECISIONS = ("float32", "bfloat16", *QUANTIZED)
 COLUMNS: tuple[str, ...] = (
@@ -118,14 +130,77 @@ def correlations(pictures: Sequence[Pixels], others: Sequence[Pixels]) -> list[f
     ]
 
 
+@dataclasses.dataclass
+class CachedPictures:
+    """The pictures with a threshold, their times, and the evaluated main blocks."""
+
+    pictures: list[Pixels] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    blocks: int = 0
+
+
+def with_cache(
+    pipeline: ZImagePipeline, scenes: Sequence[Scene], steps: int
+) -> dict[float, CachedPictures]:
+    """Return the pictures of all scenes with each threshold."""
+    layers, call = {id(block) for block in pipeline.transformer.layers}, Block.__call__
+    made = {threshold: CachedPictures() for threshold in THRESHOLDS}
+    for seed, scene in enumerate(scenes):
+        asked = dataclasses.replace(request(scene, seed), steps=steps)
+        pipeline.conditioning(asked)  # encoded once for all
+        for index in range(len(THRESHOLDS)):
+            threshold = THRESHOLDS[(index + seed) % len(THRESHOLDS)]
+            one = made[threshold]
+
+            def counted(self: Block, *given: Any, to: CachedPictures = one) -> Any:
+                to.blocks += id(self) in layers
+                return call(self, *given)
+
+            begun = time.perf_counter()
+            with mock.patch.object(Block, "__call__", counted):
+                pixels = picture(pipeline, dataclasses.replace(asked, cache_threshold=threshold))
+            one.seconds.append(time.perf_counter() - begun)
+            one.pictures.append(pixels)
+    return made
+
+
+def print_cached(pipeline: ZImagePipeline, scenes: Sequence[Scene]) -> None:
+    """Print the table of the step cache."""
+    titles = [column.replace("_", " ") for column in COLUMNS]
+    print("| steps | threshold | skipped | time |", " | ".join(titles), end=" ")
+    print("| correlation, mean | least |")
+    print("|---" * (len(COLUMNS) + 6) + "|")
+    for steps in CACHED_STEPS:
+        made = with_cache(pipeline, scenes, steps)
+        exact = made[0.0]
+        for threshold, one in made.items():
+            pairs = zip(one.seconds, exact.seconds, strict=True)
+            ratio = statistics.median(seconds / whole for seconds, whole in pairs)
+            found = judged(scenes, one.pictures)
+            shares = [percent(found[column]["share"]) for column in COLUMNS]
+            with_exact = correlations(one.pictures, exact.pictures)
+            print(
+                f"| {steps} | {threshold or 'off'} | {percent(1 - one.blocks / exact.blocks)}",
+                f"| {ratio:.2f} |",
+                " | ".join(shares),
+                f"| {np.mean(with_exact):.4f} | {min(with_exact):.4f} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=SHAPES / "model")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--scenes", type=int, default=None, help="only the first so many")
     parser.add_argument("--diffusers", action="store_true")
+    parser.add_argument("--cache", action="store_true", help="measure the step cache")
     options = parser.parse_args()
     scenes = held_out_scenes()[: options.scenes]
+    if options.cache:
+        with tempfile.TemporaryDirectory() as place:
+            print_cached(load(options.directory, "float32", ImageLayout(Path(place)))[0], scenes)
+        return
     asked = [request(scene, seed) for seed, scene in enumerate(scenes)]
     titles = [column.replace("_", " ") for column in COLUMNS]
     print("| precision | quantized |", " | ".join(titles), "| correlation, mean | least |")

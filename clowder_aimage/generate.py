@@ -14,13 +14,11 @@ from clowder_aimage.layout.completeness import IncompleteError, require_complete
 from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import PIPELINES, load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Pipeline, PipelineEvent
+from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, Pipeline, PipelineEvent
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
-
-_PARAMETERS = ("prompt", "negative", "width", "height", "steps", "seed", "guidance", "shift")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +172,7 @@ def describe_picture(
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),
-        **{key: getattr(request, key) for key in _PARAMETERS},
+        **{key: getattr(request, key) for key in PARAMETERS},
         "dtype": model.dtype,
         "backend": model.backend,
     }

@@ -84,7 +84,9 @@ class Model:
         seed: int | None = None,
         negative: str | None = None,
         guidance: float | None = None,
+        guidance_end: float | None = None,
         shift: float | None = None,
+        cache_threshold: float | None = None,
         count: int = 1,
         progress: OnProgress | None = None,
     ) -> list[Picture]:
@@ -105,9 +107,11 @@ class Model:
             width=width,
             height=height,
             steps=steps,
-            guidance=guidance,
             negative=negative,
+            guidance=guidance,
+            guidance_end=guidance_end,
             shift=shift,
+            cache_threshold=cache_threshold,
             n=count,
             seed=secrets.randbits(32) if seed is None else seed,
         )

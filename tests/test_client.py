@@ -37,7 +37,8 @@ SIGNATURES: dict[Any, str] = {
     push: "name * store registry dialect progress",
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
-    Model.generate: "self prompt * width height steps seed negative guidance shift count progress",
+    Model.generate: "self prompt * width height steps seed negative guidance guidance_end shift "
+    "cache_threshold count progress",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",

@@ -141,6 +141,7 @@ GOOD_CHANGES: list[dict[str, object]] = [
     {"created": "2026-01-31T12:00:00Z"},
     {"created": "2026-01-31T12:00:00.5+01:00"},
     {"defaults": {"width": 64, "height": 1024, "steps": 8, "guidance": 0}},
+    {"defaults": {"guidance_end": 0.5, "cache_threshold": 0}},
     {"components": {}},
     {
         "components": {},

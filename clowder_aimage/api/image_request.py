@@ -17,7 +17,13 @@ from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from clowder_aimage.api.request_body import RequestBody, parse_body, wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.model.pipeline import MAX_SEED, MAX_STEPS, GenerateRequest, PictureEncoding
+from clowder_aimage.model.pipeline import (
+    MAX_SEED,
+    MAX_STEPS,
+    MAX_THRESHOLD,
+    GenerateRequest,
+    PictureEncoding,
+)
 
 MULTIPLE = 16  # pixels
 MAX_PIXELS = 3840 * 2160
@@ -61,7 +67,9 @@ class ImageRequest(RequestBody):
     negative_prompt: _Text = ""
     guidance: _Guidance | None = None
     guidance_scale: _Guidance | None = None
+    guidance_end: float | None = Field(None, ge=0, le=1)
     shift: float | None = Field(None, ge=SHIFTS[0], le=SHIFTS[1])
+    cache_threshold: float | None = Field(None, ge=0, le=MAX_THRESHOLD)
     quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(None, ge=0, le=100)
@@ -135,7 +143,7 @@ class ImageRequest(RequestBody):
             seed=self.seed,
             negative=self.negative_prompt or None,
             guidance=self.guidance_scale if self.guidance is None else self.guidance,
-            shift=self.shift,
+            **{name: getattr(self, name) for name in ("guidance_end", "shift", "cache_threshold")},
             n=self.n,
             previews=previews,
         )

@@ -24,13 +24,12 @@ from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageE
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest
 from clowder_aimage.oci import Reference
 
 # Fields of the pipeline and their names in requests
-_PARAMS = {"width": "size", "height": "size", "negative": "negative_prompt"} | {
-    name: name for name in ("steps", "seed", "guidance", "shift", "n", "prompt")
-}
+_PARAMS = {name: name for name in ("n", *PARAMETERS)}
+_PARAMS |= {"width": "size", "height": "size", "negative": "negative_prompt"}
 _MAX_IGNORED = 20  # names in a header
 
 _log = logging.getLogger("aimage.worker")

@@ -73,11 +73,13 @@ def _exif(text: str) -> bytes:
 
 def _parameters(facts: Mapping[str, Any], shape: tuple[int, ...]) -> str:
     """Return the facts as stable-diffusion-webui writes them."""
-    negative = facts.get("negative")
+    negative, end = facts.get("negative"), facts.get("guidance_end")
     stated = {
         "Steps": facts.get("steps"),
         "Sampler": "Euler",  # of flow matching, the only one
         "CFG scale": facts.get("guidance"),
+        "Guidance end": None if end == 1 else end,
+        "Cache threshold": facts.get("cache_threshold") or None,
         "Seed": facts.get("seed"),
         "Size": f"{shape[1]}x{shape[0]}",
         "Model hash": str(facts.get("digest", "")).rpartition(":")[2][:10] or None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.dialect.aimage import AImage
@@ -15,12 +15,14 @@ if TYPE_CHECKING:  # a worker without numpy stores models and still parses reque
     import numpy.typing as npt
 
 FORMATS = ("png", "jpeg", "webp")  # of picture files
-MODEL_DEFAULTS = ("width", "height", "steps", "guidance")  # that a config may set
+# Parameters that a config may set
+MODEL_DEFAULTS = ("width", "height", "steps", "guidance", "guidance_end", "cache_threshold")
 MAX_STEPS = 1000
 MAX_PICTURES = 1024
 MAX_SEED = (1 << 64) - 1
 MAX_PREVIEWS = 16
 MAX_SCALE = 10_000  # of guidance and of the schedule's shift
+MAX_THRESHOLD = 10  # of the step cache, which then reuses almost any step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,12 @@ class GenerateRequest:
 
     width, height: pixels. steps: denoising steps. seed: of the first picture; each further picture
     uses the next seed. guidance: 0 disables classifier-free guidance; w adds w times the
-    difference between prompt and ``negative`` (None: the empty text). shift: replaces the
-    model's own shift of the noise schedule. n: number of pictures. previews: number of previews
-    of each picture.
+    difference between prompt and ``negative`` (None: the empty text). guidance_end: guidance is
+    off at steps that begin after this part of the way from noise (0) to picture (1). shift:
+    replaces the model's own shift of the noise schedule. cache_threshold: a step reuses the work
+    of an earlier one if the first block of the transformer changes its result by less than this
+    part of it; 0 computes every step. n: number of pictures. previews: number of previews of each
+    picture.
     """
 
     prompt: str
@@ -41,7 +46,9 @@ class GenerateRequest:
     seed: int = 0
     negative: str | None = None
     guidance: float = 0.0
+    guidance_end: float = 1.0
     shift: float | None = None
+    cache_threshold: float = 0.0
     n: int = 1
     previews: int = 0
 
@@ -58,6 +65,12 @@ class GenerateRequest:
         """Return the steps followed by a preview: evenly spaced, never the last one."""
         after = (round((k + 1) * self.steps / (self.previews + 1)) for k in range(self.previews))
         return frozenset(step for step in after if 0 < step < self.steps)
+
+
+# The fields that determine a picture
+PARAMETERS = tuple(
+    field.name for field in fields(GenerateRequest) if field.name not in ("n", "previews")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +192,11 @@ def check_parameters(request: GenerateRequest) -> None:
         )
     if not _is_int(request.seed) or not 0 <= request.seed <= MAX_SEED - (request.n - 1):
         raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {request.seed!r}")
-    if not _is_number(request.guidance, 0):
-        most = f"from 0 to {MAX_SCALE}"
-        raise UsageError(f"guidance must be a number {most}, not {request.guidance!r:.40}")
-    if request.shift is not None and not _is_number(request.shift, 1 / MAX_SCALE):
-        most = f"from {1 / MAX_SCALE} to {MAX_SCALE}"
-        raise UsageError(f"shift must be a number {most}, not {request.shift!r:.40}")
+    _check_number("guidance", request.guidance, 0, MAX_SCALE)
+    _check_number("guidance_end", request.guidance_end, 0, 1)
+    _check_number("cache_threshold", request.cache_threshold, 0, MAX_THRESHOLD)
+    if request.shift is not None:
+        _check_number("shift", request.shift, 1 / MAX_SCALE, MAX_SCALE)
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
@@ -267,8 +279,9 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object, least: float) -> bool:
-    return type(value) in (int, float) and least <= value <= MAX_SCALE  # type: ignore[operator]
+def _check_number(name: str, value: float, least: float, most: float) -> None:
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise UsageError(f"{name} must be a number from {least} to {most}, not {value!r:.40}")
 
 
 def _check_count(name: str, value: int, limit: int) -> None:

@@ -287,6 +287,8 @@ def test_usage_errors_exit_with_2(aimage: Callable[..., Aimage]) -> None:
     [
         (("--width", 100), "width must be a multiple of 16"),
         (("--steps", 0), "steps must be"),
+        (("--guidance-end", "1.5"), "guidance_end must be a number from 0 to 1, not 1.5"),
+        (("--cache-threshold", "-1"), "cache_threshold must be a number from 0 to 10, not -1.0"),
         (("--dtype", "float16"), "float16"),
         (("--negative", "blur"), "--negative requires --guidance"),
         (("-o", "x.gif"), "unknown picture format: x.gif"),

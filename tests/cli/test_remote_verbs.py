@@ -70,7 +70,8 @@ def test_run_sends_the_given_options(at: Callable[[ScriptedWorker], Aimage]) -> 
         here.environment["AIMAGE_TOKEN"] = "open-sesame"
         options = ("--width", 32, "--height", 48, "--steps", 2, "--seed", 5, "--shift", 3)
         wishes = ("--negative", "no", "--guidance", 1.5)
-        assert here("run", "team/x:v2", "a fox", *options, *wishes).line == "a-fox-5.png"
+        more = ("--guidance-end", 0.5, "--cache-threshold", 0.1)
+        assert here("run", "team/x:v2", "a fox", *options, *wishes, *more).line == "a-fox-5.png"
     (asked,) = worker.asked
     assert (asked.method, asked.path) == ("POST", GENERATIONS)
     assert asked.headers["Authorization"] == "Bearer open-sesame"
@@ -84,6 +85,8 @@ def test_run_sends_the_given_options(at: Callable[[ScriptedWorker], Aimage]) -> 
         "shift": 3.0,
         "negative_prompt": "no",
         "guidance": 1.5,
+        "guidance_end": 0.5,
+        "cache_threshold": 0.1,
         "response_format": "b64_json",
         "output_format": "png",
         "png_facts": True,
@@ -98,7 +101,8 @@ def test_run_omits_options_that_were_not_given(at: Callable[[ScriptedWorker], Ai
         said = at(worker)("run", "x", "a fox", "--width", 64)
     asked = worker.asked[0].value
     assert asked["width"] == 64
-    assert not {"size", "height", "steps", "shift", "guidance", "negative_prompt"} & asked.keys()
+    omitted = {"size", "height", "steps", "shift", "guidance", "negative_prompt"}
+    assert not (omitted | {"guidance_end", "cache_threshold"}) & asked.keys()
     assert f"seed {asked['seed']}" in said.err.splitlines()
     assert f"rendering on the worker at http://{worker.host}" in said.err.splitlines()
 

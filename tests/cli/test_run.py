@@ -393,6 +393,7 @@ def test_prompts_are_read_on_a_terminal(at: Callable[[ScriptedWorker], Aimage]) 
             "/set negative a red box\n",
             "refused\n",
             "/set guidance 2\n",
+            "/set cache-threshold 0.1\n",
             "/show\n",
             "a dog\n",
             "/set size 32x48\n",
@@ -408,7 +409,7 @@ def test_prompts_are_read_on_a_terminal(at: Callable[[ScriptedWorker], Aimage]) 
     assert prompts == ["a fox", "a dog", "two cats", "two cats"]
     second, third = worker.asked[1].value, worker.asked[2].value
     assert (second["seed"], second["width"], second["negative_prompt"]) == (7, 512, "a red box")
-    assert third["size"] == "32x48"
+    assert (third["size"], third["cache_threshold"]) == ("32x48", 0.1)
     assert {"a-dog-7.png", "two-cats-7.png", "two-cats-8.png"} <= {
         p.name for p in here.home.iterdir()
     }

@@ -141,8 +141,15 @@ def test_a_random_seed_is_printed(stocked: Callable[[], Aimage]) -> None:
 
 def test_replay_detects_a_changed_image(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
-    path = here.home / here("run", "x", "a fox", "--steps", 2, "--width", 96).line
+    options = ("--width", 96, "--steps", 3, "--seed", 7, "--guidance", 2)
+    cached = ("--cfg-truncation", 0.5, "--cache-threshold", 10)
+    path = here.home / here("run", "x", "a fox", *options, *cached).line
     assert here("replay", path).line == "equal"
+    other = here.home / here("run", "x", "a fox", *options).line
+    with Image.open(path) as picture, Image.open(other) as whole:
+        facts = json.loads(picture.info["aimage"])
+        assert picture.tobytes() != whole.tobytes()
+    assert (facts["guidance_end"], facts["cache_threshold"]) == (0.5, 10)
     from PIL.PngImagePlugin import PngInfo
 
     with Image.open(path) as picture:

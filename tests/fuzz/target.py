@@ -228,6 +228,7 @@ class Requests(Target):
         "quality": "low",
         "stream": False,
         "guidance": 1.5,
+        "cache_threshold": 0.1,
         "output_format": "webp",
         "output_compression": 50,
         "user": "me",
@@ -274,6 +275,7 @@ class Pictures(Target):
             "steps": 1,
             "seed": 7,
             "guidance": 1.0,
+            "guidance_end": 0.5,
             "shift": 3.0,
         }
 

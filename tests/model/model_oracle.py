@@ -27,6 +27,9 @@ CASES = {
     "guided": GenerateRequest("two foxes", 64, 64, 4, seed=3, negative=LONG, guidance=3.5),
     # 32 image tokens: no pads
     "guided by nothing": GenerateRequest("two foxes", 64, 128, 2, seed=9, guidance=0.7),
+    # The times of the steps are 0, 0.1 in float32, which is above 0.1, 0.25 and 0.5
+    "guided once": GenerateRequest("an owl", 48, 48, 4, guidance=3.0, guidance_end=0.1),
+    "guided for three steps": GenerateRequest("an owl", 48, 48, 4, guidance=3.0, guidance_end=0.25),
 }
 
 

@@ -28,6 +28,8 @@ FACTS = {
     "steps": 8,
     "seed": 7,
     "guidance": 1.5,
+    "guidance_end": 0.5,
+    "cache_threshold": 0.1,
 }
 # stable-diffusion-webui, modules/infotext_utils.py: re_param
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
@@ -47,6 +49,8 @@ def test_parameters_are_read_as_by_the_web_ui(tmp_path: Path) -> None:
         "Steps": "8",
         "Sampler": "Euler",
         "CFG scale": "1.5",
+        "Guidance end": "0.5",
+        "Cache threshold": "0.1",
         "Seed": "7",
         "Size": "32x16",
         "Model hash": "0123456789",
@@ -57,9 +61,11 @@ def test_parameters_are_read_as_by_the_web_ui(tmp_path: Path) -> None:
     assert load_picture(tmp_path / "one.png")[1] == FACTS
 
 
-def test_a_prompt_in_any_script_is_kept_and_an_absent_negative_left_out() -> None:
-    said = texts(encode_picture(PIXELS, FACTS | {"prompt": "二つの円", "negative": None}))
+def test_a_prompt_in_any_script_is_kept_and_defaults_are_left_out() -> None:
+    usual = {"prompt": "二つの円", "negative": None, "guidance_end": 1.0, "cache_threshold": 0.0}
+    said = texts(encode_picture(PIXELS, FACTS | usual))
     assert said["parameters"].startswith("二つの円\nSteps: 8, ")
+    assert not re.search("Guidance end|Cache", said["parameters"])
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])

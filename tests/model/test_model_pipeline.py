@@ -47,6 +47,8 @@ SMALL = GenerateRequest("a fox", 32, 32, 2)
         ({"n": 0}, "n must be"),
         ({"seed": MAX_SEED, "n": 2}, "seed must be"),
         ({"guidance": float("nan")}, "guidance must be a number from 0 to 10000"),
+        ({"guidance_end": 1.01}, "guidance_end must be a number from 0 to 1, not 1.01"),
+        ({"cache_threshold": "0.1"}, "cache_threshold must be a number from 0 to 10, not '0.1'"),
         ({"shift": 0.0}, "shift must be a number from 0.0001 to 10000"),
         ({"prompt": "\ud800"}, "prompt contains characters"),
         ({"prompt": 7}, "prompt must be text"),
@@ -109,7 +111,10 @@ def test_what_changes_the_picture(pipeline: ZImagePipeline) -> None:
     ]
     for changes in changed:
         assert (pixels(**changes) != base).any(), changes
+    assert (pixels(guidance_end=0.5, cache_threshold=1e-9, steps=3) == pixels(steps=3)).all()
+    assert (pixels(cache_threshold=10, steps=3) != pixels(steps=3)).any()
     guided = pixels(guidance=4.0)
+    assert (pixels(guidance=4.0, guidance_end=0.0) != guided).any()
     assert (pixels(guidance=4.0, negative="") == guided).all()
     assert (pixels(guidance=4.0, negative="an owl") != guided).any()
 

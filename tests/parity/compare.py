@@ -42,6 +42,7 @@ def run(pipeline: Reference, request: GenerateRequest, output: str) -> Any:
         width=request.width,
         num_inference_steps=request.steps,
         guidance_scale=request.guidance,
+        cfg_truncation=request.guidance_end,
         negative_prompt=request.negative,
         generator=torch.Generator().manual_seed(request.seed),
         output_type=output,

@@ -58,12 +58,13 @@ def test_the_picture_that_diffusers_makes(
             steps=rng.randrange(1, 10),
             seed=rng.randrange(1 << 40),
             guidance=(0.0, 2.5, 0.0)[index],
+            guidance_end=(1.0, rng.random(), 1.0)[index],
             negative=(None, "grey mist", None)[index],
         )
         options = [("--negative", request.negative)] if request.negative else []
         options += [
-            (f"--{name}", str(getattr(request, name)))
-            for name in ("width", "height", "steps", "seed", "guidance")
+            (f"--{name.replace('_', '-')}", str(getattr(request, name)))
+            for name in ("width", "height", "steps", "seed", "guidance", "guidance_end")
         ]
         flat = [part for option in options for part in option]
         path = there("run", repository, request.prompt, *flat, "-o", f"{index}.png").line

@@ -112,14 +112,19 @@ def test_png_facts_that_are_not_boolean_are_refused(worker: LocalWorker) -> None
 
 
 def test_a_worker_supports_all_options_of_run(worker: LocalWorker, tmp_path: Path) -> None:
-    options = ("--steps", 2, "--width", 48, "--shift", 1.5, "--guidance", 2, "--negative", "a cat")
-    alone = run(worker, *options)
-    assert run(worker, *options, AIMAGE_HOST=worker.url) == alone
+    options = ("--steps", 3, "--width", 48, "--shift", 1.5, "--guidance", 2, "--negative", "a cat")
+    more = ("--guidance-end", 0.5, "--cache-threshold", 10.0)
+    alone = run(worker, *options, *more)
+    assert run(worker, *options, *more, AIMAGE_HOST=worker.url) == alone
+    made = pixels(alone, tmp_path).tobytes()
     assert pixels(alone, tmp_path).shape == (64, 48, 3)
-    assert facts_of(alone)["shift"] == 1.5
-    wishes: dict[str, Any] = {"width": 48, "shift": 1.5, "guidance": 2, "negative_prompt": "a cat"}
-    assert drawn(worker.url, **wishes, strict=True) == alone
-    assert drawn(worker.url, **wishes | {"shift": 3}) != alone
+    said = {"shift": 1.5, "guidance_end": 0.5, "cache_threshold": 10}
+    assert said.items() <= facts_of(alone).items()
+    wishes: dict[str, Any] = {"width": 48, "guidance": 2, "negative_prompt": "a cat", "steps": 3}
+    assert drawn(worker.url, **wishes | said, strict=True) == alone
+    for name, other in {"shift": 3, "guidance_end": 1, "cache_threshold": 0}.items():
+        changed = drawn(worker.url, **wishes | said | {name: other})
+        assert pixels(changed, tmp_path).tobytes() != made
     usual = run(worker, "--steps", 2, "--height", 32, AIMAGE_HOST=worker.url)
     assert pixels(usual, tmp_path).shape == (32, 64, 3)
 
@@ -132,6 +137,7 @@ def test_a_worker_supports_all_options_of_run(worker: LocalWorker, tmp_path: Pat
         ({"size": "16384x16"}, "size"),
         ({"size": "64x64", "height": 48}, "height"),
         ({"shift": 0}, "shift"),
+        ({"cache_threshold": 10.1}, "cache_threshold"),
     ],
 )
 def test_a_refusal_names_the_field_of_the_request(
@@ -210,6 +216,7 @@ def test_pictures_of_a_worker_match_diffusers(
     wishes |= {"prompt": request.prompt, "seed": request.seed}
     guided: dict[str, Any] = {
         "guidance": request.guidance,
+        "guidance_end": request.guidance_end,
         "negative_prompt": request.negative or "",
     }
     found = pixels(drawn(worker.url, **wishes, **guided), tmp_path).astype(int)

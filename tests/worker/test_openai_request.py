@@ -44,8 +44,10 @@ def aimage(**defaults: object) -> AImage:
 
 def test_missing_fields_take_the_defaults_of_the_model() -> None:
     wish = read()
-    own = {"width": 32, "height": 48, "steps": 9, "guidance": 2}
-    assert wish.for_model(aimage(**own)) == GenerateRequest("a dog", 32, 48, 9, 42, guidance=2)
+    own: dict[str, Any] = {"width": 32, "height": 48, "steps": 9, "guidance": 2}
+    own |= {"guidance_end": 0.5, "cache_threshold": 0.2}
+    expected = GenerateRequest("a dog", seed=42, **own)
+    assert wish.for_model(aimage(**own)) == expected
     assert wish.for_model(aimage()) == GenerateRequest("a dog", seed=42)
     assert wish.encoding == PictureEncoding()
     assert (wish.dimensions, wish.response_format, wish.stream) == ("auto", "b64_json", False)
@@ -60,7 +62,9 @@ def test_all_fields_are_parsed() -> None:
         steps=4,
         negative_prompt="a cat",
         guidance=2.5,
+        guidance_end=0.5,
         shift=3,
+        cache_threshold=0.1,
         png_facts=False,
         quality="high",
         output_format="webp",
@@ -75,7 +79,7 @@ def test_all_fields_are_parsed() -> None:
         style="vivid",
     )
     assert wish.for_model(aimage(), 2) == GenerateRequest(
-        "a dog", 1024, 768, 4, 7, "a cat", guidance=2.5, shift=3.0, n=3, previews=2
+        "a dog", 1024, 768, 4, 7, "a cat", 2.5, 0.5, 3.0, 0.1, n=3, previews=2
     )
     assert wish.encoding == PictureEncoding("webp", 80, has_facts=False)
     assert (wish.response_format, wish.stream, wish.partial_images) == ("url", True, 2)
@@ -148,6 +152,8 @@ def test_a_negative_prompt_requires_guidance() -> None:
         ("steps", 1001, "invalid_value"),
         ("guidance", -0.1, "invalid_value"),
         ("guidance", "2", "invalid_type"),
+        ("guidance_end", 1.1, "invalid_value"),
+        ("cache_threshold", -0.1, "invalid_value"),
         ("shift", 0.0009, "invalid_value"),
         ("shift", 1001, "invalid_value"),
         ("width", 100, "invalid_value"),

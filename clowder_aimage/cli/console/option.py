@@ -96,6 +96,7 @@ common_options = options(
 SYNONYMS = {
     "--artifact-type": "--type",
     "--cfg": "--guidance",
+    "--cfg-truncation": "--guidance-end",
     "--concurrency": "--jobs",
     "--guidance-scale": "--guidance",
     "--max-workers": "--jobs",

@@ -53,17 +53,18 @@ from clowder_aimage.cli.console.remote_worker import (
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.layout.stored_aimage import StoredAImage
-    from clowder_aimage.model.pipeline import GenerateRequest, Image, PipelineEvent
+    from clowder_aimage.model.pipeline import Image, PipelineEvent
     from clowder_aimage.registry import ClientOptions
 
-_PARAMETERS = ("width", "height", "steps", "seed", "negative", "guidance", "shift")
-_SETTABLE = (*_PARAMETERS, "size", "count", "output", "show", "inline")  # between prompts
+_OPTIONS = tuple(name for name in PARAMETERS if name != "prompt")
+_SETTABLE = (*_OPTIONS, "size", "count", "output", "show", "inline")  # between prompts
 _MAX_PROMPT = 1 << 20  # bytes of stdin
 # Options, prompt, seed, number, format, and a function that is called before the first picture
 _Render = Callable[
@@ -119,7 +120,9 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option("--seed", type=int, help="The same seed gives the same picture. [default: random]")
 @click.option("--negative", metavar="TEXT", help="What to avoid; requires --guidance.")
 @click.option("--guidance", type=float, help="Guidance scale (CFG). [default: 0]")
+@click.option("--guidance-end", type=float, help="Part of the way that is guided. [default: 1]")
 @click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
+@click.option("--cache-threshold", type=float, help="Skip steps that change less. [default: 0]")
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
 )
@@ -237,13 +240,11 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
         option = "--open" if not wants_value() else "--json" if wants_json() else "--format"
         raise UsageError(f"{option} cannot be combined with -o -")
     output.check(values["count"])
-    parameters = {name: values[name] for name in _PARAMETERS}
+    parameters = {name: values[name] for name in _OPTIONS}
     if values["size"] is not None:
         if parameters["width"] is not None or parameters["height"] is not None:
             raise UsageError("--size cannot be combined with --width or --height")
         parameters["width"], parameters["height"] = values["size"]
-    from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
-
     given = {name: value for name, value in parameters.items() if value is not None}
     check_parameters(GenerateRequest("", **given, n=values["count"]))
     return parameters
@@ -378,8 +379,6 @@ class _LocalModel:
 
     def load(self, stored: StoredAImage) -> None:
         """Load a model for the parameters ``first`` and others."""
-        from clowder_aimage.model.pipeline import GenerateRequest
-
         weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
         remark(f"loading {size(weights)}")
         request = GenerateRequest.for_model(stored.aimage, **self.first)
@@ -391,7 +390,6 @@ class _LocalModel:
     ) -> Generator[RemotePicture, None, None]:
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.picture import encode_picture
-        from clowder_aimage.model.pipeline import GenerateRequest
 
         if self.later is not None and self.later.is_done:
             self._replace(self.later)

@@ -40,6 +40,7 @@ from clowder_aimage.model.pipeline import (
     downsample,
     to_pixels,
 )
+from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.weights import ModelWeights, read_object
 from clowder_aimage.model.zimage.config import (
     PATCH,
@@ -58,15 +59,21 @@ T = TypeVar("T")
 C = TypeVar("C", TextEncoderConfig, TransformerConfig, VaeConfig)
 N = TypeVar("N", TextEncoder, Transformer, Vae)
 CACHED_TEXTS = 32  # the most recently used
+Caches = tuple[StepCache | None, StepCache | None]
+_NO_CACHES: Caches = (None, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditioning:
-    """The captions of a generation; ``negative`` and its ``weight`` only with guidance."""
+    """The captions of a generation; ``negative`` only with guidance.
+
+    ``weight`` is that of the guidance, which is off at times after ``end``.
+    """
 
     positive: Caption
     negative: Caption | None = None
     weight: float = 0.0
+    end: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -220,6 +227,8 @@ class ZImagePipeline:
         denoise = transforming(config.dim, config.ffn_dim, config.n_heads, length, dtype)
         drawing = "previews" if request.previews else "denoise"
         denoise = self.budget.work(drawing, pixels, denoise)
+        if request.cache_threshold:
+            denoise += StepCache.ARRAYS * len(_texts(request)) * length * config.dim * dtype.size
         decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
         used: tuple[Module, ...] = (self.transformer_module,)
         if request.previews:
@@ -278,7 +287,8 @@ class ZImagePipeline:
     ) -> Iterator[tuple[PipelineEvent, mx.array]]:
         """Yield the steps and previews of a picture, each with the latents after it."""
         previewed = sorted(request.previews_after())
-        for index, state in enumerate(self.denoise(latents, schedule, conditioning), 1):
+        states = self.denoise(latents, schedule, conditioning, request.cache_threshold)
+        for index, state in enumerate(states, 1):
             before, latents = latents, state
             yield Step(index, request.steps, picture), latents
             if index in previewed:
@@ -317,7 +327,8 @@ class ZImagePipeline:
             self.budget.use(denoise)
             found |= {text: self._refined(features[text]) for text in new}
         captions = [_cached(self._captions, text, found.__getitem__) for text in texts]
-        return Conditioning(captions[0], captions[1] if captions[1:] else None, request.guidance)
+        negative = captions[1] if captions[1:] else None
+        return Conditioning(captions[0], negative, request.guidance, request.guidance_end)
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a text; recent ones are cached."""
@@ -329,12 +340,23 @@ class ZImagePipeline:
         return caption
 
     def denoise(
-        self, latents: mx.array, schedule: Schedule, conditioning: Conditioning
+        self,
+        latents: mx.array,
+        schedule: Schedule,
+        conditioning: Conditioning,
+        threshold: float = 0.0,
     ) -> Iterator[mx.array]:
-        """Yield the latents after every Euler step, in float32 and evaluated."""
-        changes = np.diff(schedule.sigmas)
-        for time, change in zip(schedule.times, changes, strict=True):
-            latents = latents - float(change) * self.velocity(latents, float(time), conditioning)
+        """Yield the latents after every Euler step, in float32 and evaluated.
+
+        With a ``threshold``, steps between the first and the last may reuse the work of others.
+        """
+        caches = (StepCache(threshold), StepCache(threshold)) if threshold else _NO_CACHES
+        last = len(schedule.times) - 1
+        steps = zip(schedule.times, np.diff(schedule.sigmas), strict=True)
+        for index, (time, change) in enumerate(steps):
+            used = caches if index < last else _NO_CACHES
+            velocity = self.velocity(latents, float(time), conditioning, used)
+            latents = latents - float(change) * velocity
             mx.eval(latents)
             yield latents
 
@@ -366,16 +388,24 @@ class ZImagePipeline:
         channels = self.transformer_module.config.in_channels
         return randn(seed, (channels, request.height // scale, request.width // scale))
 
-    def velocity(self, latents: mx.array, time: float, conditioning: Conditioning) -> mx.array:
+    def velocity(
+        self,
+        latents: mx.array,
+        time: float,
+        conditioning: Conditioning,
+        caches: Caches = _NO_CACHES,
+    ) -> mx.array:
         """Return the predicted direction from noise to picture, in float32.
 
-        With guidance it is positive + weight * (positive - negative).
+        With guidance it is positive + weight * (positive - negative). ``caches`` are of the
+        positive and the negative caption.
         """
         typed = latents.astype(self.dtype)
-        towards = self.transformer(typed, time, conditioning.positive).astype(mx.float32)
-        if conditioning.negative is None:
+        towards = self.transformer(typed, time, conditioning.positive, caches[0])
+        towards = towards.astype(mx.float32)
+        if conditioning.negative is None or time > conditioning.end:
             return towards
-        away = self.transformer(typed, time, conditioning.negative).astype(mx.float32)
+        away = self.transformer(typed, time, conditioning.negative, caches[1]).astype(mx.float32)
         return towards + conditioning.weight * (towards - away)
 
     def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:

@@ -8,11 +8,14 @@ attention. Reference: diffusers, models/transformers/transformer_z_image.py (arX
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from clowder_aimage.model.backend import LayerNorm, Linear, Network, RMSNorm, mx, silu
+from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
 from clowder_aimage.model.zimage.rope import Table, axes_table, rotate_pairs
 
@@ -190,11 +193,14 @@ class Transformer(Network):
             tokens = block(tokens, rope)
         return Caption(tokens, rope)
 
-    def __call__(self, latents: mx.array, time: float, caption: Caption) -> mx.array:
+    def __call__(
+        self, latents: mx.array, time: float, caption: Caption, cache: StepCache | None = None
+    ) -> mx.array:
         """Run one forward pass.
 
         latents: (channels, height, width) in latent cells, both even; time: 1 - sigma, 0 (noise)
-        to 1 (picture). Returns the velocity from noise to picture, in the same shape.
+        to 1 (picture). With a ``cache``, all layers but the first may be skipped. Returns the
+        velocity from noise to picture, in the same shape.
         """
         channels, height, width = latents.shape
         rows, columns = height // PATCH, width // PATCH
@@ -208,8 +214,17 @@ class Transformer(Network):
             image = block(image, rope, embedded)
         sequence = mx.concatenate([image, caption.tokens], axis=1)
         cosines, sines = (mx.concatenate([a, b]) for a, b in zip(rope, caption.rope, strict=True))
-        for block in self.layers:
-            sequence = block(sequence, (cosines, sines), embedded)
+
+        def run(blocks: Sequence[Block], x: mx.array) -> mx.array:
+            for block in blocks:
+                x = block(x, (cosines, sines), embedded)
+            return x
+
+        if cache is None:
+            sequence = run(self.layers, sequence)
+        else:
+            first, others = partial(run, self.layers[:1]), partial(run, self.layers[1:])
+            sequence = cache.run(sequence, first, others)
         patches = self.final_layer(sequence[:, : rows * columns], embedded)
         patches = patches.reshape(rows, columns, PATCH, PATCH, channels)
         return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
