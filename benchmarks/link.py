@@ -1,17 +1,17 @@
 """A simulated link on loopback between a client and a server: limits the rate, or only counts.
 
-    python benchmarks/link.py HOST:PORT [--rate MIB_PER_S] [--round-trip MS]
+    python benchmarks/link.py HOST:PORT [--rate MIB_PER_S] [--round-trip MS] [--shared]
 
 A TCP proxy in a separate process, so that its CPU time is not the client's; ``link()`` starts it.
 It prints the host:port that it listens on. On SIGUSR1, and at exit (SIGTERM, SIGINT), it prints a
 line of JSON with ``connections``, ``up`` (bytes to the server) and ``down`` (bytes from the server,
 including response headers).
 
-Each connection is a separate link. Each direction of it is limited to ``--rate``; excess bytes are
-queued. Bytes are delivered half a round trip later, regardless of the number in flight (the link
-is a pipe, not stop-and-wait). A new connection takes a round trip before its first byte, like a TCP
-handshake; TCP slow start is not simulated. Buffers are bounded: a slow reader slows the writer. A
-rate of 0, the default, is unlimited.
+Each connection is a separate link, or all share one with ``--shared``. Each direction of a link is
+limited to ``--rate``; excess bytes are queued. Bytes are delivered half a round trip later,
+regardless of the number in flight (the link is a pipe, not stop-and-wait). A new connection takes a
+round trip before its first byte, like a TCP handshake; TCP slow start is not simulated. Buffers are
+bounded: a slow reader slows the writer. A rate of 0, the default, is unlimited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MIB = 1024 * 1024
@@ -44,6 +44,8 @@ class Link:
     host: str
     port: int
     rate: float = math.inf  # bytes a second, per direction and connection
+    is_shared: bool = False  # by all connections
+    free: dict[bool, float] = field(default_factory=dict)  # by direction: when it will be idle
     round_trip: float = 0.0  # seconds
     connections: int = 0
     up: int = 0
@@ -84,9 +86,12 @@ class Through:
 
 
 @contextlib.contextmanager
-def link(upstream: str, rate: float = 0, delay: float = 0) -> Iterator[Through]:
+def link(
+    upstream: str, rate: float = 0, delay: float = 0, *, shared: bool = False
+) -> Iterator[Through]:
     """Run a link to ``upstream``: bytes a second (0: unlimited), seconds in each direction."""
     limits = ["--rate", str(rate / MIB), "--round-trip", str(delay * 2000)]
+    limits += ["--shared"] if shared else []
     with subprocess.Popen(
         [sys.executable, __file__, upstream, *limits], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -145,7 +150,10 @@ class End(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._link.count(nbytes, self._is_client)
         self._held += nbytes
-        self._free = max(self._loop.time(), self._free) + nbytes / self._link.rate
+        free = self._link.free if self._link.is_shared else {}
+        self._free = max(self._loop.time(), self._free, free.get(self._is_client, 0.0))
+        self._free += nbytes / self._link.rate
+        free[self._is_client] = self._free
         self._queue.append((self._free + self._link.delay, bytes(BUFFER[:nbytes])))
         self._go_on()
 
@@ -232,10 +240,11 @@ def main() -> None:
     parser.add_argument("server", metavar="HOST:PORT")
     parser.add_argument("--rate", type=float, default=0.0, help="MiB/s of each connection")
     parser.add_argument("--round-trip", type=float, default=0.0, help="milliseconds")
+    parser.add_argument("--shared", action="store_true", help="by all connections")
     options = parser.parse_args()
     host, _, port = options.server.rpartition(":")
     rate = options.rate * MIB or math.inf
-    asyncio.run(serve(Link(host, int(port), rate, options.round_trip / 1000)))
+    asyncio.run(serve(Link(host, int(port), rate, options.round_trip / 1000, options.shared)))
 
 
 if __name__ == "__main__":

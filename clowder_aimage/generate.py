@@ -1,33 +1,58 @@
-"""generate: render pictures from a prompt with an AImage, pulling it first if it is missing."""
+"""generate: render pictures from a prompt with an AImage, which is pulled if it is missing."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content import ContentStore, Lease, OnEvent
-from clowder_aimage.content.copy_option import ignore
+from clowder_aimage.content.arriving_files import ArrivingFiles
+from clowder_aimage.content.copy_option import CopyEvent, ignore
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.completeness import IncompleteError, require_complete
-from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, interpret, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import PIPELINES, load_pipeline
-from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, Pipeline, PipelineEvent
-from clowder_aimage.oci import Reference
+from clowder_aimage.model.pipeline import (
+    COMPONENTS,
+    PARAMETERS,
+    GenerateRequest,
+    Image,
+    Pipeline,
+    PipelineEvent,
+)
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:
+    from clowder_aimage.pull import PullOptions
     from clowder_aimage.registry import ClientOptions
+
+_GRACE = 2.0  # seconds for a pull to stop
+
+
+def no_wait() -> None:
+    """Return at once: all blobs are in the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnableModel:
-    """A loaded AImage. Only the thread that loaded it may use it."""
+    """A loaded AImage. Only the thread that loaded it may use it.
+
+    ``end`` is called before each picture; it waits for a pull, or raises its error.
+    """
 
     stored: StoredAImage
     pipeline: Pipeline
     dtype: str
+    end: Callable[[], None] = no_wait
 
     @property
     def backend(self) -> str:
@@ -42,13 +67,99 @@ class RunnableModel:
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels.
 
-        Raises ModelError: the model's numbers cannot be computed with.
+        Raises ModelError: the model's numbers cannot be computed with. Also the errors of a pull.
         """
         with _computing():
             events = self.pipeline.generate(request)
-        return _guarded(events)
+        return self._guarded(events)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Encode the texts of a request, then preload. Raises as ``generate`` does."""
+        with _computing():
+            self.pipeline.prepare(request)
+
+    def _guarded(
+        self, events: Generator[PipelineEvent, None, None]
+    ) -> Generator[PipelineEvent, None, None]:
+        with _computing():
+            for event in events:
+                if isinstance(event, Image):
+                    self.end()
+                yield event
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedAImage:
+    """A leased AImage, and its blobs, which may still be arriving by ``pull``."""
+
+    stored: StoredAImage
+    files: BlobFiles
+    pull: BackgroundPull | None = None
+
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether blobs may be missing. Raises the error of a failed pull."""
+        return self.pull is not None and not self.pull.is_over()
+
+    def end(self) -> None:
+        """Wait until the AImage is complete and named in the store. Raises as ``pull``."""
+        if self.pull is not None:
+            self.pull.result.result()
+
+
+class BackgroundPull:
+    """A pull in a thread of its own, which is stopped when the context ends.
+
+    ``begun`` becomes the AImage, leased, before its blobs are fetched, or None if it cannot be used
+    before the end; ``result`` becomes its manifest, or the error of the pull.
+    """
+
+    def __init__(
+        self, work: Callable[[PullOptions], Descriptor], lease: Lease, on_event: OnEvent
+    ) -> None:
+        self.begun: Future[StoredAImage | None] = Future()
+        self.result: Future[Descriptor] = Future()
+        self._work, self._lease, self._on_event = work, lease, on_event
+        self._is_stopped = False
+        self._thread = threading.Thread(target=bound(self._run), daemon=True, name="aimage-pull")
+
+    def __enter__(self) -> BackgroundPull:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopped = True
+        self._thread.join(_GRACE)  # it may hang on an unresponsive registry
+
+    def is_over(self) -> bool:
+        """Return whether the pull has ended. Raises its error."""
+        if is_done := self.result.done():
+            self.result.result()
+        return is_done
+
+    def _run(self) -> None:
+        from clowder_aimage.pull import PullOptions
+
+        try:
+            self.result.set_result(self._work(PullOptions(on_event=self._watch, begin=self._begin)))
+        except BaseException as error:
+            self.result.set_exception(error)
+        finally:
+            if not self.begun.done():
+                self.begun.set_result(None)
+
+    def _begin(self, stored: StoredAImage) -> tuple[str, ...]:
+        _lease(stored, self._lease)
+        self.begun.set_result(stored)
+        return COMPONENTS
+
+    def _watch(self, event: CopyEvent) -> None:
+        if self._is_stopped and event.kind in ("plan", "progress"):  # what has come is kept
+            raise AImageError("the pull was cancelled")
+        self._on_event(event)
+
+
+@contextmanager
 def fetch(
     store: ContentStore,
     reference: Reference,
@@ -56,41 +167,68 @@ def fetch(
     lease: Lease,
     *,
     on_event: OnEvent = ignore,
-) -> StoredAImage:
-    """Return a leased AImage from the store, or pull it from its registry.
+) -> Iterator[FetchedAImage]:
+    """Yield a leased AImage from the store, or one that is being pulled from its registry.
 
-    ``connect`` is called for a pull only.
+    Its networks can be loaded while it arrives. If the block ends before the pull, the pull is
+    stopped: nothing is named then, and what has come is kept for the next one. ``connect`` is
+    called for a pull only.
 
     Raises:
         NotFoundError: it is missing or partial in the store, and its name has no registry, or the
             registry does not have it. Also raises the errors of ``pull``.
+        ModelError: it is not a pipeline.
     """
-    _check_kind(store, reference)
     try:
-        return find(store, reference, lease)
+        known = read_aimage(store, reference)
+    except NotFoundError:
+        pass
+    else:
+        _check_kind(reference, known.aimage)
+    try:
+        found = FetchedAImage(find(store, reference, lease), store)
     except NotFoundError as missing:
         connection = connect()
         if connection.expand(reference).registry is None:
             raise
-        from clowder_aimage.pull import PullOptions, pull, stored_name  # late: it takes 70 ms
-
-        meant, words = reference, ""
-        if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry
-            meant, words = replace(reference, digest=missing.digest), f"; {missing.message}"
-        try:
-            root = pull(meant, store, connection, PullOptions(on_event=on_event)).root
-        except AImageError as error:
-            error.message += words
-            raise
-    return find(store, stored_name(reference, root), lease)
-
-
-def _check_kind(store: ContentStore, reference: Reference) -> None:
-    """Raise ModelError for an AImage that is not a pipeline, before its weights are fetched."""
-    try:
-        aimage = read_aimage(store, reference).aimage
-    except NotFoundError:
+        work = partial(_pull, store, reference, connection, missing)
+    else:
+        yield found
         return
+    from clowder_aimage.pull import stored_name  # late: it takes 70 ms
+
+    with BackgroundPull(work, lease, on_event) as pulling:
+        stored = pulling.begun.result()
+        if stored is None:
+            name = stored_name(reference, pulling.result.result())
+            yield FetchedAImage(find(store, name, lease), store)
+            return
+        _check_kind(reference, stored.aimage)
+        stored.aimage.validate()
+        yield FetchedAImage(stored, ArrivingFiles(store, pulling.is_over), pulling)
+
+
+def _pull(
+    store: ContentStore,
+    reference: Reference,
+    connection: ClientOptions,
+    missing: NotFoundError,
+    options: PullOptions,
+) -> Descriptor:
+    from clowder_aimage.pull import pull
+
+    words = ""
+    if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry
+        reference, words = replace(reference, digest=missing.digest), f"; {missing.message}"
+    try:
+        return pull(reference, store, connection, options).root
+    except AImageError as error:
+        error.message += words
+        raise
+
+
+def _check_kind(reference: Reference, aimage: AImage) -> None:
+    """Raise ModelError for an AImage that is not a pipeline, before its weights are fetched."""
     kind = aimage.properties.get("format")
     if kind == "diffusers":
         name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
@@ -116,11 +254,7 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
     """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
     hold(store, reference, lease)
     stored = read_aimage(store, reference)
-    lease.add(
-        stored.descriptor.digest,
-        *(blob.digest for blob in stored.manifest.children),
-        *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
-    )
+    _lease(stored, lease)
     stored.aimage.validate()
     require_complete(store, reference, stored)
     inflate(store, stored)
@@ -128,28 +262,46 @@ def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImag
     return stored
 
 
-def load(
+def _lease(stored: StoredAImage, lease: Lease) -> None:
+    lease.add(
+        stored.descriptor.digest,
+        *(blob.digest for blob in stored.manifest.children),
+        *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
+    )
+
+
+def find_arriving(
     store: ContentStore,
+    descriptor: Descriptor,
+    document: bytes,
+    lease: Lease,
+    is_over: Callable[[], bool],
+) -> FetchedAImage:
+    """Return the AImage of a manifest whose blobs another process fetches, and lease it."""
+    files, manifest = ArrivingFiles(store, is_over), Manifest.parse(document, descriptor.media_type)
+    stored = interpret(files, descriptor, manifest)
+    _lease(stored, lease)
+    stored.aimage.validate()
+    return FetchedAImage(stored, files)
+
+
+def load(
+    store: BlobFiles,
     stored: StoredAImage,
     *,
     dtype: str | None = None,
     request: GenerateRequest | None = None,
+    end: Callable[[], None] = no_wait,
 ) -> RunnableModel:
     """Open the model on the calling thread; check the sides of the first ``request`` before.
 
-    Weights are read by ``preload`` or when they are used.
-
-    Raises ModelError, UsageError, AccessError.
+    Weights are read by ``preload`` or when they are used. ``store`` may be the files of an arriving
+    AImage, and ``end`` waits for its pull. Raises ModelError, UsageError, AccessError.
     """
     chosen = dtype_name(dtype)
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
-    return RunnableModel(stored, pipeline, chosen)
-
-
-def _guarded(events: Generator[PipelineEvent, None, None]) -> Generator[PipelineEvent, None, None]:
-    with _computing():
-        yield from events
+    return RunnableModel(stored, pipeline, chosen, end)
 
 
 @contextmanager

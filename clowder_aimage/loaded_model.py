@@ -164,8 +164,10 @@ def load(
         if registry is not None:  # refuse another one at once
             connect()
         counter = ProgressCounter(progress)
-        stored = generate.fetch(layout, reference, connect, lease, on_event=counter.on_event)
-        loaded = generate.load(layout, stored, dtype=dtype)
-        loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
-        loaded.preload(GenerateRequest.for_model(stored.aimage, ""))
+        on_event = counter.on_event
+        with generate.fetch(layout, reference, connect, lease, on_event=on_event) as found:
+            loaded = generate.load(found.files, found.stored, dtype=dtype)
+            loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+            loaded.preload(GenerateRequest.for_model(found.stored.aimage, ""))
+            found.end()
         return Model(reference, loaded, stack.pop_all())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from clowder_aimage.content import (
@@ -19,13 +19,20 @@ from clowder_aimage.content import (
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.platform import ANY, ManifestSelector, select
-from clowder_aimage.dialect import detect
+from clowder_aimage.dialect import AImage, Layer, detect
 from clowder_aimage.dialect.selection import LayerSelection
-from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE, inflate_copied
+from clowder_aimage.errors import AImageError, FormatError, UsageError
+from clowder_aimage.layout.stored_aimage import (
+    MAX_CONFIG_SIZE,
+    StoredAImage,
+    inflate_copied,
+    interpret,
+)
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.telemetry import span
+
+Begin = Callable[[StoredAImage], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,10 @@ class PullOptions:
     ``layers`` selects layers of an AImage; None fetches all. A dry run fetches manifests only, and
     with ``layers`` the config. ``rate`` limits the speed, overriding the client's options for the
     registry. ``wrap`` adds a source of nearer blobs in front of the registry.
+
+    ``begin`` is for a user who does not wait for the end. It is called with the leased AImage
+    before its blobs are fetched, unless they must be inflated first, and returns the components in
+    the order of their use. The blobs are then fetched in that order, after the files.
     """
 
     selector: ManifestSelector | None = ANY
@@ -44,6 +55,7 @@ class PullOptions:
     on_event: OnEvent = ignore
     rate: Rate | None = None
     wrap: Callable[[Source], Source] | None = None
+    begin: Begin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +101,17 @@ def pull(
             plan = plan_copy(source, *select(source, root, reference, options.selector))
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
+        early: StoredAImage | None = None
+        if options.begin is not None and not plan.left_out:
+            source, early = _read_early(source, plan, store)
         name = stored_name(reference, plan.root)
         if options.is_dry_run:
             return PullResult(name, plan, tuple(plan.missing_left_out(store)))
         check_space(plan.missing(store), store)  # before the lease writes into an empty store
         limit = connection.limit(reference.registry)
         with store.lease(*plan.digests), span("blobs", count=len(plan.digests)):
+            if options.begin is not None and early is not None:
+                plan = plan.ordered(_in_order(early.aimage, options.begin(early)))
             copy(
                 source,
                 reference,
@@ -133,30 +150,62 @@ def _select_layers(
     plan: CopyPlan,
     reference: Reference,
     layers: LayerSelection,
-    store: ContentStore,
+    store: Source,
 ) -> tuple[Source, CopyPlan]:
     """Return the plan for the selected layers, and a source that has the config in memory."""
-    root, manifest = plan.documents[-1]
     try:
-        if not isinstance(manifest, Manifest):
-            raise FormatError("it is an index")
-        dialect = detect(manifest)
-        near: Source = store if store.exists(manifest.config) else source
-        config = read_all(near.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
-        aimage = dialect.read(manifest, config)
+        known, found = _read_aimage(source, plan, store)
     except FormatError as error:
         raise UsageError(
             f"cannot select components or layers of {reference}: {error.message}",
             remedy="no_layers",
         ) from None
-    names = layers.names(aimage, reference)
+    names = layers.names(found.aimage, reference)
     selected = {
         blob.digest
-        for blob, layer in zip(manifest.layers, aimage.layers, strict=True)
+        for blob, layer in zip(found.manifest.layers, found.aimage.layers, strict=True)
         if layer.name in names
     }
+    return known, plan.part(selected | {found.manifest.config.digest})
+
+
+def _read_aimage(source: Source, plan: CopyPlan, store: Source) -> tuple[Source, StoredAImage]:
+    """Return the AImage of a plan, and a source that has its config in memory.
+
+    Raises FormatError if it is not an AImage.
+    """
+    root, manifest = plan.documents[-1]
+    if not isinstance(manifest, Manifest):
+        raise FormatError("it is an index")
+    detect(manifest)  # before its config is fetched
+    near = store if store.exists(manifest.config) else source
+    config = read_all(near.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     known = Overlay(source, root, {manifest.config.digest: config})
-    return known, plan.part(selected | {manifest.config.digest})
+    return known, interpret(known, root, manifest)
+
+
+def _read_early(
+    source: Source, plan: CopyPlan, store: Source
+) -> tuple[Source, StoredAImage | None]:
+    """Return the AImage if its blobs can be used as they arrive, and the source for its pull."""
+    try:
+        known, found = _read_aimage(source, plan, store)
+    except AImageError:
+        return source, None  # the pull reports errors, after other origins were tried
+    layers = zip(found.manifest.layers, found.aimage.layers, strict=True)
+    is_packed = any(blob.digest != layer.descriptor.digest for blob, layer in layers)
+    return known, None if is_packed else found
+
+
+def _in_order(aimage: AImage, components: Sequence[str]) -> list[Digest]:
+    """Return the digests of the layers in the order of use: files, then the components."""
+    order = ["", *components]
+
+    def place(layer: Layer) -> int:
+        owner = layer.component if layer.is_tensor or layer.is_shard else ""
+        return order.index(owner) if owner in order else len(order)
+
+    return [layer.descriptor.digest for layer in sorted(aimage.layers, key=place)]
 
 
 def _tag_part(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Descriptor]:

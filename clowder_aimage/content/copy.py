@@ -28,13 +28,14 @@ class CopyPlan:
     """The documents to copy, children before parents, and the blobs, each listed once.
 
     ``left_out`` are blobs that the documents need but that are not copied; ``absent`` are manifests
-    of an index that the source does not have.
+    of an index that the source does not have. The order of the blobs is free unless ``is_ordered``.
     """
 
     documents: tuple[tuple[Descriptor, Manifest | Index], ...]
     blobs: tuple[Descriptor, ...]
     left_out: tuple[Descriptor, ...] = ()
     absent: tuple[Descriptor, ...] = ()
+    is_ordered: bool = False
 
     @property
     def root(self) -> Descriptor:
@@ -69,6 +70,12 @@ class CopyPlan:
         """Return the same plan with these blobs before the others."""
         blobs = sorted(self.blobs, key=lambda blob: blob.digest not in digests)
         return replace(self, blobs=tuple(blobs))
+
+    def ordered(self, digests: Sequence[Digest]) -> CopyPlan:
+        """Return the same plan with the blobs in this order, the others before them."""
+        places = {digest: place for place, digest in reversed([*enumerate(digests)])}
+        blobs = sorted(self.blobs, key=lambda blob: places.get(blob.digest, -1))
+        return replace(self, blobs=tuple(blobs), is_ordered=True)
 
 
 def plan_copy(
@@ -133,7 +140,8 @@ def copy(
     plan = plan or plan_copy(source, source.resolve(reference))
     on_event(CopyEvent("plan", plan.root, plan.size, len(plan.blobs)))
     with target.lease(*plan.digests):
-        target.receive(source, plan.blobs, CopyOptions(concurrency, on_event, rate))
+        options = CopyOptions(concurrency, on_event, rate, plan.is_ordered)
+        target.receive(source, plan.blobs, options)
         *below, (root, document) = plan.documents
         for descriptor, child in below:
             if not target.exists(descriptor):

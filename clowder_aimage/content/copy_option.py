@@ -69,8 +69,12 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class CopyOptions:
-    """Options of a copy: concurrency, event listener and rate limit."""
+    """Options of a copy: concurrency, event listener and rate limit.
+
+    With ``is_ordered``, blobs are begun in the given order, for a user of the first ones.
+    """
 
     concurrency: int = DEFAULT_CONCURRENCY
     on_event: OnEvent = ignore
     rate: Rate | None = None
+    is_ordered: bool = False

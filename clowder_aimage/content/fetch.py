@@ -56,7 +56,7 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
 
 
 class BlobDownload:
-    """One run of the engine over ``blobs``, the largest first."""
+    """One run of the engine over ``blobs``, the largest first, or in the order of their use."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class BlobDownload:
         self._alignment = source.alignment
         self._connections = max(1, options.concurrency)
         self._on_event, self._rate = options.on_event, options.rate
+        self._is_ordered = options.is_ordered
         self._pending = deque(blobs)
         # blobs that another process fetches, and when to check them again
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
@@ -152,12 +153,12 @@ class BlobDownload:
             wide = self._large >= self._probe.value
             if self._pending and not (wide and is_large(self._pending[0])):
                 return self._pending.popleft()
-            if self._pending and not is_large(self._pending[-1]):
-                return self._pending.pop()
+            if (small := self._pop_small()) is not None:
+                return small
             if not wide or any(not blob.is_large for blob in self._active):
-                small = (each for each in self._active if not (wide and each.is_large))
-                if joinable := [blob for blob in small if blob.may_be_joined]:
-                    return max(joinable, key=lambda blob: blob.left)
+                able = (each for each in self._active if not (wide and each.is_large))
+                if joinable := [blob for blob in able if blob.may_be_joined]:
+                    return max(joinable, key=lambda blob: 0 if self._is_ordered else blob.left)
             if self._elsewhere:
                 due, content = self._elsewhere[0]
                 if (left := due - time.monotonic()) <= 0:
@@ -168,6 +169,16 @@ class BlobDownload:
             if not self._active and not self._opening and not self._pending:
                 return None
             self._changed.wait(LOOK)  # a chunk may turn out to be slow
+
+    def _pop_small(self) -> Descriptor | None:
+        """Remove and return a blob that is not large, if any: the smallest, or the first."""
+        if not self._is_ordered:
+            is_small = self._pending and not is_large(self._pending[-1])
+            return self._pending.pop() if is_small else None
+        small = next((each for each in self._pending if not is_large(each)), None)
+        if small is not None:
+            self._pending.remove(small)
+        return small
 
     def _begin(self, content: Descriptor) -> BlobTransfer | None:
         """Open the ingest of a blob; return None if there is nothing to fetch now."""

@@ -66,7 +66,8 @@ class GroupCommit:
                 self._size, self._since = 0, time.monotonic()
             self._waiting[digest] = blob
             self._size += size
-            is_full = len(self._waiting) >= _MAX_BLOBS or self._size >= _MAX_SIZE
+            is_old = time.monotonic() - self._since > _MAX_AGE  # a user may be waiting for it
+            is_full = len(self._waiting) >= _MAX_BLOBS or self._size >= _MAX_SIZE or is_old
         if is_full or self._is_closed:
             self.settle()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.decompress import compression_of, open_decompressed
-from clowder_aimage.content.store import Body, ContentStore, Lease, Reader, Source
+from clowder_aimage.content.store import BlobFiles, Body, ContentStore, Lease, Reader, Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
 from clowder_aimage.errors import FormatError
@@ -55,7 +55,9 @@ def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
     return interpret(store, descriptor, read_manifest(store, descriptor))
 
 
-def interpret(store: Source, descriptor: Descriptor, manifest: Manifest) -> StoredAImage:
+def interpret(
+    store: Source | BlobFiles, descriptor: Descriptor, manifest: Manifest
+) -> StoredAImage:
     """Return the AImage that a manifest describes. Raises as ``read_aimage`` does."""
     dialect = detect(manifest)
     config = read_all(store.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)

@@ -6,7 +6,7 @@ Convolutions: from torch's layout (out, in, height, width) to MLX's (out, height
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,14 @@ class ModuleParameter:
             )
         return wanted
 
+    def check_shape(self, name: str, shape: tuple[int, ...], own: str) -> None:
+        """Check the shape of the tensor ``name`` against its parameter. Raises ModelError."""
+        if (expected := _torch_shape(self.shapes[own])) != shape:
+            raise ModelError(
+                f"{self.component}/{name}: the configuration requires shape {list(expected)}, "
+                f"the tensor has {list(shape)}"
+            )
+
     def check(self, tensor: StoredTensor, own: str) -> None:
         """Check a tensor against its parameter.
 
@@ -69,11 +77,7 @@ class ModuleParameter:
                 )
         elif tensor.dtype not in FLOATS:
             raise ModelError(f"{name}: weights of type {tensor.dtype} are not supported")
-        if (expected := _torch_shape(self.shapes[own])) != tensor.shape:
-            raise ModelError(
-                f"{name}: the configuration requires shape {list(expected)}, "
-                f"the tensor has {list(tensor.shape)}"
-            )
+        self.check_shape(tensor.name, tensor.shape, own)
 
     def owner(self, parameter: str) -> Any:
         """Return the layer of a parameter."""
@@ -91,20 +95,28 @@ class ModuleParameter:
 
 def load_into(
     target: ModuleParameter,
-    tensors: Mapping[str, StoredTensor],
+    wanted: Mapping[str, str],
+    find: Callable[[str], StoredTensor],
     dtype: mx.Dtype | None,
     *,
     keep_quantized: bool,
 ) -> None:
-    """Read the tensors, by names of parameters, and put them into the module, strictly.
+    """Read the ``wanted`` tensors into their parameters, strictly.
+
+    Each is checked once ``find`` returns it, which may wait for its blob.
 
     Raises:
-        ModelError: A blob cannot be loaded. The module is unchanged then.
+        ModelError: A blob cannot be loaded. The module is unchanged then. Also as ``check``.
     """
     weights: list[tuple[str, mx.array]] = []
     layers: dict[str, QuantizedArray] = {}
-    found = read_arrays(tensors.values(), dtype, keep_quantized=keep_quantized)
-    for own, (_, value) in zip(tensors, found, strict=True):
+
+    def checked(name: str) -> StoredTensor:
+        target.check(tensor := find(name), wanted[name])
+        return tensor
+
+    found = read_arrays(map(checked, wanted), dtype, keep_quantized=keep_quantized)
+    for own, (_, value) in zip(wanted.values(), found, strict=True):
         if isinstance(value, QuantizedArray):
             layers[own] = value
         else:

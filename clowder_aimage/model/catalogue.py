@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
+from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
@@ -94,6 +95,18 @@ class Catalogue:
                     raise FormatError(f"duplicate tensor name: {name[:120]}")
                 names[name] = None
         return tuple(names)
+
+    def arriving(self, name: str) -> Layer | None:
+        """Return the layer of a tensor that is still being fetched; None if it must be read.
+
+        Layers of other tools do not state the tensor, or state the shape of codes.
+        """
+        layer = self._layers.get(name)
+        if layer is None or layer.dtype in (None, CODES) or layer.shape is None:
+            return None
+        files = self._store
+        is_here = not isinstance(files, ArrivingFiles) or files.exists(layer.descriptor)
+        return None if is_here else layer
 
     def find(self, name: str) -> StoredTensor:
         """Return the tensor ``name``.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a worker without numpy stores models and still parses reque
     import numpy as np
     import numpy.typing as npt
 
+COMPONENTS = ("text_encoder", "transformer", "vae")  # in the order of their use
 FORMATS = ("png", "jpeg", "webp")  # of picture files
 # Parameters that a config may set
 MODEL_DEFAULTS = ("width", "height", "steps", "guidance", "guidance_end", "cache_threshold")
@@ -162,6 +163,10 @@ class Pipeline(Protocol):
 
         Returns what stays in memory, in words. Raises as ``ModelWeights.apply`` does.
         """
+        ...
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Encode the request's texts, then preload. Raises as ``generate`` does."""
         ...
 
 

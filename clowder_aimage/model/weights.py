@@ -4,8 +4,10 @@
     weights.load(mx.bfloat16)
     array = weights["model.layers.0.mlp.down_proj.weight"]
 
-A blob's header is checked against its layer before its weights are read; ``apply`` first checks all
-headers and the module's shapes. MLX is imported only by methods that use it, on one thread.
+A blob's header is checked against its layer before its weights are read; ``check`` checks all
+headers and the module's shapes. The store may still be fetching the blobs: ``apply`` reads them in
+the order of the layers, each when it is there. MLX is imported only by methods that use it, on one
+thread.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
     from clowder_aimage.model.apply import ModuleParameter
     from clowder_aimage.model.array import Value
     from clowder_aimage.model.backend import mx
-    from clowder_aimage.model.stored_tensor import StoredTensor
 
 MAX_FILE = 256 * 1024 * 1024  # bytes of a file; the largest vocabularies take about a tenth
 
@@ -155,8 +156,9 @@ class ModelWeights:
         """
         from clowder_aimage.model.apply import load_into
 
-        target, tensors, skipped = self._match(module, skip)
-        load_into(target, tensors, dtype, keep_quantized=_keeps(keep_quantized))
+        target, wanted, skipped = self._match(module, skip)
+        find, keeps = self._catalogue.find, _keeps(keep_quantized)
+        load_into(target, wanted, find, dtype, keep_quantized=keeps)
         return skipped
 
     def check(
@@ -167,34 +169,41 @@ class ModelWeights:
         dtype: mx.Dtype | None = None,
         keep_quantized: bool | None = None,
     ) -> tuple[int, tuple[str, ...]]:
-        """Check what ``apply`` checks before it reads weights, and raise the same errors.
+        """Check what ``apply`` checks, except values, and raise the same errors.
 
-        Returns the bytes that the module would take, and the names of skipped tensors.
+        A blob that is still being fetched is represented by what its layer states. Returns the
+        bytes that the module would take, and the names of skipped tensors.
         """
-        _, tensors, skipped = self._match(module, skip)
+        from clowder_aimage.model.apply import FLOATS
+
+        target, wanted, skipped = self._match(module, skip)
         has_codes = _keeps(keep_quantized)
         size = 0
-        for tensor in tensors.values():
-            if dtype is None or (has_codes and tensor.quantization is not None):
-                size += tensor.nbytes
+        for name, own in wanted.items():
+            if (layer := self._catalogue.arriving(name)) is not None:
+                shape, nbytes = layer.shape or (), layer.descriptor.size
+                is_quantized = layer.dtype not in FLOATS
+                target.check_shape(name, shape, own)
             else:
-                size += math.prod(tensor.shape) * dtype.size
+                target.check(tensor := self._catalogue.find(name), own)
+                shape, nbytes = tensor.shape, tensor.nbytes
+                is_quantized = tensor.quantization is not None
+            if dtype is None or (has_codes and is_quantized):
+                size += nbytes
+            else:
+                size += math.prod(shape) * dtype.size
         return size, skipped
 
     def _match(
         self, module: Any, skip: Callable[[str], bool]
-    ) -> tuple[ModuleParameter, dict[str, StoredTensor], tuple[str, ...]]:
+    ) -> tuple[ModuleParameter, dict[str, str], tuple[str, ...]]:
         from clowder_aimage.model.apply import ModuleParameter
 
         names = self._catalogue.names()
         skipped = tuple(name for name in names if skip(name))
         target = ModuleParameter.of(self.component, module)
         left_out = set(skipped)
-        wanted = target.match(name for name in names if name not in left_out)
-        tensors = {own: self._catalogue.find(name) for name, own in wanted.items()}
-        for own, tensor in tensors.items():
-            target.check(tensor, own)
-        return target, tensors, skipped
+        return target, target.match(name for name in names if name not in left_out), skipped
 
     # -- other runtimes
 

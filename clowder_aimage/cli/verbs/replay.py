@@ -35,10 +35,10 @@ def replay(picture: Path) -> int:
     reference = _reference(picture, facts)
     request = _request(picture, facts)
     _note_registry(picture, reference)
-    stored = fetch_model(reference)
+    fetched = fetch_model(reference)
     dtype = facts.get("dtype")
-    model = load_model(stored, request, dtype=None if dtype is None else str(dtype))
-    (rendered,) = render(model.generate(request), request)
+    model = load_model(fetched, request, dtype=None if dtype is None else str(dtype))
+    (rendered,) = render(fetched.watch(model.generate(request)), request)
     again = rendered.pixels
     if again.shape != pixels.shape:
         height, width, *_ = again.shape
@@ -47,7 +47,7 @@ def replay(picture: Path) -> int:
     largest, share = int(difference.max()), float((difference > 0).mean())
     value = {
         "picture": str(picture),
-        "digest": str(stored.descriptor.digest),
+        "digest": str(model.stored.descriptor.digest),
         "equal": largest == 0,
         "largestDifference": largest,
         "differingShare": share,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,7 @@ from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
-    from clowder_aimage.generate import RunnableModel
-    from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.generate import FetchedAImage, RunnableModel
     from clowder_aimage.model.pipeline import Image, PipelineEvent
     from clowder_aimage.registry import ClientOptions
 
@@ -353,13 +353,15 @@ def _here(
     connect = cache(settings().connection)
     try:
         used = _variant(reference, precision, connect) if precision else reference
-        stored = fetch_model(used, connect)
+        fetched = fetch_model(used, connect)
     except NotFoundError as error:
         if reference.registry is None and Path(reference.repository).is_dir():
             error.hint, error.remedy = _pack(f"./{reference.repository}"), ""
         raise
-    model = _LocalModel(reference, load, first, connect, stored)
-    model.load(stored)
+    model = _LocalModel(reference, load, first, connect, fetched)
+    model.load(fetched)
+    if not first["prompt"]:  # prompts are typed below the bar
+        fetched.end()
     if used != reference and not first["prompt"]:
         model.later = LaterModel(reference, settings().layout, connect(), str(precision))
     return model.generate
@@ -373,17 +375,17 @@ class _LocalModel:
     load_model: Callable[..., RunnableModel]
     first: Mapping[str, Any]
     connect: Callable[[], ClientOptions]
-    stored: StoredAImage
+    fetched: FetchedModel
     later: LaterModel | None = None
     _loaded: list[RunnableModel] = field(default_factory=list)
 
-    def load(self, stored: StoredAImage) -> None:
+    def load(self, fetched: FetchedModel) -> None:
         """Load a model for the parameters ``first`` and others."""
-        weights = sum(layer.descriptor.size for layer in stored.aimage.layers if layer.is_tensor)
-        remark(f"loading {size(weights)}")
-        request = GenerateRequest.for_model(stored.aimage, **self.first)
-        self._loaded = [self.load_model(stored, request)]
-        self.stored = stored
+        aimage = fetched.found.stored.aimage
+        weights = sum(layer.descriptor.size for layer in aimage.layers if layer.is_tensor)
+        fetched.progress.remark(f"loading {size(weights)}")
+        self._loaded = [self.load_model(fetched, GenerateRequest.for_model(aimage, **self.first))]
+        self.fetched = fetched
 
     def generate(
         self, options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
@@ -394,14 +396,15 @@ class _LocalModel:
         if self.later is not None and self.later.is_done:
             self._replace(self.later)
         if not self._loaded:  # the load was interrupted
-            self.load(self.stored)
+            self.load(self.fetched)
         (model,) = self._loaded
         request = GenerateRequest.for_model(model.stored.aimage, **options, n=count)
         events = model.generate(request)
-        announce(f"rendering on {model.backend}")
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
-            for picture in render(events, request):
+            begun = self.fetched.watch(events)
+            announce(f"rendering on {model.backend}")
+            for picture in render(begun, request):
                 own = facts | {"seed": picture.seed}
                 data = encode_picture(picture.pixels, own, kind)
                 yield RemotePicture(data, picture.seed, picture.picture, own)
@@ -464,10 +467,32 @@ def _by_worker(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedModel:
+    """An AImage that may still be arriving, and the bar of its pull."""
+
+    found: FetchedAImage
+    progress: Progress
+    bar: contextlib.ExitStack
+
+    def watch(self, events: Iterator[PipelineEvent]) -> Iterator[PipelineEvent]:
+        """Return the events, once the first one is there if the model is still arriving."""
+        first = [next(events)] if self.found.is_arriving else []
+        self.bar.close()
+        return chain(first, events)
+
+    def end(self) -> None:
+        """Wait until the AImage is in the store. Raises as ``pull``."""
+        self.found.end()
+        self.bar.close()
+
+
 def fetch_model(
     reference: Reference, connect: Callable[[], ClientOptions] | None = None
-) -> StoredAImage:
+) -> FetchedModel:
     """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
+
+    A pull may still be running; it is stopped when the verb ends.
 
     Raises:
         UsageError: The extra [mlx] is not installed.
@@ -478,13 +503,16 @@ def fetch_model(
     layout, connect = chosen.layout, connect or cache(chosen.connection)
     if chosen.has_connection:  # refuse invalid options at once
         connect()
-    with Progress("pulling", reference) as progress:
-        lease = click.get_current_context().with_resource(layout.lease())
-        return generate.fetch(layout, reference, connect, lease, on_event=progress.on_event)
+    context, progress = click.get_current_context(), Progress("pulling", reference)
+    bar = context.with_resource(contextlib.ExitStack())
+    bar.enter_context(progress)
+    lease = context.with_resource(layout.lease())
+    fetching = generate.fetch(layout, reference, connect, lease, on_event=progress.on_event)
+    return FetchedModel(context.with_resource(fetching), progress, bar)
 
 
 def load_model(
-    stored: StoredAImage,
+    fetched: FetchedModel,
     request: GenerateRequest,
     *,
     dtype: str | None,
@@ -499,7 +527,8 @@ def load_model(
     from clowder_aimage.engine import machine
     from clowder_aimage.model.memory_budget import AUTO, device_memory
 
-    model = generate.load(settings().layout, stored, dtype=dtype, request=request)
+    found = fetched.found
+    model = generate.load(found.files, found.stored, dtype=dtype, request=request, end=found.end)
     total, is_limit = device_memory() or machine.memory(), memory is not None
     share = memory if is_limit else total
     model.pipeline.set_memory(AUTO, share, total, is_limit=is_limit, is_last=is_last)

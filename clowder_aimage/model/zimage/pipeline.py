@@ -190,6 +190,12 @@ class ZImagePipeline:
                 self.budget.use(stage)
         return self.budget.describe(stages)
 
+    def prepare(self, request: GenerateRequest) -> None:
+        """Encode the texts, which are cached, then preload. Raises as ``generate`` does."""
+        self.check(request)
+        self.conditioning(request)
+        self.preload(request)
+
     @property
     def sides(self) -> Sides:
         """Return the supported sides."""

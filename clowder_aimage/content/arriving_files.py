@@ -1,0 +1,45 @@
+"""Blobs that are read while they are being fetched."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from clowder_aimage.content.store import BlobFiles, ContentStore, Reader
+from clowder_aimage.errors import NotFoundError
+from clowder_aimage.oci import Descriptor
+
+_T = TypeVar("_T")
+_INTERVAL = 0.01  # seconds between two looks for a blob
+
+
+class ArrivingFiles(BlobFiles):
+    """The blobs of ``store``; a read waits until its blob is verified and stored.
+
+    ``is_over`` returns whether no more blobs will arrive, or raises the error of their fetch, which
+    the reads then raise. Another process may fetch them.
+    """
+
+    def __init__(self, store: ContentStore, is_over: Callable[[], bool]) -> None:
+        self._store, self._is_over = store, is_over
+
+    def exists(self, content: Descriptor) -> bool:
+        """Return whether the blob has arrived."""
+        return self._store.exists(content)
+
+    def open(self, content: Descriptor, /) -> Reader:
+        return self._stored(content, self._store.open)
+
+    def path(self, content: Descriptor, /) -> Path:
+        return self._stored(content, self._store.path)
+
+    def _stored(self, content: Descriptor, read: Callable[[Descriptor], _T]) -> _T:
+        while True:
+            is_last = self._is_over()  # before the look, so that no blob is missed
+            with contextlib.suppress(*(() if is_last else (NotFoundError,))):
+                if is_last or self._store.exists(content):
+                    return read(content)
+            time.sleep(_INTERVAL)
