@@ -77,7 +77,10 @@ def measure(directory: Path, side: int, tool: str, limit: int | None = None) -> 
             command = [__file__, "--child", tool, str(directory), str(side), str(target)]
             command.append(str(limit or 0))
         begun = time.perf_counter()
-        child = os.posix_spawn(sys.executable, [sys.executable, *command], os.environ)
+        silent = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]  # stdout is for the table
+        child = os.posix_spawn(
+            sys.executable, [sys.executable, *command], os.environ, file_actions=silent
+        )
         _, status, used = os.wait4(child, 0)
         if status:
             raise SystemExit(f"{tool} failed")
