@@ -16,6 +16,7 @@ from clowder_aimage.model.pipeline import Pipeline
 
 pytest.importorskip("mlx")
 
+from benchmarks.models import build
 from clowder_aimage import generate
 from clowder_aimage.create import create
 from clowder_aimage.engine import machine
@@ -146,6 +147,23 @@ def test_releasing_the_text_encoder_does_not_change_pictures(store: LayeredStore
 def test_a_limit_for_two_models_is_shared_and_refuses_pictures(store: LayeredStore) -> None:
     with pytest.raises(UsageError, match=r"^1 MiB of memory are insufficient .* are required$"):
         played(store, two, EngineLimits(memory=2 << 20, models=2))
+
+
+@pytest.mark.integration
+def test_the_least_memory_is_sufficient_for_two_prompts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = LayeredStore([tmp_path / "store"])
+    create(store, Reference.parse("tiny"), build(tmp_path / "model", "small"))
+    with pytest.raises(UsageError) as caught:
+        played(store, two, EngineLimits(memory=1 << 20))
+    least = re.search("([0-9]+) MiB are required", caught.value.message)
+    assert least is not None
+    caplog.set_level("DEBUG", "aimage.worker")
+    found = played(store, two, EngineLimits(memory=int(least[1]) << 20))
+    (plan,) = [record.__dict__["plan"] for record in caplog.records if record.msg == "memory"]
+    assert plan.startswith("networks that are not in use are released, about ")
+    assert found == played(store, two, EngineLimits())
 
 
 def test_the_text_encoder_is_kept_with_enough_memory(store: LayeredStore) -> None:
