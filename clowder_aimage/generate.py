@@ -74,7 +74,7 @@ class RunnableModel:
         return self._guarded(events)
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Encode the texts of a request, then preload. Raises as ``generate`` does."""
+        """Encode the texts of a request, which follows. Raises as ``generate`` does."""
         with _computing():
             self.pipeline.prepare(request)
 

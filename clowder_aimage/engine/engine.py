@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from functools import partial
 
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
@@ -169,7 +170,8 @@ class Engine:
             self._check_queue("pulling", self.limits.queue + self.limits.models)
             request.stage = "pulling"
             emit(QueuedEvent(self._scheduler.ahead(request)))
-            stored = await self._first.fetch(request.reference, emit)
+            begin = partial(self._prepare, request)
+            stored = await self._first.fetch(request.reference, emit, begin)
             request.stage, request.number = "waiting", next(self._numbers)
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
@@ -184,6 +186,12 @@ class Engine:
         self.metrics.queue.set(self.waiting)
         if parameters is not None:
             await self._generate(model, request, parameters, emit)
+
+    async def _prepare(self, request: QueuedRequest, stored: StoredAImage) -> None:
+        """Load a model while its blobs arrive. Raises the errors of ``make``."""
+        make = request.make
+        parameters = await run_generation(make, stored.aimage) if make else None
+        self._scheduler.prepare(request, stored, parameters)
 
     async def _find(self, request: QueuedRequest) -> StoredAImage | None:
         """Return the AImage if it is complete in the store; None if it must be pulled."""

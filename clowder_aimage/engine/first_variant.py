@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.executor import run_generation, run_io
-from clowder_aimage.engine.model_fetch import fetch, find
+from clowder_aimage.engine.model_fetch import Begin, fetch, find
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
@@ -35,17 +35,20 @@ class FirstVariant:
     _tasks: dict[Reference, asyncio.Task[None]] = field(default_factory=dict)
 
     async def fetch(
-        self, reference: Reference, emit: Callable[[PullingEvent], None]
+        self, reference: Reference, emit: Callable[[PullingEvent], None], begin: Begin
     ) -> StoredAImage:
-        """Pull an AImage, or its variant if the store lacks it. Raises as ``find_variant``."""
+        """Pull an AImage, or its variant if the store lacks it. Raises as ``find_variant``.
+
+        ``begin`` is as in ``model_fetch.fetch``.
+        """
         used = await self._choose(reference)
         if used is None:
-            await fetch(self._transfers, reference, emit)
+            await fetch(self._transfers, reference, emit, begin)
             return await run_generation(find, self._store, reference)
         try:
             stored = await run_generation(find, self._store, used)
         except NotFoundError:
-            await fetch(self._transfers, used, emit)
+            await fetch(self._transfers, used, emit, begin)
             stored = await run_generation(find, self._store, used)
         if reference not in self._tasks:
             self._tasks[reference] = task = asyncio.create_task(self._complete(reference))

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.event import PullingEvent
@@ -21,6 +21,7 @@ from clowder_aimage.oci import Reference
 MAX_DELAY = 60.0  # seconds between two attempts to fetch a model
 _INTERVAL = 0.2  # seconds between two events of a download
 
+Begin = Callable[[StoredAImage], Awaitable[None]]
 _log = logging.getLogger("aimage.worker")
 
 
@@ -50,14 +51,21 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
 
 
 async def fetch(
-    transfers: TransferQueue, reference: Reference, emit: Callable[[PullingEvent], None]
+    transfers: TransferQueue,
+    reference: Reference,
+    emit: Callable[[PullingEvent], None],
+    begin: Begin | None = None,
 ) -> None:
     """Pull an AImage; concurrent requests for it share one transfer. Raises as ``pull``.
 
-    Cancellation also cancels the transfer unless others wait for it; partial content is kept.
+    ``begin`` is called when its blobs can be used as they arrive. Cancellation also cancels the
+    transfer unless others wait for it; partial content is kept.
     """
-    with transfers.pull(reference) as transfer:
+    with transfers.pull(reference, is_early=True) as transfer:
         while not transfer.result.done():
+            if begin is not None and (stored := transfer.stored) is not None:
+                await begin(stored)
+                begin = None
             emit(PullingEvent(transfer.completed, transfer.total))
             await asyncio.wait([transfer.result], timeout=_INTERVAL)
         transfer.result.result()
@@ -80,7 +88,7 @@ async def _preload(transfers: TransferQueue, reference: Reference) -> None:
     for attempts in itertools.count(1):
         delay = MAX_DELAY
         try:
-            with transfers.pull(reference, urgency=DESIRED) as transfer:
+            with transfers.pull(reference, is_early=True, urgency=DESIRED) as transfer:
                 await transfer.end()
             return
         except AImageError as error:

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from clowder_aimage.content import Lease
 from clowder_aimage.engine import frame, machine
 from clowder_aimage.errors import AImageError, ModelError, StuckError
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -52,6 +53,7 @@ class ModelProcess:
         self._cancelled: set[int] = set()
         self._is_orphaned = False  # the worker has exited
         self._is_stuck = False  # a thread runs that cannot be ended
+        self._is_complete = False  # no more blobs will arrive
         self._model: Any = None
         self._lock = threading.Lock()  # guards the target
         self._leases = contextlib.ExitStack()
@@ -110,13 +112,30 @@ class ModelProcess:
         store = _PinnedStore([Path(root) for root in command["roots"]], manifest)
         lease = self._leases.enter_context(store.lease())
         with self._reporting():
-            stored = generate.find(store, Reference.parse(command["reference"]), lease)
-            self._model = generate.load(store, stored, dtype=command.get("dtype"))
+            found = self._find(store, manifest, command, lease)
+            self._model = generate.load(found.files, found.stored, dtype=command.get("dtype"))
             _set_memory(self._model.pipeline, command)
-            usual = GenerateRequest.for_model(stored.aimage, "")
+            if command.get("request"):  # its texts are encoded while other blobs arrive
+                self._model.prepare(GenerateRequest(**command["request"]))
+            usual = GenerateRequest.for_model(found.stored.aimage, "")
             memory = self._model.preload(usual)
         model = {"device": self._model.backend, "dtype": self._model.dtype}
         self._send("loaded", **model, memory=memory, bytes=resident_memory())
+
+    def _find(
+        self, store: LayeredStore, manifest: Descriptor, command: frame.Message, lease: Lease
+    ) -> Any:
+        """Return the AImage of a command. If it is arriving, the command has its manifest."""
+        generate = _needs_mlx()
+        document = command.get("document")
+        if document is None:
+            stored = generate.find(store, Reference.parse(command["reference"]), lease)
+            return generate.FetchedAImage(stored, store)
+        # the worker ends this process if the pull fails
+        return generate.find_arriving(store, manifest, document.encode(), lease, self._is_over)
+
+    def _is_over(self) -> bool:
+        return self._is_orphaned or self._is_complete
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -144,6 +163,7 @@ class ModelProcess:
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Preview
 
+        self._is_complete = True  # requests are sent when the AImage is in the store
         number: int = command["id"]
         request = GenerateRequest(**command["request"])
         encoding = PictureEncoding(**command["encoding"])

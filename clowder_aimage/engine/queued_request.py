@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import FOR_EVER, IF_MISSING, DeadlineError
+from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
@@ -30,13 +31,15 @@ class ModelSlot:
     """A model that is or recently was in use.
 
     ``size`` is the size of its blobs, ``current`` the request being served, ``users`` the number
-    of requests that wait or are being served.
+    of requests that wait or are being served. ``arrival`` is the part of the command to load it
+    that is for a model whose blobs are still arriving.
     """
 
     reference: Reference
     manifest: Descriptor
     size: int = 0
     keep_alive: float = 0.0
+    arrival: Message = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     runner: Runner | None = None
     load: asyncio.Task[Runner] | None = None

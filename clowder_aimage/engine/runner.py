@@ -53,9 +53,14 @@ class Runner:
 
     @classmethod
     async def start(
-        cls, roots: Sequence[Path], reference: str, manifest: Descriptor, limits: EngineLimits
+        cls,
+        roots: Sequence[Path],
+        reference: str,
+        manifest: Descriptor,
+        limits: EngineLimits,
+        arrival: frame.Message | None = None,
     ) -> Runner:
-        """Start a process and load an AImage that is complete in the store.
+        """Start a process and load an AImage from the store, where it is complete or arriving.
 
         Cancellation kills the process. Raises AImageError reported by the process; NoMemoryError;
         ModelError if the process does not start, dies, or makes no progress during the load.
@@ -78,7 +83,9 @@ class Runner:
         try:
             place = {"roots": [str(root) for root in roots], "manifest": manifest.to_json()}
             options = {name: getattr(limits, name) for name in _LOAD_OPTIONS}
-            runner.send({"do": "load", "reference": reference, **place, **options})
+            runner.send(
+                {"do": "load", "reference": reference, **place, **options, **(arrival or {})}
+            )
             message = await runner._loaded(limits.load_timeout)
             if message["is"] == "error":
                 raise _error(message)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.engine.runner import NoMemoryError, Runner
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Digest
 
 _log = logging.getLogger("aimage.worker")
@@ -59,15 +60,12 @@ class ModelScheduler:
 
     def enter(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         """Queue a request, ordered by its number."""
-        digest = stored.descriptor.digest
-        model = self._models.get(digest)
-        if model is None:
-            size = sum(blob.size for blob in stored.manifest.children)
-            keep_alive = self._limits.keep_alive
-            model = ModelSlot(request.reference, stored.descriptor, size, keep_alive, self._clock)
-            self._models[digest] = model
-        request.model = model
+        model = self._slot(request, stored)
+        model.arrival = {}
         model.users += 1
+        if (prepared := request.model) is not None:
+            self._forget(prepared)
+        request.model = model
         if model.load is not None:
             request.stage = "loading"
             request.moved.set()
@@ -75,6 +73,46 @@ class ModelScheduler:
         self._queue.sort(key=lambda one: one.number)
         self.arrange()
         return model
+
+    def prepare(
+        self, request: QueuedRequest, stored: StoredAImage, parameters: GenerateRequest | None
+    ) -> None:
+        """Begin to load the model of a request whose blobs are arriving, if there is room.
+
+        It takes no room from others: their loads end this one, and their requests come first.
+        """
+        known = self._models.get(stored.descriptor.digest)
+        is_known = known is not None and (known.load or known.runner) is not None
+        if not is_known and not self._has_room(_size(stored)):
+            return
+        model = self._slot(request, stored)
+        model.users += 1
+        request.model = model
+        if not is_known:
+            model.arrival = {"document": stored.manifest.raw.decode()}
+            model.arrival["request"] = None if parameters is None else asdict(parameters)
+            self._load(model)
+
+    def _has_room(self, size: int) -> bool:
+        """Return whether a model can be loaded at once, without unloading another."""
+        is_busy = bool(self._loads or self._queue)
+        taken = len(self.loaded()) + len(self._unloads)
+        return not is_busy and taken < self._limits.models and not self._lacks(size)
+
+    def _slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
+        digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
+        if (model := self._models.get(digest)) is None:
+            manifest, size = stored.descriptor, _size(stored)
+            model = ModelSlot(request.reference, manifest, size, keep_alive, clock=self._clock)
+            self._models[digest] = model
+        return model
+
+    def _forget(self, model: ModelSlot) -> None:
+        """Remove a user of a model, and the model if it was being loaded for this user only."""
+        model.users -= 1
+        if not model.users and (model.load is not None or model.keep_alive <= 0):
+            self.unload(model, "idle")
+        self._drop(model)
 
     def ahead(self, request: QueuedRequest) -> int:
         """Return the number of requests ahead of this one."""
@@ -89,15 +127,12 @@ class ModelScheduler:
             self._queue.remove(request)
         if model.current is request:
             model.current = None
-        model.users -= 1
         model.used = self._clock()
         if request.keep_alive is not None:
             model.keep_alive = request.keep_alive
         if model.runner is not None and model.runner.ending is not None:
             model.runner.ending.add_done_callback(lambda _: self.arrange())
-        if not model.users and (model.load is not None or model.keep_alive <= 0):
-            self.unload(model, "idle")
-        self._drop(model)
+        self._forget(model)
         self.arrange()
 
     def arrange(self) -> None:
@@ -129,6 +164,9 @@ class ModelScheduler:
     def _begin(self, model: ModelSlot) -> bool:
         """Load a model, or unload an idle one for it; return False if all models are busy."""
         if self._loads:
+            for other in self.models:
+                if other.arrival and other.load is not None:
+                    self.unload(other, "room")
             return True  # one load at a time; this model is next
         taken = len(self.loaded()) + len(self._unloads)
         if taken < self._limits.models:
@@ -155,7 +193,8 @@ class ModelScheduler:
         while self._lacks(model.size) and await self._unload_idle():
             pass
         name = model.pinned_name(model.reference)
-        start = partial(Runner.start, self._roots, name, model.manifest, self._limits)
+        place = self._roots, name, model.manifest
+        start = partial(Runner.start, *place, self._limits, model.arrival)
         try:
             return await start()
         except NoMemoryError:
@@ -257,6 +296,10 @@ class ModelScheduler:
 
     def _of(self, model: ModelSlot) -> list[QueuedRequest]:
         return [request for request in self._queue if request.model is model]
+
+
+def _size(stored: StoredAImage) -> int:
+    return sum(blob.size for blob in stored.manifest.children)
 
 
 async def _wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

@@ -22,6 +22,8 @@ from clowder_aimage.content.copy_option import CopyEvent, OnEvent
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.verified_reader import SourceReader
 from clowder_aimage.engine.admission import StoppedError
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.pipeline import COMPONENTS
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import Repository
 
@@ -45,7 +47,8 @@ class SharedTransfer:
     """A pull or push that is queued, running or done.
 
     ``users`` is the number of requests that wait for it. A transfer without users is stopped unless
-    ``is_kept`` is set; partial content is kept.
+    ``is_kept`` is set; partial content is kept. ``stored`` is the AImage of a pull whose blobs are
+    arriving in the order of their use.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class SharedTransfer:
         self.sources: Counter[str] = Counter()  # bytes by source
         self.begun = self.moved = time.monotonic()
         self.is_stalled = False
+        self.stored: StoredAImage | None = None
         self.result: asyncio.Future[Descriptor] = asyncio.get_running_loop().create_future()
         self.result.add_done_callback(asyncio.Future.exception)  # marks it as retrieved
         self._work, self._is_over = work, is_over
@@ -125,6 +129,11 @@ class SharedTransfer:
 
     def _stopped(self) -> StoppedError:
         return StoppedError(f"the {self.kind} of {self.reference} was cancelled")
+
+    def begin(self, stored: StoredAImage) -> tuple[str, ...]:
+        """Note the AImage, and return the order of its components; called in the pull's thread."""
+        self.stored = stored
+        return COMPONENTS
 
     def count(self, source: str, count: int) -> None:
         """Count bytes by source: "registry", "mirror" or "neighbour"."""

@@ -114,13 +114,15 @@ class TransferQueue:
         credentials: Credentials | None = None,
         *,
         components: tuple[str, ...] = (),
+        is_early: bool = False,
         urgency: int = INTERACTIVE,
         priority: int = 0,
     ) -> Iterator[SharedTransfer]:
         """Join or begin the pull of ``reference``; a new user may raise its urgency.
 
-        A pull is shared only between users with the same credentials. Raises StoppedError,
-        BusyError, and UsageError if the reference has no registry.
+        With ``is_early`` a new one fetches blobs in the order in which a model is loaded. A pull is
+        shared only between users with the same credentials. Raises StoppedError, BusyError, and
+        UsageError if the reference has no registry.
         """
         if reference.registry is None:
             hint = f"use a name with one, such as registry.example.com/team/{reference}"
@@ -140,7 +142,14 @@ class TransferQueue:
                 return self.near(reference, transfer.count)(counted)
 
             layers = LayerSelection(components=components) if components else None
-            options = PullOptions(self._selector, layers, on_event=on_event, rate=gate, wrap=near)
+            options = PullOptions(
+                self._selector,
+                layers,
+                on_event=on_event,
+                rate=gate,
+                wrap=near,
+                begin=transfer.begin if is_early else None,
+            )
             return pull(reference, self._store, connection, options).root
 
         key = (PULL, str(reference), (credentials, components))

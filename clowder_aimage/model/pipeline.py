@@ -166,7 +166,7 @@ class Pipeline(Protocol):
         ...
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Encode the request's texts, then preload. Raises as ``generate`` does."""
+        """Encode the texts of a request, which follows. Raises as ``generate`` does."""
         ...
 
 

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +23,29 @@ from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
     PreviewEvent,
+    PullingEvent,
     QueuedEvent,
     StartedEvent,
 )
 from clowder_aimage.engine.process import _lacks_memory
 from clowder_aimage.engine.runner import NoMemoryError, Runner, _error
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.generate import find, load
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Step
 from clowder_aimage.oci import Reference
-from tests.worker.engine_runs import NAME, job, played, served, stocked
+from tests.model_script import ModelScript
+from tests.scripted import Answer, ScriptedRegistry
+from tests.worker.engine_runs import (
+    NAME,
+    Client,
+    children,
+    job,
+    played,
+    served,
+    stocked,
+    until,
+)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +147,81 @@ def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
     path = tmp_path / "picture.png"
     path.write_bytes(picture.data)
     assert load_picture(path)[1]["digest"] == str(before.digest)
+
+
+# -- models that arrive
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> ModelScript:
+    return ModelScript.of_tiny(tmp_path_factory.mktemp("packed"))
+
+
+@pytest.fixture
+def model(packed: ModelScript) -> ModelScript:
+    return ModelScript(packed.manifest, packed.blobs, packed.names)
+
+
+def awaited(condition: Any) -> Answer | None:
+    """Wait in a registry's thread; answer 404 if the condition does not come true."""
+    for _ in range(2000):
+        if condition():
+            return None
+        time.sleep(0.01)
+    return Answer(404)
+
+
+def test_a_model_is_loaded_while_it_is_pulled(tmp_path: Path, model: ModelScript) -> None:
+    before = children()
+    model.answers[model.last("transformer")] = lambda: awaited(lambda: children() - before)
+    store = LayeredStore([tmp_path / "store"])
+    with ScriptedRegistry(model).running() as registry:
+        one = job(f"{registry.host}/team/model")
+        early, later = (played(store, lambda engine: served(engine, one)) for _ in range(2))
+    assert isinstance(early[-2], Step)
+    assert any(isinstance(event, PullingEvent) for event in early)
+    assert not any(isinstance(event, PullingEvent) for event in later)
+    assert early[-1].data == later[-1].data
+
+
+def test_a_cancelled_request_leaves_the_pull_and_the_model_to_others(
+    tmp_path: Path, model: ModelScript
+) -> None:
+    before, left = children(), threading.Event()
+    model.answers[model.last("vae")] = lambda: awaited(left.is_set)
+
+    async def play(engine: Any) -> Any:
+        first, second = (Client(engine, job(f"{registry.host}/team/model")) for _ in range(2))
+        await until(lambda: children() - before)
+        await first.leave()
+        left.set()
+        return await second.result()
+
+    with ScriptedRegistry(model).running() as registry:
+        events = played(LayeredStore([tmp_path / "store"]), play)
+    assert isinstance(events[-1], ImageEvent)
+
+
+def test_a_failed_pull_ends_the_process_that_waits_for_it(
+    tmp_path: Path, model: ModelScript
+) -> None:
+    before = children()
+
+    def gone() -> Answer:
+        awaited(lambda: children() - before)
+        return Answer(404)
+
+    model.answers[model.last("vae")] = gone
+    store = LayeredStore([tmp_path / "store"])
+
+    async def play(engine: Any) -> None:
+        with pytest.raises(NotFoundError):
+            await served(engine, job(f"{registry.host}/team/model"))
+        await until(lambda: not children() - before)
+
+    with ScriptedRegistry(model).running() as registry:
+        played(store, play)
+    assert not list(store.tags())
 
 
 # -- frames

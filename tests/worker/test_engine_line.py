@@ -30,7 +30,7 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch
-from clowder_aimage.engine.queued_request import ModelSlot
+from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -302,6 +302,40 @@ def test_a_load_does_not_block_requests_for_loaded_models(
 
     heard, is_loading = played(store, play, models=2)
     assert isinstance(heard[-1], ImageEvent) and is_loading
+
+
+def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
+    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play(engine: Any) -> tuple[Any, ...]:
+        ended, start = asyncio.Event(), FakeRunner.start
+
+        async def load(*arguments: Any) -> FakeRunner:
+            if arguments[-1]:  # it is arriving
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.set()
+            return await start()
+
+        monkeypatch.setattr(FakeRunner, "start", load)
+        scheduler, stored = engine._scheduler, read_aimage(store, Reference.parse("other"))
+        early = [QueuedRequest(Reference.parse("other")) for _ in range(2)]
+        for each in early:
+            scheduler.prepare(each, stored, None)
+        scheduler.leave(early[0])
+        is_kept = not ended.is_set() and len(scheduler.models) == 1
+        heard = await served(engine, job("tiny"))
+        scheduler.prepare(QueuedRequest(Reference.parse("other")), stored, None)
+        loads = len(scheduler.models)
+        await served(engine, job("other"))
+        scheduler.leave(early[1])
+        return is_kept, ended.is_set(), heard[-1], loads
+
+    is_kept, is_ended, last, models = played(store, play)
+    assert is_kept and is_ended
+    assert isinstance(last, ImageEvent)
+    assert models == 2  # the one that was given up for tiny waits for its pull
 
 
 # -- downloads

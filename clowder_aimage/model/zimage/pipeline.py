@@ -191,10 +191,9 @@ class ZImagePipeline:
         return self.budget.describe(stages)
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Encode the texts, which are cached, then preload. Raises as ``generate`` does."""
+        """Encode the texts of a request; they are cached. Raises as ``generate`` does."""
         self.check(request)
         self.conditioning(request)
-        self.preload(request)
 
     @property
     def sides(self) -> Sides:
