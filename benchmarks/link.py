@@ -44,9 +44,9 @@ class Link:
     host: str
     port: int
     rate: float = math.inf  # bytes a second, per direction and connection
+    round_trip: float = 0.0  # seconds
     is_shared: bool = False  # by all connections
     free: dict[bool, float] = field(default_factory=dict)  # by direction: when it will be idle
-    round_trip: float = 0.0  # seconds
     connections: int = 0
     up: int = 0
     down: int = 0

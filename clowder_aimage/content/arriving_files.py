@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from clowder_aimage.oci import Descriptor
 
 _T = TypeVar("_T")
 _INTERVAL = 0.01  # seconds between two looks for a blob
+_LOOKS = 25  # before a read ends a group commit, which may cost as much as all of its blobs
 
 
 class ArrivingFiles(BlobFiles):
@@ -28,7 +30,7 @@ class ArrivingFiles(BlobFiles):
 
     def exists(self, content: Descriptor) -> bool:
         """Return whether the blob has arrived."""
-        return self._store.exists(content)
+        return self._store.is_durable(content)
 
     def open(self, content: Descriptor, /) -> Reader:
         return self._stored(content, self._store.open)
@@ -37,9 +39,11 @@ class ArrivingFiles(BlobFiles):
         return self._stored(content, self._store.path)
 
     def _stored(self, content: Descriptor, read: Callable[[Descriptor], _T]) -> _T:
-        while True:
+        for looks in itertools.count():
             is_last = self._is_over()  # before the look, so that no blob is missed
+            is_here = self.exists(content) or (looks >= _LOOKS and self._store.exists(content))
             with contextlib.suppress(*(() if is_last else (NotFoundError,))):
-                if is_last or self._store.exists(content):
+                if is_last or is_here:
                     return read(content)
             time.sleep(_INTERVAL)
+        raise AssertionError

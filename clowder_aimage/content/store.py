@@ -211,6 +211,9 @@ class ContentStore(Target, BlobFiles, Protocol):
     def batch(self) -> AbstractContextManager[None]:
         """Make small content durable together at the end of the block, or raise AccessError."""
 
+    def is_durable(self, content: Descriptor, /) -> bool:
+        """Return whether the content is stored in full, and a read waits for no batch."""
+
     def use(self, content: Descriptor) -> None:
         """Record the use of a manifest."""
 

@@ -121,6 +121,9 @@ class ImageLayout(ContentStore):
         batch = self._batch  # read once: another thread may end the batch
         if batch is not None and content.digest in batch:
             return True
+        return self.is_durable(content)
+
+    def is_durable(self, content: Descriptor, /) -> bool:
         with store_errors(self.root), contextlib.suppress(FileNotFoundError):
             status = os.lstat(self.place(content))
             return stat.S_ISREG(status.st_mode) and status.st_size == content.size
