@@ -1,6 +1,6 @@
 """The only module that imports MLX, after a search for a fast BLAS.
 
-``BLAS`` is the name of the library that was found ("mkl", "openblas") or None. All MLX work must
+``BLAS`` is the name of the library that was found, "openblas", or None. All MLX work must
 run on one thread: a lazy array can be evaluated only on the thread that created it.
 """
 
@@ -32,28 +32,14 @@ __all__ = [
     "compute_dtype",
     "describe",
     "dtype_name",
-    "exp",
     "mx",
     "on_gpu",
-    "silu",
     "tree_flatten",
 ]
 
 STRIP = 1 << 25  # bytes; larger blocks are returned to the system and cleared again by it each time
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
-
-_LOG2_E = 1.4426950408889634
-_LN2 = (0.693359375, -2.12194440e-4)  # high and low part
-_ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves no bits for a fraction
-_POLYNOMIAL = (  # (e^r - 1 - r) / r^2, the highest power first: Cephes (S. Moshier), expf.c
-    1.9875691500e-4,
-    1.3981999507e-3,
-    8.3334519073e-3,
-    4.1665795894e-2,
-    1.6666665459e-1,
-    5.0000001201e-1,
-)
 
 
 class Network(Module):
@@ -124,34 +110,5 @@ def compute_dtype(name: str | None) -> mx.Dtype:
 
 
 def describe() -> str:
-    """Return the device and, on a CPU, the BLAS: ``gpu``, ``cpu (mkl)``, ``cpu (no fast BLAS)``."""
+    """Return the device and, on a CPU, the BLAS: ``gpu``, ``cpu (openblas)``, ``cpu (no fast BLAS)``."""
     return "gpu" if on_gpu() else f"cpu ({BLAS or 'no fast BLAS'})"
-
-
-def silu(x: mx.array) -> mx.array:
-    """Return x * sigmoid(x), of any shape, in the type of x.
-
-    MLX's exponential is scalar code on an x86 CPU, 13 ns per element, and its compiled functions
-    require a C++ compiler. ``exp`` takes a quarter of the time.
-    """
-    if x.dtype == mx.float32 and not on_gpu():
-        return x / (1 + exp(-x))
-    return x * mx.sigmoid(x)
-
-
-def exp(x: mx.array) -> mx.array:
-    """Return e^x in float32, to a relative error of 2e-7; x is clipped to -87 ... 87.
-
-    It uses only vectorized array operations: e^x = 2^n * e^r, where e^r is a polynomial, and n
-    is added to the exponent's bits.
-    """
-    x = mx.clip(x, -87, 87)
-    rounded = mx.array(_ROUND)
-    whole = (x * _LOG2_E + rounded) - rounded
-    rest = (x - whole * _LN2[0]) - whole * _LN2[1]
-    result = mx.array(_POLYNOMIAL[0])
-    for coefficient in _POLYNOMIAL[1:]:
-        result = result * rest + coefficient
-    result = result * (rest * rest) + rest + 1
-    bits = result.view(mx.int32) + mx.left_shift(whole.astype(mx.int32), mx.array(23))
-    return bits.view(mx.float32)

@@ -18,15 +18,10 @@ from typing import Any, Generic, TypeVar
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
-from clowder_aimage.model.pipeline import Arrays
+from clowder_aimage.model.operation import MAX_SCORES
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-# The limit of MLX's matrix multiplication on a CPU (0.32.4, measured): attention with more scores
-# computes wrong numbers with one head, and crashes the process with several
-_MAX_NUMBERS = (1 << 31) - 1
 _FULL_SIZE = 5  # arrays of a decoder's widest layer at full size that exist at the same time
-_SCORES = 1 << 28  # bytes of attention scores at a time
-_FUSED = (64, 80, 128)  # head dimensions for which a GPU stores no scores
 _MIB = 1 << 20
 _LIBRARIES = 64 * _MIB  # that BLAS and the system's allocator take when they compute
 _MARGIN = 1.05  # of the least memory that is recommended, for libraries that differ between runs
@@ -103,11 +98,6 @@ class MemoryBudget:
         if not on_gpu():
             self._own = max(0, resident_memory() - mx.get_active_memory()) + _LIBRARIES
         self.memory, self.is_limit, self.is_last = memory, is_limit, is_last
-
-    @property
-    def arrays(self) -> Arrays:
-        """Return the limit of arrays. MLX ends the process if an allocation fails."""
-        return Arrays(self.total, None if on_gpu() else _MAX_NUMBERS)
 
     def use(self, stage: Stage) -> None:
         """Load the modules of a stage; release others first, if room is short."""
@@ -207,13 +197,8 @@ def decoding(width: int, pixels: int, dtype: mx.Dtype) -> float:
 
 def transforming(width: int, hidden: int, heads: int, length: int, dtype: mx.Dtype) -> float:
     """Estimate the bytes to compute a layer of a transformer for ``length`` tokens."""
-    attention = min(2 * heads * length**2 * dtype.size, _SCORES)
+    attention = min(2 * heads * length**2 * dtype.size, MAX_SCORES)
     return length * (8 * width + 3 * hidden) * dtype.size + attention
-
-
-def scores(heads: int, channels: int, length: int) -> int:
-    """Return the number of attention scores between ``length`` tokens."""
-    return 0 if on_gpu() and channels in _FUSED else heads * length * length
 
 
 def machine_memory() -> int | None:

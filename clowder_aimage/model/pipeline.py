@@ -173,17 +173,6 @@ class Pipeline(Protocol):
 PipelineEvent = Step | Preview | Image
 
 
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """The largest arrays of a generation.
-
-    ``size`` is in bytes; ``numbers`` is the length of a matrix multiplication. None is unbounded.
-    """
-
-    size: int | None = None
-    numbers: int | None = None
-
-
 def check_parameters(request: GenerateRequest) -> None:
     """Reject parameters that no model supports. Raises UsageError with the field and its bound."""
     for name, side in (("width", request.width), ("height", request.height)):
@@ -232,48 +221,39 @@ class Sides:
 def check_request(
     request: GenerateRequest,
     sides: Sides,
-    needs: Callable[[int, int], Arrays],
-    limit: Arrays,
+    needs: Callable[[int, int], int],
+    limit: int | None,
 ) -> None:
     """Reject a request that is out of bounds.
 
-    ``needs`` returns the largest arrays for a picture of a given width and height; ``limit``
-    bounds them.
+    ``needs`` returns the bytes of the largest array for a picture of a given width and height;
+    ``limit`` bounds them.
 
     Raises:
         UsageError: With the field and its bound.
     """
     check_parameters(request)
     sides.check(request)
-    _check_arrays(request, sides.multiple, needs, limit)
+    if limit is not None:
+        _check_arrays(request, sides.multiple, needs, limit)
 
 
 def _check_arrays(
-    request: GenerateRequest, multiple: int, needs: Callable[[int, int], Arrays], limit: Arrays
+    request: GenerateRequest, multiple: int, needs: Callable[[int, int], int], limit: int
 ) -> None:
-    """Reject a picture whose arrays would be too large.
-
-    MLX raises no error for them: the process crashes, or computes wrong numbers.
-    """
+    """Reject a picture whose arrays would be too large. MLX raises no error: the process ends."""
     width, height = request.width, request.height
-    if (why := _excess(needs(width, height), limit)) is None:
+    if (needed := needs(width, height)) <= limit:
         return
     side = math.isqrt(width * height) // multiple * multiple
-    while side and _excess(needs(side, side), limit):
+    while side and needs(side, side) > limit:
         side -= multiple
     example = f", such as {side}x{side}" if side else ""
     raise UsageError(
-        f"width {width} and height {height} are too large for this machine: {why}",
+        f"width {width} and height {height} are too large for this machine: "
+        f"at least {_gib(needed)} of memory required, {_gib(limit)} available",
         hint=f"use a smaller size{example}",
     )
-
-
-def _excess(needed: Arrays, limit: Arrays) -> str | None:
-    if needed.size is not None and limit.size is not None and needed.size > limit.size:
-        return f"at least {_gib(needed.size)} of memory required, {_gib(limit.size)} available"
-    if needed.numbers is None or limit.numbers is None or needed.numbers <= limit.numbers:
-        return None
-    return f"attention requires {needed.numbers} values, this device supports {limit.numbers}"
 
 
 def _gib(size: int) -> str:

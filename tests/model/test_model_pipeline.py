@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import dataclasses
 import re
 import sys
@@ -21,7 +22,6 @@ from clowder_aimage.model.backend import (
     describe,
     dtype_name,
     mx,
-    silu,
     tree_flatten,
 )
 from clowder_aimage.model.loader import load_pipeline
@@ -221,16 +221,6 @@ def test_pixels_round_half_to_even() -> None:
     assert to_pixels(values).tolist() == [0, 0, 0, 2, 2, 255, 255]
 
 
-def test_silu() -> None:
-    x = np.concatenate([np.linspace(-130, 130, 20_001), [0, 1e30]]).astype(np.float32)
-    with np.errstate(over="ignore"):
-        exact = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
-    np.testing.assert_allclose(np.array(silu(mx.array(x))), exact, rtol=4e-7, atol=1e-30)
-    small = mx.array(x[abs(x) < 10]).astype(mx.bfloat16)
-    assert silu(small).dtype == mx.bfloat16
-    assert np.isnan(np.array(silu(mx.array(float("nan")))))
-
-
 def test_importing_the_package_does_not_import_mlx() -> None:
     program = (
         "import sys, clowder_aimage.model.pipeline, clowder_aimage.tensor.blas;"
@@ -239,15 +229,30 @@ def test_importing_the_package_does_not_import_mlx() -> None:
     assert run([sys.executable, "-c", program]).returncode == 0
 
 
-def test_blas_candidates(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lib").mkdir()
-    for name in ("libmkl_rt.so.2", "libmkl_rt.so.3", "libmkl_core.so.3"):
-        (tmp_path / "lib" / name).write_bytes(b"not a library")
-    found = list(blas.candidates([tmp_path, tmp_path]))
-    assert [name for name, _ in found] == ["mkl", "mkl", "openblas"]
-    assert found[0][1].endswith("libmkl_rt.so.3")
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert blas.preload() in (None, "mkl", "openblas")  # broken files are passed over
+def test_blas_that_cannot_be_loaded_is_passed_over(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "libopenblas.so"
+    broken.write_bytes(b"not a library")
+    other = ctypes.util.find_library("c")
+    assert other is not None
+    assert blas.Library(str(broken)).load() is None
+    assert blas.Library(other).load() is None  # without the functions of a BLAS
+    monkeypatch.setattr(blas, "_chosen", None)
+    monkeypatch.setattr(blas, "candidates", lambda: iter([blas.Library(str(broken))]))
+    assert blas.preload() is None
+    assert not blas.is_fast()
+
+
+def test_blas_of_the_package_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("macOS has Accelerate")
+    package, system = blas.candidates()
+    assert package.prefix == "scipy_"
+    assert system.path == "libopenblas.so.0"
+    monkeypatch.setattr(blas, "_chosen", None)
+    assert blas.preload() == "openblas"
+    assert blas.is_fast()
     monkeypatch.setattr(sys, "platform", "darwin")
     assert blas.preload() is None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,11 +24,9 @@ from clowder_aimage.model.memory_budget import (
     OffloadedModule,
     Stage,
     decoding,
-    scores,
     transforming,
 )
 from clowder_aimage.model.pipeline import (
-    Arrays,
     GenerateRequest,
     Image,
     PipelineEvent,
@@ -202,23 +199,15 @@ class ZImagePipeline:
 
     def check(self, request: GenerateRequest) -> None:
         """Reject a request that this model does not support. Raises UsageError."""
-        needs = partial(self.arrays, request)
-        check_request(request, self.sides, needs, self.budget.arrays)
+        check_request(request, self.sides, self.largest_array, self.budget.total)
         for text in _texts(request):
             self.ids(text)
         self.budget.check(self.stages(request))
 
-    def arrays(self, request: GenerateRequest, width: int, height: int) -> Arrays:
-        """Return the largest arrays of a picture: attention scores, full-size decoder layers."""
-        vae, config = self.vae_module.config, self.transformer_module.config
-        cells = width * height // vae.scale**2
-        tokens = max(padded(len(self.tokens(text))) for text in _texts(request))
-        image = padded(width * height // self.sides.multiple**2)
-        numbers = scores(config.n_heads, config.head_dim, image + tokens)
-        if vae.mid_block_add_attention:
-            numbers = max(numbers, scores(1, vae.block_out_channels[-1], cells))
-        decoded = max(vae.block_out_channels[:2]) * width * height
-        return Arrays(max(numbers, decoded) * self.dtype.size, numbers)
+    def largest_array(self, width: int, height: int) -> int:
+        """Return the bytes of the largest array of a picture: a full-size layer of the decoder."""
+        widths = self.vae_module.config.block_out_channels
+        return max(widths[:2]) * width * height * self.dtype.size
 
     def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
         """Return the parts of a generation, with estimates of their memory."""

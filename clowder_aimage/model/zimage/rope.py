@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.operation import contiguous, in_blocks, is_slow, memory
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Table = tuple[mx.array, mx.array]  # cosines and sines
@@ -29,22 +30,61 @@ def table(angles: Floats, scale: float = 1.0) -> Table:
     return mx.array(cosines), mx.array(sines)
 
 
-def rotate_halves(x: mx.array, rope: Table) -> mx.array:
-    """Rotate channel i with channel i + d/2. x: (..., length, d); tables: (length, d/2)."""
-    cosines, sines = (part.astype(x.dtype) for part in rope)
+def rotate_halves(arrays: list[mx.array], rope: Table) -> list[mx.array]:
+    """Rotate channel i with channel i + d/2. tables: (length, d/2).
+
+    arrays: (1, length, heads, d); they may be overwritten.
+    """
+    if not is_slow(arrays[0]):
+        return [_rotated_halves(array, rope) for array in arrays]
+    *arrays, cosines, sines = contiguous(*arrays, *rope)
+    tables = (memory(table)[:, None] for table in (cosines, sines))
+    in_blocks(_turn_halves, *tables, *(memory(array)[0] for array in arrays))
+    return arrays
+
+
+def _turn_halves(cosines: Floats, sines: Floats, *arrays: Floats) -> None:
+    for array in arrays:
+        first, second = np.split(array, 2, axis=-1)
+        turned = first * cosines - second * sines
+        second *= cosines
+        second += first * sines
+        first[...] = turned
+
+
+def _rotated_halves(x: mx.array, rope: Table) -> mx.array:
+    cosines, sines = (part[:, None].astype(x.dtype) for part in rope)
     first, second = mx.split(x, 2, axis=-1)
     return mx.concatenate(
         [first * cosines - second * sines, second * cosines + first * sines], axis=-1
     )
 
 
-def rotate_pairs(x: mx.array, rope: Table) -> mx.array:
-    """Rotate channel 2i with 2i + 1, in float32. x: (..., length, d); tables: (length, d/2)."""
-    cosines, sines = rope
+def rotate_pairs(arrays: list[mx.array], rope: Table) -> list[mx.array]:
+    """Rotate channel 2i with 2i + 1, in float32; tables: (length, d/2).
+
+    arrays: (1, length, heads, d); they may be overwritten.
+    """
+    if not is_slow(arrays[0]):
+        return [_rotated(array, *rope) for array in arrays]
+    *arrays, cosines, sines = contiguous(*arrays, *rope)
+    turns = memory(cosines) + 1j * memory(sines)
+    pairs = [memory(array)[0].view(np.complex64) for array in arrays]
+    in_blocks(_turn, turns[:, None], *pairs)
+    return arrays
+
+
+def _rotated(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+    cosines, sines = cosines[:, None], sines[:, None]
     pairs = x.astype(mx.float32).reshape(*x.shape[:-1], -1, 2)
     first, second = pairs[..., 0], pairs[..., 1]
     turned = mx.stack([first * cosines - second * sines, first * sines + second * cosines], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
+
+
+def _turn(turns: npt.NDArray[np.complex64], *arrays: npt.NDArray[np.complex64]) -> None:
+    for pairs in arrays:
+        pairs *= turns
 
 
 def axes_table(positions: npt.NDArray[np.int64], axes_dims: tuple[int, ...], theta: float) -> Table:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-from clowder_aimage.model.backend import Embedding, Linear, Network, RMSNorm, mx, silu
+from clowder_aimage.model.backend import Embedding, Network, RMSNorm, mx
+from clowder_aimage.model.operation import Linear, attention, swiglu_in_place
 from clowder_aimage.model.zimage.config import TextEncoderConfig
 from clowder_aimage.model.zimage.rope import Table, rotate_halves
 
@@ -17,10 +18,10 @@ from clowder_aimage.model.zimage.rope import Table, rotate_halves
 class TextAttention(Network):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
+    def __init__(self, config: TextEncoderConfig) -> None:
         super().__init__()
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.scale, self.window = config.head_dim**-0.5, window
+        self.scale = config.head_dim**-0.5
         width, kv_width = self.heads * config.head_dim, self.kv_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
         self.k_proj = Linear(config.hidden_size, kv_width, bias=config.qkv_bias)
@@ -30,7 +31,7 @@ class TextAttention(Network):
             self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+    def __call__(self, x: mx.array, rope: Table, mask: mx.array) -> mx.array:
         """Apply the layer to x: (1, length, hidden); returns the same shape."""
         batch, length, _ = x.shape
         queries = self.q_proj(x).reshape(batch, length, self.heads, -1)
@@ -38,18 +39,9 @@ class TextAttention(Network):
         values = self.v_proj(x).reshape(batch, length, self.kv_heads, -1)
         if "q_norm" in self:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = rotate_halves(queries.transpose(0, 2, 1, 3), rope)
-        keys = rotate_halves(keys.transpose(0, 2, 1, 3), rope)
-        mixed = mx.fast.scaled_dot_product_attention(
-            queries, keys, values.transpose(0, 2, 1, 3), scale=self.scale, mask=self._mask(length)
-        )
-        return self.o_proj(mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1))
-
-    def _mask(self, length: int) -> mx.array | str:
-        if self.window is None or self.window >= length:
-            return "causal"
-        back = mx.arange(length)[:, None] - mx.arange(length)[None, :]
-        return (back >= 0) & (back < self.window)
+        queries, keys = rotate_halves([queries, keys], rope)
+        mixed = attention(queries, keys, values, self.scale, mask)
+        return self.o_proj(mixed.reshape(batch, length, -1))
 
 
 class MLP(Network):
@@ -62,7 +54,7 @@ class MLP(Network):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu_in_place(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(Network):
@@ -70,14 +62,21 @@ class DecoderLayer(Network):
 
     def __init__(self, config: TextEncoderConfig, window: int | None) -> None:
         super().__init__()
-        self.self_attn = TextAttention(config, window)
+        self.window = window
+        self.self_attn = TextAttention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Table) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), rope)
+    def __call__(self, x: mx.array, rope: Table, mask: mx.array) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _mask(length: int, window: int | None) -> mx.array:
+    """Return True where a row sees a column: none that follow it, and only ``window`` of them."""
+    back = mx.arange(length)[:, None] - mx.arange(length)[None, :]
+    return (back >= 0) & (back < (window or length))
 
 
 class TextEncoder(Network):
@@ -92,9 +91,10 @@ class TextEncoder(Network):
     def __call__(self, tokens: mx.array) -> mx.array:
         """Encode tokens: (length,) integers; returns (length, hidden)."""
         rope = self.config.rope.table(tokens.shape[0])
+        masks = {layer.window: _mask(tokens.shape[0], layer.window) for layer in self.layers}
         hidden: mx.array = self.embed_tokens(tokens[None])
         for layer in self.layers:
-            hidden = layer(hidden, rope)
+            hidden = layer(hidden, rope, masks[layer.window])
         return hidden[0]
 
     @staticmethod

@@ -14,7 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from clowder_aimage.model.backend import LayerNorm, Linear, Network, RMSNorm, mx, silu
+from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
+from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
 from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
 from clowder_aimage.model.zimage.rope import Table, axes_table, rotate_pairs
@@ -63,13 +64,9 @@ class ImageAttention(Network):
         queries, keys = self.to_q(x).reshape(shape), self.to_k(x).reshape(shape)
         if "norm_q" in self:
             queries, keys = self.norm_q(queries), self.norm_k(keys)
-        mixed = mx.fast.scaled_dot_product_attention(
-            rotate_pairs(queries.transpose(0, 2, 1, 3), rope),
-            rotate_pairs(keys.transpose(0, 2, 1, 3), rope),
-            self.to_v(x).reshape(shape).transpose(0, 2, 1, 3),
-            scale=self.scale,
-        )
-        return self.to_out(mixed.transpose(0, 2, 1, 3).reshape(batch, length, -1))
+        queries, keys = rotate_pairs([queries, keys], rope)
+        mixed = attention(queries, keys, self.to_v(x).reshape(shape), self.scale)
+        return self.to_out(mixed.reshape(batch, length, -1))
 
 
 class FeedForward(Network):
@@ -82,7 +79,7 @@ class FeedForward(Network):
         self.w3 = Linear(dim, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+        return self.w2(swiglu_in_place(self.w1(x), self.w3(x)))
 
 
 class Block(Network):

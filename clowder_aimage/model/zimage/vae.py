@@ -6,7 +6,9 @@ Group norms follow PyTorch; MLX groups channels differently by default.
 
 from __future__ import annotations
 
-from clowder_aimage.model.backend import Conv2d, GroupNorm, Linear, Network, mx, silu
+from clowder_aimage.model.backend import Conv2d, GroupNorm, Network, mx
+from clowder_aimage.model.convolution import convolution
+from clowder_aimage.model.operation import Linear, attention
 from clowder_aimage.model.zimage.config import VaeConfig
 
 EPS = 1e-6
@@ -30,9 +32,9 @@ class ResnetBlock(Network):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the block to x: (1, height, width, channels)."""
-        hidden = self.conv1(silu(self.norm1(x)))
-        hidden = self.conv2(silu(self.norm2(hidden)))
-        return hidden + (self.conv_shortcut(x) if "conv_shortcut" in self else x)
+        hidden = convolution(x, self.conv1, norm=self.norm1)
+        residual = convolution(x, self.conv_shortcut) if "conv_shortcut" in self else x
+        return convolution(hidden, self.conv2, norm=self.norm2, residual=residual)
 
 
 class VaeAttention(Network):
@@ -49,10 +51,9 @@ class VaeAttention(Network):
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the layer to x: (1, height, width, channels)."""
         batch, height, width, channels = x.shape
-        normed = self.group_norm(x).reshape(batch, 1, height * width, channels)
-        mixed = mx.fast.scaled_dot_product_attention(
-            self.to_q(normed), self.to_k(normed), self.to_v(normed), scale=channels**-0.5
-        )
+        normed = self.group_norm(x).reshape(batch, height * width, 1, channels)
+        queries, keys, values = self.to_q(normed), self.to_k(normed), self.to_v(normed)
+        mixed = attention(queries, keys, values, channels**-0.5)
         return x + self.to_out(mixed).reshape(x.shape)
 
 
@@ -68,8 +69,8 @@ class MidBlock(Network):
     def __call__(self, x: mx.array) -> mx.array:
         first, last = self.resnets
         x = first(x)
-        for attention in self.attentions:
-            x = attention(x)
+        for layer in self.attentions:
+            x = layer(x)
         return last(x)
 
 
@@ -81,7 +82,7 @@ class Upsample(Network):
         self.conv = Conv2d(channels, channels, 3, padding=1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.conv(mx.repeat(mx.repeat(x, 2, axis=1), 2, axis=2))
+        return convolution(x, self.conv, scale=2)
 
 
 class UpBlock(Network):
@@ -116,10 +117,10 @@ class Decoder(Network):
         self.conv_out = Conv2d(widths[-1], config.out_channels, 3, padding=1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = self.mid_block(self.conv_in(x))
+        x = self.mid_block(convolution(x, self.conv_in))
         for block in self.up_blocks:
             x = block(x)
-        return self.conv_out(silu(self.conv_norm_out(x)))
+        return convolution(x, self.conv_out, norm=self.conv_norm_out)
 
 
 class Vae(Network):
