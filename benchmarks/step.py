@@ -4,8 +4,7 @@ Parts: a step of the transformer, the decoding of a picture, the encoding of a t
 process of its own that loads the same random float32 weights. They take turns, so that all of them
 meet the same disturbances; a turn is a run, or the mean of as many as take 0.3 s. Ratios are to
 diffusers on PyTorch, parity is the largest difference from its result over its largest value. mflux
-(https://github.com/filipstrand/mflux) computes with the system's OpenBLAS; it has a row if it can be
-imported.
+computes with the system's OpenBLAS; it has a row if it can be imported.
 """
 
 from __future__ import annotations

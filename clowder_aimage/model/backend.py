@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 STRIP = 1 << 25  # bytes; larger blocks are returned to the system and cleared again by it each time
+SLOW = "cpu (no fast BLAS)"
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 
@@ -110,5 +111,5 @@ def compute_dtype(name: str | None) -> mx.Dtype:
 
 
 def describe() -> str:
-    """Return the device and, on a CPU, the BLAS: ``gpu``, ``cpu (openblas)``, ``cpu (no fast BLAS)``."""
-    return "gpu" if on_gpu() else f"cpu ({BLAS or 'no fast BLAS'})"
+    """Return ``gpu``, or the CPU with its BLAS: ``cpu (openblas)``, or SLOW without a fast one."""
+    return "gpu" if on_gpu() else f"cpu ({BLAS})" if BLAS else SLOW

@@ -390,7 +390,9 @@ class _LocalModel:
     def generate(
         self, options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
     ) -> Generator[RemotePicture, None, None]:
+        from clowder_aimage.cli.console.installation import install_command
         from clowder_aimage.generate import describe_picture
+        from clowder_aimage.model.backend import SLOW
         from clowder_aimage.model.picture import encode_picture
 
         if self.later is not None and self.later.is_done:
@@ -404,6 +406,9 @@ class _LocalModel:
         with contextlib.closing(events):
             begun = self.fetched.watch(events)
             announce(f"rendering on {model.backend}")
+            if model.backend == SLOW:
+                remark("warning: this takes many times longer than with OpenBLAS; to install it:")
+                remark(f"  {install_command('mlx')}")
             for picture in render(begun, request):
                 own = facts | {"seed": picture.seed}
                 data = encode_picture(picture.pixels, own, kind)
