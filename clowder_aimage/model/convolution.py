@@ -43,7 +43,7 @@ def convolution(
     x: (1, height, width, channels), first upsampled by ``scale`` (1 or 2) to the nearest pixel.
     Returns (1, scale * height, scale * width, output channels).
     """
-    if conv.weight.shape[1:3] == (1, 1) and norm is residual is None:
+    if conv.weight.shape[1:3] == (1, 1) and norm is None and residual is None:
         return linear(x, conv.weight.reshape(len(conv.weight), -1), conv.bias)
     if not is_slow(x) or conv.weight.shape[1:3] != (3, 3) or not blas.is_fast():
         x = x if norm is None else silu_in_place(norm(x))

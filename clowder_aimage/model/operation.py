@@ -116,7 +116,7 @@ def _attention_by_tiles(
     columns, groups = keys.shape[1:3]
     given = contiguous(queries, keys, values, *([] if mask is None else [mask]))
     query, key, value, *seen = (memory(array) for array in given)
-    hidden = ~seen[0] if seen else None
+    hidden = np.logical_not(seen[0]) if seen else None
     step = max(16, _SCORES // columns)
 
     def tile(index: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,8 @@ def test_equals_the_steps_of_mlx(
     norm = GroupNorm(4, 8, eps=1e-6, pytorch_compatible=True)
     norm.weight, norm.bias = normal(8), normal(8)
     residual = normal(1, scale * size[0], scale * size[1], 6)
-    options = {"norm": norm if is_normed else None, "residual": residual, "scale": scale}
+    options: dict[str, Any] = {"norm": norm if is_normed else None, "residual": residual}
+    options["scale"] = scale
     found = np.array(convolution(x, conv, **options))
     monkeypatch.setattr(blas, "is_fast", lambda: False)
     np.testing.assert_allclose(found, np.array(convolution(x, conv, **options)), atol=2e-5)

@@ -42,24 +42,24 @@ def test_swiglu_of_arrays_in_another_order() -> None:
 def test_attention_equals_mlx(length: int, heads: int, groups: int, is_masked: bool) -> None:
     queries, keys, values = (normal(1, length, n, 16) for n in (heads, groups, groups))
     mask = mx.arange(length)[:, None] >= mx.arange(length)[None] if is_masked else None
-    expected = mx.fast.scaled_dot_product_attention(
+    whole = mx.fast.scaled_dot_product_attention(
         *(each.transpose(0, 2, 1, 3) for each in (queries, keys, values)), scale=0.5, mask=mask
     )
-    expected = np.array(expected.transpose(0, 2, 1, 3))  # before the queries are overwritten
+    expected = np.array(whole.transpose(0, 2, 1, 3))  # before the queries are overwritten
     found = attention(queries, keys, values, 0.5, mask)
     np.testing.assert_allclose(np.array(found), expected, atol=1e-5)
 
 
 def test_attention_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = [normal(1, 50, 2, 16) for _ in range(3)]
+    queries, keys, values = (normal(1, 50, 2, 16) for _ in range(3))
     mask = mx.arange(50)[:, None] >= mx.arange(50)[None]
-    whole = np.array(attention(mx.array(arrays[0]), *arrays[1:], 0.5, mask))
+    whole = np.array(attention(mx.array(queries), keys, values, 0.5, mask))
     monkeypatch.setattr(operation, "MAX_SCORES", 50 * 2 * 4 * 3)  # three rows
     monkeypatch.setattr(operation, "_SCORES", 1)  # sixteen rows
-    tiles = attention(mx.array(arrays[0]), *arrays[1:], 0.5, mask)
+    tiles = attention(mx.array(queries), keys, values, 0.5, mask)
     np.testing.assert_allclose(np.array(tiles), whole, atol=1e-6)
     monkeypatch.setattr(blas, "is_fast", lambda: False)
-    rows = attention(mx.array(arrays[0]), *arrays[1:], 0.5, mask)
+    rows = attention(mx.array(queries), keys, values, 0.5, mask)
     np.testing.assert_allclose(np.array(rows), whole, atol=1e-6)
 
 
