@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (0016, 0017, 0021), and the coverage of lines
+# The lines, raised only with a record in docs/adr/ (0016, 0017, 0021, 0023), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (4_670, 97),
-    "api": (2_470, 95),
-    "cli": (7_020, 93),
-    "content": (2_750, 97),
+    ".": (5_000, 97),
+    "api": (2_480, 95),
+    "cli": (7_270, 93),
+    "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (2_970, 88),
+    "engine": (3_170, 88),
     "exporter": (1_340, 97),
     "formats": (3_050, 97),
     "http": (1_690, 87),
-    "importer": (2_720, 98),
-    "layout": (3_000, 96),
-    "model": (3_930, 96),
+    "importer": (2_730, 98),
+    "layout": (3_010, 96),
+    "model": (4_680, 96),
     "node": (3_500, 94),
     "oci": (670, 99),
     "registry": (3_480, 97),
-    "tensor": (1_080, 98),
+    "tensor": (1_160, 98),
 }
