@@ -47,7 +47,7 @@ def by_policy(directory: Path, side: int, target: Path, policy: str, limit: int 
     store = ImageLayout(Path(f"{directory}.store"))
     aimage = read_aimage(store, Reference.parse("model")).aimage
     pipeline = load_pipeline(store, aimage, dtype="float32")
-    pipeline.set_memory(policy, limit, is_limit=limit is not None)
+    pipeline.set_memory(policy, limit, limit=limit)
     request = GenerateRequest(PROMPT, side, side, STEPS, SEED)
     pipeline.preload(request)
     for event in pipeline.generate(request):

@@ -247,8 +247,8 @@ def _set_memory(pipeline: Any, command: frame.Message) -> None:
     total = device_memory() or machine.memory()
     share = total if command["memory"] is None else command["memory"]
     share = None if share is None else share // command["models"]
-    is_limit = command["memory"] is not None
-    pipeline.set_memory(AUTO, share, total, text_encoder=command["text_encoder"], is_limit=is_limit)
+    kept = command["text_encoder"]
+    pipeline.set_memory(AUTO, share, total, text_encoder=kept, limit=command["memory"])
 
 
 def main() -> None:

@@ -79,25 +79,27 @@ class MemoryBudget:
     """The memory for modules and pictures: estimated before the first picture, then measured.
 
     modules: in the order in which they are released when room is short. memory: bytes for the
-    process (None: sufficient). is_limit: requests that need more are refused. is_last: no further
-    request follows. total: memory of the device in bytes (None: unknown), a bound for any array.
+    process (None: sufficient). limit: requests that need more bytes are refused. is_last: no
+    further request follows. total: memory of the device in bytes (None: unknown), a bound for any
+    array.
     """
 
     def __init__(self, *modules: Module) -> None:
         self.modules = modules
         self.memory: int | None = None
-        self.is_limit = self.is_last = False
+        self.limit: int | None = None
+        self.is_last = False
         self.total = device_memory() or machine_memory()
         self._own = 0
         self._peaks: dict[str, dict[int, int]] = {}  # by stage: bytes by the pixels of a picture
 
     def set_memory(
-        self, memory: int | None, *, is_limit: bool = False, is_last: bool = False
+        self, memory: int | None, *, limit: int | None = None, is_last: bool = False
     ) -> None:
         """Set the memory for this process, of which the interpreter and libraries have a part."""
         if not on_gpu():
             self._own = max(0, resident_memory() - mx.get_active_memory()) + _LIBRARIES
-        self.memory, self.is_limit, self.is_last = memory, is_limit, is_last
+        self.memory, self.limit, self.is_last = memory, limit, is_last
 
     def use(self, stage: Stage) -> None:
         """Load the modules of a stage; release others first, if room is short."""
@@ -133,12 +135,11 @@ class MemoryBudget:
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuse a request that exceeds a limit. Raises UsageError with the least memory."""
-        least = max(stage.size for stage in stages)
-        if self.is_limit and not self._has_room(least):
-            given, needed = (self.memory or 0) // _MIB, self._own + least
+        least = self._own + max(stage.size for stage in stages)
+        if self.limit is not None and least > self.limit:
             raise UsageError(
-                f"{given} MiB of memory are insufficient for this model and size: "
-                f"{math.ceil(needed * _MARGIN / _MIB)} MiB are required"
+                f"{self.limit // _MIB} MiB of memory are insufficient for this model and size: "
+                f"{math.ceil(least * _MARGIN / _MIB)} MiB are required"
             )
 
     def describe(self, stages: Sequence[Stage]) -> str:

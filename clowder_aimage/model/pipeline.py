@@ -145,7 +145,7 @@ class Pipeline(Protocol):
         total: int | None = None,
         *,
         text_encoder: str | None = None,
-        is_limit: bool = False,
+        limit: int | None = None,
         is_last: bool = False,
     ) -> None:
         """Set the memory for this process and that of the device; see ``MemoryBudget``.

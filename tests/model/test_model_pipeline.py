@@ -357,13 +357,13 @@ def test_networks_are_loaded_at_once_if_they_fit(
 
 def test_a_limit_that_is_too_low_is_refused_with_the_least(tiny: Model) -> None:
     held = opened(tiny)
-    held.set_memory("auto", 1 << 20, is_limit=True)
+    held.set_memory("auto", 1 << 20, limit=1 << 20)
     with pytest.raises(UsageError, match=r"^1 MiB of memory are insufficient") as caught:
         held.generate(SMALL)
     assert loaded(held) == []
     found = re.search("([0-9]+) MiB are required", caught.value.message)
     assert found is not None
-    held.set_memory("auto", int(found[1]) << 20, is_limit=True)
+    held.set_memory("auto", None, limit=int(found[1]) << 20)
     assert made(held, SMALL)
 
 

@@ -338,14 +338,17 @@ def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store: LayeredSt
 
 
 def test_idle_models_are_evicted_when_free_memory_is_too_small(store: LayeredStore) -> None:
+    limit = 1 << 30
+
     async def play(engine: Any) -> list[Any]:
         await served(engine, job("other"))
+        engine.loaded()[0].runner.size = limit
         await served(engine, job("tiny"))
         return [str(one.reference) for one in engine.loaded()]
 
     assert played(store, play, models=2, free=lambda: 1000) == ["tiny:latest"]
     assert played(store, play, models=2, free=lambda: None) == ["tiny:latest", "other:latest"]
-    assert played(store, play, models=2, memory=1, free=lambda: None) == ["tiny:latest"]
+    assert played(store, play, models=2, memory=limit, free=lambda: None) == ["tiny:latest"]
 
 
 # -- the end

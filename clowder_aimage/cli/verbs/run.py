@@ -534,9 +534,8 @@ def load_model(
 
     found = fetched.found
     model = generate.load(found.files, found.stored, dtype=dtype, request=request, end=found.end)
-    total, is_limit = device_memory() or machine.memory(), memory is not None
-    share = memory if is_limit else total
-    model.pipeline.set_memory(AUTO, share, total, is_limit=is_limit, is_last=is_last)
+    total = device_memory() or machine.memory()
+    model.pipeline.set_memory(AUTO, memory or total, total, limit=memory, is_last=is_last)
     model.pipeline.check(request)
     plan = model.preload(request)
     if is_verbose():

@@ -166,14 +166,14 @@ class ZImagePipeline:
         total: int | None = None,
         *,
         text_encoder: str | None = None,
-        is_limit: bool = False,
+        limit: int | None = None,
         is_last: bool = False,
     ) -> None:
         """Set the policy of all networks, or another of the text encoder, and the budget."""
         for module in self.budget.modules:
             module.policy = policy
         self.text_encoder_module.policy = text_encoder or policy
-        self.budget.set_memory(memory, is_limit=is_limit, is_last=is_last)
+        self.budget.set_memory(memory, limit=limit, is_last=is_last)
         self.budget.total = total or self.budget.total
 
     def preload(self, request: GenerateRequest) -> str:
