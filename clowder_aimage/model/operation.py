@@ -7,6 +7,7 @@ memory, in blocks that stay in the processor's cache, on all cores.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ MAX_SCORES = 256 * 1024 * 1024  # bytes of attention scores at a time
 _SCORES = 128 * 1024  # scores that a core computes at a time
 BLOCK = 32 * 1024  # elements that a core computes at a time
 _LEAST = 64 * 1024  # elements for which a second core is used
+_COPIED = 48 * 1024  # elements up to which a copy takes less time than an operation of MLX
 _FUSED = (64, 80, 128)  # head dimensions for which a GPU stores no scores
 
 Floats = npt.NDArray[np.float32]
@@ -42,7 +44,7 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     """Return x @ weight^T + bias. x: (..., inputs); weight: (outputs, inputs)."""
     if not is_slow(x) or not blas.is_fast():
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
-    result = mx.zeros((*x.shape[:-1], len(weight)))
+    result = _new((*x.shape[:-1], len(weight)))
     x, result, weight, *more = contiguous(x, result, weight, *([] if bias is None else [bias]))
     rows = memory(result).reshape(-1, len(weight))
     blas.use_cores(cores())
@@ -152,6 +154,13 @@ def contiguous(*arrays: mx.array) -> list[mx.array]:
     ordered = [a if memory(a).flags.c_contiguous else mx.contiguous(a) for a in arrays]
     mx.eval(ordered)
     return ordered
+
+
+def _new(shape: tuple[int, ...]) -> mx.array:
+    """Return an array of any values."""
+    if math.prod(shape) > _COPIED:
+        return mx.zeros(shape)
+    return mx.array(np.empty(shape, dtype=np.float32))
 
 
 def memory(x: mx.array) -> Floats:
