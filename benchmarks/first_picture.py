@@ -7,6 +7,7 @@ warm            the model is in the store, and its files are in the page cache
 cold            the same without the page cache
 pull, then run  ``aimage pull`` and ``aimage run``, one after another
 while pulling   ``aimage run`` of a model that the store lacks
+int4 first      the same with ``--first int4``: a smaller variant in the registry is used
 diffusers       ``from_pretrained`` of the directory that the AImage is made of, warm and cold
 
 Pulls are from docker-registry through ``link.py``: one link, shared by all connections, over which
@@ -40,6 +41,7 @@ from models import SHAPES, build
 from transfer import registry
 
 PROMPT, STEPS = "a red circle on a blue square", "2"
+PRECISION = "int4"  # of the variant
 OURS, THEIRS = "aimage", "diffusers"
 AIMAGE = [sys.executable, "-m", "clowder_aimage"]
 _MARK = "first step at "
@@ -82,7 +84,8 @@ def main() -> None:
         there = stack.enter_context(registry(root / "registry"))
         _aimage(store, "tag", "bench/model:v1", f"{there}/bench/model:v1")
         _aimage(store, "push", f"{there}/bench/model:v1")
-        size = sum(path.stat().st_size for path in store.glob("blobs/*/*"))
+        _attach(store, f"{there}/bench/model", PRECISION)
+        size = sum(path.stat().st_size for path in _files(model))
         through = stack.enter_context(link(there, size / options.seconds, shared=True))
         side = SHAPES[options.shape].side
         run = Run(model, store, root / "empty", root / "picture.png", side, through.host)
@@ -102,6 +105,7 @@ def _cases() -> dict[str, Callable[[Run], Times]]:
         "aimage cold": _cold,
         "aimage pull, then run": _pull_then_run,
         "aimage while pulling": _while_pulling,
+        f"aimage {PRECISION} first": _variant_first,
     }
     if all(importlib.util.find_spec(name) for name in ("torch", "diffusers")):
         cases |= {"diffusers warm": _diffusers, "diffusers cold": _diffusers_cold}
@@ -130,6 +134,12 @@ def _while_pulling(run: Run) -> Times:
     return _child(run, OURS, str(run.empty), run.name)
 
 
+def _variant_first(run: Run) -> Times:
+    shutil.rmtree(run.empty, ignore_errors=True)
+    os.sync()
+    return _child(run, OURS, str(run.empty), run.name, "--first", PRECISION)
+
+
 def _diffusers(run: Run) -> Times:
     _read(run.model)
     return _child(run, THEIRS, str(run.model))
@@ -147,6 +157,13 @@ def _pull(run: Run) -> float:
     begun = time.monotonic()
     _aimage(run.empty, "pull", run.name)
     return time.monotonic() - begun
+
+
+def _attach(store: Path, repository: str, precision: str) -> None:
+    """Push a variant of the AImage with the tag v1."""
+    names = f"{repository}:v1", f"{repository}:{precision}"
+    _aimage(store, "convert", *names, "--quantize", precision, "--attach")
+    _aimage(store, "push", names[1])
 
 
 def _aimage(store: Path, *arguments: str) -> None:
@@ -172,7 +189,7 @@ def _mark() -> None:
     print(f"{_MARK}{time.monotonic()}", file=sys.stderr, flush=True)
 
 
-def _child_aimage(picture: str, side: str, store: str, name: str) -> None:
+def _child_aimage(picture: str, side: str, store: str, name: str, *more: str) -> None:
     """Run the verb, and print when its first step is done."""
     import importlib
 
@@ -190,7 +207,7 @@ def _child_aimage(picture: str, side: str, store: str, name: str) -> None:
 
     generate.RunnableModel.generate = watched
     options = ["--size", f"{side}x{side}", "--steps", STEPS, "--seed", "1", "-o", picture]
-    options += ["--dtype", "float32"]
+    options += ["--dtype", "float32", *more]
     sys.argv = ["aimage", "-q", "--store", store, "run", name, PROMPT, *options]
     runpy.run_module("clowder_aimage", run_name="__main__")
 

@@ -80,8 +80,8 @@ class MemoryBudget:
 
     modules: in the order in which they are released when room is short. memory: bytes for the
     process (None: sufficient). limit: requests that need more bytes are refused. is_last: no
-    further request follows. total: memory of the device in bytes (None: unknown), a bound for any
-    array.
+    further request follows. total: memory of the device in bytes (None: unknown), which the
+    arrays of a picture must fit.
     """
 
     def __init__(self, *modules: Module) -> None:

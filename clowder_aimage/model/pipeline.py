@@ -226,8 +226,8 @@ def check_request(
 ) -> None:
     """Reject a request that is out of bounds.
 
-    ``needs`` returns the bytes of the largest array for a picture of a given width and height;
-    ``limit`` bounds them.
+    ``needs`` returns the bytes that a picture of a given width and height needs at least; ``limit``
+    bounds them.
 
     Raises:
         UsageError: With the field and its bound.

@@ -26,12 +26,14 @@ from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.backend import mx
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 GIB = 1 << 30
+ARRAYS = 3 * 8 * 4  # bytes of a pixel: arrays, channels of the decoder, bytes of a number
 
 
 def system(root: Path, said: str, **files: str) -> Path:
@@ -201,7 +203,7 @@ def test_a_picture_beyond_memory_is_refused(pipeline: Pipeline, size: tuple[int,
 
 
 def test_the_hint_suggests_the_largest_square(pipeline: Any) -> None:
-    pipeline.set_memory("keep", None, 1024 * 1024 * 8 * 4)  # pixels, channels, bytes
+    pipeline.set_memory("keep", None, 1024 * 1024 * ARRAYS)
     assert pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
     error = refused(pipeline, 2048, 1024)
     assert error.hint is not None
@@ -221,5 +223,11 @@ def test_large_pictures_are_accepted(pipeline: Any, side: int) -> None:
     pipeline.check(GenerateRequest("a dog", side, side))
 
 
-def test_the_largest_layer_of_the_decoder_is_counted(pipeline: Any) -> None:
-    assert pipeline.largest_array(8192, 16) == 8192 * 16 * 8 * 4  # pixels, channels, bytes
+def test_the_full_size_arrays_of_the_decoder_are_counted(pipeline: Any) -> None:
+    assert pipeline.least_memory(8192, 16) == 8192 * 16 * ARRAYS
+    latents = mx.zeros((16, 16, 16))  # of 128 x 128 pixels
+    mx.eval(latents, pipeline.vae.parameters())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    pipeline.decode(latents)
+    assert mx.get_peak_memory() - before >= pipeline.least_memory(128, 128)

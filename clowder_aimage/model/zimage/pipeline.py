@@ -199,15 +199,18 @@ class ZImagePipeline:
 
     def check(self, request: GenerateRequest) -> None:
         """Reject a request that this model does not support. Raises UsageError."""
-        check_request(request, self.sides, self.largest_array, self.budget.total)
+        check_request(request, self.sides, self.least_memory, self.budget.total)
         for text in _texts(request):
             self.ids(text)
         self.budget.check(self.stages(request))
 
-    def largest_array(self, width: int, height: int) -> int:
-        """Return the bytes of the largest array of a picture: a full-size layer of the decoder."""
-        widths = self.vae_module.config.block_out_channels
-        return max(widths[:2]) * width * height * self.dtype.size
+    def least_memory(self, width: int, height: int) -> int:
+        """Return the bytes of the arrays at full size that the decoder has at the same time.
+
+        They are the input of its last block, and the input and the result of a convolution.
+        """
+        narrow, *wide = self.vae_module.config.block_out_channels[:2]
+        return (max(narrow, *wide) + 2 * narrow) * width * height * self.dtype.size
 
     def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
         """Return the parts of a generation, with estimates of their memory."""
