@@ -121,6 +121,19 @@ def test_memory_is_limited(stocked: Callable[[], Aimage]) -> None:
     assert re.search(plan, made)
 
 
+def test_without_a_fast_blas_a_warning_says_what_to_install(
+    stocked: Callable[[], Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = stocked()
+    fox = ("run", "x", "a fox", *SMALL, "--size", "32x32", "-o", "fox.png", "--local")
+    assert "warning" not in here(*fox).err
+    monkeypatch.setattr("clowder_aimage.model.backend.BLAS", None)
+    warned = here(*fox).err
+    assert "rendering on cpu (no fast BLAS)\n" in warned
+    assert "takes many times longer than with OpenBLAS; to install it:\n" in warned
+    assert "[mlx]" in warned
+
+
 def test_size_is_width_and_height(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         at(worker)("run", "x", "a fox", "--size", "32x48")

@@ -63,6 +63,18 @@ def test_attention_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     np.testing.assert_allclose(np.array(rows), whole, atol=1e-6)
 
 
+def test_scores_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = 32
+    monkeypatch.setattr(operation, "MAX_SCORES", 4 * 512 * 512 * 2 // parts)  # heads, bytes
+    given = [normal(1, 512, 4, 8).astype(mx.bfloat16) for _ in range(3)]
+    mx.eval(given)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(attention(*given, 0.5))
+    arrays = 6 * given[0].nbytes  # queries, keys, values, parts and results
+    assert mx.get_peak_memory() - before < arrays + 4 * operation.MAX_SCORES
+
+
 @pytest.mark.parametrize("rotate", [rope.rotate_pairs, rope.rotate_halves])
 def test_rotations_in_place_equal_those_of_mlx(
     rotate: object, monkeypatch: pytest.MonkeyPatch
