@@ -19,9 +19,10 @@ from typing import Any, Generic, TypeVar
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
 from clowder_aimage.model.operation import MAX_SCORES
+from clowder_aimage.tensor.blas import is_fast
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-_FULL_SIZE = 5  # arrays of a decoder's widest layer at full size that exist at the same time
+_FULL_SIZE = 5  # arrays of a decoder's widest layer at full size that exist at once in MLX
 _MIB = 1 << 20
 _LIBRARIES = 64 * _MIB  # that BLAS and the system's allocator take when they compute
 _MARGIN = 1.05  # of the least memory that is recommended, for libraries that differ between runs
@@ -193,7 +194,10 @@ def resident_memory() -> int:
 def decoding(width: int, pixels: int, dtype: mx.Dtype) -> float:
     """Estimate the bytes to decode a picture with layers of ``width`` channels at full size."""
     layer = pixels * width * dtype.size
-    return _FULL_SIZE * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
+    if dtype != mx.float32 and not on_gpu():  # MLX computes whole layers in float32 too
+        return 12 * layer + 4 * STRIP
+    full = 3 if is_fast() and not on_gpu() else _FULL_SIZE
+    return full * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
 
 
 def transforming(width: int, hidden: int, heads: int, length: int, dtype: mx.Dtype) -> float:

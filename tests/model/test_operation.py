@@ -66,12 +66,12 @@ def test_attention_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_scores_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = 32
     monkeypatch.setattr(operation, "MAX_SCORES", 4 * 512 * 512 * 2 // parts)  # heads, bytes
-    given = [normal(1, 512, 4, 8).astype(mx.bfloat16) for _ in range(3)]
-    mx.eval(given)
+    queries, keys, values = (normal(1, 512, 4, 8).astype(mx.bfloat16) for _ in range(3))
+    mx.eval(queries, keys, values)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(attention(*given, 0.5))
-    arrays = 6 * given[0].nbytes  # queries, keys, values, parts and results
+    mx.eval(attention(queries, keys, values, 0.5))
+    arrays = 6 * queries.nbytes  # queries, keys, values, parts and results
     assert mx.get_peak_memory() - before < arrays + 4 * operation.MAX_SCORES
 
 
