@@ -86,10 +86,8 @@ def on_gpu() -> bool:
 def dtype_name(name: str | None) -> str:
     """Return the full name of the compute type, such as bfloat16 for bf16.
 
-    None selects bfloat16 on a GPU and float32 on a CPU.
-
-    Raises:
-        UsageError: The name is unknown, or float16, in which Z-Image overflows.
+    None selects bfloat16 on a GPU and float32 on a CPU. Raises UsageError for an unknown name, and
+    for float16, in which Z-Image overflows.
     """
     if name is None:
         return "bfloat16" if on_gpu() else "float32"

@@ -22,7 +22,6 @@ from clowder_aimage.model.operation import MAX_SCORES
 from clowder_aimage.tensor.blas import is_fast
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-_FULL_SIZE = 5  # arrays of a decoder's widest layer at full size that exist at once in MLX
 _MIB = 1 << 20
 _LIBRARIES = 64 * _MIB  # that BLAS and the system's allocator take when they compute
 _MARGIN = 1.05  # of the least memory that is recommended, for libraries that differ between runs
@@ -196,7 +195,7 @@ def decoding(width: int, pixels: int, dtype: mx.Dtype) -> float:
     layer = pixels * width * dtype.size
     if dtype != mx.float32 and not on_gpu():  # MLX computes whole layers in float32 too
         return 12 * layer + 4 * STRIP
-    full = 3 if is_fast() and not on_gpu() else _FULL_SIZE
+    full = 3 if is_fast() and not on_gpu() else 5  # such layers exist at the same time
     return full * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
 
 

@@ -97,13 +97,12 @@ def attention(
     rows = length
     if not on_gpu() or channels not in _FUSED:
         rows = min(length, max(1, MAX_SCORES // (heads * length * queries.dtype.size)))
+    compute = mx.fast.scaled_dot_product_attention
     parts = []
     for row in range(0, length, rows):
         seen = None if mask is None else mask[row : row + rows]
         part = queries[:, :, row : row + rows]
-        parts.append(
-            mx.fast.scaled_dot_product_attention(part, keys, values, scale=scale, mask=seen)
-        )
+        parts.append(compute(part, keys, values, scale=scale, mask=seen))
         if rows < length:
             mx.eval(parts[-1])  # MLX would compute the scores of several parts first
     return mx.concatenate(parts, axis=2).transpose(0, 2, 1, 3)

@@ -224,13 +224,10 @@ def check_request(
     needs: Callable[[int, int], int],
     limit: int | None,
 ) -> None:
-    """Reject a request that is out of bounds.
+    """Reject a request that is out of bounds. Raises UsageError with the field and its bound.
 
     ``needs`` returns the bytes that a picture of a given width and height needs at least; ``limit``
     bounds them.
-
-    Raises:
-        UsageError: With the field and its bound.
     """
     check_parameters(request)
     sides.check(request)

@@ -205,12 +205,10 @@ class ZImagePipeline:
         self.budget.check(self.stages(request))
 
     def least_memory(self, width: int, height: int) -> int:
-        """Return the bytes of the arrays at full size that the decoder has at the same time.
-
-        They are the input of its last block, and the input and the result of a convolution.
-        """
+        """Return the bytes of the arrays at full size that the decoder has at the same time."""
         narrow, *wide = self.vae_module.config.block_out_channels[:2]
-        return (max(narrow, *wide) + 2 * narrow) * width * height * self.dtype.size
+        channels = max(narrow, *wide) + 2 * narrow  # of the last block, and of a convolution in it
+        return channels * width * height * self.dtype.size
 
     def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
         """Return the parts of a generation, with estimates of their memory."""
@@ -406,11 +404,7 @@ class ZImagePipeline:
         return towards + conditioning.weight * (towards - away)
 
     def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
-        """Decode latents (channels, height, width) to RGB pixels.
-
-        Raises:
-            ModelError: Values are infinite or NaN.
-        """
+        """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
         values = self.vae.decode(latents.astype(self.dtype))
         pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
         if not np.isfinite(pixels).all():
