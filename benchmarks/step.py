@@ -137,8 +137,8 @@ def mflux(directory: Path, part: str, given: dict[str, Any]) -> Run:
     }
 
     def own(key: str) -> str:
-        stem, _, last = key.rpartition(".")
-        return f"{names.get(stem, stem)}.{last}"
+        stem, dot, last = key.rpartition(".")
+        return f"{names.get(stem, stem)}{dot}{last}"
 
     network.load_weights([(own(key), value) for key, value in stored.items()])
     mx.eval(network.parameters())
