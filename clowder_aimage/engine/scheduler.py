@@ -108,9 +108,10 @@ class ModelScheduler:
         return model
 
     def _forget(self, model: ModelSlot) -> None:
-        """Remove a user of a model, and the model if it was being loaded for this user only."""
+        """Remove a user of a model, and the model if it was loaded for this user's pull only."""
         model.users -= 1
-        if not model.users and (model.load is not None or model.keep_alive <= 0):
+        is_alone = model.load is not None or bool(model.arrival) or model.keep_alive <= 0
+        if not model.users and is_alone:
             self.unload(model, "idle")
         self._drop(model)
 

@@ -202,19 +202,22 @@ def test_a_cancelled_request_leaves_the_pull_and_the_model_to_others(
     assert isinstance(events[-1], ImageEvent)
 
 
-def test_a_failed_pull_ends_the_process_that_waits_for_it(
-    tmp_path: Path, model: ModelScript
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
+    tmp_path: Path, model: ModelScript, is_loaded: bool
 ) -> None:
-    before = children()
+    before, engines = children(), list[Any]()
 
     def gone() -> Answer:
-        awaited(lambda: children() - before)
+        awaited(lambda: engines[0].loaded() if is_loaded else children() - before)
         return Answer(404)
 
-    model.answers[model.last("vae")] = gone
+    # the encoder, the last part of the VAE, is not loaded
+    model.answers[model.last("vae" if is_loaded else "transformer")] = gone
     store = LayeredStore([tmp_path / "store"])
 
     async def play(engine: Any) -> None:
+        engines.append(engine)
         with pytest.raises(NotFoundError):
             await served(engine, job(f"{registry.host}/team/model"))
         await until(lambda: not children() - before)
