@@ -1,0 +1,202 @@
+"""What an adapter changes: the kinds of changes, by tensor of the base model.
+
+A change is added to a tensor W of the base, times the strength t with which an adapter is used.
+Matrices are (out, in), as in torch. Sources: LoRA (arXiv 2106.09685), LoHa and LoKr (LyCORIS,
+arXiv 2309.14859), DoRA (arXiv 2402.09353), ComfyUI's ``comfy/weight_adapter``, peft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """LoRA: ``scale * up @ down``; ``down`` is (rank, in), ``up`` (out, rank)."""
+
+    down: Floats
+    up: Floats
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.up.shape[0], self.down.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return int(self.down.shape[0])
+
+    def rows(self, start: int, stop: int) -> LowRank:
+        """Return the change of these rows of the matrix."""
+        return LowRank(self.down, self.up[start:stop], self.scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hadamard:
+    """LoHa: ``scale * (first.up @ first.down) * (second.up @ second.down)``, by element.
+
+    The scales of ``first`` and ``second`` are 1.
+    """
+
+    first: LowRank
+    second: LowRank
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.first.shape
+
+    @property
+    def rank(self) -> int:
+        return self.first.rank
+
+    def rows(self, start: int, stop: int) -> Hadamard:
+        """Return the change of these rows of the matrix."""
+        return Hadamard(self.first.rows(start, stop), self.second.rows(start, stop), self.scale)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kronecker:
+    """LoKr: ``scale * kron(first, second)``, of which rows ``start`` to ``stop`` are used.
+
+    The factors are matrices, or low-rank pairs whose scale is 1.
+    """
+
+    first: Floats | LowRank
+    second: Floats | LowRank
+    scale: float = 1.0
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = (a * b for a, b in zip(self.first.shape, self.second.shape, strict=True))
+        return (rows if self.stop is None else self.stop) - self.start, columns
+
+    @property
+    def rank(self) -> int:
+        """The rank of a decomposed factor, else the smaller side of the second one."""
+        pairs = [one.rank for one in (self.first, self.second) if isinstance(one, LowRank)]
+        return max(pairs) if pairs else min(self.second.shape)
+
+    def rows(self, start: int, stop: int) -> Kronecker:
+        """Return the change of these rows of the matrix."""
+        return Kronecker(
+            self.first, self.second, self.scale, self.start + start, self.start + stop
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseChange:
+    """The whole difference, of the shape of the tensor: of norms and biases too."""
+
+    values: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def rows(self, start: int, stop: int) -> DenseChange:
+        """Return the change of these rows."""
+        return DenseChange(self.values[start:stop])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replacement:
+    """Other values V for the tensor: the change is V - W."""
+
+    values: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def rows(self, start: int, stop: int) -> Replacement:
+        """Return the change of these rows."""
+        return Replacement(self.values[start:stop])
+
+
+Linear = LowRank | Hadamard | Kronecker | DenseChange
+
+
+class Norm(Enum):
+    """How a magnitude m divides the changed matrix (W + t D), D the change without its strength.
+
+    CHANGED (peft): m (W + tD) / row norm of (W + tD). ROWS (kohya, LyCORIS; m is [out]):
+    W + t (m (W + D) / row norm of W - W). COLUMNS (m is [in]): W + t (m (W + D) / column norm of
+    (W + D) - W). The last two follow ComfyUI, which adds float32's epsilon to the norm.
+    """
+
+    CHANGED = "changed"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decomposed:
+    """DoRA: a magnitude for each row, or column, of the matrix that ``parts`` change."""
+
+    parts: tuple[Linear, ...]
+    magnitude: Floats
+    norm: Norm
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.parts[0].shape
+
+    def rows(self, start: int, stop: int) -> Decomposed:
+        """Return the change of these rows. Not for COLUMNS, whose norms need all rows."""
+        parts = tuple(part.rows(start, stop) for part in self.parts)
+        return Decomposed(parts, self.magnitude[start:stop], self.norm)
+
+
+Change = Linear | Replacement | Decomposed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """The changes by tensor of the base: ``transformer/layers.0.attention.to_q.weight``.
+
+    A tensor has several changes, which are added. ``what`` names the adapter in messages.
+    """
+
+    what: str
+    changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
+
+    def component(self, name: str) -> dict[str, tuple[Change, ...]]:
+        """Return the changes of a component by the names of its tensors."""
+        prefix = f"{name}/"
+        return {
+            tensor.removeprefix(prefix): changes
+            for tensor, changes in self.changes.items()
+            if tensor.startswith(prefix)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the values."""
+        return sum(array.nbytes for changes in self.changes.values() for array in _arrays(changes))
+
+
+def _arrays(parts: tuple[object, ...]) -> list[Floats]:
+    found: list[Floats] = []
+    for part in parts:
+        match part:
+            case np.ndarray():
+                found.append(part)
+            case LowRank():
+                found += [part.down, part.up]
+            case Hadamard() | Kronecker():
+                found += _arrays((part.first, part.second))
+            case DenseChange() | Replacement():
+                found.append(part.values)
+            case Decomposed():
+                found += [*_arrays(part.parts), part.magnitude]
+    return found
