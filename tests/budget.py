@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23), and the coverage of lines
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (5_000, 97),
-    "api": (2_480, 95),
-    "cli": (7_270, 93),
+    ".": (5_600, 97),
+    "adapter": (1_400, 95),
+    "api": (2_600, 95),
+    "cli": (7_700, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (3_170, 88),
+    "engine": (3_320, 88),
     "exporter": (1_340, 97),
     "formats": (3_050, 97),
     "http": (1_690, 87),
     "importer": (2_730, 98),
     "layout": (3_010, 96),
-    "model": (4_680, 96),
-    "node": (3_500, 94),
+    "model": (5_300, 96),
+    "node": (3_600, 94),
     "oci": (670, 99),
     "registry": (3_480, 97),
     "tensor": (1_160, 98),
