@@ -1,1 +1,1 @@
-"""Adapters of requests: found in the store or in a directory, read, and kept while they are used."""
+"""Adapters of requests: found in the store or in a directory, and kept while they are used."""

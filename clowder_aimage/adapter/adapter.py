@@ -1,4 +1,4 @@
-"""What an adapter changes: the kinds of changes, by tensor of the base model.
+"""The changes of an adapter, by tensor of the base model, and their kinds.
 
 A change is added to a tensor W of the base, times the strength t with which an adapter is used.
 Matrices are (out, in), as in torch. Sources: LoRA (arXiv 2106.09685), LoHa and LoKr (LyCORIS,
@@ -88,9 +88,7 @@ class Kronecker:
 
     def rows(self, start: int, stop: int) -> Kronecker:
         """Return the change of these rows of the matrix."""
-        return Kronecker(
-            self.first, self.second, self.scale, self.start + start, self.start + stop
-        )
+        return Kronecker(self.first, self.second, self.scale, self.start + start, self.start + stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

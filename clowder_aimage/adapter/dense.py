@@ -44,7 +44,8 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
         moved = weight + t * sums
-        return magnitude[:, None] * moved / norms(moved, 1)[:, None] - weight
+        turned: Floats = magnitude[:, None] * moved / norms(moved, 1)[:, None]
+        return turned - weight
     moved = weight + sums
     if change.norm is Norm.ROWS:
         factor = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
@@ -82,4 +83,5 @@ def matrix(factor: Floats | LowRank) -> Floats:
 
 def norms(values: Floats, axis: int) -> Floats:
     """Return the Euclidean norms along an axis."""
-    return np.sqrt(np.square(values).sum(axis=axis, dtype=np.float32))
+    sums: Floats = np.square(values).sum(axis=axis, dtype=np.float32)
+    return np.sqrt(sums)
