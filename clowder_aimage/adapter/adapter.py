@@ -125,7 +125,7 @@ Linear = LowRank | Hadamard | Kronecker | DenseChange
 
 
 class Norm(Enum):
-    """How a magnitude m divides the changed matrix (W + t D), D the change without its strength.
+    """The norm that a magnitude m replaces. D is the change without its strength t.
 
     CHANGED (peft): m (W + tD) / row norm of (W + tD). ROWS (kohya, LyCORIS; m is [out]):
     W + t (m (W + D) / row norm of W - W). COLUMNS (m is [in]): W + t (m (W + D) / column norm of

@@ -37,9 +37,11 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
     """Return what ``change`` adds to ``weight`` with a strength."""
     t = np.float32(strength)
     if isinstance(change, Replacement):
-        return t * (change.values - weight)
+        moved: Floats = t * (change.values - weight)
+        return moved
     if not isinstance(change, Decomposed):
-        return t * delta(change)
+        moved = t * delta(change)
+        return moved
     sums = difference(change.parts)
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
