@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
 import numpy as np
 
 from clowder_aimage.adapter.adapter import (
@@ -36,12 +35,9 @@ def changed(weight: Floats, uses: Iterable[tuple[Change, float]]) -> Floats:
 def effect(weight: Floats, change: Change, strength: float) -> Floats:
     """Return what ``change`` adds to ``weight`` with a strength."""
     t = np.float32(strength)
-    if isinstance(change, Replacement):
-        moved: Floats = t * (change.values - weight)
-        return moved
     if not isinstance(change, Decomposed):
-        moved = t * delta(change)
-        return moved
+        moved = change.values - weight if isinstance(change, Replacement) else delta(change)
+        return np.multiply(t, moved)
     sums = difference(change.parts)
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
@@ -53,7 +49,7 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
         factor = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
     else:
         factor = (magnitude / (norms(moved, 0) + EPSILON))[None]
-    return t * (factor * moved - weight)
+    return np.multiply(t, factor * moved - weight)
 
 
 def difference(parts: Iterable[Linear]) -> Floats:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from clowder_aimage.errors import UsageError
+from clowder_aimage.model.adaptation import Adaptation
 from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
 from clowder_aimage.model.operation import MAX_SCORES
 from clowder_aimage.tensor.blas import is_fast
@@ -33,11 +34,14 @@ C = TypeVar("C")
 class OffloadedModule(Generic[N, C]):
     """A network of ``size`` bytes that ``load`` loads when it is used, and again after ``release``.
 
-    ``policy`` is KEEP, RELEASE, or AUTO to release it when room is short.
+    ``policy`` is KEEP, RELEASE, or AUTO to release it when room is short. ``adaptation`` has the
+    adapters of the network.
     """
 
-    def __init__(self, config: C, size: int, load: Callable[[], N]) -> None:
-        self.config, self.size, self.policy = config, size, AUTO
+    def __init__(
+        self, config: C, size: int, load: Callable[[], N], adaptation: Adaptation | None = None
+    ) -> None:
+        self.config, self.size, self.policy, self.adaptation = config, size, AUTO, adaptation
         self._load = load
         self._network: N | None = None
 
@@ -46,15 +50,19 @@ class OffloadedModule(Generic[N, C]):
         return self._network is not None
 
     def get(self) -> N:
-        """Return the network. Raises the errors of ``load``."""
+        """Return the network, with its adapters. Raises the errors of ``load`` and ``apply``."""
         if self._network is None:
             self._network = self._load()
             mx.random.seed(0)  # the keys of initial values, never computed, grow with each load
+        if self.adaptation is not None:
+            self.adaptation.apply(self._network)
         return self._network
 
     def release(self) -> None:
         """Release the network. Arrays computed with it must be evaluated before."""
         self._network = None
+        if self.adaptation is not None:
+            self.adaptation.release()
         mx.clear_cache()
 
 

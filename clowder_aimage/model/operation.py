@@ -54,6 +54,24 @@ def linear(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     return result
 
 
+def add_low_rank(
+    y: mx.array, x: mx.array, down: mx.array, up: mx.array, scales: mx.array
+) -> mx.array:
+    """Return y + ((x @ down^T) * scales) @ up^T. y: (..., outputs), which may be overwritten.
+
+    x: (..., inputs); down: (rank, inputs); up: (outputs, rank); scales: (rank,).
+    """
+    if not is_slow(x) or not blas.is_fast():
+        return y + ((x @ down.T) * scales) @ up.T
+    middle = linear(x, down, None)
+    y, middle, up, scales = contiguous(y, middle, up, scales)
+    factors = memory(middle).reshape(-1, len(down))
+    factors *= memory(scales)
+    blas.use_cores(cores())
+    blas.multiply(factors, memory(up).T, memory(y).reshape(-1, len(up)), is_sum=True)
+    return y
+
+
 def silu(x: mx.array) -> mx.array:
     """Return x * sigmoid(x), of any shape, in the type of x."""
     return x * mx.sigmoid(x)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,8 @@ from clowder_aimage.errors import UsageError
 if TYPE_CHECKING:  # a worker without numpy stores models and still parses requests
     import numpy as np
     import numpy.typing as npt
+
+    from clowder_aimage.model.adaptation import LoadedAdapter
 
 COMPONENTS = ("text_encoder", "transformer", "vae")  # in the order of their use
 FORMATS = ("png", "jpeg", "webp")  # of picture files
@@ -167,6 +169,15 @@ class Pipeline(Protocol):
 
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of a request, which follows. Raises as ``generate`` does."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that adapters may change, by ``component/name``."""
+        ...
+
+    def use_adapters(self, uses: Sequence[tuple[LoadedAdapter, float]]) -> None:
+        """Use these adapters, each with a strength, and no others from now on."""
         ...
 
 

@@ -94,6 +94,17 @@ class ModelWeights:
         """Return the shape of the tensor ``name``, dequantized. Raises as ``quantization`` does."""
         return self._catalogue.find(name).shape
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors, dequantized, or as their layers state if they arrive.
+
+        Raises as ``quantization`` does.
+        """
+        found = {}
+        for name in self.keys():
+            layer = self._catalogue.arriving(name)
+            found[name] = self.shape(name) if layer is None else layer.shape or ()
+        return found
+
     # -- MLX
 
     def load(self, dtype: mx.Dtype | None = None, *, keep_quantized: bool | None = None) -> None:

@@ -474,7 +474,7 @@ def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.Mo
     pipeline.conditioning(dataclasses.replace(SMALL, prompt="a fox twice"))
     assert texts.count("a fox twice") == 2
     guided = dataclasses.replace(SMALL, guidance=1.0, prompt="new", negative="another 1")
-    assert next(iter(pipeline._captions)) == "another 1"  # it is dropped for the new one
+    assert next(iter(pipeline._captions))[0] == "another 1"  # it is dropped for the new one
     assert pipeline.conditioning(guided).negative is not None
     assert texts.count("another 1") == 1
 

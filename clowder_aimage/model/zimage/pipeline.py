@@ -7,7 +7,7 @@ dtype of the networks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.adaptation import Adaptation, Use
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.memory_budget import (
     MemoryBudget,
@@ -52,10 +53,16 @@ from clowder_aimage.model.zimage.tokenizer import Tokenizer
 from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
 from clowder_aimage.model.zimage.vae import Vae
 
+K = TypeVar("K")
 T = TypeVar("T")
 C = TypeVar("C", TextEncoderConfig, TransformerConfig, VaeConfig)
 N = TypeVar("N", TextEncoder, Transformer, Vae)
 CACHED_TEXTS = 32  # the most recently used
+CaptionKey = tuple[str, tuple[tuple[str, float], ...]]  # a text, and the adapters that touch it
+_CAPTIONING = (
+    "text_encoder/",
+    *(f"transformer/{part}" for part in ("context_refiner.", "cap_embedder.", "cap_pad_token")),
+)
 Caches = tuple[StepCache | None, StepCache | None]
 _NO_CACHES: Caches = (None, None)
 
@@ -78,7 +85,7 @@ class ZImagePipeline:
     """The networks, loaded when they are used.
 
     ``skipped`` names the tensors that were left out; ``budget`` decides which networks stay in
-    memory after use.
+    memory after use; ``weights`` are those of the components that adapters may change.
     """
 
     tokenizer: Tokenizer
@@ -89,8 +96,11 @@ class ZImagePipeline:
     dtype: mx.Dtype
     budget: MemoryBudget
     skipped: tuple[str, ...] = ()
+    weights: Mapping[str, ModelWeights] = field(default_factory=dict)
+    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _tokens: dict[str, list[int]] = field(default_factory=dict)
-    _captions: dict[str, Caption] = field(default_factory=dict)
+    _captions: dict[CaptionKey, Caption] = field(default_factory=dict)
+    _adapters: list[Use] = field(default_factory=list)
 
     @classmethod
     def load(
@@ -118,6 +128,7 @@ class ZImagePipeline:
         scheduler = FlowScheduler.parse(scheduler_file, read_object(store, aimage, scheduler_file))
         tokenizer = Tokenizer.load(store, aimage)
         skipped: list[str] = []
+        opened: dict[str, ModelWeights] = {}
 
         def module(
             component: str, kind: Callable[[C], N], parse: Callable[..., C]
@@ -125,6 +136,7 @@ class ZImagePipeline:
             weights = ModelWeights.open(store, aimage, component)
             config = parse(f"{component}/config.json", weights.config)
             how: dict[str, Any] = {"dtype": dtype, "keep_quantized": keep_quantized}
+            opened[component] = weights
 
             def load() -> N:
                 network = kind(config)
@@ -134,7 +146,8 @@ class ZImagePipeline:
             unloaded = kind(config)  # its arrays are never computed
             size, left_out = weights.check(unloaded, skip=unloaded.skip, **how)
             skipped.extend(f"{component}/{name}" for name in left_out)
-            return OffloadedModule(config, size, load)
+            adaptation = Adaptation(component, unloaded.sanitize, unloaded.skip, dtype)
+            return OffloadedModule(config, size, load, adaptation)
 
         text_encoder = module("text_encoder", TextEncoder, TextEncoderConfig.parse)
         transformer = module("transformer", Transformer, TransformerConfig.parse)
@@ -142,7 +155,8 @@ class ZImagePipeline:
         _check_fit(text_encoder.config, transformer.config, vae.config)
         budget = MemoryBudget(text_encoder, vae, transformer)
         modules = (text_encoder, transformer, vae)
-        return cls(tokenizer, *modules, scheduler, dtype, budget, tuple(skipped))
+        del opened["vae"]
+        return cls(tokenizer, *modules, scheduler, dtype, budget, tuple(skipped), opened)
 
     @property
     def text_encoder(self) -> TextEncoder:
@@ -158,6 +172,34 @@ class ZImagePipeline:
     def vae(self) -> Vae:
         """Return the decoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
         return self.vae_module.get()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that adapters may change, by ``component/name``."""
+        if not self._shapes:
+            for component, weights in self.weights.items():
+                shapes = weights.shapes().items()
+                self._shapes.update({f"{component}/{name}": shape for name, shape in shapes})
+        return self._shapes
+
+    def use_adapters(self, uses: Sequence[Use]) -> None:
+        """Use these adapters, each with a strength, and no others from now on.
+
+        They are applied when a network is used next. Captions are cached for each combination of
+        adapters that changes them. Raises, from then on, also as ``Adaptation.apply`` does.
+        """
+        self._adapters[:] = uses
+        for module in self.budget.modules:
+            if module.adaptation is not None:
+                module.adaptation.use(uses)
+
+    def _caption_key(self, text: str) -> CaptionKey:
+        """Return the key of a text's caption: adapters of the other layers do not change it."""
+        return text, tuple(
+            (adapter.key, strength)
+            for adapter, strength in self._adapters
+            if strength and adapter.touches(_CAPTIONING)
+        )
 
     def set_memory(
         self,
@@ -313,7 +355,8 @@ class ZImagePipeline:
         The text encoder is loaded for new texts only. Raises as ``encode`` does.
         """
         texts, (encode, denoise, _) = _texts(request), self.stages(request)
-        found = {text: self._captions[text] for text in texts if text in self._captions}
+        keys = {text: self._caption_key(text) for text in texts}
+        found = {text: self._captions[key] for text, key in keys.items() if key in self._captions}
         if new := [text for text in dict.fromkeys(texts) if text not in found]:
             self.budget.use(encode)
             features = {text: self.encode(text) for text in new}
@@ -321,7 +364,9 @@ class ZImagePipeline:
             self.budget.finish(self.text_encoder_module)
             self.budget.use(denoise)
             found |= {text: self._refined(features[text]) for text in new}
-        captions = [_cached(self._captions, text, found.__getitem__) for text in texts]
+        captions = [
+            _cached(self._captions, keys[text], lambda key: found[key[0]]) for text in texts
+        ]
         negative = captions[1] if captions[1:] else None
         return Conditioning(captions[0], negative, request.guidance, request.guidance_end)
 
@@ -412,11 +457,11 @@ class ZImagePipeline:
         return to_pixels(pixels)
 
 
-def _cached(cache: dict[str, T], text: str, make: Callable[[str], T]) -> T:
-    value = cache.pop(text) if text in cache else make(text)
+def _cached(cache: dict[K, T], key: K, make: Callable[[K], T]) -> T:
+    value = cache.pop(key) if key in cache else make(key)
     while len(cache) >= CACHED_TEXTS:
         del cache[next(iter(cache))]
-    cache[text] = value
+    cache[key] = value
     return value
 
 
