@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+
 import numpy as np
 
 from clowder_aimage.adapter.adapter import (
@@ -42,8 +43,7 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
         moved = weight + t * sums
-        turned: Floats = magnitude[:, None] * moved / norms(moved, 1)[:, None]
-        return turned - weight
+        return np.subtract(magnitude[:, None] * moved / norms(moved, 1)[:, None], weight)
     moved = weight + sums
     if change.norm is Norm.ROWS:
         factor = (magnitude / (norms(weight, 1) + EPSILON))[:, None]

@@ -81,11 +81,15 @@ def weights(component: str) -> Arrays:
 
 
 def pack(
-    store: FolderStore, quantized: Mapping[str, str], configs: Mapping[str, Any] | None = None
+    store: FolderStore,
+    quantized: Mapping[str, str],
+    configs: Mapping[str, Any] | None = None,
+    change: Callable[[str, np.ndarray], np.ndarray] = lambda _, values: values,
 ) -> AImage:
     """Return the model as an AImage; ``quantized`` maps components to the type of their matrices.
 
-    Embeddings of the text encoder are not quantized, and neither is the vae.
+    Embeddings of the text encoder are not quantized, and neither is the vae. ``change`` returns
+    other values of the tensor ``component/name``.
     """
     layers = []
     for path in sorted(TINY.rglob("*")):
@@ -96,8 +100,8 @@ def pack(
         config = configuration(component) | dict((configs or {}).get(component, {}))
         data = store.add(mediatype.AIMAGE_FILE, json.dumps(config).encode())
         layers.append(Layer(data, f"{component}/config.json"))
-        for name, values in weights(component).items():
-            kind = quantized.get(component)
+        for name, random in weights(component).items():
+            kind, values = quantized.get(component), change(f"{component}/{name}", random)
             layers.append(_layer(store, component, name, values, kind))
     return AImage(b"{}", tuple(layers))
 
