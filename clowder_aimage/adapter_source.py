@@ -24,7 +24,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.lora_text import missing_words
 from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
-from clowder_aimage.oci import Digest, Reference, mediatype, read_json
+from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
     from clowder_aimage.model.adaptation import LoadedAdapter
@@ -35,6 +35,7 @@ PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 _CONFIG = "adapter_config.json"
 _WEIGHTS = f"adapter_model{SUFFIX}"
 _MAX_CONFIG = 1 << 20  # bytes
+_MAX_WORDS = 8  # of an adapter; others are words of its training, not triggers
 _MAX_LISTED = 10_000  # files of a directory
 
 OpenStored = Callable[[Reference], StoredAImage]
@@ -57,7 +58,7 @@ class FoundAdapter:
     def words(self) -> tuple[str, ...]:
         """The trigger words."""
         found = self.facts.get("triggerWords")
-        return tuple(map(str, found)) if isinstance(found, list) else ()
+        return tuple(map(str, found[:_MAX_WORDS])) if isinstance(found, list) else ()
 
     def use(self, strength: float | None) -> LoraUse:
         """Return its use with a strength, or with the one that it recommends."""
@@ -75,6 +76,18 @@ def is_path(text: str) -> bool:
     """Return whether a text names a file, and not an AImage: by its beginning or its end."""
     is_place = text.startswith(("/", "./", "../", "~"))
     return is_place or text.endswith((SUFFIX, *PICKLED)) or Path(text).is_file()
+
+
+def file_in(directory: Path, name: str) -> Path | None:
+    """Return the file of a name in a directory; None if there is none, or it is elsewhere."""
+    try:
+        check_name(name)
+        root = directory.resolve()
+        path = (root / f"{name.removesuffix(SUFFIX)}{SUFFIX}").resolve()
+        is_inside = path.is_relative_to(root) and stat.S_ISREG(path.stat().st_mode)
+    except (FormatError, OSError, RuntimeError, ValueError):  # a loop of links, a long name
+        return None
+    return path if is_inside else None
 
 
 @dataclass(slots=True)
@@ -168,17 +181,7 @@ class AdapterFinder:
         return path
 
     def _in_directory(self, name: str) -> Path | None:
-        """Return the file of a name in the directory; None for one that leaves it."""
-        if self.directory is None:
-            return None
-        try:
-            check_name(name)
-            root = self.directory.resolve()
-            path = (root / f"{name.removesuffix(SUFFIX)}{SUFFIX}").resolve()
-            is_inside = path.is_relative_to(root) and stat.S_ISREG(path.stat().st_mode)
-        except (FormatError, OSError, RuntimeError, ValueError):  # a loop of links, a long name
-            return None
-        return path if is_inside else None
+        return None if self.directory is None else file_in(self.directory, name)
 
     def _name(self, text: str, path: Path) -> str:
         """Return the recorded name of a file: without directories of this machine."""

@@ -72,8 +72,9 @@ class GenerateRequest:
     previews: int = 0
 
     def __post_init__(self) -> None:
-        uses = (LoraUse(**use) if isinstance(use, dict) else use for use in self.loras)
-        object.__setattr__(self, "loras", tuple(uses))
+        uses: tuple[Any, ...] = tuple(self.loras)
+        uses = tuple(LoraUse(**use) if isinstance(use, dict) else use for use in uses)
+        object.__setattr__(self, "loras", uses)
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
@@ -225,10 +226,17 @@ def check_parameters(request: GenerateRequest) -> None:
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
-    if len(request.loras) > MAX_LORAS:
-        raise UsageError(f"loras must be at most {MAX_LORAS}, not {len(request.loras)}")
-    for use in request.loras:
-        _check_text("loras", use.model)
+    _check_loras(request.loras)
+
+
+def _check_loras(loras: tuple[LoraUse, ...]) -> None:
+    if len(loras) > MAX_LORAS:
+        raise UsageError(f"loras must be at most {MAX_LORAS}, not {len(loras)}")
+    for use in loras:
+        if not isinstance(use, LoraUse):
+            raise UsageError(f"loras must be adapters, not {use!r:.40}")
+        _check_text("loras: model", use.model)
+        _check_text("loras: digest", use.digest or "")
         if use.strength is not None:
             _check_number("loras: strength", use.strength, -MAX_STRENGTH, MAX_STRENGTH)
 
