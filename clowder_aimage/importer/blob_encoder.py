@@ -12,17 +12,30 @@ from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.decompress import zstandard_package
 from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer import planned_layer
-from clowder_aimage.importer.planned_layer import CastPiece, Piece, PlannedLayer, QuantizePiece
+from clowder_aimage.importer.planned_layer import (
+    CastPiece,
+    ComputedPiece,
+    Piece,
+    PlannedLayer,
+    QuantizePiece,
+)
 from clowder_aimage.importer.span_reader import SpanReader
-from clowder_aimage.tensor import nbytes
+from clowder_aimage.tensor import Quantization, nbytes
 
 if TYPE_CHECKING:
     from clowder_aimage.importer.quantizer import Quantizer
 
 Sink = Callable[[memoryview], None]
+Converted = CastPiece | QuantizePiece | ComputedPiece
 BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at a time, in whole groups
 BLOCKS = 32 * 1024 * 1024  # bytes, for all threads together
 CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at a time
+
+
+class Chunks(Protocol):
+    """A reader of values in chunks of bytes."""
+
+    def chunks(self, size: int, /) -> Iterator[memoryview]: ...
 
 
 class BlobEncoder:
@@ -62,15 +75,15 @@ class BlobEncoder:
             sink(self.buffer[: self._filled])
 
     def _encode(self, piece: Piece, sink: Sink) -> None:
+        if isinstance(piece, ComputedPiece):
+            self._convert(piece, MemoryReader(piece.compute()), sink)
+            return
         with SpanReader(piece.span, self._stopped) as reader:
             match piece:
                 case planned_layer.CopyPiece():
                     self._copy(reader, sink)
-                case QuantizePiece():
-                    self._quantize(piece, reader, sink)
-                case CastPiece():
-                    for values in _cast(piece, reader, self._chunk):
-                        self._add(memoryview(values).cast("B"), sink)
+                case QuantizePiece() | CastPiece():
+                    self._convert(piece, reader, sink)
                 case planned_layer.FactorPiece():
                     self._add(factors(piece.part, reader.read()), sink)
             reader.check_unchanged()
@@ -93,7 +106,16 @@ class BlobEncoder:
         while count := reader.readinto(self.buffer[self._filled :]):
             self._advance(count, sink)
 
-    def _quantize(self, piece: QuantizePiece, reader: SpanReader, sink: Sink) -> None:
+    def _convert(self, piece: Converted, reader: Chunks, sink: Sink) -> None:
+        if not isinstance(piece, CastPiece) and piece.quantization is not None:
+            self._quantize(piece, piece.quantization, reader, sink)
+            return
+        for values in _cast(piece, reader, self._chunk):
+            self._add(memoryview(values).cast("B"), sink)
+
+    def _quantize(
+        self, piece: Converted, quantization: Quantization, reader: Chunks, sink: Sink
+    ) -> None:
         """Quantize a matrix. Codes are written at once; scales and biases are buffered to the end.
 
         Groups are independent, so a block is any number of them: a row may be very long.
@@ -101,13 +123,13 @@ class BlobEncoder:
         from clowder_aimage.importer import quantizer
 
         assert self._quantizer is not None  # noqa: S101
-        guard = quantizer.QuantizationGuard(piece.name, piece.target, piece.quantization)
-        group = nbytes(piece.source, (piece.quantization.group_size,))
+        guard = quantizer.QuantizationGuard(piece.name, piece.target, quantization)
+        group = nbytes(piece.source, (quantization.group_size,))
         parts: list[list[bytes]] = [[], []]
         for values in _cast(piece, reader, max(1, self._block // group) * group):
             values = guard.admit(values)
             rows = values.reshape(1, -1)
-            codes, *others = self._quantizer.quantize(rows, piece.target, piece.quantization)
+            codes, *others = self._quantizer.quantize(rows, piece.target, quantization)
             guard.count(values, codes, others[0], others[1] if len(others) > 1 else None)
             self._add(codes, sink)
             for part, data in zip(parts, others, strict=False):
@@ -117,7 +139,19 @@ class BlobEncoder:
             self._add(data, sink)
 
 
-def _cast(piece: CastPiece | QuantizePiece, reader: SpanReader, size: int) -> Iterator[Any]:
+class MemoryReader:
+    """A reader of computed values."""
+
+    def __init__(self, values: Any) -> None:
+        self._bytes = memoryview(values.reshape(-1)).cast("B")
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Yield the bytes, ``size`` at a time."""
+        for start in range(0, len(self._bytes), size):
+            yield self._bytes[start : start + size]
+
+
+def _cast(piece: Converted, reader: Chunks, size: int) -> Iterator[Any]:
     """Yield the values of ``size`` bytes of the source at a time. Raises ModelError."""
     from clowder_aimage.importer import precision
 

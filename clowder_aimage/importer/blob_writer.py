@@ -2,7 +2,8 @@
 
 A blob that fits into a thread's buffer is hashed there, and stored only if it is new. A larger one
 is written as a stream; if the store already has a blob of the same size, it is hashed first, as
-the two are probably the same. Quantized blobs are never encoded twice: they are always streamed.
+the two are probably the same. Quantized and computed blobs are never encoded twice: they are
+always streamed.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ class _Writer:
                 verify(file, origin)
         if planned.size <= self._size and not planned.compression:
             return self._push(planned)
-        likely = planned.size in self._sizes and not planned.is_quantizing
+        is_cheap = not (planned.is_quantizing or planned.is_computed)
+        likely = planned.size in self._sizes and is_cheap
         if not likely or planned.compression:
             return self._ingest(planned)
         layer = planned.layer(self._digest(planned))

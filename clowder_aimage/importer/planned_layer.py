@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clowder_aimage.dialect import Layer
 from clowder_aimage.formats.model_tree import SourceFile
@@ -12,7 +13,11 @@ from clowder_aimage.importer.decision import WeightDecision, entries, values_of
 from clowder_aimage.importer.recipe import expert_group
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.tensor import Quantization, encode_header, nbytes
-from clowder_aimage.tensor.weight import FileSpan, TensorPart, WeightReader
+from clowder_aimage.tensor.weight import FileSpan, TensorPart, Weight, WeightReader
+
+if TYPE_CHECKING:  # packing needs no numpy
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,19 @@ class FactorPiece:
         return nbytes(self.part.dtype, self.part.shape)
 
 
-Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece
+@dataclass(frozen=True, slots=True)
+class ComputedPiece:
+    """Values that ``compute`` returns as float32, cast to ``target``, then perhaps quantized."""
+
+    compute: Callable[[], npt.NDArray[np.float32]]
+    name: str
+    target: str
+    quantization: Quantization | None
+    nbytes: int
+    source: str = "F32"
+
+
+Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece | ComputedPiece
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +112,22 @@ class PlannedLayer:
     @property
     def path(self) -> Path:
         """Return the file that contains the first bytes."""
-        return self.pieces[0].span.path if self.pieces else Path(self.name)
+        first = next(iter(self.pieces), None)
+        if first is None or isinstance(first, ComputedPiece):
+            return Path(self.name)
+        return first.span.path
 
     @property
     def is_quantizing(self) -> bool:
-        return any(isinstance(piece, QuantizePiece) for piece in self.pieces)
+        return any(
+            isinstance(piece, QuantizePiece)
+            or (isinstance(piece, ComputedPiece) and piece.quantization is not None)
+            for piece in self.pieces
+        )
+
+    @property
+    def is_computed(self) -> bool:
+        return any(isinstance(piece, ComputedPiece) for piece in self.pieces)
 
     def layer(self, digest: Digest, size: int | None = None) -> Layer:
         """Return the layer with this digest, and this size if it is compressed."""
@@ -160,6 +188,34 @@ def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor)
         decision.stored,
         decision.weight.shape,
         origins,
+    )
+
+
+def computed_layer(
+    name: str,
+    shape: tuple[int, ...],
+    target: str,
+    quantization: Quantization | None,
+    compute: Callable[[], npt.NDArray[np.float32]],
+) -> PlannedLayer:
+    """Return the layer of a tensor whose values are computed when they are written.
+
+    They are cast to ``target``, a safetensors dtype, and quantized if ``quantization`` is given.
+    """
+    own = name.partition("/")[2] or name
+    if quantization is None:
+        described = [(own, target, shape)]
+        size = nbytes(target, shape)
+    else:
+        decision = WeightDecision(Weight(own, target, shape, ()), target, quantization)
+        described, size = entries(decision), decision.nbytes
+    return PlannedLayer(
+        name,
+        mediatype.AIMAGE_SAFETENSORS,
+        encode_header(described, quantization.metadata() if quantization else None),
+        (ComputedPiece(compute, name, target, quantization, size),),
+        quantization.type.name if quantization else target,
+        shape,
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.lora_option import find_uses
 from clowder_aimage.cli.console.option import settings, tag_reference, verb
+from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.cli.verbs.create import callbacks, print_packed, recipe_options
@@ -22,17 +24,37 @@ from clowder_aimage.oci import Reference
 @click.argument("new", type=tag_reference)
 @recipe_options
 @click.option(
+    "--lora",
+    "loras",
+    multiple=True,
+    metavar="REF|FILE[:STRENGTH]",
+    help="Add this adapter to the weights. May be repeated.",
+)
+@click.option(
     "--attach",
     is_flag=True,
     help="Make NEW a variant of REF, which 'run --first' finds in the registry of both.",
 )
-def convert(reference: Reference, new: Reference, attach: bool, **changes: Any) -> None:
+def convert(
+    reference: Reference, new: Reference, loras: tuple[str, ...], attach: bool, **changes: Any
+) -> None:
     """Convert the weights of REF in the store to other types, as the AImage NEW.
+
+    With --lora, adapters are added to the weights instead, whose types stay the same.
 
     Tensors that do not change keep their blobs, which are neither stored nor sent twice.
     """
     chosen = settings()
     recipe = Recipe.parse(**changes)
+    if loras:
+        if attach or recipe.changes:
+            option = "--attach" if attach else "--dtype" if recipe.dtype else "--quantize"
+            raise UsageError(
+                f"--lora cannot be combined with {option}",
+                hint="add the adapters to the unquantized model, then convert the result",
+            )
+        _fuse(reference, new, loras)
+        return
     if attach and recipe.precision in (None, AUTO):
         raise UsageError("--attach requires --quantize, or --dtype f16 or bf16")
     with Progress("converting", new) as progress:
@@ -46,3 +68,22 @@ def convert(reference: Reference, new: Reference, attach: bool, **changes: Any) 
             **callbacks(progress),
         )
     print_packed(new, made, recipe)
+
+
+def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
+    from clowder_aimage.adapt import fuse
+
+    uses = find_uses(loras)
+    with Progress("fusing", new) as progress:
+        made = fuse(
+            settings().layout,
+            reference,
+            new,
+            uses,
+            jobs=settings().jobs,
+            on_plan=lambda plan: progress.begin(plan.size),
+            on_written=lambda written: progress.advance(written.layer.descriptor.size),
+        )
+    if made.remark:
+        remark(made.remark)
+    print_packed(new, made.packed, Recipe())

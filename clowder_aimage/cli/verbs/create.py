@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from clowder_aimage import __version__
+from clowder_aimage.cli.console.lora_option import find_uses
 from clowder_aimage.cli.console.option import (
     complete_path,
     given_options,
@@ -108,6 +109,20 @@ recipe_options = options(
     help="The base model of an adapter: an AImage in the store.",
 )
 @click.option(
+    "--from",
+    "from_",
+    type=stored_reference,
+    metavar="REF",
+    help="Name the model REF in the store NAME, with the adapters of --lora; nothing is copied.",
+)
+@click.option(
+    "--lora",
+    "loras",
+    multiple=True,
+    metavar="REF|FILE[:STRENGTH]",
+    help="An adapter that NAME uses by default. May be repeated.",
+)
+@click.option(
     "--layer",
     "layers",
     multiple=True,
@@ -160,6 +175,8 @@ def create(
     compress: str | None,
     adapters: tuple[str, ...],
     base: Reference | None,
+    from_: Reference | None,
+    loras: tuple[str, ...],
     layers: tuple[str, ...],
     dialect: str,
     manifest_type: str,
@@ -179,8 +196,15 @@ def create(
     hf://ORG/REPO[@REVISION][/FILE]. It is fetched if the Hugging Face cache lacks it.
 
     Models share equal tensors in the store. The same model always has the same digest.
+
+    create NAME --from REF --lora ADAPTER packs adapters beside a model in the store.
     """
     chosen = settings()
+    if from_ is not None or loras:
+        if path != ".":
+            raise UsageError("PATH cannot be combined with --from", hint="pack PATH first")
+        _with_adapters(reference, from_, loras)
+        return
     recipe = Recipe.parse(**changes)
     if manifest_type == "custom" and dialect != "clowder":
         raise UsageError("--manifest-type custom requires --dialect clowder")
@@ -257,6 +281,28 @@ def _from_ollama(reference: Reference, directory: Path, name: str) -> None:
         "alreadyThere": adopted.there,
     }
     result(value, str(adopted.descriptor.digest))
+
+
+def _with_adapters(target: Reference, base: Reference | None, loras: tuple[str, ...]) -> None:
+    if base is None or not loras:
+        raise UsageError("--from and --lora require each other")
+    common = ("from_", "loras", "store", "jobs", "as_json", "template", "quiet")
+    if given := given_options(*common):
+        raise UsageError(f"{given[0]} cannot be combined with --from")
+    from clowder_aimage.adapt import combine
+
+    uses = find_uses(loras)
+    with Progress("packing", target) as progress:
+        made = combine(
+            settings().layout,
+            base,
+            target,
+            uses,
+            jobs=settings().jobs,
+            on_plan=lambda plan: progress.begin(plan.size),
+            on_written=lambda written: progress.advance(written.layer.descriptor.size),
+        )
+    print_packed(target, made, Recipe())
 
 
 def _created(given: str | None) -> str | None:

@@ -160,6 +160,8 @@ def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> l
     if config.get("pickled"):
         pairs.append(("pickled", "yes: loading it runs its code"))
     pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
+    used = {"uses": _uses(config, "loras", "adapter"), "fused": _uses(config, "fused", "name")}
+    pairs += [(key, text) for key, text in used.items() if text]
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
     return [*facts(pairs), "", *_components(stored.aimage)]
@@ -177,6 +179,13 @@ def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
             if isinstance(facts, dict)
         ]
     return found
+
+
+def _uses(config: Mapping[str, Any], key: str, name: str) -> str:
+    """Format adapters with their strengths: ``ink 0.8, style -0.5``."""
+    found = config.get(key)
+    uses = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return one_line(", ".join(f"{one.get(name)} {one.get('strength')}" for one in uses))
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:

@@ -1,0 +1,308 @@
+"""Models with adapters: packed beside a base model, or fused into its weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.adapter_source import FoundAdapter
+from clowder_aimage.content import ContentStore, Lease
+from clowder_aimage.dialect import DIALECTS
+from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
+from clowder_aimage.formats.stored_weights import StoredLayer, read_stored
+from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
+from clowder_aimage.importer.blob_writer import OnWritten, pack
+from clowder_aimage.importer.create_plan import plan_conversion
+from clowder_aimage.importer.planned_layer import PlannedLayer, computed_layer, file_layer
+from clowder_aimage.formats import model_tree
+from clowder_aimage.layout.completeness import IncompleteError, require_complete
+from clowder_aimage.layout.stored_aimage import (
+    StoredAImage,
+    hold,
+    inflate,
+    interpret,
+    read_aimage,
+    read_manifest,
+)
+from clowder_aimage.oci import Reference, mediatype
+from clowder_aimage.oci.manifest import encode
+from clowder_aimage.tensor.tensor_blob import SCALE
+from clowder_aimage.tensor.weight import FLOATS, Weight
+
+if TYPE_CHECKING:
+    from clowder_aimage.adapter.adapter import Adapter, Change, Floats
+
+ADAPTED = ("text_encoder", "transformer")  # the components that adapters change
+FUSION_FILE = "lora_fusion_info.json"
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_ODD = re.compile(r"[^A-Za-z0-9._-]+")
+Used = tuple[FoundAdapter, float]
+OnPlan = Callable[[CreatePlan], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedModel:
+    """The new AImage; ``remark`` says what was done with quantized weights, if there were any."""
+
+    packed: PackedModel
+    remark: str = ""
+
+
+def combine(
+    store: ContentStore,
+    base: Reference,
+    target: Reference,
+    uses: Sequence[Used],
+    *,
+    jobs: int | None = None,
+    on_plan: OnPlan = lambda _: None,
+    on_written: OnWritten = lambda _: None,
+) -> PackedModel:
+    """Name ``target`` the AImage ``base`` with adapters, which are used by default.
+
+    The layers of ``base`` stay the same blobs; each adapter is ``adapters/NAME/`` beside them. The
+    config has the properties of the adapters, and their strengths.
+
+    Raises:
+        NotFoundError: ``base`` is not in the store, or not all of it.
+        FormatError: An adapter is damaged, or does not fit ``base``.
+        StoreError, NoSpaceError: The store cannot be written; complete blobs stay.
+    """
+    with store.lease() as lease:
+        stored = _held(store, base, lease)
+        shapes = _shapes(stored)
+        for found, _ in uses:
+            _read(found, shapes, str(base))
+        plan = _unchanged_plan(store, stored)
+        config = dict(stored.aimage.properties)
+        known, used = dict(config.get("adapters", {})), list(config.get("loras", []))
+        layers = list(plan.layers)
+        for found, strength in uses:
+            name = _free_name(found.name, known)
+            known[name] = dict(found.facts)
+            used.append({"adapter": name, "strength": strength})
+            layers += _files(found, f"adapters/{name}")
+        layers.sort(key=lambda layer: layer.name)
+        config |= {"adapters": dict(sorted(known.items())), "loras": used}
+        plan = _replanned(plan, layers, config)
+        on_plan(plan)
+        dialect = stored.dialect
+        return pack(plan, store, lease, target, dialect, jobs=jobs, on_written=on_written)
+
+
+def fuse(
+    store: ContentStore,
+    base: Reference,
+    target: Reference,
+    uses: Sequence[Used],
+    *,
+    jobs: int | None = None,
+    on_plan: OnPlan = lambda _: None,
+    on_written: OnWritten = lambda _: None,
+) -> FusedModel:
+    """Add adapters to the weights of the AImage ``base``, and name the result ``target``.
+
+    The changes of all adapters are summed in float32, added once and rounded once to the type of
+    each tensor. A quantized tensor is computed from the full-precision AImage that ``base`` is a
+    variant of, if the store has it, else from its dequantized values, and quantized in the same
+    way. The result has the file FUSION_FILE, which names the adapters.
+
+    Raises:
+        NotFoundError: ``base`` is not in the store, or not all of it.
+        FormatError: An adapter is damaged, or does not fit ``base``.
+        ModelError: A changed tensor is packed with others, or a value does not fit its type.
+        StoreError, NoSpaceError: The store cannot be written; complete blobs stay.
+    """
+    Recipe(dtype="f32").check_tools()
+    with store.lease() as lease:
+        stored = _held(store, base, lease)
+        shapes = _shapes(stored)
+        adapters = [(_read(found, shapes, str(base)), strength) for found, strength in uses]
+        parent = _parent(store, stored, lease)
+        plan = _unchanged_plan(store, stored)
+        weights = _values(store, stored)
+        whole = _values(store, parent) if parent else weights
+        changed: dict[str, PlannedLayer] = {}
+        are_quantized = False
+        for name, one in _single_weights(store, stored).items():
+            if changes := _changes(adapters, name):
+                are_quantized |= one.quantization is not None
+                source = weights if one.quantization is None else whole
+                changed[name] = _fused_layer(name, one, partial(_sum, source, name, changes))
+        missing = {name for adapter, _ in adapters for name in adapter.changes} - changed.keys()
+        if missing:
+            raise ModelError(
+                f"{base} has no tensor {min(missing)[:200]} of its own to add an adapter to",
+                hint="keep the adapter beside the model: create NAME --from REF --lora ADAPTER",
+            )
+        config = dict(stored.aimage.properties)
+        config["fused"] = [
+            {"name": found.name, "digest": str(found.digest), "strength": strength}
+            for found, strength in uses
+        ]
+        layers = [changed.get(layer.name, layer) for layer in plan.layers]
+        layers = [layer for layer in layers if layer.name != FUSION_FILE]
+        layers.append(_fusion_file(stored, config["fused"]))
+        layers.sort(key=lambda layer: layer.name)
+        plan = _replanned(plan, layers, config)
+        on_plan(plan)
+        made = pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+        return FusedModel(made, _remark(base, parent) if are_quantized else "")
+
+
+def _held(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+    """Return the complete AImage, and lease it."""
+    hold(store, reference, lease)
+    stored = read_aimage(store, reference)
+    lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+    require_complete(store, reference, stored)
+    if stored.dialect.name not in DIALECTS:
+        raise UsageError(f"{reference} is packed by another tool, whose format has no adapters")
+    inflate(store, stored)
+    return stored
+
+
+def _shapes(stored: StoredAImage) -> dict[str, tuple[int, ...]]:
+    return {
+        layer.name: layer.shape
+        for layer in stored.aimage.layers
+        if layer.shape is not None and layer.component in ADAPTED
+    }
+
+
+def _read(found: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str) -> Adapter:
+    from clowder_aimage.adapter.reader import read_adapter
+
+    return read_adapter(found.path, shapes, what=found.name, base=base, config=found.config)
+
+
+def _unchanged_plan(store: ContentStore, stored: StoredAImage) -> CreatePlan:
+    layers = [StoredLayer(layer, ()) for layer in stored.aimage.layers]
+    plan = plan_conversion(stored.aimage, layers, stored.dialect, Recipe(), frozenset())
+    return replace(plan, config=stored.aimage.config, subject=None)
+
+
+def _replanned(
+    plan: CreatePlan, layers: Sequence[PlannedLayer], config: dict[str, Any]
+) -> CreatePlan:
+    config["size"] = sum(layer.size for layer in layers)
+    config.pop("variant", None)
+    made = replace(plan, layers=tuple(layers), config=encode(config))
+    check_config(made)
+    return made
+
+
+def _free_name(name: str, taken: Mapping[str, Any]) -> str:
+    """Return a name for an adapter in a model: the last part of its own, without a tag."""
+    last = name.rpartition("/")[2].partition("@")[0].partition(":")[0]
+    stem = _ODD.sub("-", last.removesuffix(".safetensors")).strip(".-") or "adapter"
+    found, count = stem, 1
+    while found in taken:
+        count += 1
+        found = f"{stem}-{count}"
+    return found
+
+
+def _files(found: FoundAdapter, folder: str) -> list[PlannedLayer]:
+    name = f"{folder}/{_WEIGHTS}"
+    source = model_tree.source_file(None, found.path, name, mediatype.AIMAGE_LORA)
+    layers = [file_layer(source)]
+    if found.config:
+        data = json.dumps(found.config, indent=2, sort_keys=True).encode()
+        layers.append(PlannedLayer(f"{folder}/{_CONFIG}", mediatype.AIMAGE_FILE, data, ()))
+    return layers
+
+
+def _single_weights(store: ContentStore, stored: StoredAImage) -> dict[str, Weight]:
+    """Return the weights that have a layer of their own, by its name."""
+    layers = read_stored(store, stored.aimage)
+    return {
+        one.layer.name: one.weights[0]
+        for one in layers
+        if len(one.weights) == 1 and not one.is_group and one.layer.component in ADAPTED
+    }
+
+
+def _values(store: ContentStore, stored: StoredAImage) -> Callable[[str], Floats]:
+    """Return a function from the name of a layer to its values, dequantized."""
+    from clowder_aimage.model.weights import ModelWeights
+
+    @cache
+    def component(name: str) -> ModelWeights:
+        return ModelWeights.open(store, stored.aimage, name)
+
+    def values(name: str) -> Floats:
+        import numpy as np
+
+        owner, _, own = name.partition("/")
+        return np.asarray(component(owner).numpy(own), np.float32)
+
+    return values
+
+
+def _changes(
+    adapters: Sequence[tuple[Adapter, float]], name: str
+) -> list[tuple[Change, float]]:
+    return [
+        (change, strength)
+        for adapter, strength in adapters
+        for change in adapter.changes.get(name, ())
+    ]
+
+
+def _sum(
+    values: Callable[[str], Floats], name: str, changes: Sequence[tuple[Change, float]]
+) -> Floats:
+    from clowder_aimage.adapter.dense import changed
+
+    return changed(values(name), changes)
+
+
+def _fused_layer(name: str, weight: Weight, compute: Callable[[], Floats]) -> PlannedLayer:
+    """Return the layer of a changed weight, of the same type as the unchanged one."""
+    target = weight.dtype
+    if weight.quantization is not None:
+        scales = next((part.dtype for part in weight.parts if part.suffix == SCALE), "F32")
+        target = scales if weight.quantization.type.has_bias and scales in FLOATS else "F32"
+    elif target not in FLOATS:
+        raise ModelError(f"{name[:200]} is {target[:40]}, to which no adapter can be added")
+    return computed_layer(name, weight.shape, target, weight.quantization, compute)
+
+
+def _parent(store: ContentStore, stored: StoredAImage, lease: Lease) -> StoredAImage | None:
+    """Return the AImage that this one is a variant of, if it is complete in the store."""
+    subject = stored.aimage.subject
+    if subject is None or "variant" not in stored.aimage.properties:
+        return None
+    lease.add(subject.digest)
+    try:
+        parent = interpret(store, subject, read_manifest(store, subject))
+        lease.add(*(layer.descriptor.digest for layer in parent.aimage.layers))
+        require_complete(store, Reference.parse(f"parent@{subject.digest}"), parent)
+    except (NotFoundError, IncompleteError, FormatError):
+        return None
+    inflate(store, parent)
+    return parent
+
+
+def _fusion_file(stored: StoredAImage, fused: Sequence[Mapping[str, Any]]) -> PlannedLayer:
+    value = {"base": str(stored.descriptor.digest), "adapters": list(fused)}
+    data = json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
+    return PlannedLayer(FUSION_FILE, mediatype.AIMAGE_FILE, data, ())
+
+
+def _remark(base: Reference, parent: StoredAImage | None) -> str:
+    if parent is None:
+        return (
+            f"{base} is quantized: the adapters were added to its dequantized values, which were "
+            "then quantized again; fuse them into the unquantized model, and convert that, for "
+            "more precision"
+        )
+    return (
+        f"{base} is quantized: the adapters were added to the values of the AImage that it is a "
+        f"variant of, {parent.descriptor.digest}, which were then quantized"
+    )
