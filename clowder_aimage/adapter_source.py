@@ -7,12 +7,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.dialect.aimage import AImage, check_name
+from clowder_aimage.dialect.aimage import AImage, Layer, check_name
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # a worker without numpy stores models
 SUFFIX = ".safetensors"
 MEMORY = 2 << 30  # bytes of loaded adapters
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+OWN = "adapters/"  # the directory of the adapters in a model
 _CONFIG = "adapter_config.json"
 _WEIGHTS = f"adapter_model{SUFFIX}"
 _MAX_CONFIG = 1 << 20  # bytes
@@ -41,9 +43,12 @@ _MAX_LISTED = 10_000  # files of a directory
 OpenStored = Callable[[Reference], StoredAImage]
 
 
+ReadConfig = Callable[[], Mapping[str, Any] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class FoundAdapter:
-    """An adapter: the file of its weights, peft's config and ``facts`` (its AImage config's).
+    """An adapter: the file of its weights, its ``facts`` (of its AImage's config), peft's config.
 
     ``name`` is recorded in pictures, ``digest`` that of the manifest, or of a file.
     """
@@ -51,8 +56,13 @@ class FoundAdapter:
     name: str
     digest: Digest
     path: Path
-    config: Mapping[str, Any] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    read_config: ReadConfig = lambda: None
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The content of ``adapter_config.json``, if there is one. Raises FormatError."""
+        return self.read_config()
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -60,11 +70,15 @@ class FoundAdapter:
         found = self.facts.get("triggerWords")
         return tuple(map(str, found[:_MAX_WORDS])) if isinstance(found, list) else ()
 
-    def use(self, strength: float | None) -> LoraUse:
-        """Return its use with a strength, or with the one that it recommends."""
+    def strength(self, given: float | None) -> float:
+        """Return the given strength, else the one that the adapter recommends, else 1."""
         own = self.facts.get("weight")
         own = float(own) if isinstance(own, int | float) else 1.0
-        return LoraUse(self.name, own if strength is None else strength, str(self.digest))
+        return own if given is None else given
+
+    def use(self, strength: float | None) -> LoraUse:
+        """Return its use with a strength, or with the one that it recommends."""
+        return LoraUse(self.name, self.strength(strength), str(self.digest))
 
 
 def is_adapter(aimage: AImage) -> bool:
@@ -124,16 +138,17 @@ class AdapterFinder:
             )
         return found
 
-    def find_all(self, request: GenerateRequest) -> list[FoundAdapter]:
-        """Return the adapters of a request; an error has the index of its adapter as a fact."""
-        return list(_indexed(request.loras, self.find))
+    def find_all(self, request: GenerateRequest, base: AImage | None = None) -> list[FoundAdapter]:
+        """Return the adapters of a request for a model, which may have some of its own.
 
-    def resolve(self, request: GenerateRequest, *, adds_words: bool = False) -> GenerateRequest:
-        """Return a request with the digests and strengths of its adapters. Raises as ``find``.
-
-        With ``adds_words``, the trigger words that the prompt lacks are added to it.
+        Raises as ``find``; an error has the index of its adapter as a fact.
         """
-        return resolve(request, self.find_all(request), adds_words=adds_words)
+
+        def find(use: LoraUse) -> FoundAdapter:
+            own = own_adapter(base, self.store, use) if base is not None else None
+            return own or self.find(use)
+
+        return list(_indexed(request.loras, find))
 
     def is_file(self, name: str) -> bool:
         """Return whether a name is that of a file, and not of an AImage."""
@@ -199,12 +214,11 @@ class AdapterFinder:
                 with path.open("rb") as stream:
                     digest = hashlib.file_digest(stream, "sha256").hexdigest()
                 self._digests[key] = Digest("sha256", digest)
-            beside = path.with_name(_CONFIG)
-            has_config = path.name == _WEIGHTS and beside.is_file()
-            config = _config(beside.read_bytes(), str(beside)) if has_config else None
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror or error}") from None
-        return FoundAdapter(name, self._digests[key], path, config, lora.read_facts(path))
+        beside = path.with_name(_CONFIG)
+        read = partial(_read_beside, beside) if path.name == _WEIGHTS and beside.is_file() else None
+        return _found(name, self._digests[key], path, lora.read_facts(path), read)
 
     def _stored(self, use: LoraUse) -> FoundAdapter:
         try:
@@ -233,20 +247,37 @@ class AdapterFinder:
             kind = aimage.properties.get("format") or aimage.properties.get("pipeline")
             about = f" ({str(kind)[:60]})" if kind else ""
             raise UsageError(f"{name} is not an adapter, but another AImage{about}")
-        config = None
-        if (layer := aimage.find(_CONFIG)) is not None:
-            with self.store.open(layer.descriptor) as stream:
-                config = _config(read_all(stream, layer.descriptor, _MAX_CONFIG), _CONFIG)
-        facts = aimage.properties.get("adapter")
-        facts = facts if isinstance(facts, dict) else {}
         path = self.store.path(layers[0].descriptor)
-        return FoundAdapter(name, stored.descriptor.digest, path, config, facts)
+        facts = aimage.properties.get("adapter")
+        read = _reader(self.store, aimage.find(_CONFIG))
+        return _found(name, stored.descriptor.digest, path, facts, read)
+
+
+def own_adapter(base: AImage, files: BlobFiles, use: LoraUse) -> FoundAdapter | None:
+    """Return an adapter that was packed with a model, named ``adapters/NAME``."""
+    if not use.model.startswith(OWN):
+        return None
+    weights = [
+        layer
+        for layer in base.component(OWN.removesuffix("/"))
+        if layer.name.startswith(f"{use.model}/") and layer.name.endswith(SUFFIX)
+    ]
+    if len(weights) != 1:
+        return None
+    (layer,) = weights
+    known = base.properties.get("adapters")
+    facts = known.get(use.model.removeprefix(OWN)) if isinstance(known, dict) else None
+    read = _reader(files, base.find(f"{use.model}/{_CONFIG}"))
+    return _found(use.model, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
 
 
 def resolve(
     request: GenerateRequest, found: Sequence[FoundAdapter], *, adds_words: bool = False
 ) -> GenerateRequest:
-    """Return a request with what was found for it, see ``AdapterFinder.resolve``."""
+    """Return a request with the digests and strengths of its adapters, as they were found.
+
+    With ``adds_words``, the trigger words that the prompt lacks are added to it.
+    """
     uses = zip(found, request.loras, strict=True)
     loras = tuple(adapter.use(use.strength) for adapter, use in uses)
     prompt = request.prompt
@@ -263,17 +294,22 @@ def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:
 class AdapterSource:
     """The adapters of a loaded model, of which the most recently used stay in memory.
 
-    shapes: of the model's tensors, by ``component/name``. base: the model's name in messages. Used
-    on the thread of the model.
+    files: of the model ``base``, which may have adapters of its own. shapes: of its tensors, by
+    ``component/name``. Used on the thread of the model.
     """
 
     def __init__(
-        self, finder: AdapterFinder, shapes: Mapping[str, tuple[int, ...]], base: str
+        self,
+        finder: AdapterFinder,
+        files: BlobFiles,
+        base: StoredAImage,
+        shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         from clowder_aimage.model.adaptation import AdapterCache
 
-        self.finder = finder
-        self._shapes, self._base = shapes, base
+        self._finder, self._files = finder, files
+        self._base, self._shapes = base.aimage, shapes
+        self._name = str(base.aimage.properties.get("name") or base.descriptor.digest.short)
         self._cache = AdapterCache(MEMORY)
 
     def open(self, uses: Sequence[LoraUse]) -> list[tuple[LoadedAdapter, float]]:
@@ -282,23 +318,23 @@ class AdapterSource:
         Raises as ``AdapterFinder.find`` and ``read_adapter``; an error has the index of its
         adapter as a fact.
         """
-        return list(_indexed(uses, self._open))
+        return list(_indexed(uses, self._load))
 
-    def _open(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
+    def _load(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
         from clowder_aimage.adapter.reader import read_adapter
 
-        found = self.finder.find(use)
+        found = own_adapter(self._base, self._files, use) or self._finder.find(use)
         loaded = self._cache.get(
             str(found.digest),
             lambda: read_adapter(
                 found.path,
                 self._shapes,
                 what=found.name,
-                base=self._base,
+                base=self._name,
                 config=found.config,
             ),
         )
-        return loaded, found.use(use.strength).strength or 0.0
+        return loaded, found.strength(use.strength)
 
 
 def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:
@@ -308,6 +344,32 @@ def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator
         except AImageError as error:
             error.facts.setdefault("adapter", str(index))
             raise
+
+
+def _found(
+    name: str, digest: Digest, path: Path, facts: object, read: ReadConfig | None
+) -> FoundAdapter:
+    known = facts if isinstance(facts, dict) else {}
+    return FoundAdapter(name, digest, path, known, read or (lambda: None))
+
+
+def _reader(files: BlobFiles, layer: Layer | None) -> ReadConfig | None:
+    """Return a function that reads ``adapter_config.json``; None without one."""
+    if layer is None:
+        return None
+
+    def read() -> Mapping[str, Any]:
+        with files.open(layer.descriptor) as stream:
+            return _config(read_all(stream, layer.descriptor, _MAX_CONFIG), _CONFIG)
+
+    return read
+
+
+def _read_beside(path: Path) -> Mapping[str, Any]:
+    try:
+        return _config(path.read_bytes(), str(path))
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _config(data: bytes, what: str) -> Mapping[str, Any]:

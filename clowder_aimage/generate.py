@@ -17,8 +17,8 @@ from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.layout.completeness import IncompleteError, require_complete
-from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, interpret, read_aimage
+from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import PIPELINES, load_pipeline
 from clowder_aimage.model.pipeline import (
@@ -161,7 +161,7 @@ class BackgroundPull:
                 self.begun.set_result(None)
 
     def _begin(self, stored: StoredAImage) -> tuple[str, ...]:
-        _lease(stored, self._lease)
+        lease_aimage(stored, self._lease)
         self.begun.set_result(stored)
         return COMPONENTS
 
@@ -198,7 +198,7 @@ def fetch(
     else:
         _check_kind(reference, known.aimage)
     try:
-        found = FetchedAImage(find(store, reference, lease), store)
+        found = FetchedAImage(find_complete(store, reference, lease), store)
     except NotFoundError as missing:
         connection = connect()
         if connection.expand(reference).registry is None:
@@ -213,7 +213,7 @@ def fetch(
         stored = pulling.begun.result()
         if stored is None:
             name = stored_name(reference, pulling.result.result())
-            yield FetchedAImage(find(store, name, lease), store)
+            yield FetchedAImage(find_complete(store, name, lease), store)
             return
         _check_kind(reference, stored.aimage)
         stored.aimage.validate()
@@ -262,26 +262,6 @@ def _check_kind(reference: Reference, aimage: AImage) -> None:
     )
 
 
-def find(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
-    hold(store, reference, lease)
-    stored = read_aimage(store, reference)
-    _lease(stored, lease)
-    stored.aimage.validate()
-    require_complete(store, reference, stored)
-    inflate(store, stored)
-    store.use(stored.descriptor)
-    return stored
-
-
-def _lease(stored: StoredAImage, lease: Lease) -> None:
-    lease.add(
-        stored.descriptor.digest,
-        *(blob.digest for blob in stored.manifest.children),
-        *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
-    )
-
-
 def find_arriving(
     store: ContentStore,
     descriptor: Descriptor,
@@ -292,7 +272,7 @@ def find_arriving(
     """Return the AImage of a manifest whose blobs another process fetches, and lease it."""
     files, manifest = ArrivingFiles(store, is_over), Manifest.parse(document, descriptor.media_type)
     stored = interpret(files, descriptor, manifest)
-    _lease(stored, lease)
+    lease_aimage(stored, lease)
     stored.aimage.validate()
     return FetchedAImage(stored, files)
 
@@ -315,8 +295,7 @@ def load(
     chosen = dtype_name(dtype)
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
-    base = str(stored.aimage.properties.get("name") or stored.descriptor.digest.short)
-    adapters = AdapterSource(finder, pipeline.shapes, base) if finder else None
+    adapters = AdapterSource(finder, store, stored, pipeline.shapes) if finder else None
     return RunnableModel(stored, pipeline, chosen, end, adapters)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.adapter_source import AdapterFinder, is_path
+from clowder_aimage.adapter_source import AdapterFinder, is_path, resolve
 from clowder_aimage.create import create
 from clowder_aimage.errors import (
     AImageError,
@@ -58,7 +58,7 @@ def test_a_strength_is_told_from_a_tag(text: str, name: str, strength: float | N
 
 @pytest.mark.parametrize("text", ["", " ", ":", ":0.5", " :0.5"])
 def test_an_adapter_without_a_name_is_refused(text: str) -> None:
-    with pytest.raises(AImageError, match="no name|not found"):
+    with pytest.raises(AImageError, match=r"no name|not found"):
         AdapterFinder(ImageLayout(Path("none")), lambda _: pytest.fail()).find(parse_use(text))
 
 
@@ -223,7 +223,7 @@ def test_a_directory_of_peft_is_an_adapter(layout: ImageLayout, tmp_path: Path) 
     assert finder(layout, has_files=True).find(use).config == {"peft_type": "LORA", "r": 2}
     (tmp_path / "ink" / "adapter_config.json").write_text("[]")
     with pytest.raises(FormatError, match="not a JSON object"):
-        finder(layout, has_files=True).find(use)
+        _ = finder(layout, has_files=True).find(use).config
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,12 @@ def test_an_error_has_the_index_of_its_adapter(layout: ImageLayout) -> None:
 def test_a_request_is_resolved_with_strengths_digests_and_words(layout: ImageLayout) -> None:
     request = GenerateRequest("a fox", loras=(LoraUse("style"), LoraUse("style", -1.0)))
     digest = str(layout.resolve(Reference.parse("style")).digest)
-    resolved = finder(layout).resolve(request)
+    resolved = resolve(request, finder(layout).find_all(request))
     assert resolved.loras == (LoraUse("style", 0.7, digest), LoraUse("style", -1.0, digest))
     assert resolved.prompt == "a fox"
-    assert finder(layout).resolve(request, adds_words=True).prompt == "a fox, ink"
+    assert (
+        resolve(request, finder(layout).find_all(request), adds_words=True).prompt == "a fox, ink"
+    )
 
 
 @pytest.mark.parametrize("text", ["./x", "/x", "~/x", "x.safetensors", "x.ckpt"])

@@ -90,8 +90,8 @@ class Engine:
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
-        ``make`` returns the parameters and is called once the AImage and the AImages of ``adapters``
-        are in the store. An error of an adapter has its index as the fact ``adapter``.
+        ``make`` returns the parameters and is called once the AImage and those of ``adapters`` are
+        in the store. An error of an adapter has its index as the fact ``adapter``.
 
         Raises:
             BusyError, DeadlineError, StoppedError: The request was refused or ended.

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from clowder_aimage.content import Lease
 from clowder_aimage.engine import frame, machine
 from clowder_aimage.errors import AImageError, ModelError, StuckError
+from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -134,7 +135,7 @@ class ModelProcess:
         generate = _needs_mlx()
         document = command.get("document")
         if document is None:
-            stored = generate.find(store, Reference.parse(command["reference"]), lease)
+            stored = find_complete(store, Reference.parse(command["reference"]), lease)
             return generate.FetchedAImage(stored, store)
         # the worker ends this process if the pull fails
         return generate.find_arriving(store, manifest, document.encode(), lease, self._is_over)
@@ -145,7 +146,7 @@ class ModelProcess:
 
         store = LayeredStore([Path(root) for root in command["roots"]])
         lease, place = self._leases.enter_context(store.lease()), command.get("lora_dir")
-        find = partial(_needs_mlx().find, store, lease=lease)
+        find = partial(find_complete, store, lease=lease)
         return AdapterFinder(store, find, Path(place) if place else None)
 
     def _is_over(self) -> bool:

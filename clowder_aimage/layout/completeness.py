@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.graph import walk
-from clowder_aimage.content.store import ContentStore
+from clowder_aimage.content.store import ContentStore, Lease
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
@@ -80,6 +80,29 @@ def require_complete(store: ContentStore, reference: Reference, stored: StoredAI
             stored.descriptor.digest,
             **completion(store, reference, stored.descriptor),
         )
+
+
+def find_complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+    """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
+    from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
+
+    hold(store, reference, lease)
+    stored = read_aimage(store, reference)
+    lease_aimage(stored, lease)
+    stored.aimage.validate()
+    require_complete(store, reference, stored)
+    inflate(store, stored)
+    store.use(stored.descriptor)
+    return stored
+
+
+def lease_aimage(stored: StoredAImage, lease: Lease) -> None:
+    """Lease an AImage with all its blobs."""
+    lease.add(
+        stored.descriptor.digest,
+        *(blob.digest for blob in stored.manifest.children),
+        *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
+    )
 
 
 class IncompleteError(NotFoundError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ def drawn(here: Aimage, *words: object, prompt: str = "a fox") -> bytes:
     return (here.home / "made.png").read_bytes()
 
 
-def facts(data: bytes, here: Aimage) -> dict[str, object]:
+def facts(data: bytes) -> dict[str, Any]:
     from clowder_aimage.cli.console.remote_worker import facts_of
 
     return facts_of(data)
@@ -64,7 +65,7 @@ def test_a_directory_of_adapters_has_names(here: Aimage) -> None:
     write_lora(here.home / "loras" / "styles" / "ink.safetensors")
     made = drawn(here, "--lora-dir", "loras", "--lora", "styles/ink:1")
     assert pixels(made) == pixels(drawn(here, "--lora", "style"))
-    (use,) = facts(made, here)["loras"]  # type: ignore[misc]
+    (use,) = facts(made)["loras"]
     assert use["model"] == "styles/ink" and use["strength"] == 1.0
 
 
@@ -74,12 +75,12 @@ def test_trigger_words_are_offered_and_added(here: Aimage) -> None:
     assert "trigger words of the adapters: ink wash" in offered
     assert "trigger words" not in here("run", "x", "Ink Wash", *run[3:], "--lora", "style").err
     assert "trigger words" not in here(*run, "--lora", "style", "--trigger").err
-    assert facts((here.home / "made.png").read_bytes(), here)["prompt"] == "a fox, ink wash"
+    assert facts((here.home / "made.png").read_bytes())["prompt"] == "a fox, ink wash"
 
 
 def test_a_picture_with_adapters_is_replayed(here: Aimage) -> None:
     made = drawn(here, "--lora", "style:0.8", "--lora", "ink.safetensors:-0.5")
-    (first, second) = facts(made, here)["loras"]  # type: ignore[misc]
+    (first, second) = facts(made)["loras"]
     assert first["model"] == "style" and first["strength"] == 0.8
     assert second["model"] == "ink.safetensors" and second["digest"].startswith("sha256:")
     here("rm", "style")
@@ -167,7 +168,7 @@ def test_facts_of_strangers_are_checked(here: Aimage) -> None:
     from PIL import Image, PngImagePlugin
 
     made = drawn(here)
-    known = facts(made, here)
+    known = facts(made)
     for odd in ("style", [["style"]], [{"model": 3}], [{"x": 1}], 5, [{"model": "s", "digest": 4}]):
         info = PngImagePlugin.PngInfo()
         info.add_itxt("aimage", json.dumps(known | {"loras": odd}))

@@ -10,9 +10,10 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
-from clowder_aimage.generate import find, load
+from clowder_aimage.generate import load
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
@@ -103,7 +104,7 @@ def test_whole_files_of_tensors_are_read_as_well(tmp_path: Path) -> None:
     pictures = []
     for name in ("tensors", "files"):
         with store.lease() as lease:
-            stored = find(store, Reference.parse(name), lease)
+            stored = find_complete(store, Reference.parse(name), lease)
             model = load(store, stored)
             request = GenerateRequest.for_model(stored.aimage, "a dog", steps=1, seed=3)
             (picture,) = [one for one in model.generate(request) if isinstance(one, Image)]

@@ -30,7 +30,8 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.process import _lacks_memory
 from clowder_aimage.engine.runner import NoMemoryError, Runner, _error
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
-from clowder_aimage.generate import find, load
+from clowder_aimage.generate import load
+from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Step
 from clowder_aimage.oci import Reference
@@ -69,7 +70,7 @@ def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_p
     pixels, facts = load_picture(path)
     assert facts["seed"] == 7
     with store.lease() as lease:
-        model = load(store, find(store, NAME, lease))
+        model = load(store, find_complete(store, NAME, lease))
         request = GenerateRequest.for_model(model.stored.aimage, "a dog", steps=2, seed=7)
         (image,) = [one for one in model.generate(request) if isinstance(one, Image)]
     assert image.pixels.tobytes() == pixels.tobytes()

@@ -24,6 +24,7 @@ from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import ImageEvent
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
@@ -182,7 +183,7 @@ def test_the_text_encoder_is_kept_with_enough_memory(store: LayeredStore) -> Non
 @pytest.fixture
 def pipeline(store: LayeredStore) -> Iterator[Pipeline]:
     with store.lease() as lease:
-        stored = generate.find(store, Reference.parse("tiny"), lease)
+        stored = find_complete(store, Reference.parse("tiny"), lease)
         yield generate.load(store, stored).pipeline
 
 
@@ -228,7 +229,7 @@ def test_the_memory_of_the_decoder_is_between_its_estimates(
     store: LayeredStore, dtype: str
 ) -> None:
     with store.lease() as lease:
-        stored = generate.find(store, Reference.parse("tiny"), lease)
+        stored = find_complete(store, Reference.parse("tiny"), lease)
         pipeline: Any = generate.load(store, stored, dtype=dtype).pipeline
     latents = mx.zeros((16, 16, 16))
     mx.eval(latents, pipeline.vae.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -14,10 +15,10 @@ from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
-from clowder_aimage.model.pipeline import LoraUse
+from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, check_parameters
 
 if TYPE_CHECKING:
-    from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.layout.stored_aimage import StoredAImage
     from clowder_aimage.oci import Reference
@@ -67,15 +68,15 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
 
     They are leased until the verb ends.
     """
-    from clowder_aimage import generate
     from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.layout.completeness import find_complete
 
     layout = settings().layout
     lease = click.get_current_context().with_resource(layout.lease())
 
     def open_stored(reference: Reference) -> StoredAImage:
         try:
-            return generate.find(layout, reference, lease)
+            return find_complete(layout, reference, lease)
         except NotFoundError:
             if connect().expand(reference).registry is None:
                 raise
@@ -84,9 +85,18 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
         with Progress("pulling", reference) as progress:
             options = PullOptions(on_event=progress.on_event)
             name = pull(reference, layout, connect(), options).name
-        return generate.find(layout, name, lease)
+        return find_complete(layout, name, lease)
 
     return AdapterFinder(layout, open_stored, directory, has_files=True)
+
+
+def find_uses(texts: Iterable[str]) -> list[tuple[FoundAdapter, float]]:
+    """Return the adapters of the option and their strengths. Raises as ``AdapterFinder.find``."""
+    request = GenerateRequest("", loras=read_uses(texts, None))
+    check_parameters(request)
+    found = adapter_finder(None, cache(settings().connection)).find_all(request)
+    pairs = zip(found, request.loras, strict=True)
+    return [(adapter, adapter.strength(use.strength)) for adapter, use in pairs]
 
 
 def offer(words: Sequence[str]) -> None:

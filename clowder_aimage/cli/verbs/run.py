@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.adapter_source import OWN
 from clowder_aimage.cli.console.later_model import LaterModel
 from clowder_aimage.cli.console.lora_option import (
     adapter_finder,
@@ -373,7 +374,8 @@ def _here(
     with needs("running a model", "mlx"):
         finder = adapter_finder(lora_dir, connect)
     for use in first["loras"]:  # before the model, which is larger
-        finder.find(use)
+        if not use.model.startswith(OWN):
+            finder.find(use)
     try:
         used = _variant(reference, precision, connect) if precision else reference
         fetched = fetch_model(used, connect)
@@ -427,7 +429,7 @@ class _LocalModel:
         (model,) = self._loaded
         given = {name: value for name, value in options.items() if name != "trigger"}
         request = GenerateRequest.for_model(model.stored.aimage, **given, n=count)
-        found = self.finder.find_all(request)
+        found = self.finder.find_all(request, model.stored.aimage)
         request = adapter_source.resolve(request, found, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, found))
         events = model.generate(request)
