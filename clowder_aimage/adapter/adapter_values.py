@@ -1,0 +1,105 @@
+"""Values of an adapter's tensors, from an open safetensors file, in float32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+
+from clowder_aimage.adapter.adapter import Floats
+from clowder_aimage.errors import FormatError
+from clowder_aimage.tensor import Header
+
+_AGAIN = "download the file again"
+_TYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "u1",
+}
+_COUNTS = ("I64", "I32", "I16", "I8", "U8", "BOOL")  # of alphas, flags and shapes only
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterValues:
+    """The tensors of an open file as float32 arrays."""
+
+    what: str
+    file: BinaryIO
+    header: Header
+
+    def array(self, name: str, ndim: int | None = 2) -> Floats:
+        """Return a tensor; further dimensions of 1 are removed until it has ``ndim``."""
+        info = self.header.tensors[name]
+        if info.dtype not in _TYPES or info.dtype in _COUNTS:
+            raise FormatError(
+                f"{self.what}: {name[:200]} has the type {info.dtype}, which cannot be read",
+                hint="save the adapter in float32, float16 or bfloat16",
+            )
+        values = _decode(self._read(name), info.dtype).reshape(info.shape)
+        while ndim is not None and values.ndim > ndim and values.shape[-1] == 1:
+            values = values[..., 0]
+        if not np.isfinite(values).all():
+            raise FormatError(
+                f"{self.what}: {name[:200]} has values that are not finite (NaN or infinity)",
+                hint=f"{_AGAIN}; if it stays, its training failed",
+            )
+        return values
+
+    def number(self, name: str) -> float:
+        """Return the value of a tensor with one element."""
+        info = self.header.tensors[name]
+        if math.prod(info.shape) != 1 or info.dtype not in _TYPES:
+            raise FormatError(
+                f"{self.what}: {name[:200]} is not a number, but {info.dtype} {list(info.shape)}"
+            )
+        value = float(_decode(self._read(name), info.dtype).reshape(-1)[0])
+        if not math.isfinite(value):
+            raise FormatError(f"{self.what}: {name[:200]} is not finite: {value}", hint=_AGAIN)
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return the values of a short list of integers."""
+        info = self.header.tensors[name]
+        if math.prod(info.shape) > 8 or info.dtype not in _TYPES:
+            raise FormatError(f"{self.what}: {name[:200]} is not a list of dimensions")
+        return tuple(int(one) for one in _decode(self._read(name), info.dtype).reshape(-1))
+
+    def _read(self, name: str) -> bytes:
+        info = self.header.tensors[name]
+        self.file.seek(self.header.data_offset + info.start)
+        data = self.file.read(info.nbytes)
+        if len(data) < info.nbytes:
+            raise FormatError(f"{self.what} was truncated while it was read", hint=_AGAIN)
+        return data
+
+
+def _decode(data: bytes, dtype: str) -> Floats:
+    values = np.frombuffer(data, _TYPES[dtype])
+    if dtype == "BF16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    if dtype == "F8_E5M2":
+        return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+    if dtype == "F8_E4M3":
+        return np.asarray(_e4m3()[values])
+    with np.errstate(over="ignore"):  # of float64; infinities are refused
+        return values.astype(np.float32)
+
+
+def _e4m3() -> Floats:
+    """Return the values of all codes (OCI OFP8, E4M3): no infinities, NaN for all ones."""
+    codes = np.arange(256)
+    exponents, fractions = (codes >> 3) & 15, (codes & 7) / 8
+    values = np.where(exponents, (1 + fractions) * 2.0 ** (exponents - 7), fractions * 2.0**-6)
+    values[[127, 255]] = np.nan
+    return np.where(codes < 128, values, -values).astype(np.float32)

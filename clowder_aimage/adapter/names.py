@@ -1,0 +1,94 @@
+"""Names of an adapter's tensors: the layer they belong to, and their part in its change.
+
+A name is a stem, which names a layer in one of many ways (``target.py``), and a suffix. Sources of
+the suffixes: peft ("Checkpoint format"), diffusers' ``loaders/``, kohya-ss ``networks/``, LyCORIS,
+ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``.
+"""
+
+from __future__ import annotations
+
+import re
+
+DOWN, UP, UP_BIAS, ALPHA = "down", "up", "up_bias", "alpha"
+TABLE_DOWN, TABLE_UP = "embedding_down", "embedding_up"
+MAGNITUDE, DORA_SCALE = "magnitude", "dora_scale"
+DIFF, DIFF_BIAS, SET, SET_BIAS = "diff", "diff_b", "set_weight", "set_bias"
+RESHAPE, DORA_FLAG, RSLORA_FLAG = "reshape_weight", "use_dora_flag", "use_rslora_flag"
+HADA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+KRON = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+
+# after a stem and a dot; peft puts the name of the adapter before the last word
+_LORA = {
+    "lora_A": DOWN,
+    "lora_down": DOWN,
+    "lora.down": DOWN,
+    "lora_linear_layer.down": DOWN,
+    "lora_B": UP,
+    "lora_up": UP,
+    "lora.up": UP,
+    "lora_linear_layer.up": UP,
+    "lora_embedding_A": TABLE_DOWN,
+    "lora_embedding_B": TABLE_UP,
+    "lora_magnitude_vector": MAGNITUDE,
+    **{word: word for word in (*HADA, *KRON)},
+}
+_PLAIN = {
+    **{word: word for word in (ALPHA, DORA_SCALE, DIFF, DIFF_BIAS, SET, RESHAPE)},
+    **{word: word for word in (DORA_FLAG, RSLORA_FLAG)},
+    "w_norm": DIFF,
+    "b_norm": DIFF_BIAS,
+}
+_NAMED = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"
+_END = re.compile(
+    rf"(?:(?P<stem>.+)[._])?(?:(?P<lora>{'|'.join(map(re.escape, _LORA))}){_NAMED}"
+    r"(?:\.(?P<leaf>weight|bias))?"
+    rf"|(?<![^.])(?P<plain>{'|'.join(_PLAIN)}))"
+)
+_SAVED = re.compile(rf"(?P<stem>.+)\.modules_to_save{_NAMED}\.(?P<leaf>weight|bias)")
+
+# kinds that are recognised by a word of the name, and cannot be read
+_OTHERS = {
+    "OFT or BOFT": ("oft_blocks", "oft_diag", "oft_R", "boft_R", "boft_s", "boft_blocks"),
+    "GLoRA": ("a1.weight", "a2.weight", "b1.weight", "b2.weight", "bm.weight"),
+    "(IA)^3": ("on_input", "ia3_l"),
+    "LoRA in Tucker form, for convolutions": ("lora_mid",),
+    "LoHa in Tucker form, for convolutions": ("hada_t1", "hada_t2"),
+    "LoKr in Tucker form, for convolutions": ("lokr_t1", "lokr_t2"),
+    "AdaLoRA": ("lora_E", "ranknum"),
+    "VeRA": ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B"),
+    "FourierFT": ("fourierft_spectrum",),
+    "HRA": ("hra_u",),
+    "MiSS or Bone": ("miss_block", "bone_block"),
+    "Nunchaku (SVDQuant)": ("qweight", "wscales", "proj_down", "proj_up"),
+    "a textual inversion": ("emb_params", "string_to_param"),
+    "Control-LoRA": ("lora_controlnet",),
+}
+_KINDS = {word: kind for kind, words in _OTHERS.items() for word in words}
+_OTHER = re.compile(
+    rf"(?:^|.*[._])(?P<word>{'|'.join(map(re.escape, _KINDS))})(?:\.[^.]+)?(?:\.weight)?"
+)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """Return the stem and the part of a tensor's name, or None if no adapter has such a name.
+
+    The stem is empty for a tensor that belongs to the whole adapter.
+    """
+    if match := _SAVED.fullmatch(name):
+        return match["stem"], SET if match["leaf"] == "weight" else SET_BIAS
+    match = _END.fullmatch(name)
+    if match is None:
+        return None
+    stem = match["stem"] or ""
+    if match["plain"]:
+        return stem, _PLAIN[match["plain"]]
+    part = _LORA[match["lora"]]
+    if match["leaf"] == "bias":
+        return (stem, UP_BIAS) if part == UP else None
+    return stem, part
+
+
+def unsupported_kind(name: str) -> str | None:
+    """Return the kind of an adapter that cannot be read, by the name of one of its tensors."""
+    match = _OTHER.fullmatch(name)
+    return _KINDS[match["word"]] if match else None
