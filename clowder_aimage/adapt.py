@@ -13,12 +13,12 @@ from clowder_aimage.adapter_source import FoundAdapter
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
+from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.stored_weights import StoredLayer, read_stored
 from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.create_plan import plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer, computed_layer, file_layer
-from clowder_aimage.formats import model_tree
 from clowder_aimage.layout.completeness import IncompleteError, require_complete
 from clowder_aimage.layout.stored_aimage import (
     StoredAImage,
@@ -244,9 +244,7 @@ def _values(store: ContentStore, stored: StoredAImage) -> Callable[[str], Floats
     return values
 
 
-def _changes(
-    adapters: Sequence[tuple[Adapter, float]], name: str
-) -> list[tuple[Change, float]]:
+def _changes(adapters: Sequence[tuple[Adapter, float]], name: str) -> list[tuple[Change, float]]:
     return [
         (change, strength)
         for adapter, strength in adapters
