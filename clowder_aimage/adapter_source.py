@@ -1,1 +1,317 @@
 """Adapters of requests: found in the store or in a directory, and kept while they are used."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect.aimage import AImage, check_name
+from clowder_aimage.errors import (
+    AImageError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.lora_text import missing_words
+from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
+from clowder_aimage.oci import Digest, Reference, read_json
+
+if TYPE_CHECKING:  # a worker without numpy stores models
+    from clowder_aimage.model.adaptation import LoadedAdapter
+
+SUFFIX = ".safetensors"
+MEMORY = 2 << 30  # bytes of loaded adapters
+PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+_CONFIG = "adapter_config.json"
+_WEIGHTS = f"adapter_model{SUFFIX}"
+_MAX_CONFIG = 1 << 20  # bytes
+_MAX_WORDS = 8  # of an adapter; others are words of its training, not triggers
+_MAX_LISTED = 10_000  # files of a directory
+
+OpenStored = Callable[[Reference], StoredAImage]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAdapter:
+    """An adapter: the file of its weights, peft's config and ``facts`` (its AImage config's).
+
+    ``name`` is recorded in pictures, ``digest`` that of the manifest, or of a file.
+    """
+
+    name: str
+    digest: Digest
+    path: Path
+    config: Mapping[str, Any] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The trigger words."""
+        found = self.facts.get("triggerWords")
+        return tuple(map(str, found[:_MAX_WORDS])) if isinstance(found, list) else ()
+
+    def use(self, strength: float | None) -> LoraUse:
+        """Return its use with a strength, or with the one that it recommends."""
+        own = self.facts.get("weight")
+        own = float(own) if isinstance(own, int | float) else 1.0
+        return LoraUse(self.name, own if strength is None else strength, str(self.digest))
+
+
+def is_adapter(aimage: AImage) -> bool:
+    """Return whether an AImage is an adapter, and not a model."""
+    return aimage.properties.get("format") == "lora"
+
+
+def is_path(text: str) -> bool:
+    """Return whether a text names a file, and not an AImage: by its beginning or its end."""
+    is_place = text.startswith(("/", "./", "../", "~"))
+    return is_place or text.endswith((SUFFIX, *PICKLED)) or Path(text).is_file()
+
+
+def file_in(directory: Path, name: str) -> Path | None:
+    """Return the file of a name in a directory; None if there is none, or it is elsewhere."""
+    try:
+        check_name(name)
+        root = directory.resolve()
+        path = (root / f"{name.removesuffix(SUFFIX)}{SUFFIX}").resolve()
+        is_inside = path.is_relative_to(root) and stat.S_ISREG(path.stat().st_mode)
+    except (FormatError, OSError, RuntimeError, ValueError):  # a loop of links, a long name
+        return None
+    return path if is_inside else None
+
+
+@dataclass(slots=True)
+class AdapterFinder:
+    """Adapters by name: files, if ``has_files``; a ``directory`` of files; AImages.
+
+    ``open_stored`` returns an AImage that is complete in ``store``, and may pull it. A digest of a
+    file is computed once, until the file changes.
+    """
+
+    store: BlobFiles
+    open_stored: OpenStored
+    directory: Path | None = None
+    has_files: bool = False
+    _digests: dict[tuple[Path, int, int, int], Digest] = field(default_factory=dict)
+
+    def find(self, use: LoraUse) -> FoundAdapter:
+        """Return the adapter of a use.
+
+        Raises:
+            NotFoundError: There is none with this name.
+            UsageError: The name is invalid, or that of an AImage which is not an adapter.
+            VerificationError: The file is not the one with the digest of the use.
+            FormatError: Its metadata or its config is invalid.
+        """
+        path = self._file(use.model)
+        if path is None:
+            return self._stored(use)
+        found = self._read_file(path, self._name(use.model, path))
+        if use.digest not in (None, str(found.digest)):
+            raise VerificationError(
+                f"{use.model} is not the adapter that was used: it has the digest {found.digest}, "
+                f"not {use.digest}"
+            )
+        return found
+
+    def find_all(self, request: GenerateRequest) -> list[FoundAdapter]:
+        """Return the adapters of a request; an error has the index of its adapter as a fact."""
+        return list(_indexed(request.loras, self.find))
+
+    def resolve(self, request: GenerateRequest, *, adds_words: bool = False) -> GenerateRequest:
+        """Return a request with the digests and strengths of its adapters. Raises as ``find``.
+
+        With ``adds_words``, the trigger words that the prompt lacks are added to it.
+        """
+        return resolve(request, self.find_all(request), adds_words=adds_words)
+
+    def is_file(self, name: str) -> bool:
+        """Return whether a name is that of a file, and not of an AImage."""
+        return self._file(name) is not None
+
+    def list_files(self) -> Iterator[FoundAdapter]:
+        """Yield the adapters in the directory, by name; leave out what is not one."""
+        if self.directory is None:
+            return
+        for name in self.names():
+            path = self._in_directory(name)
+            try:
+                if path is not None:
+                    yield self._read_file(path, name)
+            except AImageError:
+                continue
+
+    def names(self) -> list[str]:
+        """Return the names in the directory, at most 10,000; links to directories are left out."""
+        found = list[str]()
+        for folder, folders, files in os.walk(self.directory or ""):
+            folders.sort()
+            base = Path(folder).relative_to(self.directory or "")
+            found += [
+                (base / name).as_posix().removesuffix(SUFFIX)
+                for name in sorted(files)
+                if name.endswith(SUFFIX)
+            ]
+            if len(found) > _MAX_LISTED:
+                break
+        return sorted(found[:_MAX_LISTED])
+
+    def _file(self, name: str) -> Path | None:
+        if (found := self._in_directory(name)) is not None:
+            return found
+        if not self.has_files or not (is_path(name) or (Path(name) / _WEIGHTS).is_file()):
+            return None
+        path = Path(name).expanduser()
+        path = path / _WEIGHTS if path.is_dir() else path
+        if path.suffix in PICKLED:
+            message = f"{name} may contain code (pickle), which is not run"
+            raise UsageError(message, hint="convert the adapter to safetensors")
+        if not path.is_file():
+            raise NotFoundError(f"adapter not found: there is no file {name}")
+        return path
+
+    def _in_directory(self, name: str) -> Path | None:
+        return None if self.directory is None else file_in(self.directory, name)
+
+    def _name(self, text: str, path: Path) -> str:
+        """Return the recorded name of a file: without directories of this machine."""
+        given = Path(text)
+        is_own = given.is_absolute() or text.startswith("~") or ".." in given.parts
+        return path.name if is_own else text
+
+    def _read_file(self, path: Path, name: str) -> FoundAdapter:
+        from clowder_aimage.formats import lora
+
+        try:
+            file = path.stat()
+            key = path, file.st_ino, file.st_size, file.st_mtime_ns
+            if key not in self._digests:
+                with path.open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                self._digests[key] = Digest("sha256", digest)
+            beside = path.with_name(_CONFIG)
+            has_config = path.name == _WEIGHTS and beside.is_file()
+            config = _config(beside.read_bytes(), str(beside)) if has_config else None
+        except OSError as error:
+            raise StoreError(f"cannot read {name}: {error.strerror or error}") from None
+        return FoundAdapter(name, self._digests[key], path, config, lora.read_facts(path))
+
+    def _stored(self, use: LoraUse) -> FoundAdapter:
+        try:
+            reference = Reference.parse(use.model)
+        except UsageError as error:
+            message = f"adapter {use.model[:200]!r} not found{self._other_places()}"
+            raise NotFoundError(message, hint=error.message) from None
+        if use.digest is not None:
+            reference = replace(reference, tag=None, digest=Digest.parse(use.digest))
+        try:
+            stored = self.open_stored(reference)
+        except NotFoundError as error:
+            error.message = f"adapter {error.message}{self._other_places()}"
+            raise
+        return self._of(stored, use.model)
+
+    def _other_places(self) -> str:
+        places = ["a file"] if self.has_files else []
+        places += ["in the directory of adapters"] if self.directory else []
+        return f"; it is not {' or '.join(places)} either" if places else ""
+
+    def _of(self, stored: StoredAImage, name: str) -> FoundAdapter:
+        aimage = stored.aimage
+        layers = [one for one in aimage.layers if one.name.endswith(SUFFIX)]
+        if not is_adapter(aimage) or len(layers) != 1:
+            kind = aimage.properties.get("format") or aimage.properties.get("pipeline")
+            about = f" ({str(kind)[:60]})" if kind else ""
+            raise UsageError(f"{name} is not an adapter, but another AImage{about}")
+        config = None
+        if (layer := aimage.find(_CONFIG)) is not None:
+            with self.store.open(layer.descriptor) as stream:
+                config = _config(read_all(stream, layer.descriptor, _MAX_CONFIG), _CONFIG)
+        facts = aimage.properties.get("adapter")
+        facts = facts if isinstance(facts, dict) else {}
+        path = self.store.path(layers[0].descriptor)
+        return FoundAdapter(name, stored.descriptor.digest, path, config, facts)
+
+
+def resolve(
+    request: GenerateRequest, found: Sequence[FoundAdapter], *, adds_words: bool = False
+) -> GenerateRequest:
+    """Return a request with what was found for it, see ``AdapterFinder.resolve``."""
+    uses = zip(found, request.loras, strict=True)
+    loras = tuple(adapter.use(use.strength) for adapter, use in uses)
+    prompt = request.prompt
+    if adds_words:
+        prompt = ", ".join(filter(None, [prompt, *missing(prompt, found)]))
+    return replace(request, loras=loras, prompt=prompt)
+
+
+def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:
+    """Return the trigger words of adapters that a prompt lacks."""
+    return missing_words(prompt, [word for adapter in found for word in adapter.words])
+
+
+class AdapterSource:
+    """The adapters of a loaded model, of which the most recently used stay in memory.
+
+    shapes: of the model's tensors, by ``component/name``. base: the model's name in messages. Used
+    on the thread of the model.
+    """
+
+    def __init__(
+        self, finder: AdapterFinder, shapes: Mapping[str, tuple[int, ...]], base: str
+    ) -> None:
+        from clowder_aimage.model.adaptation import AdapterCache
+
+        self.finder = finder
+        self._shapes, self._base = shapes, base
+        self._cache = AdapterCache(MEMORY)
+
+    def open(self, uses: Sequence[LoraUse]) -> list[tuple[LoadedAdapter, float]]:
+        """Return the adapters and their strengths.
+
+        Raises as ``AdapterFinder.find`` and ``read_adapter``; an error has the index of its
+        adapter as a fact.
+        """
+        return list(_indexed(uses, self._open))
+
+    def _open(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
+        from clowder_aimage.adapter.reader import read_adapter
+
+        found = self.finder.find(use)
+        loaded = self._cache.get(
+            str(found.digest),
+            lambda: read_adapter(
+                found.path,
+                self._shapes,
+                what=found.name,
+                base=self._base,
+                config=found.config,
+            ),
+        )
+        return loaded, found.use(use.strength).strength or 0.0
+
+
+def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:
+    for index, use in enumerate(uses):
+        try:
+            yield act(use)
+        except AImageError as error:
+            error.facts.setdefault("adapter", str(index))
+            raise
+
+
+def _config(data: bytes, what: str) -> Mapping[str, Any]:
+    value = read_json(data, what, _MAX_CONFIG)
+    if not isinstance(value, dict):
+        raise FormatError(f"{what} is not a JSON object")
+    return value

@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from clowder_aimage.adapter_source import AdapterFinder, AdapterSource
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.copy_option import CopyEvent, ignore
@@ -46,13 +47,15 @@ def no_wait() -> None:
 class RunnableModel:
     """A loaded AImage. Only the thread that loaded it may use it.
 
-    ``end`` is called before each picture; it waits for a pull, or raises its error.
+    ``end`` is called before each picture; it waits for a pull, or raises its error. ``adapters``
+    opens the adapters of requests, of which those of the last one stay in the pipeline.
     """
 
     stored: StoredAImage
     pipeline: Pipeline
     dtype: str
     end: Callable[[], None] = no_wait
+    adapters: AdapterSource | None = None
 
     @property
     def backend(self) -> str:
@@ -61,22 +64,31 @@ class RunnableModel:
 
     def preload(self, request: GenerateRequest) -> str:
         """Load what can stay in memory for such requests; return it in words. Raises ModelError."""
-        with _computing():
+        with self._adapted(request):
             return self.pipeline.preload(request)
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels.
 
-        Raises ModelError: the model's numbers cannot be computed with. Also the errors of a pull.
+        Raises ModelError: the model's numbers cannot be computed with. Also the errors of a pull,
+        and of ``AdapterSource.open``.
         """
-        with _computing():
+        with self._adapted(request):
             events = self.pipeline.generate(request)
         return self._guarded(events)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of a request, which follows. Raises as ``generate`` does."""
-        with _computing():
+        with self._adapted(request):
             self.pipeline.prepare(request)
+
+    @contextmanager
+    def _adapted(self, request: GenerateRequest) -> Iterator[None]:
+        """Use the adapters of a request, and no others."""
+        opened = self.adapters.open(request.loras) if self.adapters else []
+        with _computing():
+            self.pipeline.use_adapters(opened)
+            yield
 
     def _guarded(
         self, events: Generator[PipelineEvent, None, None]
@@ -292,16 +304,20 @@ def load(
     dtype: str | None = None,
     request: GenerateRequest | None = None,
     end: Callable[[], None] = no_wait,
+    finder: AdapterFinder | None = None,
 ) -> RunnableModel:
     """Open the model on the calling thread; check the sides of the first ``request`` before.
 
     Weights are read by ``preload`` or when they are used. ``store`` may be the files of an arriving
-    AImage, and ``end`` waits for its pull. Raises ModelError, UsageError, AccessError.
+    AImage, and ``end`` waits for its pull. ``finder`` finds the adapters of requests. Raises
+    ModelError, UsageError, AccessError.
     """
     chosen = dtype_name(dtype)
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
-    return RunnableModel(stored, pipeline, chosen, end)
+    base = str(stored.aimage.properties.get("name") or stored.descriptor.digest.short)
+    adapters = AdapterSource(finder, pipeline.shapes, base) if finder else None
+    return RunnableModel(stored, pipeline, chosen, end, adapters)
 
 
 @contextmanager
@@ -324,7 +340,8 @@ def describe_picture(
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),
-        **{key: getattr(request, key) for key in PARAMETERS},
+        **{key: getattr(request, key) for key in PARAMETERS if key != "loras"},
+        **({"loras": [asdict(use) for use in request.loras]} if request.loras else {}),
         "dtype": model.dtype,
         "backend": model.backend,
     }

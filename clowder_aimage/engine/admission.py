@@ -21,7 +21,8 @@ class EngineLimits:
     and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
     models; None for the machine's memory. first: the precision of variants that are used while the
     AImage is fetched, or None. load_timeout: seconds that a load may make no progress.
-    cancel_timeout: seconds for a process to end a cancelled request before it is killed.
+    cancel_timeout: seconds for a process to end a cancelled request before it is killed. lora_dir:
+    a directory of adapters, or None.
     """
 
     queue: int = 8
@@ -34,6 +35,7 @@ class EngineLimits:
     first: str | None = None
     load_timeout: float = 300.0
     cancel_timeout: float = 30.0
+    lora_dir: str | None = None
 
 
 class BusyError(AImageError):

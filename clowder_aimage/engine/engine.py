@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.model_fetch import find
+from clowder_aimage.engine.model_fetch import fetch, find
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
@@ -37,6 +37,7 @@ from clowder_aimage.telemetry import record, span
 
 Emit = Callable[[Event], None]
 
+_NONE: Mapping[int, Reference] = {}
 _log = logging.getLogger("aimage.worker")
 
 
@@ -85,10 +86,12 @@ class Engine:
         encoding: PictureEncoding | None = None,
         keep_alive: float | None = None,
         pull: str = IF_MISSING,
+        adapters: Mapping[int, Reference] = _NONE,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
-        ``make`` returns the parameters and is called once the AImage is in the store.
+        ``make`` returns the parameters and is called once the AImage and the AImages of ``adapters``
+        are in the store. An error of an adapter has its index as the fact ``adapter``.
 
         Raises:
             BusyError, DeadlineError, StoppedError: The request was refused or ended.
@@ -96,10 +99,8 @@ class Engine:
             UsageError, ModelError: The model cannot serve the request, or failed.
             AImageError: An error of ``make``, of a pull or of loading.
         """
-        request = QueuedRequest(
-            reference, make, encoding or PictureEncoding(), keep_alive=keep_alive, pull=pull
-        )
-        return self._stream(request)
+        how = encoding or PictureEncoding()
+        return self._stream(QueuedRequest(reference, make, how, keep_alive, pull, adapters))
 
     def load(
         self, reference: Reference, *, keep_alive: float | None = None, pull: str = IF_MISSING
@@ -165,7 +166,8 @@ class Engine:
             raise BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
 
     async def _run(self, request: QueuedRequest, emit: Emit) -> None:
-        stored = await self._find(request)
+        stored = await self._find(request.reference, request.pull)
+        await self._fetch_adapters(request, emit)
         if stored is None:
             self._check_queue("pulling", self.limits.queue + self.limits.models)
             request.stage = "pulling"
@@ -193,13 +195,27 @@ class Engine:
         parameters = await run_generation(make, stored.aimage) if make else None
         self._scheduler.prepare(request, stored, parameters)
 
-    async def _find(self, request: QueuedRequest) -> StoredAImage | None:
+    async def _fetch_adapters(self, request: QueuedRequest, emit: Emit) -> None:
+        """Pull the adapters that the store lacks."""
+        for index, reference in request.adapters.items():
+            try:
+                if await self._find(reference, request.pull) is None:
+                    self._check_queue("pulling", self.limits.queue + self.limits.models)
+                    request.stage = "pulling"
+                    await fetch(self._transfers, reference, emit)
+            except AImageError as error:
+                error.facts["adapter"] = str(index)
+                raise
+            finally:
+                request.stage = "waiting"
+
+    async def _find(self, reference: Reference, pull: str) -> StoredAImage | None:
         """Return the AImage if it is complete in the store; None if it must be pulled."""
-        may_pull = request.pull != admission.NEVER and request.reference.registry is not None
-        if may_pull and request.pull == admission.ALWAYS:
+        may_pull = pull != admission.NEVER and reference.registry is not None
+        if may_pull and pull == admission.ALWAYS:
             return None
         try:
-            return await run_generation(find, self.store, request.reference)
+            return await run_generation(find, self.store, reference)
         except NotFoundError:
             if not may_pull:
                 raise
@@ -211,6 +227,7 @@ class Engine:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
         _log.info("generating", extra={"model": str(model.reference)})
         outcome, begun = "cancelled", self._clock()
+        model.loras = parameters.loras
         last = begun
 
         def on_event(event: Event) -> None:

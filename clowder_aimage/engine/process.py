@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -87,7 +88,8 @@ class ModelProcess:
         except BrokenPipeError:  # the worker has exited
             raise
         except AImageError as error:
-            self._fail(number, type(error).__name__, error.message, error.hint)
+            index = {key: error.facts[key] for key in ("adapter",) if key in error.facts}
+            self._fail(number, type(error).__name__, error.message, error.hint, **index)
             self._is_stuck = isinstance(error, StuckError)
         except Exception as error:  # every error is reported to the worker
             if _lacks_memory(error):
@@ -98,8 +100,10 @@ class ModelProcess:
         finally:
             self._cancelled.discard(number or 0)
 
-    def _fail(self, number: int | None, kind: str, message: str, hint: str | None = None) -> None:
-        self._send("error", number, kind=kind, message=message, hint=hint)
+    def _fail(
+        self, number: int | None, kind: str, message: str, hint: str | None = None, **facts: str
+    ) -> None:
+        self._send("error", number, kind=kind, message=message, hint=hint, facts=facts)
 
     def _load(self, command: frame.Message) -> None:
         generate = _needs_mlx()
@@ -113,7 +117,8 @@ class ModelProcess:
         lease = self._leases.enter_context(store.lease())
         with self._reporting():
             found = self._find(store, manifest, command, lease)
-            self._model = generate.load(found.files, found.stored, dtype=command.get("dtype"))
+            how = {"dtype": command.get("dtype"), "finder": self._finder(command)}
+            self._model = generate.load(found.files, found.stored, **how)
             _set_memory(self._model.pipeline, command)
             if command.get("request"):  # its texts are encoded while other blobs arrive
                 self._model.prepare(GenerateRequest(**command["request"]))
@@ -133,6 +138,15 @@ class ModelProcess:
             return generate.FetchedAImage(stored, store)
         # the worker ends this process if the pull fails
         return generate.find_arriving(store, manifest, document.encode(), lease, self._is_over)
+
+    def _finder(self, command: frame.Message) -> Any:
+        """Return what finds adapters in the stores and the directory of a command."""
+        from clowder_aimage.adapter_source import AdapterFinder
+
+        store = LayeredStore([Path(root) for root in command["roots"]])
+        lease, place = self._leases.enter_context(store.lease()), command.get("lora_dir")
+        find = partial(_needs_mlx().find, store, lease=lease)
+        return AdapterFinder(store, find, Path(place) if place else None)
 
     def _is_over(self) -> bool:
         return self._is_orphaned or self._is_complete

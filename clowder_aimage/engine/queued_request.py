@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
@@ -13,7 +13,7 @@ from clowder_aimage.engine.admission import FOR_EVER, IF_MISSING, DeadlineError
 from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError
-from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
+from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
@@ -32,7 +32,8 @@ class ModelSlot:
 
     ``size`` is the size of its blobs, ``current`` the request being served, ``users`` the number
     of requests that wait or are being served. ``arrival`` is the part of the command to load it
-    that is for a model whose blobs are still arriving.
+    that is for a model whose blobs are still arriving. ``loras`` are the adapters of the last
+    request.
     """
 
     reference: Reference
@@ -45,6 +46,7 @@ class ModelSlot:
     load: asyncio.Task[Runner] | None = None
     unloading: asyncio.Task[None] | None = None  # if it was stopped during the load
     current: object | None = None
+    loras: tuple[LoraUse, ...] = ()
     users: int = 0
     is_stopped: bool = False
     used: float = field(init=False)
@@ -92,7 +94,8 @@ class QueuedRequest:
 
     ``make`` returns the parameters once the AImage is in the store; it is None for a request that
     only loads the model. ``stage`` is one of waiting, pulling, loading, drawing. ``moved`` is set
-    when the load begins or the turn has come, ``turn`` when the turn has come.
+    when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters`` are
+    the names of AImages, by the index of the adapter in the request.
     """
 
     reference: Reference
@@ -100,6 +103,7 @@ class QueuedRequest:
     encoding: PictureEncoding = field(default_factory=PictureEncoding)
     keep_alive: float | None = None
     pull: str = IF_MISSING
+    adapters: Mapping[int, Reference] = field(default_factory=dict)
 
     number: int = 0
     stage: str = "waiting"

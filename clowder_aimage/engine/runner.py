@@ -24,7 +24,7 @@ from clowder_aimage.oci import Descriptor
 
 GRACE = 2.0  # seconds for a process to end before it is killed
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
-_LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models")  # of EngineLimits
+_LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models", "lora_dir")  # of EngineLimits
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _log = logging.getLogger("aimage.worker")
@@ -252,7 +252,9 @@ def _error(message: frame.Message) -> AImageError:
     if message["kind"] == "MemoryError":
         return NoMemoryError(message["message"], hint=message["hint"])
     kind: type[AImageError] = getattr(errors, message["kind"], ModelError)
-    return kind(message["message"], hint=message["hint"])
+    error = kind(message["message"], hint=message["hint"])
+    error.facts.update(message.get("facts", {}))
+    return error
 
 
 async def _log_lines(process: asyncio.subprocess.Process) -> None:

@@ -152,6 +152,7 @@ class Settings(ServerSettings):
     SECTION = "worker"
     PREFIX = "AIMAGE_SERVE_"
     ADDRESS = DEFAULT_HOST
+    PATHS = (*ServerSettings.PATHS, "lora_dir")
 
     allow_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
     public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
@@ -170,11 +171,14 @@ class Settings(ServerSettings):
     png_facts: bool = True
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
+    lora_dir: Path | None = None
 
     @property
     def limits(self) -> EngineLimits:
         same = {"queue", "keep_alive", "deadline", "dtype", "text_encoder", "memory", "first"}
-        return EngineLimits(models=self.max_models, **self.model_dump(include=same))
+        place = None if self.lora_dir is None else str(self.lora_dir.absolute())
+        shared = self.model_dump(include=same)
+        return EngineLimits(models=self.max_models, lora_dir=place, **shared)
 
 
 def gather(

@@ -82,6 +82,13 @@ def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> In
     return Inventory.of_files("lora", files, facts, licence)
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """Return the trigger words and the weight that a file states. Raises FormatError."""
+    metadata = read_file(path).metadata
+    weight = _number(metadata.get("recommended_weight"), metadata.get("default_weight"))
+    return {"triggerWords": _trigger_words(metadata), "weight": weight}
+
+
 def _describe(path: Path, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     pairs = read_pairs(path, header)
     ranks = {pair.rank for pair in pairs}

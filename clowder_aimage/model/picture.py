@@ -84,13 +84,24 @@ def _parameters(facts: Mapping[str, Any], shape: tuple[int, ...]) -> str:
         "Size": f"{shape[1]}x{shape[0]}",
         "Model hash": str(facts.get("digest", "")).rpartition(":")[2][:10] or None,
         "Model": str(facts.get("reference", "")).rpartition("/")[2].removesuffix(":latest") or None,
+        "Lora hashes": _lora_hashes(facts) or None,
         "Version": f"aimage {__version__}",
     }
     last = ", ".join(
         f"{key}: {_quoted(value)}" for key, value in stated.items() if value is not None
     )
-    lines = [str(facts.get("prompt", "")), f"Negative prompt: {negative}" if negative else "", last]
+    tags = "".join(
+        f" <lora:{use.get('model')}:{use.get('strength')}>" for use in facts.get("loras", ())
+    )
+    prompt = f"{facts.get('prompt', '')}{tags}"
+    lines = [prompt, f"Negative prompt: {negative}" if negative else "", last]
     return "\n".join(filter(None, lines))
+
+
+def _lora_hashes(facts: Mapping[str, Any]) -> str:
+    """Return the names of adapters with the first digits of their digests."""
+    uses = [(use.get("model"), str(use.get("digest") or "")) for use in facts.get("loras", ())]
+    return ", ".join(f"{name}: {digest.rpartition(':')[2][:12]}" for name, digest in uses)
 
 
 def _quoted(value: object) -> str:

@@ -26,6 +26,21 @@ MAX_SEED = (1 << 64) - 1
 MAX_PREVIEWS = 16
 MAX_SCALE = 10_000  # of guidance and of the schedule's shift
 MAX_THRESHOLD = 10  # of the step cache, which then reuses almost any step
+MAX_LORAS = 16
+MAX_STRENGTH = 100  # of an adapter, also negative
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUse:
+    """An adapter of a request: ``model`` is its reference, file or name in a directory.
+
+    strength: the factor of its change; None for the one that the adapter recommends, else 1.
+    digest: of the manifest, or of the file; required once the adapter was found.
+    """
+
+    model: str
+    strength: float | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +53,8 @@ class GenerateRequest:
     off at steps that begin after this part of the way from noise (0) to picture (1). shift:
     replaces the model's own shift of the noise schedule. cache_threshold: a step reuses the work
     of an earlier one if the first block of the transformer changes its result by less than this
-    part of it; 0 computes every step. n: number of pictures. previews: number of previews of each
-    picture.
+    part of it; 0 computes every step. loras: adapters, whose changes are added, also as objects of
+    their fields. n: number of pictures. previews: number of previews of each picture.
     """
 
     prompt: str
@@ -52,8 +67,14 @@ class GenerateRequest:
     guidance_end: float = 1.0
     shift: float | None = None
     cache_threshold: float = 0.0
+    loras: tuple[LoraUse, ...] = ()
     n: int = 1
     previews: int = 0
+
+    def __post_init__(self) -> None:
+        uses: tuple[Any, ...] = tuple(self.loras)
+        uses = tuple(LoraUse(**use) if isinstance(use, dict) else use for use in uses)
+        object.__setattr__(self, "loras", uses)
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
@@ -205,6 +226,19 @@ def check_parameters(request: GenerateRequest) -> None:
     _check_text("prompt", request.prompt)
     if request.negative is not None:
         _check_text("negative", request.negative)
+    _check_loras(request.loras)
+
+
+def _check_loras(loras: tuple[LoraUse, ...]) -> None:
+    if len(loras) > MAX_LORAS:
+        raise UsageError(f"loras must be at most {MAX_LORAS}, not {len(loras)}")
+    for use in loras:
+        if not isinstance(use, LoraUse):
+            raise UsageError(f"loras must be adapters, not {use!r:.40}")
+        _check_text("loras: model", use.model)
+        _check_text("loras: digest", use.digest or "")
+        if use.strength is not None:
+            _check_number("loras: strength", use.strength, -MAX_STRENGTH, MAX_STRENGTH)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,16 +104,19 @@ def _set(
         raise UsageError(f"unknown option {name}", hint=f"expected one of: {', '.join(options)}")
     if text is None:  # without a default, click has None or a sentinel of its own
         is_plain = isinstance(option.default, bool | int | float | str)
-        values[str(option.name)] = option.default if is_plain else None
+        values[str(option.name)] = () if option.multiple else option.default if is_plain else None
         return
+    given = text.split() if option.multiple else text
     try:
-        values[str(option.name)] = option.process_value(click.get_current_context(), text)
+        values[str(option.name)] = option.process_value(click.get_current_context(), given)
     except click.BadParameter as error:
         raise UsageError(f"invalid value for {name}: {error.message}") from None
 
 
 def _shown(values: MutableMapping[str, Any], option: click.Option) -> str:
     value = values[str(option.name)]
+    if option.multiple:
+        return " ".join(map(str, value)) or "none"
     if isinstance(value, tuple):
         return "x".join(map(str, value))
     return "default" if value is None else str(value)

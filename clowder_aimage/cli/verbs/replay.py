@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.lora_option import adapter_finder, lora_options, read_uses
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
-from clowder_aimage.cli.console.output import note, result
+from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.verbs.run import fetch_model, load_model, render
 from clowder_aimage.errors import AImageError, UsageError, VerificationError
+from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, check_parameters
 from clowder_aimage.oci import Digest, Reference
 
 
 @verb
 @click.argument("picture", type=click.Path(path_type=Path))
+@lora_options
 @connection_options
-def replay(picture: Path) -> int:
+def replay(picture: Path, loras: tuple[str, ...], lora_dir: Path | None) -> int:
     """Generate PICTURE again from the facts in it, and compare the two.
 
-    The AImage is pulled by its digest if the store lacks it. The exit code is 5 if the pictures
-    differ.
+    The AImage and its adapters are pulled by their digests if the store lacks them. --lora names
+    other adapters, with the strengths of those in the picture unless it has its own. The exit code
+    is 5 if the pictures differ.
     """
     with needs("running a model", "mlx"):
         import numpy as np
@@ -35,9 +41,14 @@ def replay(picture: Path) -> int:
     reference = _reference(picture, facts)
     request = _request(picture, facts)
     _note_registry(picture, reference)
-    fetched = fetch_model(reference)
+    request = _replaced(request, read_uses(loras, lora_dir))
+    connect = cache(settings().connection)
+    finder = adapter_finder(lora_dir, connect)
+    finder.find_all(request)  # before the model, which is larger
+    fetched = fetch_model(reference, connect)
     dtype = facts.get("dtype")
-    model = load_model(fetched, request, dtype=None if dtype is None else str(dtype))
+    dtype = None if dtype is None else str(dtype)
+    model = load_model(fetched, request, dtype=dtype, finder=finder)
     (rendered,) = render(fetched.watch(model.generate(request)), request)
     again = rendered.pixels
     if again.shape != pixels.shape:
@@ -55,6 +66,21 @@ def replay(picture: Path) -> int:
     text = f"differs: by up to {largest}/255, in {share:.2%} of the values"
     result(value, text if largest else "equal")
     return VerificationError.exit_code if largest else 0
+
+
+def _replaced(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequest:
+    """Return a request with other adapters. Raises UsageError."""
+    if not uses:
+        return request
+    if len(uses) != len(request.loras):
+        count = plural(len(request.loras), "adapter")
+        raise UsageError(f"the picture has {count}, and --lora is given {len(uses)} times")
+    pairs = zip(uses, request.loras, strict=True)
+    loras = (
+        one if one.strength is not None else replace(one, strength=old.strength)
+        for one, old in pairs
+    )
+    return replace(request, loras=tuple(loras))
 
 
 def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
@@ -77,12 +103,12 @@ def _note_registry(picture: Path, reference: Reference) -> None:
         note(f"{picture} names the registry {reference.registry}, which is asked for the model")
 
 
-def _request(picture: Path, facts: dict[str, Any]) -> Any:
-    from clowder_aimage.model.pipeline import GenerateRequest
-
+def _request(picture: Path, facts: dict[str, Any]) -> GenerateRequest:
     names = {field.name for field in fields(GenerateRequest)} - {"n"}
     known = {key: value for key, value in facts.items() if key in names and value is not None}
     try:
-        return GenerateRequest(**known)
-    except TypeError as error:
+        request = GenerateRequest(**known)
+        check_parameters(request)
+        return request
+    except (TypeError, UsageError) as error:
         raise UsageError(f"cannot read the request from the facts in {picture}: {error}") from None

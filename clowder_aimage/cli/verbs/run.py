@@ -18,6 +18,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.later_model import LaterModel
+from clowder_aimage.cli.console.lora_option import (
+    adapter_finder,
+    is_file,
+    lora_options,
+    offer,
+    to_worker,
+    with_tags,
+)
 from clowder_aimage.cli.console.option import (
     connection_options,
     needs,
@@ -58,13 +66,14 @@ from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_par
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
+    from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.generate import FetchedAImage, RunnableModel
     from clowder_aimage.model.pipeline import Image, PipelineEvent
     from clowder_aimage.registry import ClientOptions
 
 _OPTIONS = tuple(name for name in PARAMETERS if name != "prompt")
-_SETTABLE = (*_OPTIONS, "size", "count", "output", "show", "inline")  # between prompts
+_SETTABLE = (*_OPTIONS, "trigger", "size", "count", "output", "show", "inline")  # between prompts
 _MAX_PROMPT = 1 << 20  # bytes of stdin
 # Options, prompt, seed, number, format, and a function that is called before the first picture
 _Render = Callable[
@@ -123,6 +132,8 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option("--guidance-end", type=float, help="Part of the way that is guided. [default: 1]")
 @click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
 @click.option("--cache-threshold", type=float, help="Skip steps that change less. [default: 0]")
+@lora_options
+@click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
 )
@@ -187,10 +198,12 @@ def run(
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
-    first = _check(values) | {"prompt": prompt or "", "n": values["count"]}
+    first = _check(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
-    render = _renderer(reference, partial(_here, reference, load, precision, first), local, remote)
+    here = partial(_here, reference, load, precision, first, values["lora_dir"])
+    local = local or (not remote and any(is_file(use.model) for use in first["loras"]))
+    render = _renderer(reference, here, local, remote)
     order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
@@ -231,8 +244,8 @@ def _standard_input() -> str:
         raise UsageError("the prompt on stdin is not valid UTF-8 text") from None
 
 
-def _check(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of pictures. Raises UsageError, StoreError."""
+def _check(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    """Return the parameters of pictures of a prompt. Raises UsageError, StoreError."""
     output = PictureOutput(values["output"])
     if values["negative"] is not None and not values["guidance"]:
         raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
@@ -241,12 +254,14 @@ def _check(values: Mapping[str, Any]) -> dict[str, Any]:
         raise UsageError(f"{option} cannot be combined with -o -")
     output.check(values["count"])
     parameters = {name: values[name] for name in _OPTIONS}
+    text, loras = with_tags(prompt, values["loras"], values["lora_dir"])
+    parameters |= {"prompt": text, "loras": loras}
     if values["size"] is not None:
         if parameters["width"] is not None or parameters["height"] is not None:
             raise UsageError("--size cannot be combined with --width or --height")
         parameters["width"], parameters["height"] = values["size"]
     given = {name: value for name, value in parameters.items() if value is not None}
-    check_parameters(GenerateRequest("", **given, n=values["count"]))
+    check_parameters(GenerateRequest(**given, n=values["count"]))
     return parameters
 
 
@@ -271,7 +286,8 @@ class _Order:
     def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
         begun = time.monotonic() if begun is None else begun
-        options, count = _check(self.values) | {"prompt": prompt}, self.values["count"]
+        options, count = _check(self.values, prompt), self.values["count"]
+        options["trigger"] = self.values["trigger"]
         output = PictureOutput(self.values["output"])
         is_drawn = options["seed"] is None
         if is_drawn:
@@ -285,7 +301,9 @@ class _Order:
         written, facts = [], dict[str, Any]()
         with contextlib.closing(self.render(options, count, output.kind, announce)) as made:
             for picture in made:
-                path = output.write(picture.data, prompt, picture.seed, picture.index, count)
+                path = output.write(
+                    picture.data, options["prompt"], picture.seed, picture.index, count
+                )
                 facts = facts or {**picture.facts}
                 if path is not None:
                     written.append({"path": str(path), "seed": picture.seed})
@@ -345,12 +363,17 @@ def _here(
     load: Callable[..., RunnableModel],
     precision: str | None,
     first: Mapping[str, Any],
+    lora_dir: Path | None,
 ) -> _Render:
     """Return a function that generates pictures in this process; load the model by ``load``.
 
     ``first`` has the parameters of the first request, checked before the model is loaded.
     """
     connect = cache(settings().connection)
+    with needs("running a model", "mlx"):
+        finder = adapter_finder(lora_dir, connect)
+    for use in first["loras"]:  # before the model, which is larger
+        finder.find(use)
     try:
         used = _variant(reference, precision, connect) if precision else reference
         fetched = fetch_model(used, connect)
@@ -358,7 +381,7 @@ def _here(
         if reference.registry is None and Path(reference.repository).is_dir():
             error.hint, error.remedy = _pack(f"./{reference.repository}"), ""
         raise
-    model = _LocalModel(reference, load, first, connect, fetched)
+    model = _LocalModel(reference, partial(load, finder=finder), first, connect, fetched, finder)
     model.load(fetched)
     if not first["prompt"]:  # prompts are typed below the bar
         fetched.end()
@@ -376,6 +399,7 @@ class _LocalModel:
     first: Mapping[str, Any]
     connect: Callable[[], ClientOptions]
     fetched: FetchedModel
+    finder: AdapterFinder
     later: LaterModel | None = None
     _loaded: list[RunnableModel] = field(default_factory=list)
 
@@ -390,6 +414,7 @@ class _LocalModel:
     def generate(
         self, options: Mapping[str, Any], count: int, kind: str, announce: Callable[[str], None]
     ) -> Generator[RemotePicture, None, None]:
+        from clowder_aimage import adapter_source
         from clowder_aimage.cli.console.installation import install_command
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.backend import SLOW
@@ -400,7 +425,11 @@ class _LocalModel:
         if not self._loaded:  # the load was interrupted
             self.load(self.fetched)
         (model,) = self._loaded
-        request = GenerateRequest.for_model(model.stored.aimage, **options, n=count)
+        given = {name: value for name, value in options.items() if name != "trigger"}
+        request = GenerateRequest.for_model(model.stored.aimage, **given, n=count)
+        found = self.finder.find_all(request)
+        request = adapter_source.resolve(request, found, adds_words=options["trigger"])
+        offer(adapter_source.missing(request.prompt, found))
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
@@ -463,10 +492,14 @@ def _by_worker(
     announce: Callable[[str], None],
 ) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in a worker."""
+    # png_facts: so that it can be replayed
+    sent = {**options, "png_facts": True, "output_format": kind}
+    sent["loras"] = to_worker(client, options["loras"], options["prompt"]) or None
+    sent["trigger"] = options["trigger"] or None
     yield from pictures(
         client,
         reference,
-        {**options, "png_facts": True, "output_format": kind},  # so that it can be replayed
+        sent,
         count,
         on_accepted=lambda: announce(f"rendering on the {place}"),
     )
@@ -523,6 +556,7 @@ def load_model(
     dtype: str | None,
     memory: int | None = None,
     is_last: bool = True,
+    finder: AdapterFinder | None = None,
 ) -> RunnableModel:
     """Load a model for ``request``, and for others unless it is the last one.
 
@@ -533,7 +567,8 @@ def load_model(
     from clowder_aimage.model.memory_budget import AUTO, device_memory
 
     found = fetched.found
-    model = generate.load(found.files, found.stored, dtype=dtype, request=request, end=found.end)
+    place = found.files, found.stored
+    model = generate.load(*place, dtype=dtype, request=request, end=found.end, finder=finder)
     total = device_memory() or machine.memory()
     model.pipeline.set_memory(AUTO, memory or total, total, limit=memory, is_last=is_last)
     model.pipeline.check(request)

@@ -1,0 +1,126 @@
+"""Options for adapters, and the adapters that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import click
+
+from clowder_aimage.cli.console.option import options, settings
+from clowder_aimage.cli.console.output import remark
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
+from clowder_aimage.model.pipeline import LoraUse
+
+if TYPE_CHECKING:
+    from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.engine.worker_client import WorkerClient
+    from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.oci import Reference
+    from clowder_aimage.registry import ClientOptions
+
+lora_options = options(
+    click.option(
+        "--lora",
+        "loras",
+        multiple=True,
+        metavar="REF|FILE[:STRENGTH]",
+        help="Use this adapter (LoRA), such as style:v1:0.8. May be repeated.",
+    ),
+    click.option(
+        "--lora-dir",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        metavar="DIR",
+        help="A directory of adapters: 'styles/ink' is styles/ink.safetensors in it.",
+    ),
+)
+
+
+def read_uses(texts: Iterable[str], directory: Path | None) -> tuple[LoraUse, ...]:
+    """Return the adapters of the option. Raises UsageError."""
+    return tuple(parse_use(text, lambda name: is_file(name, directory)) for text in texts)
+
+
+def with_tags(
+    prompt: str, texts: Iterable[str], directory: Path | None
+) -> tuple[str, tuple[LoraUse, ...]]:
+    """Return a prompt without tags, and the adapters of the option and of the tags."""
+    text, tagged = take_tags(prompt)
+    if tagged and not text:
+        raise UsageError("the prompt has only tags of adapters", hint="add what to draw")
+    return text, (*read_uses(texts, directory), *tagged)
+
+
+def is_file(name: str, directory: Path | None = None) -> bool:
+    """Return whether a name is that of a file here, and not of an AImage."""
+    from clowder_aimage.adapter_source import file_in, is_path
+
+    return is_path(name) or (directory is not None and file_in(directory, name) is not None)
+
+
+def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions]) -> AdapterFinder:
+    """Return what finds adapters: files, and AImages, which are pulled if the store lacks them.
+
+    They are leased until the verb ends.
+    """
+    from clowder_aimage import generate
+    from clowder_aimage.adapter_source import AdapterFinder
+
+    layout = settings().layout
+    lease = click.get_current_context().with_resource(layout.lease())
+
+    def open_stored(reference: Reference) -> StoredAImage:
+        try:
+            return generate.find(layout, reference, lease)
+        except NotFoundError:
+            if connect().expand(reference).registry is None:
+                raise
+        from clowder_aimage.pull import PullOptions, pull
+
+        with Progress("pulling", reference) as progress:
+            options = PullOptions(on_event=progress.on_event)
+            name = pull(reference, layout, connect(), options).name
+        return generate.find(layout, name, lease)
+
+    return AdapterFinder(layout, open_stored, directory, has_files=True)
+
+
+def offer(words: Sequence[str]) -> None:
+    """Print the trigger words that a prompt lacks."""
+    if words:
+        remark(f"trigger words of the adapters: {', '.join(words)} (--trigger adds them)")
+
+
+def to_worker(
+    client: WorkerClient, uses: Sequence[LoraUse], prompt: str
+) -> list[Mapping[str, object]]:
+    """Return the field of a request for adapters that a worker has; offer their trigger words.
+
+    Raises UsageError: one is a file here.
+    """
+    words: list[str] = []
+    for use in uses:
+        if is_file(use.model):
+            hint = "use --local, or pack it with 'aimage create' for the worker"
+            raise UsageError(f"{use.model} is a file, which a worker does not read", hint=hint)
+        words += _words(client, use.model)
+    offer(missing_words(prompt, words))
+    return [
+        {"model": use.model, **({} if use.strength is None else {"strength": use.strength})}
+        for use in uses
+    ]
+
+
+def _words(client: WorkerClient, name: str) -> list[str]:
+    """Return the trigger words of a worker's adapter; none if the worker does not send them."""
+    try:
+        answer = client.ask("GET", f"/v1/models/{quote(name, safe='/:@')}")
+    except AImageError:
+        return []
+    adapter = answer.get("adapter") if isinstance(answer, dict) else None
+    words = adapter.get("triggerWords") if isinstance(adapter, dict) else None
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []

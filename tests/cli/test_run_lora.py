@@ -1,0 +1,177 @@
+"""``run`` and ``replay`` with adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_remote_verbs import at, drawing
+from tests.lora_file import write_lora
+from tests.process import Aimage
+from tests.scripted_worker import Asked, Says, ScriptedWorker, says
+
+pytest.importorskip("mlx")
+
+__all__ = ["at"]
+SMALL = ("--steps", 1, "--seed", 1, "--size", "32x32", "--local")
+
+
+@pytest.fixture
+def here(stocked: Callable[[], Aimage]) -> Aimage:
+    """Return the command line with the tiny model ``x``, its adapter ``style`` and a file of it."""
+    found = stocked()
+    file = write_lora(found.home / "ink.safetensors", trigger_words="ink wash")
+    found("create", "style", file, "--base", "x", "-q")
+    return found
+
+
+def drawn(here: Aimage, *words: object, prompt: str = "a fox") -> bytes:
+    here("run", "x", prompt, *SMALL, "-o", "made.png", *words)
+    return (here.home / "made.png").read_bytes()
+
+
+def facts(data: bytes, here: Aimage) -> dict[str, object]:
+    from clowder_aimage.cli.console.remote_worker import facts_of
+
+    return facts_of(data)
+
+
+def pixels(data: bytes) -> bytes:
+    import io
+
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data)).tobytes()
+
+
+def test_an_adapter_changes_the_picture_as_its_strength_says(here: Aimage) -> None:
+    plain = pixels(drawn(here))
+    assert pixels(drawn(here, "--lora", "style:0.0")) == plain
+    whole = pixels(drawn(here, "--lora", "style:latest:1"))
+    assert whole != plain
+    assert pixels(drawn(here, "--lora", "style")) == whole
+    assert pixels(drawn(here, "--lora", "ink.safetensors")) == whole
+    assert pixels(drawn(here, prompt="a fox <lora:style:1>")) == whole
+    twice = pixels(drawn(here, "--lora", "style:0.5", "--lora", "./ink.safetensors:0.5"))
+    assert len(twice) == len(whole) and twice not in (plain,)
+    assert pixels(drawn(here, "--lora", "style:-1.5")) not in (plain, whole)
+
+
+def test_a_directory_of_adapters_has_names(here: Aimage) -> None:
+    write_lora(here.home / "loras" / "styles" / "ink.safetensors")
+    made = drawn(here, "--lora-dir", "loras", "--lora", "styles/ink:1")
+    assert pixels(made) == pixels(drawn(here, "--lora", "style"))
+    (use,) = facts(made, here)["loras"]  # type: ignore[misc]
+    assert use["model"] == "styles/ink" and use["strength"] == 1.0
+
+
+def test_trigger_words_are_offered_and_added(here: Aimage) -> None:
+    run = ("run", "x", "a fox", *SMALL, "-o", "made.png")
+    offered = here(*run, "--lora", "style").err
+    assert "trigger words of the adapters: ink wash" in offered
+    assert "trigger words" not in here("run", "x", "Ink Wash", *run[3:], "--lora", "style").err
+    assert "trigger words" not in here(*run, "--lora", "style", "--trigger").err
+    assert facts((here.home / "made.png").read_bytes(), here)["prompt"] == "a fox, ink wash"
+
+
+def test_a_picture_with_adapters_is_replayed(here: Aimage) -> None:
+    made = drawn(here, "--lora", "style:0.8", "--lora", "ink.safetensors:-0.5")
+    (first, second) = facts(made, here)["loras"]  # type: ignore[misc]
+    assert first["model"] == "style" and first["strength"] == 0.8
+    assert second["model"] == "ink.safetensors" and second["digest"].startswith("sha256:")
+    here("rm", "style")
+    here("create", "style", here.home / "ink.safetensors", "--base", "x", "-q")
+    assert here("replay", "made.png").out == "equal\n"
+    (here.home / "ink.safetensors").rename(here.home / "other.safetensors")
+    assert "no file ink.safetensors" in here("replay", "made.png", code=3).err
+    moved = ("--lora", "style", "--lora", "other.safetensors")
+    assert here("replay", "made.png", *moved).out == "equal\n"
+    assert here("replay", "made.png", "--lora", "style", code=2).err.count("2 adapters")
+    write_lora(here.home / "ink.safetensors", 5)
+    assert "is not the adapter" in here("replay", "made.png", code=5).err
+
+
+def test_an_adapter_is_pulled(here: Aimage, repository: str) -> None:
+    name = f"{repository}:v1"
+    here("tag", "style", name)
+    here("push", name, "-q")
+    expected = pixels(drawn(here, "--lora", "style"))
+    here("rm", "style", name)
+    here("gc", "--grace", "0s")
+    assert pixels(drawn(here, "--lora", f"{name}:1.0")) == expected
+    assert name in here("ls").out
+    assert here("replay", "made.png").out == "equal\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("--lora", "none"), 3, "adapter none:latest not found"),
+        (("--lora", "none.safetensors"), 3, "no file none.safetensors"),
+        (("--lora", "x"), 2, "x is not an adapter"),
+        (("--lora", "style:200.0"), 2, "strength must be a number from -100 to 100"),
+        (("--lora", ""), 2, "no name of an adapter"),
+        (("--lora", "old.ckpt"), 2, "pickle"),
+        (("--lora-dir", "nowhere"), 2, "does not exist"),
+        (("--lora", "wide.safetensors"), 5, "wide.safetensors"),
+        (("--lora", "bad.safetensors"), 5, "bad.safetensors"),
+        (("--lora", "style") * 17, 2, "loras must be at most 16"),
+    ],
+)
+def test_mistakes_with_adapters_are_sentences(
+    here: Aimage, words: tuple[str, ...], code: int, message: str
+) -> None:
+    write_lora(here.home / "wide.safetensors", width=64)
+    (here.home / "bad.safetensors").write_bytes(b"x" * 40)
+    failed = here("run", "x", "a fox", *SMALL, *words, code=code)
+    assert message in failed.err and "Traceback" not in failed.err
+    assert not list(here.home.glob("*.png"))
+
+
+def test_a_prompt_of_tags_alone_is_refused(here: Aimage) -> None:
+    assert "only tags" in here("run", "x", "<lora:style>", *SMALL, code=2).err
+
+
+def test_a_worker_gets_the_adapters(at: Callable[[ScriptedWorker], Aimage]) -> None:
+    def script(asked: Asked) -> Says:
+        if asked.method == "GET":
+            return says({"id": "style:v1", "adapter": {"triggerWords": ["ink wash"]}})
+        return drawing(asked)
+
+    with ScriptedWorker(script).running() as worker:
+        here = at(worker)
+        prompt = "a fox <lora:ink:1>"
+        ended = here("run", "x", prompt, "--lora", "style:v1:-0.5", "--lora", "b", "--trigger")
+        assert "ink wash" in ended.err
+        here("run", "x", "a fox")
+    sent = [asked.value for asked in worker.asked if asked.method == "POST"]
+    expected = [{"model": "style:v1", "strength": -0.5}, {"model": "b"}]
+    assert sent[0]["loras"] == [*expected, {"model": "ink", "strength": 1.0}]
+    assert sent[0]["prompt"] == "a fox" and sent[0]["trigger"] is True
+    assert "loras" not in sent[1] and "trigger" not in sent[1]
+
+
+def test_a_file_is_not_sent_to_a_worker(
+    at: Callable[[ScriptedWorker], Aimage], tmp_path: Path
+) -> None:
+    with ScriptedWorker(drawing).running() as worker:
+        failed = at(worker)("run", "x", "a", "--remote", "--lora", "./a.safetensors", code=2)
+    assert "a worker does not read" in failed.err
+    assert not [asked for asked in worker.asked if asked.method == "POST"]
+
+
+def test_facts_of_strangers_are_checked(here: Aimage) -> None:
+    from PIL import Image, PngImagePlugin
+
+    made = drawn(here)
+    known = facts(made, here)
+    for odd in ("style", [["style"]], [{"model": 3}], [{"x": 1}], 5, [{"model": "s", "digest": 4}]):
+        info = PngImagePlugin.PngInfo()
+        info.add_itxt("aimage", json.dumps(known | {"loras": odd}))
+        with Image.open(here.home / "made.png") as image:
+            image.save(here.home / "odd.png", pnginfo=info)
+        failed = here("replay", "odd.png", code=2)
+        assert "cannot read the request" in failed.err
