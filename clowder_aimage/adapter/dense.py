@@ -38,18 +38,18 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
     t = np.float32(strength)
     if not isinstance(change, Decomposed):
         moved = change.values - weight if isinstance(change, Replacement) else delta(change)
-        return np.multiply(t, moved)
+        return np.asarray(t * moved)
     sums = difference(change.parts)
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
         moved = weight + t * sums
-        return np.subtract(magnitude[:, None] * moved / norms(moved, 1)[:, None], weight)
+        return np.asarray(magnitude[:, None] * moved / norms(moved, 1)[:, None] - weight)
     moved = weight + sums
     if change.norm is Norm.ROWS:
         factor = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
     else:
         factor = (magnitude / (norms(moved, 0) + EPSILON))[None]
-    return np.multiply(t, factor * moved - weight)
+    return np.asarray(t * (factor * moved - weight))
 
 
 def difference(parts: Iterable[Linear]) -> Floats:

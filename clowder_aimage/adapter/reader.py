@@ -87,12 +87,7 @@ def read_adapter(
     """
     path, config = _locate(path, what, config)
     with path.open("rb") as file:
-        start = file.read(64)
-        if path.suffix.lower() in _PICKLED or start.startswith(_PICKLES):
-            raise FormatError(
-                f"{what} is pickled: loading it can execute arbitrary code, so it is not read",
-                hint="convert the adapter to safetensors",
-            )
+        _check_start(what, path, file.read(16))
         file.seek(0)
         try:
             header = read_header(file, path.stat().st_size)
@@ -128,6 +123,19 @@ def _locate(
             raise FormatError(f"{CONFIG} of {what} is not a JSON object")
         config = value
     return path, config
+
+
+def _check_start(what: str, path: Path, start: bytes) -> None:
+    """Check that a file begins as safetensors, if it begins as another known format."""
+    if start[8:9] == b"{":
+        return
+    if path.suffix.lower() in _PICKLED or start.startswith(_PICKLES):
+        raise FormatError(
+            f"{what} is pickled: loading it can execute arbitrary code, so it is not read",
+            hint="convert the adapter to safetensors",
+        )
+    if start.startswith(b"GGUF"):
+        raise FormatError(f"{what} is a GGUF file", hint="use the adapter's safetensors file")
 
 
 def _check_size(

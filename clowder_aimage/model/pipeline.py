@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -78,15 +78,11 @@ class GenerateRequest:
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
-        """Return a request in which missing parameters (None) have the defaults of the AImage.
-
-        Adapters are added to those that the AImage uses itself.
-        """
+        """Return a request in which missing parameters (None) have the defaults of the AImage."""
         own = aimage.properties.get("defaults")
         known = own.items() if isinstance(own, dict) else ()
         defaults = {key: value for key, value in known if key in MODEL_DEFAULTS}
         given = {key: value for key, value in parameters.items() if value is not None}
-        given["loras"] = (*_own_loras(aimage), *given.get("loras", ()))
         return cls(prompt, **defaults | given)
 
     def previews_after(self) -> frozenset[int]:
@@ -207,12 +203,6 @@ class Pipeline(Protocol):
 
 
 PipelineEvent = Step | Preview | Image
-
-
-def _own_loras(aimage: AImage) -> Iterator[LoraUse]:
-    known = aimage.properties.get("loras")
-    for use in known if isinstance(known, list) else ():
-        yield LoraUse(f"adapters/{use['adapter']}", use["strength"])
 
 
 def check_parameters(request: GenerateRequest) -> None:
