@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.content.verified_reader import read_all
-from clowder_aimage.dialect.aimage import AImage, check_name
+from clowder_aimage.dialect.aimage import AImage, Layer, check_name
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -27,6 +27,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
 from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
+    from clowder_aimage.adapter.adapter import Adapter
     from clowder_aimage.model.adaptation import LoadedAdapter
 
 SUFFIX = ".safetensors"
@@ -233,10 +234,8 @@ class AdapterFinder:
             kind = aimage.properties.get("format") or aimage.properties.get("pipeline")
             about = f" ({str(kind)[:60]})" if kind else ""
             raise UsageError(f"{name} is not an adapter, but another AImage{about}")
-        config = None
-        if (layer := aimage.find(_CONFIG)) is not None:
-            with self.store.open(layer.descriptor) as stream:
-                config = _config(read_all(stream, layer.descriptor, _MAX_CONFIG), _CONFIG)
+        layer = aimage.find(_CONFIG)
+        config = None if layer is None else _read_config(self.store, layer)
         facts = aimage.properties.get("adapter")
         facts = facts if isinstance(facts, dict) else {}
         path = self.store.path(layers[0].descriptor)
@@ -260,20 +259,49 @@ def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:
     return missing_words(prompt, [word for adapter in found for word in adapter.words])
 
 
+def own_adapters(store: BlobFiles, stored: StoredAImage) -> list[tuple[FoundAdapter, float]]:
+    """Return the adapters that are packed with a model for all requests, and their strengths.
+
+    Raises:
+        FormatError: One of them is not in the AImage.
+    """
+    found = []
+    for use in stored.aimage.properties.get("loras", ()):
+        folder = f"adapters/{use['adapter']}/"
+        layers = [one for one in stored.aimage.layers if one.name.startswith(folder)]
+        weights = [one for one in layers if one.name.endswith(SUFFIX)]
+        if len(weights) != 1:
+            raise FormatError(f"the AImage has no adapter {use['adapter'][:200]!r}, which it uses")
+        config = next((one for one in layers if one.name == f"{folder}{_CONFIG}"), None)
+        content = weights[0].descriptor
+        adapter = FoundAdapter(
+            f"adapter {use['adapter']}",
+            content.digest,
+            Path(store.path(content)),
+            _read_config(store, config) if config else None,
+        )
+        found.append((adapter, float(use["strength"])))
+    return found
+
+
 class AdapterSource:
     """The adapters of a loaded model, of which the most recently used stay in memory.
 
-    shapes: of the model's tensors, by ``component/name``. base: the model's name in messages. Used
-    on the thread of the model.
+    shapes: return the shapes of the model's tensors, by ``component/name``. base: the model's name
+    in messages. own: adapters that all requests use. Used on the thread of the model.
     """
 
     def __init__(
-        self, finder: AdapterFinder, shapes: Mapping[str, tuple[int, ...]], base: str
+        self,
+        finder: AdapterFinder | None,
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        base: str,
+        own: Sequence[tuple[FoundAdapter, float]] = (),
     ) -> None:
         from clowder_aimage.model.adaptation import AdapterCache
 
         self.finder = finder
-        self._shapes, self._base = shapes, base
+        self._shapes, self._base, self._own = shapes, base, own
         self._cache = AdapterCache(MEMORY)
 
     def open(self, uses: Sequence[LoraUse]) -> list[tuple[LoadedAdapter, float]]:
@@ -282,23 +310,23 @@ class AdapterSource:
         Raises as ``AdapterFinder.find`` and ``read_adapter``; an error has the index of its
         adapter as a fact.
         """
-        return list(_indexed(uses, self._open))
+        own = [(self._load(found), strength) for found, strength in self._own]
+        return own + list(_indexed(uses, self._open))
 
     def _open(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
+        if self.finder is None:
+            raise NotFoundError(f"adapter {use.model[:200]!r} not found")
+        found = self.finder.find(use)
+        return self._load(found), found.use(use.strength).strength or 0.0
+
+    def _load(self, found: FoundAdapter) -> LoadedAdapter:
         from clowder_aimage.adapter.reader import read_adapter
 
-        found = self.finder.find(use)
-        loaded = self._cache.get(
-            str(found.digest),
-            lambda: read_adapter(
-                found.path,
-                self._shapes,
-                what=found.name,
-                base=self._base,
-                config=found.config,
-            ),
-        )
-        return loaded, found.use(use.strength).strength or 0.0
+        def read() -> Adapter:
+            how: dict[str, Any] = {"what": found.name, "base": self._base, "config": found.config}
+            return read_adapter(found.path, self._shapes(), **how)
+
+        return self._cache.get(str(found.digest), read)
 
 
 def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:
@@ -308,6 +336,11 @@ def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator
         except AImageError as error:
             error.facts.setdefault("adapter", str(index))
             raise
+
+
+def _read_config(store: BlobFiles, layer: Layer) -> Mapping[str, Any]:
+    with store.open(layer.descriptor) as stream:
+        return _config(read_all(stream, layer.descriptor, _MAX_CONFIG), layer.name)
 
 
 def _config(data: bytes, what: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.adapter_source import AdapterFinder, AdapterSource
+from clowder_aimage.adapter_source import AdapterFinder, AdapterSource, own_adapters
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.copy_option import CopyEvent, ignore
@@ -316,7 +316,8 @@ def load(
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
     base = str(stored.aimage.properties.get("name") or stored.descriptor.digest.short)
-    adapters = AdapterSource(finder, pipeline.shapes, base) if finder else None
+    own = own_adapters(store, stored)
+    adapters = AdapterSource(finder, lambda: pipeline.shapes, base, own)
     return RunnableModel(stored, pipeline, chosen, end, adapters)
 
 

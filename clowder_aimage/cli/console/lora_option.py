@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import click
 
-from clowder_aimage.cli.console.option import options, settings
+from clowder_aimage.cli.console.option import needs, options, settings
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -17,7 +18,7 @@ from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
 from clowder_aimage.model.pipeline import LoraUse
 
 if TYPE_CHECKING:
-    from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.layout.stored_aimage import StoredAImage
     from clowder_aimage.oci import Reference
@@ -124,3 +125,11 @@ def _words(client: WorkerClient, name: str) -> list[str]:
     adapter = answer.get("adapter") if isinstance(answer, dict) else None
     words = adapter.get("triggerWords") if isinstance(adapter, dict) else None
     return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+
+
+def find_uses(texts: Iterable[str]) -> list[tuple[FoundAdapter, float]]:
+    """Return the adapters of the option, found, with their strengths. Raises as the finder."""
+    with needs("adapters", "mlx"):
+        finder = adapter_finder(None, cache(settings().connection))
+    pairs = ((finder.find(use), use.strength) for use in read_uses(texts, None))
+    return [(found, found.use(strength).strength or 0.0) for found, strength in pairs]
