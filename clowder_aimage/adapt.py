@@ -138,8 +138,8 @@ def fuse(
         missing = {name for adapter, _ in adapters for name in adapter.changes} - changed.keys()
         if missing:
             raise ModelError(
-                f"{base} has no tensor {min(missing)[:200]} of its own to add an adapter to",
-                hint="keep the adapter beside the model: create NAME --from REF --lora ADAPTER",
+                f"{base} has no blob for {min(missing)[:200]} alone, to which an adapter is added",
+                hint="keep the adapters beside the model instead",
             )
         config = dict(stored.aimage.properties)
         config["fused"] = [

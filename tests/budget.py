@@ -5,7 +5,7 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (5_600, 97),
+    ".": (5_850, 97),
     "adapter": (1_750, 95),
     "api": (2_600, 95),
     "cli": (7_700, 93),
@@ -14,11 +14,11 @@ PACKAGES = {
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_320, 88),
     "exporter": (1_340, 97),
-    "formats": (3_050, 97),
+    "formats": (3_150, 97),
     "http": (1_690, 87),
-    "importer": (2_730, 98),
+    "importer": (2_850, 98),
     "layout": (3_010, 96),
-    "model": (5_300, 96),
+    "model": (5_400, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "registry": (3_480, 97),
