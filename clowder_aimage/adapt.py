@@ -77,13 +77,15 @@ def combine(
         shapes = _shapes(stored)
         for found, _ in uses:
             _read(found, shapes, str(base))
-        plan = _unchanged_plan(store, stored)
+        plan = _unchanged_plan(stored)
         config = dict(stored.aimage.properties)
         known, used = dict(config.get("adapters", {})), list(config.get("loras", []))
         layers = list(plan.layers)
         for found, strength in uses:
             name = _free_name(found.name, known)
-            known[name] = dict(found.facts)
+            known[name] = {
+                key: value for key, value in found.facts.items() if value not in (None, [])
+            }
             used.append({"adapter": name, "strength": strength})
             layers += _files(found, f"adapters/{name}")
         layers.sort(key=lambda layer: layer.name)
@@ -123,7 +125,7 @@ def fuse(
         shapes = _shapes(stored)
         adapters = [(_read(found, shapes, str(base)), strength) for found, strength in uses]
         parent = _parent(store, stored, lease)
-        plan = _unchanged_plan(store, stored)
+        plan = _unchanged_plan(stored)
         weights = _values(store, stored)
         whole = _values(store, parent) if parent else weights
         changed: dict[str, PlannedLayer] = {}
@@ -136,8 +138,8 @@ def fuse(
         missing = {name for adapter, _ in adapters for name in adapter.changes} - changed.keys()
         if missing:
             raise ModelError(
-                f"{base} has no tensor {min(missing)[:200]} of its own to add an adapter to",
-                hint="keep the adapter beside the model: create NAME --from REF --lora ADAPTER",
+                f"{base} has no blob for {min(missing)[:200]} alone, to which an adapter is added",
+                hint="keep the adapters beside the model instead",
             )
         config = dict(stored.aimage.properties)
         config["fused"] = [
@@ -180,7 +182,7 @@ def _read(found: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str)
     return read_adapter(found.path, shapes, what=found.name, base=base, config=found.config)
 
 
-def _unchanged_plan(store: ContentStore, stored: StoredAImage) -> CreatePlan:
+def _unchanged_plan(stored: StoredAImage) -> CreatePlan:
     layers = [StoredLayer(layer, ()) for layer in stored.aimage.layers]
     plan = plan_conversion(stored.aimage, layers, stored.dialect, Recipe(), frozenset())
     return replace(plan, config=stored.aimage.config, subject=None)

@@ -28,6 +28,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
 from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
+    from clowder_aimage.adapter.adapter import Adapter
     from clowder_aimage.model.adaptation import LoadedAdapter
 
 SUFFIX = ".safetensors"
@@ -145,7 +146,7 @@ class AdapterFinder:
         """
 
         def find(use: LoraUse) -> FoundAdapter:
-            own = own_adapter(base, self.store, use) if base is not None else None
+            own = own_adapter(base, self.store, use.model) if base is not None else None
             return own or self.find(use)
 
         return list(_indexed(request.loras, find))
@@ -253,22 +254,22 @@ class AdapterFinder:
         return _found(name, stored.descriptor.digest, path, facts, read)
 
 
-def own_adapter(base: AImage, files: BlobFiles, use: LoraUse) -> FoundAdapter | None:
-    """Return an adapter that was packed with a model, named ``adapters/NAME``."""
-    if not use.model.startswith(OWN):
+def own_adapter(base: AImage, files: BlobFiles, name: str) -> FoundAdapter | None:
+    """Return the adapter ``adapters/NAME`` that was packed with a model; None for another name."""
+    if not name.startswith(OWN):
         return None
     weights = [
         layer
         for layer in base.component(OWN.removesuffix("/"))
-        if layer.name.startswith(f"{use.model}/") and layer.name.endswith(SUFFIX)
+        if layer.name.startswith(f"{name}/") and layer.name.endswith(SUFFIX)
     ]
     if len(weights) != 1:
         return None
     (layer,) = weights
     known = base.properties.get("adapters")
-    facts = known.get(use.model.removeprefix(OWN)) if isinstance(known, dict) else None
-    read = _reader(files, base.find(f"{use.model}/{_CONFIG}"))
-    return _found(use.model, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
+    facts = known.get(name.removeprefix(OWN)) if isinstance(known, dict) else None
+    read = _reader(files, base.find(f"{name}/{_CONFIG}"))
+    return _found(name, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
 
 
 def resolve(
@@ -291,24 +292,39 @@ def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:
     return missing_words(prompt, [word for adapter in found for word in adapter.words])
 
 
+def own_adapters(files: BlobFiles, base: AImage) -> list[tuple[FoundAdapter, float]]:
+    """Return the adapters that are packed with a model for all requests, and their strengths.
+
+    Raises FormatError: one of them is not in the AImage.
+    """
+    pairs = []
+    for use in base.properties.get("loras", ()):
+        name, strength = f"{OWN}{use['adapter']}", float(use["strength"])
+        if (found := own_adapter(base, files, name)) is None:
+            raise FormatError(f"the AImage has no adapter {use['adapter'][:200]!r}, which it uses")
+        pairs.append((found, strength))
+    return pairs
+
+
 class AdapterSource:
     """The adapters of a loaded model, of which the most recently used stay in memory.
 
-    files: of the model ``base``, which may have adapters of its own. shapes: of its tensors, by
-    ``component/name``. Used on the thread of the model.
+    files: of the model ``base``, which may have adapters that all requests use. shapes: return the
+    shapes of its tensors, by ``component/name``. Used on the thread of the model.
     """
 
     def __init__(
         self,
-        finder: AdapterFinder,
+        finder: AdapterFinder | None,
         files: BlobFiles,
         base: StoredAImage,
-        shapes: Mapping[str, tuple[int, ...]],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
     ) -> None:
         from clowder_aimage.model.adaptation import AdapterCache
 
         self._finder, self._files = finder, files
         self._base, self._shapes = base.aimage, shapes
+        self._own = own_adapters(files, base.aimage)
         self._name = str(base.aimage.properties.get("name") or base.descriptor.digest.short)
         self._cache = AdapterCache(MEMORY)
 
@@ -318,23 +334,25 @@ class AdapterSource:
         Raises as ``AdapterFinder.find`` and ``read_adapter``; an error has the index of its
         adapter as a fact.
         """
-        return list(_indexed(uses, self._load))
+        own = [(self._load(found), strength) for found, strength in self._own]
+        return [*own, *_indexed(uses, self._open)]
 
-    def _load(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
+    def _open(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
+        found = own_adapter(self._base, self._files, use.model)
+        if found is None:
+            if self._finder is None:
+                raise NotFoundError(f"adapter {use.model[:200]!r} not found")
+            found = self._finder.find(use)
+        return self._load(found), found.strength(use.strength)
+
+    def _load(self, found: FoundAdapter) -> LoadedAdapter:
         from clowder_aimage.adapter.reader import read_adapter
 
-        found = own_adapter(self._base, self._files, use) or self._finder.find(use)
-        loaded = self._cache.get(
-            str(found.digest),
-            lambda: read_adapter(
-                found.path,
-                self._shapes,
-                what=found.name,
-                base=self._name,
-                config=found.config,
-            ),
-        )
-        return loaded, found.strength(use.strength)
+        def read() -> Adapter:
+            how: dict[str, Any] = {"what": found.name, "base": self._name, "config": found.config}
+            return read_adapter(found.path, self._shapes(), **how)
+
+        return self._cache.get(str(found.digest), read)
 
 
 def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:

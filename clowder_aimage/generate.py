@@ -295,7 +295,7 @@ def load(
     chosen = dtype_name(dtype)
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
-    adapters = AdapterSource(finder, store, stored, pipeline.shapes) if finder else None
+    adapters = AdapterSource(finder, store, stored, lambda: pipeline.shapes)
     return RunnableModel(stored, pipeline, chosen, end, adapters)
 
 

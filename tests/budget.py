@@ -14,7 +14,7 @@ PACKAGES = {
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_400, 88),
     "exporter": (1_340, 97),
-    "formats": (3_100, 97),
+    "formats": (3_150, 97),
     "http": (1_690, 87),
     "importer": (2_850, 98),
     "layout": (3_040, 96),

@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # a worker without numpy stores models and still parses reque
 
     from clowder_aimage.model.adaptation import LoadedAdapter
 
-COMPONENTS = ("text_encoder", "transformer", "vae")  # in the order of their use
+# In the order of their use; adapters that are packed with a model first
+COMPONENTS = ("adapters", "text_encoder", "transformer", "vae")
 FORMATS = ("png", "jpeg", "webp")  # of picture files
 # Parameters that a config may set
 MODEL_DEFAULTS = ("width", "height", "steps", "guidance", "guidance_end", "cache_threshold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_remote_verbs import at, drawing
+from tests.conftest import TINY
 from tests.lora_file import write_lora
 from tests.process import Aimage
 from tests.scripted_worker import Asked, Says, ScriptedWorker, says
@@ -145,14 +147,15 @@ def test_a_worker_gets_the_adapters(at: Callable[[ScriptedWorker], Aimage]) -> N
     with ScriptedWorker(script).running() as worker:
         here = at(worker)
         prompt = "a fox <lora:ink:1>"
-        ended = here("run", "x", prompt, "--lora", "style:v1:-0.5", "--lora", "b", "--trigger")
-        assert "ink wash" in ended.err
+        words = ("run", "x", prompt, "--lora", "style:v1:-0.5", "--lora", "b")
+        assert "ink wash" not in here(*words, "--trigger").err
+        assert "ink wash" in here(*words).err
         here("run", "x", "a fox")
     sent = [asked.value for asked in worker.asked if asked.method == "POST"]
     expected = [{"model": "style:v1", "strength": -0.5}, {"model": "b"}]
     assert sent[0]["loras"] == [*expected, {"model": "ink", "strength": 1.0}]
     assert sent[0]["prompt"] == "a fox" and sent[0]["trigger"] is True
-    assert "loras" not in sent[1] and "trigger" not in sent[1]
+    assert "trigger" not in sent[1] and "loras" not in sent[2]
 
 
 def test_a_file_is_not_sent_to_a_worker(
@@ -176,3 +179,14 @@ def test_facts_of_strangers_are_checked(here: Aimage) -> None:
             image.save(here.home / "odd.png", pnginfo=info)
         failed = here("replay", "odd.png", code=2)
         assert "cannot read the request" in failed.err
+
+
+def test_an_adapter_that_was_packed_with_a_model_is_used_by_its_name(here: Aimage) -> None:
+    expected = pixels(drawn(here, "--lora", "style:0.5"))
+    shutil.copytree(TINY, here.home / "model")
+    packed = ("--adapter", "ink=ink.safetensors")
+    here("create", "x", "model", *packed, "-q")
+    made = drawn(here, "--lora", "adapters/ink:0.5")
+    assert pixels(made) == expected
+    assert here("replay", "made.png").out == "equal\n"
+    assert "not found" in here("run", "x", "a", *SMALL, "--lora", "adapters/no", code=3).err

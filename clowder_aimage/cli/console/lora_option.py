@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import click
 
-from clowder_aimage.cli.console.option import options, settings
+from clowder_aimage.cli.console.option import needs, options, settings
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -94,7 +94,8 @@ def find_uses(texts: Iterable[str]) -> list[tuple[FoundAdapter, float]]:
     """Return the adapters of the option and their strengths. Raises as ``AdapterFinder.find``."""
     request = GenerateRequest("", loras=read_uses(texts, None))
     check_parameters(request)
-    found = adapter_finder(None, cache(settings().connection)).find_all(request)
+    with needs("adapters", "mlx"):
+        found = adapter_finder(None, cache(settings().connection)).find_all(request)
     pairs = zip(found, request.loras, strict=True)
     return [(adapter, adapter.strength(use.strength)) for adapter, use in pairs]
 
@@ -106,9 +107,11 @@ def offer(words: Sequence[str]) -> None:
 
 
 def to_worker(
-    client: WorkerClient, uses: Sequence[LoraUse], prompt: str
+    client: WorkerClient, uses: Sequence[LoraUse], prompt: str | None
 ) -> list[Mapping[str, object]]:
-    """Return the field of a request for adapters that a worker has; offer their trigger words.
+    """Return the field of a request for adapters that a worker has.
+
+    Their trigger words are offered for a ``prompt``, if it is not None.
 
     Raises UsageError: one is a file here.
     """
@@ -117,8 +120,8 @@ def to_worker(
         if is_file(use.model):
             hint = "use --local, or pack it with 'aimage create' for the worker"
             raise UsageError(f"{use.model} is a file, which a worker does not read", hint=hint)
-        words += _words(client, use.model)
-    offer(missing_words(prompt, words))
+        words += [] if prompt is None else _words(client, use.model)
+    offer(missing_words(prompt or "", words))
     return [
         {"model": use.model, **({} if use.strength is None else {"strength": use.strength})}
         for use in uses

@@ -496,7 +496,8 @@ def _by_worker(
     """Generate the pictures in a worker."""
     # png_facts: so that it can be replayed
     sent = {**options, "png_facts": True, "output_format": kind}
-    sent["loras"] = to_worker(client, options["loras"], options["prompt"]) or None
+    prompt = None if options["trigger"] else options["prompt"]
+    sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
     yield from pictures(
         client,
