@@ -305,7 +305,12 @@ def scales(base: BaseLayers) -> Iterator[AdapterVector]:
     yield of("peft-pattern", peft, 5 / RANK, config=config | {"r": 8} | patterns)
     anchored = {"alpha_pattern": {"^attention.to_q": 9, r"^layers\.0\.attention\.to_q": 5}}
     yield of("peft-anchored", peft, 5 / RANK, config=config | anchored)
-    stated = {"transformer.r": RANK, "transformer.lora_alpha": 10, "transformer.use_rslora": False}
+    stated: dict[str, Any] = {
+        "transformer.r": RANK,
+        "transformer.lora_alpha": 10,
+        "transformer.use_rslora": False,
+    }
+    stated["transformer.target_modules"] = [module]
     metadata = {"lora_adapter_metadata": json.dumps(stated)}
     yield of("diffusers-metadata", "transformer.", 10 / RANK, metadata=metadata, diffusers=True)
     flag = {"use_rslora_flag": np.array(1.0, np.float32)}

@@ -1,0 +1,83 @@
+"""Every dialect and kind of adapter beside the weights: the latents of weights changed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clowder_aimage.adapter.reader import read_adapter
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.model.adaptation import LoadedAdapter
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from tests.adapter.vectors import AdapterVector, vectors
+from tests.model.model_blobs import FolderStore
+
+Model = tuple[FolderStore, AImage]
+REQUEST = GenerateRequest("a red fox", 32, 32, 2, seed=42)
+
+
+@pytest.fixture(scope="module")
+def changed(tiny: Model) -> ZImagePipeline:
+    """Return a pipeline whose weights are overwritten."""
+    loaded = load_pipeline(*tiny, dtype="float32")
+    assert isinstance(loaded, ZImagePipeline)
+    return loaded
+
+
+def latents(pipeline: ZImagePipeline) -> np.ndarray:
+    pipeline._captions.clear()
+    noise = mx.array(pipeline.noise(REQUEST, REQUEST.seed))
+    guide = pipeline.conditioning(REQUEST)
+    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
+    return np.array(final)
+
+
+def with_weights(pipeline: ZImagePipeline, vector: AdapterVector, strength: float) -> np.ndarray:
+    """Return the latents with the changed weights, written into the networks by hand."""
+    before: list[tuple[mx.array, str, object]] = []
+    weights = {
+        name: np.asarray(pipeline.weights[component].numpy(own), np.float32)
+        for name in vector.effects
+        if name in pipeline.shapes
+        for component, _, own in [name.partition("/")]
+    }
+    for name, values in vector.changed(weights, strength).items():
+        component, _, own = name.partition("/")
+        network = getattr(pipeline, component)
+        *path, last = network.sanitize(own).split(".")
+        for step in path:
+            network = network[int(step)] if isinstance(network, list) else network[step]
+        before.append((network, last, network.get(last)))
+        setattr(network, last, mx.array(values))
+    try:
+        return latents(pipeline)
+    finally:
+        for network, last, values in before:
+            if values is None:
+                delattr(network, last)
+            else:
+                setattr(network, last, values)
+
+
+@pytest.mark.parametrize("vector", vectors(), ids=str)
+def test_the_latents_of_changed_weights(
+    pipeline: ZImagePipeline, changed: ZImagePipeline, vector: AdapterVector, tmp_path: Path
+) -> None:
+    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, what="it", base="tiny")
+    plain = latents(pipeline)
+    loaded = LoadedAdapter("it", adapter)
+    try:
+        for strength in (1.0, -0.7):
+            pipeline.use_adapters([(loaded, strength)])
+            found, expected = latents(pipeline), with_weights(changed, vector, strength)
+            assert np.abs(found - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+            assert np.abs(found - plain).max() > 1e-4
+    finally:
+        pipeline.use_adapters([])
+    assert (latents(pipeline) == plain).all()
+    assert (latents(changed) == plain).all()

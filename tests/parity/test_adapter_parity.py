@@ -1,0 +1,102 @@
+"""Adapters compared with diffusers: its picture, for all rows that it reads."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from diffusers import ZImagePipeline as Reference
+
+    from tests.parity.compare import run
+
+from clowder_aimage.adapter.reader import read_adapter
+from clowder_aimage.model.adaptation import LoadedAdapter
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from tests.adapter.vectors import AdapterVector, vectors
+from tests.model.model_blobs import import_directory
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+REQUEST = GenerateRequest("a red fox", 64, 64, 4, seed=42)
+READ = [vector for vector in vectors() if vector.diffusers]
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return Reference.from_pretrained(TINY, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> ZImagePipeline:
+    stored = import_directory(TINY, tmp_path_factory.mktemp("blobs"))
+    loaded = load_pipeline(*stored, dtype="float32")
+    assert isinstance(loaded, ZImagePipeline)
+    return loaded
+
+
+@pytest.fixture
+def clean(theirs: Any, ours: ZImagePipeline) -> Iterator[None]:
+    yield
+    theirs.unload_lora_weights()
+    ours.use_adapters([])
+
+
+def picture(ours: ZImagePipeline, *uses: tuple[LoadedAdapter, float]) -> np.ndarray:
+    ours.use_adapters(uses)
+    images = [event for event in ours.generate(REQUEST) if isinstance(event, Image)]
+    return images[0].pixels.astype(int)
+
+
+def read(ours: ZImagePipeline, vector: AdapterVector, directory: Path) -> LoadedAdapter:
+    path = vector.write(directory)
+    return LoadedAdapter(vector.name, read_adapter(path, ours.shapes, what="it", base="tiny"))
+
+
+def test_the_rows_that_diffusers_reads() -> None:
+    assert len(READ) >= 6
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("vector", READ, ids=str)
+def test_the_picture_of_diffusers(
+    theirs: Any, ours: ZImagePipeline, vector: AdapterVector, tmp_path: Path
+) -> None:
+    loaded, plain = read(ours, vector, tmp_path), picture(ours)
+    theirs.load_lora_weights(tmp_path, weight_name=f"{vector.name}.safetensors", adapter_name="it")
+    for strength in (1.0, 0.6):
+        theirs.set_adapters(["it"], [strength])
+        expected = run(theirs, REQUEST, "pil").astype(int)
+        found = picture(ours, (loaded, strength))
+        assert np.abs(found - expected).max() <= 1
+        assert np.abs(found - plain).max() > 1
+
+
+@pytest.mark.usefixtures("clean")
+def test_two_adapters_as_in_diffusers(theirs: Any, ours: ZImagePipeline, tmp_path: Path) -> None:
+    names, strengths = ("ai-toolkit-alpha", "diffusers-metadata"), [0.8, -0.5]
+    chosen = [vector for name in names for vector in READ if vector.name == name]
+    loaded = [read(ours, vector, tmp_path) for vector in chosen]
+    keys = []
+    for number, vector in enumerate(chosen):
+        keys.append(f"a{number}")
+        file = f"{vector.name}.safetensors"
+        theirs.load_lora_weights(tmp_path, weight_name=file, adapter_name=keys[-1])
+    theirs.set_adapters(keys, strengths)
+    expected = run(theirs, REQUEST, "pil").astype(int)
+    found = picture(ours, *zip(loaded, strengths, strict=True))
+    assert np.abs(found - expected).max() <= 1
