@@ -62,6 +62,38 @@ def convolution(
     return arrays[1]
 
 
+def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
+    """Return ``conv``, 3 by 3, of every second pixel of x, with padding below and to the right.
+
+    x: (1, height, width, channels), both sides even. Returns half the height and width. Source:
+    diffusers' ``Downsample2D`` of an ``AutoencoderKL``.
+    """
+    if not is_slow(x) or not blas.is_fast():
+        padded = mx.pad(x, [(0, 0), (0, 1), (0, 1), (0, 0)])
+        return mx.conv_general(padded, conv.weight, stride=2) + conv.bias
+    _, height, width, channels = x.shape
+    result = mx.zeros((1, height // 2, width // 2, len(conv.weight)))
+    arrays = contiguous(x, result, conv.weight, conv.bias)
+    image, found, weight, bias = (memory(array) for array in arrays)
+    matrices = [(*divmod(tap, 3), weight[:, tap // 3, tap % 3].T) for tap in range(9)]
+    step = max(1, _PIXELS // width)
+
+    def rows(start: int) -> None:
+        count = min(step, height // 2 - start)
+        part = image[0, 2 * start : 2 * (start + count) + 1]
+        padded = np.zeros((2 * count + 1, width + 1, channels), dtype=np.float32)
+        padded[: len(part), :width] = part
+        for row in range(count):
+            into = found[0, start + row]
+            for tap, (down, right, matrix) in enumerate(matrices):
+                pixels = padded[2 * row + down, right : right + width : 2][: width // 2]
+                blas.multiply(pixels, matrix, into, is_sum=tap > 0)
+            into += bias
+
+    on_all_cores(rows, range(0, height // 2, step), 3 * image.size, multiplies=True)
+    return arrays[1]
+
+
 def _affine(image: Floats, norm: GroupNorm) -> Affine:
     """Return the factor and the offset of each channel by which a group norm (1803.08494) acts."""
     channels = image.shape[-1]

@@ -68,6 +68,10 @@ class GenerateRequest:
     guidance_end: float = 1.0
     shift: float | None = None
     cache_threshold: float = 0.0
+    image: str | None = None
+    mask: str | None = None
+    strength: float | None = None
+    fine: bool = False
     loras: tuple[LoraUse, ...] = ()
     n: int = 1
     previews: int = 0
@@ -86,10 +90,11 @@ class GenerateRequest:
         given = {key: value for key, value in parameters.items() if value is not None}
         return cls(prompt, **defaults | given)
 
-    def previews_after(self) -> frozenset[int]:
-        """Return the steps followed by a preview: evenly spaced, never the last one."""
-        after = (round((k + 1) * self.steps / (self.previews + 1)) for k in range(self.previews))
-        return frozenset(step for step in after if 0 < step < self.steps)
+
+def previews_after(previews: int, steps: int) -> frozenset[int]:
+    """Return the steps followed by a preview: evenly spaced, never the last one."""
+    after = (round((k + 1) * steps / (previews + 1)) for k in range(previews))
+    return frozenset(step for step in after if 0 < step < steps)
 
 
 # The fields that determine a picture

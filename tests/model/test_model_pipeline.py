@@ -25,7 +25,15 @@ from clowder_aimage.model.backend import (
     tree_flatten,
 )
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import MAX_SEED, GenerateRequest, Image, Preview, Step, to_pixels
+from clowder_aimage.model.pipeline import (
+    MAX_SEED,
+    GenerateRequest,
+    Image,
+    Preview,
+    Step,
+    previews_after,
+    to_pixels,
+)
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.pipeline import CACHED_TEXTS, ZImagePipeline
 from clowder_aimage.tensor import blas
@@ -442,7 +450,7 @@ def test_preview_extrapolates_a_straight_line(pipeline: ZImagePipeline) -> None:
 )
 def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) -> None:
     request = dataclasses.replace(SMALL, steps=steps, previews=previews)
-    assert request.previews_after() == after
+    assert previews_after(request.previews, request.steps) == after
 
 
 def test_convolutions_in_strips_equal_the_whole(

@@ -176,6 +176,7 @@ class VaeConfig:
     scaling_factor: float
     shift_factor: float
     use_post_quant_conv: bool
+    use_quant_conv: bool
     mid_block_add_attention: bool
 
     @property
@@ -215,10 +216,9 @@ class VaeConfig:
             scaling_factor=fields.number("scaling_factor", 0.18215, minimum=1e-6, maximum=1e6),
             shift_factor=fields.number("shift_factor", minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
             use_post_quant_conv=fields.boolean("use_post_quant_conv", True),
+            use_quant_conv=fields.boolean("use_quant_conv", True),
             mid_block_add_attention=fields.boolean("mid_block_add_attention", True),
         )
         fields.accept_quantization()
-        fields.finish(
-            "in_channels", "use_quant_conv", "sample_size", "force_upcast", "torch_dtype", "dtype"
-        )
+        fields.finish("in_channels", "sample_size", "force_upcast", "torch_dtype", "dtype")
         return config

@@ -30,6 +30,10 @@ class Schedule:
     sigmas: Floats
     times: Floats
 
+    def after(self, first: int) -> Schedule:
+        """Return the steps from ``first`` on, from 0."""
+        return Schedule(self.sigmas[first:], self.times[first:])
+
 
 @dataclass(frozen=True, slots=True)
 class FlowScheduler:

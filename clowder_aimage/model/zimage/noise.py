@@ -42,10 +42,14 @@ def randn(seed: int, shape: tuple[int, ...]) -> Floats:
 
     seed: an integer, of which only the low 32 bits are used.
     """
-    source = np.random.RandomState(seed & 0xFFFFFFFF)
-    size = math.prod(shape)
-    values = _few(source, size) if size < BLOCK else _many(source, size)
-    return values.reshape(shape)
+    return draws(seed, shape, 1)[0]
+
+
+def draws(seed: int, shape: tuple[int, ...], count: int) -> list[Floats]:
+    """Return ``count`` results of ``torch.randn(shape)`` by one generator, one after another."""
+    source, size = np.random.RandomState(seed & 0xFFFFFFFF), math.prod(shape)
+    draw = _few if size < BLOCK else _many
+    return [draw(source, size).reshape(shape) for _ in range(count)]
 
 
 def _many(source: np.random.RandomState, size: int) -> Floats:

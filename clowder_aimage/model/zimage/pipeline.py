@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +37,7 @@ from clowder_aimage.model.pipeline import (
     Step,
     check_request,
     downsample,
+    previews_after,
     to_pixels,
 )
 from clowder_aimage.model.step_cache import StepCache
@@ -48,21 +50,29 @@ from clowder_aimage.model.zimage.config import (
 )
 from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.zimage.noise import randn
+from clowder_aimage.model.zimage.picture_start import (
+    EncodedPicture,
+    PictureInput,
+    cells_of,
+    first_step,
+    start,
+)
 from clowder_aimage.model.zimage.text_encoder import TextEncoder
 from clowder_aimage.model.zimage.tokenizer import Tokenizer
 from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
-from clowder_aimage.model.zimage.vae import Vae
+from clowder_aimage.model.zimage.vae import Vae, VaeEncoder
 
 K = TypeVar("K")
 T = TypeVar("T")
 C = TypeVar("C", TextEncoderConfig, TransformerConfig, VaeConfig)
-N = TypeVar("N", TextEncoder, Transformer, Vae)
+N = TypeVar("N", TextEncoder, Transformer, Vae, VaeEncoder)
 CACHED_TEXTS = 32  # the most recently used
 CaptionKey = tuple[str, tuple[tuple[str, float], ...]]  # a text, and the adapters that touch it
 _CAPTIONING = (
     "text_encoder/",
     *(f"transformer/{part}" for part in ("context_refiner.", "cap_embedder.", "cap_pad_token")),
 )
+Keep = Callable[[mx.array, float], mx.array]
 Caches = tuple[StepCache | None, StepCache | None]
 _NO_CACHES: Caches = (None, None)
 
@@ -92,6 +102,7 @@ class ZImagePipeline:
     text_encoder_module: OffloadedModule[TextEncoder, TextEncoderConfig]
     transformer_module: OffloadedModule[Transformer, TransformerConfig]
     vae_module: OffloadedModule[Vae, VaeConfig]
+    picture_encoder: Callable[[], OffloadedModule[VaeEncoder, VaeConfig]]
     scheduler: FlowScheduler
     dtype: mx.Dtype
     budget: MemoryBudget
@@ -154,7 +165,14 @@ class ZImagePipeline:
         vae = module("vae", Vae, VaeConfig.parse)
         _check_fit(text_encoder.config, transformer.config, vae.config)
         budget = MemoryBudget(text_encoder, vae, transformer)
-        modules = (text_encoder, transformer, vae)
+
+        @cache
+        def picture_encoder() -> OffloadedModule[VaeEncoder, VaeConfig]:
+            loaded = module("vae", VaeEncoder, VaeConfig.parse)
+            budget.modules = (loaded, *budget.modules)
+            return loaded
+
+        modules = (text_encoder, transformer, vae, picture_encoder)
         del opened["vae"]
         return cls(tokenizer, *modules, scheduler, dtype, budget, tuple(skipped), opened)
 
@@ -276,29 +294,35 @@ class ZImagePipeline:
             Stage("decode", (self.vae_module,), decode),
         )
 
-    def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
+    def generate(
+        self, request: GenerateRequest, given: PictureInput | None = None
+    ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
+
+        ``given`` is the picture to begin with, of the request's size.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
             ModelError: Later, if the model computes values that are not finite.
         """
         self.check(request)
-        return self._generate(request, self.schedule(request))
+        return self._generate(request, self.schedule(request), given)
 
     def _generate(
-        self, request: GenerateRequest, schedule: Schedule
+        self, request: GenerateRequest, schedule: Schedule, given: PictureInput | None
     ) -> Generator[PipelineEvent, None, None]:
         conditioning = self.conditioning(request)
+        encoded = None if given is None else self.encode_picture(given)
         _, denoise, decode = self.stages(request)
         pixels = request.width * request.height
         waiting: list[tuple[mx.array, int, int]] = []
         for picture in range(request.n):
             seed = request.seed + picture
-            latents = mx.array(self.noise(request, seed))
+            latents, keep = self._begin(request, encoded, schedule, seed)
             self.budget.use(denoise)
             with self.budget.measure(denoise, pixels):
-                for event, state in self._steps(request, latents, schedule, conditioning, picture):
+                steps = self._steps(request, latents, schedule, conditioning, picture, keep)
+                for event, state in steps:
                     yield event
                     latents = state
             waiting.append((latents, seed, picture))
@@ -314,6 +338,34 @@ class ZImagePipeline:
                 yield Image(image, seed, number)
             waiting.clear()
 
+    def _begin(
+        self,
+        request: GenerateRequest,
+        encoded: EncodedPicture | None,
+        schedule: Schedule,
+        seed: int,
+    ) -> tuple[mx.array, Keep]:
+        """Return the latents before the first step, and what keeps a part of them after each."""
+        if encoded is None:
+            return mx.array(self.noise(request, seed)), lambda latents, _: latents
+        begun = start(encoded, self.vae_module.config, seed, schedule)
+        return begun.latents, begun.keep
+
+    def encode_picture(self, given: PictureInput) -> EncodedPicture:
+        """Return the latents of a picture, evaluated. Raises as ``ModelWeights.apply`` does."""
+        module, pixels = self.picture_encoder(), given.pixels.size // 3
+        widest = max(module.config.block_out_channels[:2])
+        work = self.budget.work("picture", pixels, decoding(widest, pixels, self.dtype))
+        self.budget.use(stage := Stage("picture", (module,), work))
+        with self.budget.measure(stage, pixels):
+            values = mx.array(given.pixels).astype(mx.float32) / 127.5 - 1
+            means, deviations = module.get().encode(values.astype(self.dtype))
+            means, deviations = means.astype(mx.float32), deviations.astype(mx.float32)
+            mx.eval(means, deviations)
+        self.budget.finish(module)
+        cells = None if given.mask is None else cells_of(given.mask, module.config.scale)
+        return EncodedPicture(means, deviations, cells)
+
     def _steps(
         self,
         request: GenerateRequest,
@@ -321,13 +373,15 @@ class ZImagePipeline:
         schedule: Schedule,
         conditioning: Conditioning,
         picture: int,
+        keep: Keep,
     ) -> Iterator[tuple[PipelineEvent, mx.array]]:
         """Yield the steps and previews of a picture, each with the latents after it."""
-        previewed = sorted(request.previews_after())
-        states = self.denoise(latents, schedule, conditioning, request.cache_threshold)
+        total = len(schedule.times)
+        previewed = sorted(previews_after(request.previews, total))
+        states = self.denoise(latents, schedule, conditioning, request.cache_threshold, keep)
         for index, state in enumerate(states, 1):
             before, latents = latents, state
-            yield Step(index, request.steps, picture), latents
+            yield Step(index, total, picture), latents
             if index in previewed:
                 small = self.preview(before, latents, schedule, index - 1)
                 yield Preview(small, previewed.index(index), picture), latents
@@ -347,7 +401,14 @@ class ZImagePipeline:
     def schedule(self, request: GenerateRequest) -> Schedule:
         """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
         rows, columns = request.height // self.sides.multiple, request.width // self.sides.multiple
-        return self.scheduler.schedule(request.steps, rows * columns, request.shift)
+        tokens, steps = rows * columns, request.steps
+        if request.strength is None:
+            return self.scheduler.schedule(steps, tokens, request.shift)
+        if request.fine:
+            whole = max(steps, round(steps / request.strength))
+            return self.scheduler.schedule(whole, tokens, request.shift).after(whole - steps)
+        first = first_step(steps, request.strength)
+        return self.scheduler.schedule(steps, tokens, request.shift).after(first)
 
     def conditioning(self, request: GenerateRequest) -> Conditioning:
         """Return the request's texts, encoded and refined; recent ones are cached.
@@ -385,10 +446,12 @@ class ZImagePipeline:
         schedule: Schedule,
         conditioning: Conditioning,
         threshold: float = 0.0,
+        keep: Keep = lambda latents, _: latents,
     ) -> Iterator[mx.array]:
         """Yield the latents after every Euler step, in float32 and evaluated.
 
         With a ``threshold``, steps between the first and the last may reuse the work of others.
+        ``keep`` changes the latents after each step, given its noise level.
         """
         caches = (StepCache(threshold), StepCache(threshold)) if threshold else _NO_CACHES
         last = len(schedule.times) - 1
@@ -397,6 +460,7 @@ class ZImagePipeline:
             used = caches if index < last else _NO_CACHES
             velocity = self.velocity(latents, float(time), conditioning, used)
             latents = latents - float(change) * velocity
+            latents = keep(latents, float(schedule.sigmas[index + 1]))
             mx.eval(latents)
             yield latents
 

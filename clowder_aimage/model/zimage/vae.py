@@ -1,4 +1,4 @@
-"""The decoder from latents to pixels (``AutoencoderKL``), channels last.
+"""The decoder from latents to pixels, and the encoder (``AutoencoderKL``), channels last.
 
 Reference: diffusers, models/autoencoders/autoencoder_kl.py and vae.py (arXiv 2112.10752).
 Group norms follow PyTorch; MLX groups channels differently by default.
@@ -7,7 +7,7 @@ Group norms follow PyTorch; MLX groups channels differently by default.
 from __future__ import annotations
 
 from clowder_aimage.model.backend import Conv2d, GroupNorm, Network, mx
-from clowder_aimage.model.convolution import convolution
+from clowder_aimage.model.convolution import convolution, halving_convolution
 from clowder_aimage.model.operation import Linear, attention
 from clowder_aimage.model.zimage.config import VaeConfig
 
@@ -123,8 +123,91 @@ class Decoder(Network):
         return convolution(x, self.conv_out, norm=self.conv_norm_out)
 
 
+class Downsample(Network):
+    """A convolution of every second pixel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = Conv2d(channels, channels, 3, stride=2)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return halving_convolution(x, self.conv)
+
+
+class DownBlock(Network):
+    """Residual blocks, then downsampling, except in the last block."""
+
+    def __init__(self, config: VaeConfig, channels: int, out_channels: int, *, last: bool) -> None:
+        super().__init__()
+        widths = [channels] + [out_channels] * (config.layers_per_block - 1)
+        self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
+        self.downsamplers = [] if last else [Downsample(out_channels)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        for layer in [*self.resnets, *self.downsamplers]:
+            x = layer(x)
+        return x
+
+
+class Encoder(Network):
+    """(1, scale * height, scale * width, 3) to (1, height, width, 2 * latent channels)."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        widths = config.block_out_channels
+        self.conv_in = Conv2d(config.out_channels, widths[0], 3, padding=1)
+        pairs = list(zip((widths[0], *widths), widths, strict=False))
+        self.down_blocks = [
+            DownBlock(config, before, after, last=index == len(pairs) - 1)
+            for index, (before, after) in enumerate(pairs)
+        ]
+        self.mid_block = MidBlock(config, widths[-1])
+        self.conv_norm_out = _norm(config, widths[-1])
+        self.conv_out = Conv2d(widths[-1], 2 * config.latent_channels, 3, padding=1)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        x = convolution(x, self.conv_in)
+        for block in self.down_blocks:
+            x = block(x)
+        return convolution(self.mid_block(x), self.conv_out, norm=self.conv_norm_out)
+
+
+class VaeEncoder(Network):
+    """The encoder alone: only requests with a picture need it."""
+
+    def __init__(self, config: VaeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        if config.use_quant_conv:
+            width = 2 * config.latent_channels
+            self.quant_conv = Conv2d(width, width, 1)
+
+    def encode(self, pixels: mx.array) -> tuple[mx.array, mx.array]:
+        """Encode pixels (scale * height, scale * width, 3), -1 to 1.
+
+        Returns the means and standard deviations of the latents, (channels, height, width), not
+        yet scaled and shifted.
+        """
+        x = self.encoder(pixels[None])
+        if "quant_conv" in self:
+            x = self.quant_conv(x)
+        means, logarithms = mx.split(x[0].transpose(2, 0, 1), 2)
+        return means, mx.exp(0.5 * mx.clip(logarithms, -30, 20))
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a diffusers tensor."""
+        return name.replace(".to_out.0.", ".to_out.")
+
+    @staticmethod
+    def skip(name: str) -> bool:
+        """Return True for tensors of the decoder."""
+        return name.startswith(("decoder.", "post_quant_conv."))
+
+
 class Vae(Network):
-    """The decoder; the encoder is not used and is skipped."""
+    """The decoder; the encoder is another network."""
 
     def __init__(self, config: VaeConfig) -> None:
         super().__init__()

@@ -1,0 +1,86 @@
+"""Generation from a picture: the noisy latents of the first step, and what a mask keeps.
+
+Source: diffusers 0.42, pipelines/z_image/pipeline_z_image_img2img.py and _inpaint.py. Each picture
+of a request is what diffusers makes with its seed alone: the sample of the encoder is drawn first,
+then the noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.zimage.config import VaeConfig
+from clowder_aimage.model.zimage.flow_scheduler import Schedule
+from clowder_aimage.model.zimage.noise import draws
+
+STRENGTH = 0.6  # without a mask, as in diffusers; 1 with one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureInput:
+    """The picture of a request at its size, and its mask.
+
+    pixels: RGB (height, width, 3), uint8. mask: (height, width), uint8; from 128 on it is painted.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedPicture:
+    """The distribution of a picture's latents, and the cells (1, height, width) to paint."""
+
+    means: mx.array
+    deviations: mx.array
+    cells: mx.array | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureStart:
+    """The latents of the first step; ``clean`` and ``noise`` are of the picture that is kept."""
+
+    latents: mx.array
+    clean: mx.array
+    noise: mx.array
+    cells: mx.array | None = None
+
+    def keep(self, latents: mx.array, sigma: float) -> mx.array:
+        """Return latents at a noise level with the unpainted cells of the picture."""
+        if self.cells is None:
+            return latents
+        kept = sigma * self.noise + (1 - sigma) * self.clean
+        return (1 - self.cells) * kept + self.cells * latents
+
+
+def first_step(steps: int, strength: float) -> int:
+    """Return the step, from 0, at which a picture begins. Raises UsageError: none is left."""
+    first = int(max(steps - min(steps * strength, steps), 0))
+    if first >= steps:
+        raise UsageError(
+            f"strength {strength:g} leaves none of {steps} steps to do",
+            hint=f"use a strength of at least {1 / steps:.2g}, or more steps",
+        )
+    return first
+
+
+def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> mx.array:
+    """Return 1 for each latent cell to paint: (1, height, width), by its top left pixel."""
+    return mx.array((mask[::scale, ::scale] >= 128).astype(np.float32))[None]
+
+
+def start(
+    encoded: EncodedPicture, config: VaeConfig, seed: int, schedule: Schedule
+) -> PictureStart:
+    """Return the start of a picture by a seed, at the first step of a schedule."""
+    sample, drawn = (mx.array(each) for each in draws(seed, encoded.means.shape, 2))
+    clean = encoded.means + encoded.deviations * sample
+    clean = (clean - config.shift_factor) * config.scaling_factor
+    sigma = float(schedule.sigmas[0])
+    latents = sigma * drawn + (1 - sigma) * clean
+    return PictureStart(latents, clean, drawn, encoded.cells)
