@@ -234,9 +234,15 @@ class AdapterFinder:
                 self._digests[key] = Digest("sha256", digest)
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror or error}") from None
+        try:
+            facts = lora.read_facts(path)
+        except FormatError as error:  # callers of a worker must not see the path
+            error.message = error.message.replace(str(path), name)
+            raise
         beside = path.with_name(_CONFIG)
-        read = partial(_read_beside, beside) if path.name == _WEIGHTS and beside.is_file() else None
-        return _found(name, self._digests[key], path, lora.read_facts(path), read)
+        is_peft = path.name == _WEIGHTS and beside.is_file()
+        read = partial(_read_beside, beside, name) if is_peft else None
+        return _found(name, self._digests[key], path, facts, read)
 
     def _stored(self, use: LoraUse) -> FoundAdapter:
         try:
@@ -400,11 +406,11 @@ def _reader(files: BlobFiles, layer: Layer | None) -> ReadConfig | None:
     return read
 
 
-def _read_beside(path: Path) -> Mapping[str, Any]:
+def _read_beside(path: Path, name: str) -> Mapping[str, Any]:
     try:
-        return _config(path.read_bytes(), str(path))
+        return _config(path.read_bytes(), f"{_CONFIG} of {name}")
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from None
+        raise StoreError(f"cannot read {_CONFIG} of {name}: {error.strerror or error}") from None
 
 
 def _config(data: bytes, what: str) -> Mapping[str, Any]:
