@@ -185,7 +185,9 @@ def _read(found: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str)
 def _unchanged_plan(stored: StoredAImage) -> CreatePlan:
     layers = [StoredLayer(layer, ()) for layer in stored.aimage.layers]
     plan = plan_conversion(stored.aimage, layers, stored.dialect, Recipe(), frozenset())
-    return replace(plan, config=stored.aimage.config, subject=None)
+    tensors = sum(layer.is_tensor for layer in stored.aimage.layers)
+    summary = replace(plan.report, tensors=tensors)
+    return replace(plan, config=stored.aimage.config, subject=None, report=summary)
 
 
 def _replanned(

@@ -185,7 +185,8 @@ def _uses(config: Mapping[str, Any], key: str, name: str) -> str:
     """Format adapters with their strengths: ``ink 0.8, style -0.5``."""
     found = config.get(key)
     uses = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    return one_line(", ".join(f"{one.get(name)} {one.get('strength')}" for one in uses))
+    text = ", ".join(f"{one.get(name)} {one.get('strength')}" for one in uses)
+    return one_line(text) if text else ""
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
