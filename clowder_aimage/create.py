@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.adapter.fit import Shapes
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
 from clowder_aimage.errors import FormatError, UsageError
@@ -168,11 +169,12 @@ def _subject(
     return subject
 
 
-def _check(inventory: Inventory, shapes: lora.Shapes, base: str) -> None:
+def _check(inventory: Inventory, shapes: Shapes, base: str) -> None:
     """Check that the adapters fit the tensors of ``base``. Raises FormatError."""
+    configs = {one.path.parent: one.path for one in inventory.files if one.path.name == lora.CONFIG}
     for file in inventory.files if shapes else ():  # whole files are not inspected
         if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
-            lora.check_fit(str(file.path), lora.read_pairs(file.path), shapes, base)
+            lora.check_fit(file.path, shapes, base, configs.get(file.path.parent))
 
 
 def _configured(

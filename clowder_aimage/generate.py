@@ -87,7 +87,8 @@ class RunnableModel:
         """Use the adapters of a request, and no others."""
         opened = self.adapters.open(request.loras) if self.adapters else []
         with _computing():
-            self.pipeline.use_adapters(opened)
+            if self.adapters:
+                self.pipeline.use_adapters(opened)
             yield
 
     def _guarded(

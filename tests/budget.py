@@ -6,7 +6,7 @@ from __future__ import annotations
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
     ".": (6_000, 97),
-    "adapter": (1_750, 95),
+    "adapter": (2_300, 95),
     "api": (2_800, 95),
     "cli": (7_900, 93),
     "content": (2_840, 97),

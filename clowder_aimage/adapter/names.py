@@ -59,8 +59,6 @@ _OTHERS = {
     "FourierFT": ("fourierft_spectrum",),
     "HRA": ("hra_u",),
     "MiSS or Bone": ("miss_block", "bone_block"),
-    "Nunchaku (SVDQuant)": ("qweight", "wscales", "proj_down", "proj_up"),
-    "a textual inversion": ("emb_params", "string_to_param"),
     "Control-LoRA": ("lora_controlnet",),
 }
 _KINDS = {word: kind for kind, words in _OTHERS.items() for word in words}

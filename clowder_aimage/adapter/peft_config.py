@@ -16,6 +16,7 @@ from typing import Any
 from clowder_aimage.errors import FormatError
 from clowder_aimage.strict_json import read_json
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"
 KINDS = ("LORA", "LOHA", "LOKR")
 _SYNTAX = re.compile(r"[\[\](){}*+?|$^\\]")

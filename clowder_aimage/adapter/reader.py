@@ -34,6 +34,7 @@ from clowder_aimage.adapter.adapter_layer import (
     read_layers,
 )
 from clowder_aimage.adapter.adapter_values import AdapterValues
+from clowder_aimage.adapter.fit import AdapterFit, told_base
 from clowder_aimage.adapter.names import (
     ALPHA,
     DIFF,
@@ -49,18 +50,16 @@ from clowder_aimage.adapter.names import (
     TABLE_UP,
     UP,
 )
-from clowder_aimage.adapter.peft_config import PeftConfig, parse_metadata
-from clowder_aimage.adapter.target import LayerTarget, TargetTable, dotted_module
+from clowder_aimage.adapter.peft_config import CONFIG, WEIGHTS, PeftConfig, parse_metadata
+from clowder_aimage.adapter.target import LayerTarget, dotted_module
 from clowder_aimage.errors import FormatError
 from clowder_aimage.strict_json import read_json
 from clowder_aimage.tensor import read_header
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _PICKLES = (b"\x80", b"PK\x03\x04")
 _AGAIN = "download the file again"
 _LEAST = 1 << 26  # values that an adapter of a small base may have
-_TOLD = ("ss_base_model_version", "modelspec.architecture")
 
 
 def read_adapter(
@@ -99,9 +98,9 @@ def read_adapter(
         found = read_layers(what, tensors, peft)
         values = AdapterValues(what, file, header)
         _check_size(what, tensors, shapes)
-        return _Reader(
-            what, base, values, found, peft, metadata, TargetTable(shapes), shapes
-        ).read()
+        told = told_base(header.metadata, (peft, *metadata.values()))
+        fit = AdapterFit(what, base, shapes, told)
+        return _Reader(what, fit, values, found, peft, metadata).read()
 
 
 def _locate(
@@ -151,24 +150,31 @@ def _check_size(
 @dataclass(frozen=True, slots=True)
 class _Reader:
     what: str
-    base: str
+    fit: AdapterFit
     values: AdapterValues
     found: AdapterLayers
     config: PeftConfig | None
     metadata: Mapping[str, PeftConfig]
-    table: TargetTable
-    shapes: Mapping[str, tuple[int, ...]]
     changes: dict[str, list[Change]] = field(default_factory=dict)
-    stems: dict[str, str] = field(default_factory=dict)
 
     def read(self) -> Adapter:
         self._check_magnitudes()
-        pairs = [(layer, self._target(layer)) for layer in self.found.layers]
-        for layer, target in pairs:  # all shapes, before any value is read
-            self._check_shapes(layer, target)
+        pairs = list(self.fit.match(self.found.layers))
+        for layer, target in pairs:
+            self._check_matrix(layer, target)
         for layer, target in pairs:
             self._read_layer(layer, target)
         return Adapter(self.what, {name: tuple(found) for name, found in self.changes.items()})
+
+    def _check_matrix(self, layer: AdapterLayer, target: LayerTarget) -> None:
+        """Check what only values tell, and that matrices are for a linear layer."""
+        if layer.kinds and (len(target.shape) != 2 or target.parts[0].bias is None):
+            part = next(part for part in layer.parts if part not in (ALPHA, DORA_SCALE))
+            layer.fail(part, f"{target.name} of {self.fit.base} is not a linear layer", "remove it")
+        if RESHAPE in layer.parts:
+            shape = self.values.integers(layer.parts[RESHAPE])
+            if shape != target.shape:
+                raise self.fit.misfit(layer.parts[RESHAPE], shape, target.parts[0].tensor)
 
     def _check_magnitudes(self) -> None:
         """Check that an adapter that says it is a DoRA has magnitudes. Raises FormatError."""
@@ -186,85 +192,6 @@ class _Reader:
 
     def _is_set(self, name: str) -> bool:
         return self.values.number(name) != 0
-
-    def _target(self, layer: AdapterLayer) -> LayerTarget:
-        target = self.table.find(layer.stem)
-        if target is None:
-            name = next(iter(layer.parts.values()))
-            raise FormatError(
-                f"{self.what} does not fit {self.base}, which has no layer for {name[:200]}"
-                f"{self._told()}",
-                hint="use an adapter that was made for this base",
-            )
-        for part in target.parts:
-            other = self.stems.setdefault(part.tensor, layer.stem)
-            if other != layer.stem:
-                raise FormatError(
-                    f"{self.what} names one layer of the base twice: {other[:200]} and "
-                    f"{layer.stem[:200]}",
-                    hint="remove one of them from the file",
-                )
-        return target
-
-    def _check_shapes(self, layer: AdapterLayer, target: LayerTarget) -> None:
-        if layer.kinds and (len(target.shape) != 2 or target.parts[0].bias is None):
-            part = next(part for part in layer.parts if part not in (ALPHA, DORA_SCALE))
-            layer.fail(part, f"{target.name} of {self.base} is not a linear layer", "remove it")
-        for name, shape in layer.changes:
-            if shape != target.shape:
-                self._misfit(name, shape, target.parts[0].tensor, target.shape)
-        for part in layer.biases:
-            self._check_bias(layer, part, target)
-        for part in (MAGNITUDE, DORA_SCALE):
-            if part in layer.parts:
-                self._check_magnitude(layer, part, target)
-        if RESHAPE in layer.parts:
-            shape = self.values.integers(layer.parts[RESHAPE])
-            if shape != target.shape:
-                self._misfit(layer.parts[RESHAPE], shape, target.parts[0].tensor, target.shape)
-
-    def _check_bias(self, layer: AdapterLayer, part: str, target: LayerTarget) -> None:
-        rows = target.shape[:1]
-        if layer.shapes[part] != rows:
-            name = target.parts[0].bias or target.parts[0].tensor
-            self._misfit(layer.parts[part], layer.shapes[part], name, rows)
-        for one in target.parts:
-            bias = one.bias
-            if bias is None:
-                layer.fail(part, f"{one.tensor} of {self.base} is not a layer with a bias", _AGAIN)
-            elif self.shapes.get(bias, (one.stop - one.start,)) != (one.stop - one.start,):
-                self._misfit(layer.parts[part], rows, bias, self.shapes[bias])
-
-    def _check_magnitude(self, layer: AdapterLayer, part: str, target: LayerTarget) -> None:
-        (rows, columns), shape = target.shape, layer.shapes[part]
-        if shape in ((rows,), (rows, 1)):
-            return
-        if part == MAGNITUDE or shape != (1, columns):
-            name = target.parts[0].tensor
-            self._misfit(layer.parts[part], shape, name, target.shape)
-        if len(target.parts) > 1:
-            layer.fail(
-                part,
-                "a magnitude for each column of a stacked query, key and value has norms over all "
-                "three, which the base keeps apart",
-                "use the adapter in a form with separate layers to_q, to_k and to_v",
-            )
-
-    def _misfit(
-        self, name: str, shape: tuple[int, ...], tensor: str, other: tuple[int, ...]
-    ) -> None:
-        raise FormatError(
-            f"{self.what} does not fit {self.base}: {name[:200]} is for {list(shape)}, but "
-            f"{tensor} has {list(other)}{self._told()}",
-            hint="use an adapter that was made for this base",
-        )
-
-    def _told(self) -> str:
-        """Return what the adapter says about its base, as the end of a message."""
-        metadata = self.values.header.metadata
-        stated = [metadata.get(key) for key in _TOLD] + [one.base for one in self._configs()]
-        found = dict.fromkeys(text.strip()[:100] for text in stated if text and text.strip())
-        return f"; it says that it is for {', '.join(found)}" if found else ""
 
     def _read_layer(self, layer: AdapterLayer, target: LayerTarget) -> None:
         linear = [self._linear(layer, kind, target) for kind in layer.kinds]

@@ -19,6 +19,7 @@ _PREFIX = re.compile(
     rf"(?:{_NETWORK})|(?P<text>lora_te(?P<number>[0-9]?)_|text_encoder(?P<second>_[0-9])?[._]|"
     r"text_encoders\.[^.]+\.)"
 )
+_FRONT = re.compile(_NETWORK)
 _DEPTH = 6  # prefixes of one name
 _BARE = re.compile(r"(to_out|adaLN_modulation)\.[0-9]+$")
 _ORIGINAL = (  # parts of diffusers' names, and of the original ones
@@ -128,8 +129,17 @@ def spellings(module: str) -> set[str]:
 
 def dotted_module(stem: str) -> str:
     """Return a stem without the prefixes of tools."""
+    return _without(_PREFIX, stem)
+
+
+def network_module(stem: str) -> str:
+    """Return a stem without the prefixes for the network, but with that of a text encoder."""
+    return _without(_FRONT, stem)
+
+
+def _without(prefix: re.Pattern[str], stem: str) -> str:
     for _ in range(_DEPTH):
-        match = _PREFIX.match(stem)
+        match = prefix.match(stem)
         if match is None:
             break
         stem = stem[match.end() :]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from clowder_aimage.adapter.names import (
+    ALPHA,
+    DORA_SCALE,
+    MAGNITUDE,
+    split_name,
+    unsupported_kind,
+)
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import (
     gguf,
@@ -24,8 +30,6 @@ DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
 CHECKPOINT = "safetensors"  # a lone file of weights
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
-_LORA = re.compile(r"(^|[._])lora[._](A|B|a|b|down|up|embedding_A|embedding_B)($|\.)")
-_LORA_TOO = re.compile(r"(^|[._])(alpha|dora_scale|lora_magnitude_vector)($|\.)")
 _KNOWN = (
     "a diffusers, Transformers, PEFT or TensorFlow SavedModel directory, or a GGUF, ONNX, "
     "TorchScript or safetensors file (a checkpoint or LoRA)"
@@ -94,15 +98,16 @@ def _detect_safetensors(path: Path) -> str:
 def is_lora(names: Iterable[str]) -> bool:
     """Return whether most of these tensor names belong to an adapter.
 
-    Adapters have pairs of small matrices, named ``lora_A`` and ``lora_B`` (peft) or ``lora_down``
-    and ``lora_up`` (kohya-ss). Some whole models include adapters.
+    They are recognised by their suffixes, such as ``lora_A`` and ``lora_B`` (peft). Some whole
+    models include adapters, and parameters named alpha.
     """
     balance = 0
     for name in names:
-        if _LORA.search(name):
+        split = split_name(name)
+        if split is None:
+            balance += 1 if unsupported_kind(name) is not None else -1
+        elif split[1] not in (ALPHA, DORA_SCALE, MAGNITUDE):
             balance += 1
-        elif not _LORA_TOO.search(name):
-            balance -= 1
     return balance > 0
 
 

@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.adapter.description import describe
+from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
 from clowder_aimage.errors import AImageError
@@ -36,7 +38,7 @@ from clowder_aimage.layout.index import read_index
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
 from clowder_aimage.schema import json_positions
 from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
-from clowder_aimage.tensor import encode_header
+from clowder_aimage.tensor import encode_header, read_header
 from clowder_aimage.tensor.config_fields import ConfigFields, parse_object
 from clowder_aimage.tensor.header import parse_header
 from clowder_aimage.yaml_document import read_yaml
@@ -264,6 +266,52 @@ def read_lora(n: int, root: Path) -> Action:
     return lambda: lora.take(path)
 
 
+def lora_of(n: int, **metadata: str) -> tuple[bytes, dict[str, tuple[int, ...]]]:
+    """Return an adapter of n layers, with alphas, and the shapes of its base."""
+    names = [
+        (f"layers.{i}.{suffix}", "F32", shape)
+        for i in range(n)
+        for suffix, shape in (
+            *(("lora_A.weight", (1, 1)), ("lora_B.weight", (1, 1))),
+            *(("alpha", ()), ("lora_magnitude_vector", (1,))),
+        )
+    ]
+    header = encode_header(names, metadata or None)
+    ones = struct.pack("<f", 1) * len(names)
+    return header + ones, {f"transformer/layers.{i}.weight": (1, 1) for i in range(n)}
+
+
+def describe_adapter(n: int, root: Path) -> Action:
+    path = root / "a.safetensors"
+    path.write_bytes(
+        lora_of(n, ss_tag_frequency=json.dumps({str(i): {"w": i} for i in range(n)}))[0]
+    )
+    with path.open("rb") as file:
+        found = read_header(file, path.stat().st_size)
+    return lambda: describe(path, found, {})
+
+
+def read_adapter_file(n: int, root: Path) -> Action:
+    from clowder_aimage.adapter.reader import read_adapter
+
+    raw, shapes = lora_of(n)
+    path = root / "a.safetensors"
+    path.write_bytes(raw)
+    patterns = {"alpha_pattern": {f"layers.{i}": 1 for i in range(n)}}
+    return lambda: read_adapter(path, shapes, what="x", base="y", config=patterns)
+
+
+def read_peft_config(n: int, _: Path) -> Action:
+    patterns = {f"transformer.{i}.alpha_pattern": {f"x.{i}": 1} for i in range(n)}
+    raw = json.dumps({**patterns, "rank_pattern": {f"x.{i}": 1 for i in range(n)}})
+
+    def read() -> None:
+        for config in parse_metadata({"lora_adapter_metadata": raw}, "x").values():
+            config.rank_of(("a.b.c",))
+
+    return read
+
+
 def read_card(n: int, root: Path) -> Action:
     (root / "README.md").write_text("---\n" + "x: y\n" * n)
     return lambda: tree.read_license(root)
@@ -352,6 +400,9 @@ def check_document(n: int, _: Path) -> Action:
 
 # the modules that decode bytes from outside, and documents for each
 CASES: dict[str, Case] = {
+    "adapter/description.py": describe_adapter,
+    "adapter/peft_config.py": read_peft_config,
+    "adapter/reader.py": read_adapter_file,
     "api/request_body.py": read_body,
     "cli/console/remote_worker.py": read_facts,
     "content/tar.py": read_tar,
@@ -386,6 +437,7 @@ COVERED = {
     ),
     **dict.fromkeys(("create", "export_plan", "weights", "manifest"), "at most 4 MiB of read_json"),
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
+    "adapter_source": "a config of at most 1 MiB, which peft_config reads",
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
     **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),

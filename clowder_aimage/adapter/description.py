@@ -1,0 +1,167 @@
+"""Facts that an adapter states about itself: type, rank, words, strength. Reads no matrices.
+
+Keys: kohya-ss (``ss_``), Stability's modelspec, ai-toolkit, the sidecars of webui.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from clowder_aimage.adapter import names
+from clowder_aimage.adapter.adapter_layer import (
+    DORA,
+    FULL,
+    LOHA,
+    LOKR,
+    LORA,
+    TABLE,
+    AdapterLayer,
+    read_layers,
+)
+from clowder_aimage.adapter.fit import BASES
+from clowder_aimage.adapter.peft_config import CONFIG, PeftConfig, parse_metadata
+from clowder_aimage.adapter.target import network_module
+from clowder_aimage.errors import FormatError
+from clowder_aimage.strict_json import read_json
+from clowder_aimage.tensor import Header
+
+_KINDS = (DORA, LOKR, LOHA, LORA, FULL)  # the first one is the type
+_PHRASES = ("trigger_word", "modelspec.trigger_phrase", "activation_text", "activation text")
+_WORDS = "trigger_words"
+_STRENGTHS = (
+    *("recommended_weight", "preferred_weight", "default_weight", "preferred weight"),
+    *("strength", "default_strength", "multiplier", "scale"),
+)
+_TITLES = ("modelspec.title", "ss_output_name")
+_TAGS = "ss_tag_frequency"
+_MOST = 200  # words kept of _TAGS
+_MAX_JSON = 64 * 1024 * 1024  # bytes, of tags
+_CODES = {"F64": "<d", "F32": "<f", "F16": "<e", "BF16": "<f", "I64": "<q", "I32": "<i"}
+
+
+def describe(path: Path, header: Header, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the facts of the adapter in the file at ``path``, by the names of the config's schema.
+
+    ``config`` is the value of peft's ``adapter_config.json``.
+
+    Raises:
+        FormatError: It is not an adapter, is incomplete, or is of a kind that cannot be read.
+    """
+    what, metadata = str(path), header.metadata
+    peft = PeftConfig.parse(config, f"{CONFIG} of {path}") if config else None
+    shapes = {name: info.shape for name, info in header.tensors.items()}
+    layers = read_layers(what, shapes, peft).layers
+    configs = [*((peft,) if peft else ()), *parse_metadata(metadata, what).values()]
+    found = {kind for layer in layers for kind in _kinds(layer)}
+    kinds = [kind for kind in _KINDS if kind in found]
+    facts = {
+        "type": kinds[0],
+        "types": kinds if len(kinds) > 1 else None,
+        "title": _first(metadata, _TITLES),
+        "rank": max((rank for layer in layers for rank in layer.ranks.values()), default=None),
+        "alpha": _alpha(path, header, layers, configs),
+        "targets": sorted({network_module(layer.stem) for layer in layers}),
+        **stated_use(metadata),
+        "base": (peft and peft.base) or _first(metadata, BASES),
+    }
+    return {key: value for key, value in facts.items() if value not in (None, [])}
+
+
+def stated_use(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the trigger words and the recommended strength that a header states."""
+    return {
+        "triggerWords": _trigger_words(metadata),
+        "weight": _number(metadata.get(key) for key in _STRENGTHS),
+    }
+
+
+def _kinds(layer: AdapterLayer) -> list[str]:
+    kinds = [LORA if kind == TABLE else kind for kind in layer.kinds]
+    kinds += [DORA] if layer.is_decomposed else []
+    changes = {names.DIFF, names.DIFF_BIAS, names.SET, names.SET_BIAS}
+    return kinds + ([FULL] if changes & layer.parts.keys() else [])
+
+
+def _alpha(
+    path: Path, header: Header, layers: Iterable[AdapterLayer], configs: Iterable[PeftConfig]
+) -> float | int | None:
+    """Return the alpha of all layers: of their tensors if they agree, else of a configuration."""
+    tensors = [layer.parts[names.ALPHA] for layer in layers if names.ALPHA in layer.parts]
+    with path.open("rb") as file:
+        found = {_scalar(file, header, name) for name in tensors}
+    if not found:
+        found = {config.alpha for config in configs}
+    if len(found) != 1:
+        return None
+    value = found.pop()
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else value
+
+
+def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
+    """Return the number in a scalar tensor, or None for other tensors."""
+    info = header.tensors[name]
+    if math.prod(info.shape) != 1 or info.dtype not in _CODES:
+        return None
+    file.seek(header.data_offset + info.start)
+    data = file.read(info.nbytes)
+    return float(struct.unpack(_CODES[info.dtype], data.rjust(4, b"\0"))[0])
+
+
+def _trigger_words(metadata: Mapping[str, str]) -> list[str]:
+    words = [_text(metadata.get(key)) for key in _PHRASES]
+    words += [word.strip() for word in _listed(metadata.get(_WORDS, ""))]
+    if not any(words):
+        words = _tags(metadata.get(_TAGS, ""))
+    return list(dict.fromkeys(word for word in words if word))
+
+
+def _listed(text: str) -> list[str]:
+    """Return words with commas between them, or of a JSON list."""
+    if text.startswith("["):
+        value = _json(text)
+        return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+    return text.split(",")
+
+
+def _tags(text: str) -> list[str | None]:
+    """Return the tags shared by all pictures of a data set; kohya counts them by directory."""
+    counts = _json(text) if text else {}
+    found: list[str | None] = []
+    for tags in counts.values() if isinstance(counts, dict) else ():
+        if isinstance(tags, dict) and tags:
+            numbers = {tag: n for tag, n in tags.items() if isinstance(n, int)}
+            most = max(numbers.values(), default=0)
+            found += [tag.strip() for tag, n in numbers.items() if n == most]
+    return found[:_MOST]
+
+
+def _json(text: str) -> Any:
+    try:
+        return read_json(text.encode(), "it", _MAX_JSON)
+    except (FormatError, UnicodeEncodeError):
+        return None
+
+
+def _number(texts: Iterable[str | None]) -> float | None:
+    for text in texts:
+        try:
+            value = float(text or "")
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            return value
+    return None
+
+
+def _first(metadata: Mapping[str, str], keys: Iterable[str]) -> str | None:
+    return next((text for key in keys if (text := _text(metadata.get(key)))), None)
+
+
+def _text(value: object) -> str | None:
+    return value.strip() or None if isinstance(value, str) else None
