@@ -22,6 +22,7 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
+from clowder_aimage.formats import lora
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.lora_text import missing_words
 from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
@@ -39,7 +40,7 @@ _CONFIG = "adapter_config.json"
 _WEIGHTS = f"adapter_model{SUFFIX}"
 _MAX_CONFIG = 1 << 20  # bytes
 _MAX_WORDS = 8  # of an adapter; others are words of its training, not triggers
-_MAX_LISTED = 10_000  # files of a directory
+_MAX_LISTED = 1000  # files of a directory
 
 OpenStored = Callable[[Reference], StoredAImage]
 
@@ -82,6 +83,15 @@ class FoundAdapter:
         return LoraUse(self.name, self.strength(strength), str(self.digest))
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A file in a directory of adapters: its name, when it was changed (seconds), and facts."""
+
+    name: str
+    changed: float
+    facts: Mapping[str, Any]
+
+
 def is_adapter(aimage: AImage) -> bool:
     """Return whether an AImage is an adapter, and not a model."""
     return aimage.properties.get("format") == "lora"
@@ -118,6 +128,7 @@ class AdapterFinder:
     directory: Path | None = None
     has_files: bool = False
     _digests: dict[tuple[Path, int, int, int], Digest] = field(default_factory=dict)
+    _facts: dict[tuple[Path, float], Mapping[str, Any]] = field(default_factory=dict)
 
     def find(self, use: LoraUse) -> FoundAdapter:
         """Return the adapter of a use.
@@ -155,30 +166,38 @@ class AdapterFinder:
         """Return whether a name is that of a file, and not of an AImage."""
         return self._file(name) is not None
 
-    def list_files(self) -> Iterator[FoundAdapter]:
-        """Yield the adapters in the directory, by name; leave out what is not one."""
-        if self.directory is None:
-            return
-        for name in self.names():
-            path = self._in_directory(name)
-            try:
-                if path is not None:
-                    yield self._read_file(path, name)
-            except AImageError:
-                continue
+    def files(self) -> list[AdapterFile]:
+        """Return the files in the directory, by name; leave out what is not an adapter."""
+        found = (self.file(name) for name in self._names())
+        return [file for file in found if file is not None]
 
-    def names(self) -> list[str]:
-        """Return the names in the directory, at most 10,000; links to directories are left out."""
+    def file(self, name: str) -> AdapterFile | None:
+        """Return a file in the directory; None if there is none, or its header is damaged."""
+        if (path := self._in_directory(name)) is None:
+            return None
+        try:
+            changed = path.stat().st_mtime
+            key = path, changed
+            if key not in self._facts:
+                self._facts[key] = lora.read_facts(path)
+        except (OSError, AImageError):
+            return None
+        return AdapterFile(name, changed, self._facts[key])
+
+    def _names(self) -> list[str]:
+        """Return at most 1,000 names in the directory; links to directories are left out."""
+        if self.directory is None:
+            return []
         found = list[str]()
-        for folder, folders, files in os.walk(self.directory or ""):
+        for folder, folders, files in os.walk(self.directory):
             folders.sort()
-            base = Path(folder).relative_to(self.directory or "")
+            base = Path(folder).relative_to(self.directory)
             found += [
                 (base / name).as_posix().removesuffix(SUFFIX)
                 for name in sorted(files)
                 if name.endswith(SUFFIX)
             ]
-            if len(found) > _MAX_LISTED:
+            if len(found) >= _MAX_LISTED:
                 break
         return sorted(found[:_MAX_LISTED])
 
@@ -206,8 +225,6 @@ class AdapterFinder:
         return path.name if is_own else text
 
     def _read_file(self, path: Path, name: str) -> FoundAdapter:
-        from clowder_aimage.formats import lora
-
         try:
             file = path.stat()
             key = path, file.st_ino, file.st_size, file.st_mtime_ns
@@ -217,9 +234,15 @@ class AdapterFinder:
                 self._digests[key] = Digest("sha256", digest)
         except OSError as error:
             raise StoreError(f"cannot read {name}: {error.strerror or error}") from None
+        try:
+            facts = lora.read_facts(path)
+        except FormatError as error:  # callers of a worker must not see the path
+            error.message = error.message.replace(str(path), name)
+            raise
         beside = path.with_name(_CONFIG)
-        read = partial(_read_beside, beside) if path.name == _WEIGHTS and beside.is_file() else None
-        return _found(name, self._digests[key], path, lora.read_facts(path), read)
+        is_peft = path.name == _WEIGHTS and beside.is_file()
+        read = partial(_read_beside, beside, name) if is_peft else None
+        return _found(name, self._digests[key], path, facts, read)
 
     def _stored(self, use: LoraUse) -> FoundAdapter:
         try:
@@ -383,11 +406,11 @@ def _reader(files: BlobFiles, layer: Layer | None) -> ReadConfig | None:
     return read
 
 
-def _read_beside(path: Path) -> Mapping[str, Any]:
+def _read_beside(path: Path, name: str) -> Mapping[str, Any]:
     try:
-        return _config(path.read_bytes(), str(path))
+        return _config(path.read_bytes(), f"{_CONFIG} of {name}")
     except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror or error}") from None
+        raise StoreError(f"cannot read {_CONFIG} of {name}: {error.strerror or error}") from None
 
 
 def _config(data: bytes, what: str) -> Mapping[str, Any]:

@@ -152,8 +152,7 @@ def test_a_file_of_the_directory_is_found_by_its_relative_name(
         assert found.path == path and found.name == name
         digest = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
         assert found.use(None) == LoraUse(name, 0.5, digest)
-    assert own.names() == ["styles/My Ink"]
-    assert [one.name for one in own.list_files()] == ["styles/My Ink"]
+    assert [(one.name, one.facts["weight"]) for one in own.files()] == [("styles/My Ink", 0.5)]
 
 
 def test_the_digest_of_a_file_follows_its_content(layout: ImageLayout, tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_no_name_leaves_the_directory(layout: ImageLayout, tmp_path: Path, name:
     os.mkfifo(root / "pipe.safetensors")
     with pytest.raises(NotFoundError, match="not found"):
         finder(layout, root).find(LoraUse(name))
-    assert not list(finder(layout, root).list_files())
+    assert not finder(layout, root).files() and finder(layout, root).file(name) is None
 
 
 def test_a_link_within_the_directory_is_followed(layout: ImageLayout, tmp_path: Path) -> None:

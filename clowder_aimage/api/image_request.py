@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
+from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.request_body import RequestBody, parse_body, wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.http.api_error import ApiError
@@ -65,6 +66,8 @@ class ImageRequest(RequestBody):
     steps: _Steps | None = None
     num_inference_steps: _Steps | None = None
     negative_prompt: _Text = ""
+    loras: LoraFields = Field(default_factory=list)
+    trigger: bool = False
     guidance: _Guidance | None = None
     guidance_scale: _Guidance | None = None
     guidance_end: float | None = Field(None, ge=0, le=1)
@@ -85,7 +88,7 @@ class ImageRequest(RequestBody):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
-        if not self.prompt.strip():
+        if not self.adapters.prompt.strip():
             raise wrong("prompt", "must not be empty")
         if self.background == "transparent":
             raise wrong("background", "transparent is not supported", "unsupported_value")
@@ -102,6 +105,11 @@ class ImageRequest(RequestBody):
         if not whole and self.width and self.height:
             check_pixels("width", self.width, self.height)
         return self
+
+    @property
+    def adapters(self) -> PromptedLoras:
+        """The prompt without tags, and the adapters. Raises ApiError."""
+        return PromptedLoras.of(self.prompt, self.loras, has_words=self.trigger)
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -137,7 +145,7 @@ class ImageRequest(RequestBody):
         steps = self.num_inference_steps if self.steps is None else self.steps
         parameters = GenerateRequest.for_model(
             aimage,
-            self.prompt,
+            self.adapters.prompt,
             **whole,
             steps=steps,
             seed=self.seed,

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ from clowder_aimage.layout.index import same_name
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.pipeline import LoraUse
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 _MOST = (1 << 53) - 1  # parameters
@@ -165,6 +166,11 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
         "parameter_size": _short(count) if type(count) is int and 0 <= count <= _MOST else "",
         "quantization_level": str(weight_type(known) or "").upper(),
     }
+
+
+def described(loras: Sequence[LoraUse]) -> dict[str, list[dict[str, Any]]]:
+    """Return the field of a response that has the adapters in use; empty without any."""
+    return {"loras": [asdict(use) for use in loras]} if loras else {}
 
 
 def _short(count: int) -> str:

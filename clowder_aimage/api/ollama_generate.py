@@ -22,8 +22,10 @@ from pydantic import BeforeValidator, Field
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream, ticking
 from clowder_aimage.api.image_request import MAX_TEXT, check_pixels
+from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, read_body
 from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, PullingEvent, StartedEvent
 from clowder_aimage.engine.executor import run_generation
@@ -31,7 +33,7 @@ from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN
-from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
+from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
 SILENCE = 10.0  # seconds of silence before an empty line is sent
@@ -60,6 +62,8 @@ class _GenerateBody(ModelBody, _Options):
     keep_alive: Annotated[float | None, BeforeValidator(_keep_alive)] = None
     stop: bool = False
     png_facts: bool | None = None
+    loras: LoraFields = Field(default_factory=list)
+    trigger: bool = False
 
     def parameters(self) -> dict[str, int]:
         """Return the sizes, steps and seed of the request or of its ``options``.
@@ -89,8 +93,12 @@ class OllamaGeneration:
             message = "images are not supported as input"
             raise ApiError(400, message, code="unsupported_value", param="images")
         self._parameters = body.parameters()
+        self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
+        if body.prompt and not self._adapters.prompt:
+            raise ApiError(400, "prompt must not be empty", code="invalid_value", param="prompt")
         self._is_admin = request.get("scope") == ADMIN
         self._begun = time.monotonic_ns()
+        self._used: tuple[LoraUse, ...] = ()
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
@@ -137,12 +145,20 @@ class OllamaGeneration:
         return web.json_response(self._line(done=True, done_reason="unload"))
 
     async def _generate(self) -> web.StreamResponse:
-        prompt, facts = self._body.prompt, self._body.png_facts
+        adapters, facts = self._adapters, self._body.png_facts
         has_facts = self._service.settings.png_facts if facts is None else facts
+
+        def make(aimage: AImage) -> GenerateRequest:
+            request = GenerateRequest.for_model(aimage, adapters.prompt, **self._parameters)
+            request = adapters.resolve(self._service, request, aimage)
+            self._used = request.loras
+            return request
+
         events = self._service.engine.generate(
             self.reference,
-            lambda aimage: GenerateRequest.for_model(aimage, prompt, **self._parameters),
+            make,
             encoding=PictureEncoding(has_facts=has_facts),
+            adapters=await adapters.references(self._service),
             **self._terms(),
         )
         return await self._stream(events, None)
@@ -159,7 +175,7 @@ class OllamaGeneration:
                     elif self._body.stream and (line := self._progress(event)) is not None:
                         await answer.write(line)
         except AImageError as error:
-            return await answer.fail(error)
+            return await answer.fail(self._adapters.error(error))
         if not self._body.stream or (has_no_picture and not answer.has_begun):
             return web.json_response(last)
         await answer.write(last or {})
@@ -188,6 +204,7 @@ class OllamaGeneration:
             image=base64.b64encode(picture.data).decode(),
             **{name: getattr(picture, name) for name in ("seed", "width", "height")},
             digest=picture.digest.removeprefix("sha256:"),
+            **model_list.described(self._used),
             total_duration=time.monotonic_ns() - self._begun,
         )
 

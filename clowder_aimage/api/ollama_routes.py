@@ -19,7 +19,7 @@ from aiohttp import web
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream
-from clowder_aimage.api.model_list import capabilities, details
+from clowder_aimage.api.model_list import capabilities, described, details
 from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking
@@ -115,6 +115,7 @@ def _loaded(store: ImageLayout, model: ModelSlot) -> dict[str, Any]:
         "device": device,
         "details": details(model_list.properties(store, model.reference)),
         "expires_at": until.isoformat(),
+        **described(model.loras),
     }
 
 

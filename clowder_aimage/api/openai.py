@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -15,6 +15,7 @@ from aiohttp import web
 
 from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
 from clowder_aimage.api.image_request import ImageRequest, read_request
+from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
@@ -74,12 +75,13 @@ class ImageRoutes:
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
+        adapters = await body.adapters.references(service)
         if not body.stream:
-            return await self._whole(request, body, self._events(body, selected), headers)
+            return await self._whole(request, body, selected, adapters, headers)
         dialect = openai_stream.choose(body, request.headers)
         stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
         previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
-        events = self._events(body, selected, previews, stream_form.learn)
+        events = self._events(body, selected, adapters, stream_form.learn, previews)
         return await _streamed(request, body, stream_form, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
@@ -103,8 +105,9 @@ class ImageRoutes:
         self,
         body: ImageRequest,
         selected: openai_model.SelectedModel,
+        adapters: Mapping[int, Reference],
+        learn: Callable[[GenerateRequest], None],
         previews: int = 0,
-        learn: Callable[[GenerateRequest], None] = lambda _: None,
     ) -> AsyncGenerator[Event, None]:
         """Yield events until all pictures are complete; call ``learn`` with the parameters."""
 
@@ -112,22 +115,25 @@ class ImageRoutes:
             if not openai_model.is_runnable(aimage):
                 raise openai_model.no_pictures(selected.reference)
             parameters = body.for_model(aimage, previews)
+            parameters = body.adapters.resolve(self._service, parameters, aimage)
             learn(parameters)
             return parameters
 
-        return self._service.engine.generate(
-            selected.reference, make, encoding=body.encoding, pull=selected.pull
-        )
+        how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
+        return self._service.engine.generate(selected.reference, make, adapters=adapters, **how)
 
     async def _whole(
         self,
         request: web.Request,
         body: ImageRequest,
-        events: AsyncGenerator[Event, None],
+        selected: openai_model.SelectedModel,
+        adapters: Mapping[int, Reference],
         headers: dict[str, str],
     ) -> web.StreamResponse:
         """Respond with all pictures at once; cancel if the client disconnects."""
         pictures: list[ImageEvent] = []
+        learned: list[GenerateRequest] = []
+        events = self._events(body, selected, adapters, learned.append)
         try:
             async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
                 async for event in coming:
@@ -141,7 +147,8 @@ class ImageRoutes:
             raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
-        text = await run_generation(json.dumps, _answer(body, pictures, keep))
+        answer = _answer(body, pictures, keep) | described(learned[-1].loras)
+        text = await run_generation(json.dumps, answer)
         return web.Response(text=text, content_type="application/json", headers=headers)
 
     def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:
@@ -218,8 +225,10 @@ def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> s
     return fault.response(request, found).text or ""
 
 
-def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | ApiError:
-    """Return the error with the request field that the pipeline rejected."""
+def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | AImageError:
+    """Return the error with the request field that the pipeline or an adapter rejected."""
+    if isinstance(error, AImageError) and "adapter" in error.facts:
+        return body.adapters.error(error)
     if not isinstance(error, UsageError):
         return error
     known = {**_PARAMS, **{name: name for name in body.sides}}

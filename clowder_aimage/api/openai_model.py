@@ -9,6 +9,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
+from clowder_aimage.adapter_source import AdapterFile, is_adapter
 from clowder_aimage.api.image_request import ImageRequest
 from clowder_aimage.api.model_list import describe_all
 from clowder_aimage.api.request_body import wrong
@@ -98,7 +99,8 @@ def _is_built_in(service: Service, name: str) -> bool:
 
 def _missing(service: Service, name: str) -> ApiError:
     """Return the error for a missing model, with the names of those that the store has."""
-    names = [model["id"] for model in ModelCatalog(service).all()]
+    models = ModelCatalog(service).all()
+    names = [model["id"] for model in models if "adapter" not in model]
     if not names:
         return unknown_model(name)
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
@@ -139,7 +141,7 @@ class ModelCatalog:
         self._known: dict[Digest, dict[str, Any] | None] = {}
 
     def all(self) -> list[dict[str, Any]]:
-        """Return all runnable models by name, then their aliases."""
+        """Return all runnable models by name, their aliases, and the adapters of both places."""
 
         def described(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
             with contextlib.suppress(UsageError):  # another tool's name, invalid in a request
@@ -148,12 +150,19 @@ class ModelCatalog:
             return tag[0], None
 
         listed = describe_all(self._service.store.tags(), described)
-        found = {name: facts for name, facts in listed if facts is not None}
-        models = [_model(name, found[name]) for name in sorted(found)]
-        return models + [_model(alias, facts) for alias, facts in self._aliases(found)]
+        known = {name: facts for name, facts in listed if facts is not None}
+        known = {name: known[name] for name in sorted(known)}
+        found = {name: facts for name, facts in known.items() if "adapter" not in facts}
+        models = [_model(name, facts) for name, facts in found.items()]
+        models += [_model(alias, facts) for alias, facts in self._aliases(found)]
+        rest = {name: facts for name, facts in known.items() if "adapter" in facts}
+        files = {one.name: _file_facts(one) for one in self._service.adapters.files()}
+        return models + [self._adapter(name, facts) for name, facts in {**files, **rest}.items()]
 
     def one(self, name: str) -> dict[str, Any]:
-        """Return the model with the name of a request. Raises ApiError."""
+        """Return the model or adapter with the name of a request. Raises ApiError."""
+        if (file := self._service.adapters.file(name)) is not None:
+            return self._adapter(name, _file_facts(file))
         try:
             reference = self._service.reference(name)
             descriptor = self._service.store.resolve(reference)
@@ -162,7 +171,7 @@ class ModelCatalog:
         facts = self._facts(reference, descriptor.digest)
         if facts is None:
             raise unknown_model(name)
-        return _model(name, facts)
+        return self._adapter(name, facts) if "adapter" in facts else _model(name, facts)
 
     def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         for alias in sorted(self._service.settings.aliases):
@@ -191,13 +200,29 @@ class ModelCatalog:
 
     def _read(self, reference: Reference) -> dict[str, Any] | None:
         stored = read_model(self._service.store, reference)
-        if not is_runnable(stored.aimage):
+        properties, facts = stored.aimage.properties, dict[str, Any]()
+        if is_adapter(stored.aimage):
+            subject = stored.aimage.subject
+            facts = {"adapter": properties.get("adapter", {}), "base": subject and subject.digest}
+        elif not is_runnable(stored.aimage):
             return None
         with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date
-            created = datetime.fromisoformat(stored.aimage.properties["created"])
-            return {"created": int(created.timestamp())}
+            created = datetime.fromisoformat(properties["created"])
+            return {"created": int(created.timestamp()), **facts}
         path = self._service.store.path(stored.descriptor)
-        return {"created": int(path.stat().st_mtime)}
+        return {"created": int(path.stat().st_mtime), **facts}
+
+    def _adapter(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
+        known = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
+        bases = (tag for tag, one in self._service.store.tags() if one.digest == facts["base"])
+        parent = min(bases, default=None) if facts["base"] else None
+        return _model(name, known) | {"parent": parent, "adapter": facts["adapter"]}
+
+
+def _file_facts(file: AdapterFile) -> dict[str, Any]:
+    """Return the facts of an adapter in the directory."""
+    return {"created": int(file.changed), "owned_by": "local", "adapter": file.facts, "base": None}
 
 
 def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:

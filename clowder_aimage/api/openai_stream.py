@@ -15,6 +15,7 @@ from typing import Any
 
 from clowder_aimage.api import answer_stream
 from clowder_aimage.api.image_request import AUTO, OLLAMA, OPENAI, WITH_PROGRESS, ImageRequest
+from clowder_aimage.api.model_list import described
 from clowder_aimage.engine.event import (
     Event,
     ImageEvent,
@@ -76,9 +77,10 @@ class PlainStream:
         self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
         self._digest = ""
+        self._loras: dict[str, Any] = {}
 
     def learn(self, parameters: GenerateRequest) -> None:
-        """Ignore the parameters, as no event contains the size."""
+        self._loras = described(parameters.loras)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
@@ -93,7 +95,7 @@ class PlainStream:
 
     def end(self) -> Iterator[bytes]:
         facts = {"created": int(time.time()), "data": self._data, "digest": self._digest}
-        yield answer_stream.frame("done", facts)
+        yield answer_stream.frame("done", facts | self._loras)
 
 
 class OpenAIStream:
@@ -102,9 +104,11 @@ class OpenAIStream:
     def __init__(self, body: ImageRequest, keep: KeepPicture, *, has_progress: bool) -> None:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
+        self._loras: dict[str, Any] = {}
 
     def learn(self, parameters: GenerateRequest) -> None:
         self._size = f"{parameters.width}x{parameters.height}"
+        self._loras = described(parameters.loras)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, QueuedEvent):
@@ -137,7 +141,7 @@ class OpenAIStream:
 
     def _completed(self, picture: ImageEvent) -> bytes:
         facts: dict[str, Any] = {"b64_json": encoded(picture)}
-        facts |= self._facts(f"{picture.width}x{picture.height}")
+        facts |= self._facts(f"{picture.width}x{picture.height}") | self._loras
         if self._body.response_format == "url":
             facts["url"] = self._keep(picture)
         return self._frame("completed", {**facts, "usage": usage()})

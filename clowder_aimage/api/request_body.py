@@ -76,7 +76,7 @@ def parse_body(
 def _field_error(error: ValidationError) -> ApiError:
     """Return the response to the first malformed field. Its value is not repeated."""
     first: Any = error.errors(include_url=False)[0]
-    param, kind = str(first["loc"][-1])[:60], first["type"]
+    param, kind = _path(first["loc"])[:60], first["type"]
     if kind == "missing":
         message = f"missing required field: {param}"
         return ApiError(400, message, code="missing_required_parameter", param=param)
@@ -84,6 +84,13 @@ def _field_error(error: ValidationError) -> ApiError:
     is_literal = kind == "literal_error" and not isinstance(first["input"], str)
     is_type = kind.endswith("_type") or is_literal
     return wrong(param, message.removeprefix("Value error, "), "invalid_type" if is_type else "")
+
+
+def _path(place: tuple[int | str, ...]) -> str:
+    """Return the name of a field, with the list that it is in: ``loras[0].model``."""
+    start = next((at - 1 for at, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[start:])
+    return "".join(parts).removeprefix(".")
 
 
 def wrong(param: str, message: str, code: str = "") -> ApiError:

@@ -7,13 +7,16 @@ import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from clowder_aimage.adapter_source import AdapterFinder
 from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
+from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.engine.settings import ServerSettings, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, UsageError
@@ -104,7 +107,8 @@ class Service:
     """A worker: its engine and store, and the aliases of models.
 
     ``node`` is the state of a server that is also a node; ``on_removed`` is called after a name was
-    removed; ``wanted`` are the models required for readiness.
+    removed; ``wanted`` are the models required for readiness. ``adapters`` finds those in the store
+    and in the directory of the settings.
     """
 
     engine: Engine
@@ -119,6 +123,11 @@ class Service:
     node: NodeState | None = None
     on_removed: Callable[[], object] = lambda: None
     started: float = field(default_factory=time.time)
+    adapters: AdapterFinder = field(init=False)
+
+    def __post_init__(self) -> None:
+        directory = self.settings.lora_dir
+        self.adapters = AdapterFinder(self.store, partial(find, self.store), directory)
 
     @property
     def required(self) -> Sequence[str]:

@@ -22,9 +22,10 @@ def parse_use(text: str, is_file: Callable[[str], bool] = lambda _: False) -> Lo
     name, number = _split(text)
     if number is None:
         return LoraUse(_named(text, text))
+    name = _named(name, text)
     last = name.rpartition("/")[2]
     is_strength = not number.isdecimal() or ":" in last or "@" in last or is_file(name)
-    return LoraUse(_named(name, text), float(number)) if is_strength else LoraUse(text)
+    return LoraUse(name, float(number)) if is_strength else LoraUse(text)
 
 
 def take_tags(prompt: str) -> tuple[str, tuple[LoraUse, ...]]:
@@ -54,7 +55,7 @@ def missing_words(prompt: str, words: Iterable[str]) -> list[str]:
 def _split(text: str) -> tuple[str, str | None]:
     """Return the name and the last number, or None if the last part is not one."""
     name, _, number = text.rpartition(":")
-    is_number = _NUMBER.fullmatch(number) and name and not name.endswith(_ALGORITHMS)
+    is_number = _NUMBER.fullmatch(number) and not name.endswith(_ALGORITHMS)
     return (name, number) if is_number else (text, None)
 
 

@@ -304,18 +304,19 @@ def test_ps_lists_loaded_models(at: Callable[[ScriptedWorker], Aimage]) -> None:
         rows = [[cell.strip() for cell in row if cell] for row in rows]
         value = here("ps", "--json").value
     assert [asked.path for asked in worker.asked] == ["/api/ps"] * 2
-    assert rows[0] == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]
+    assert rows[0] == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"]
     assert rows[1][:4] == ["tiny:latest", DIGEST[:12], "1.2 MB", "cpu (openblas)"]
     assert rows[1][4] in ("in 1:30", "in 1:29", "in 1:28", "in 1:27")
-    assert rows[2][3:] == ["gpu", "forever"]
+    assert rows[2][3:] == ["gpu", "forever", "-"]
     assert rows[3][0] == "c:1\N{REPLACEMENT CHARACTER}[2J"
-    assert rows[3][3:] == ["?", "forever"]
-    assert rows[4][3:] == ["?", "in 0:00"]
+    assert rows[3][3:] == ["?", "forever", "-"]
+    assert rows[4][3:] == ["?", "in 0:00", "-"]
     assert value[0] == {
         "reference": "tiny:latest",
         "digest": f"sha256:{DIGEST}",
         "size": 1_200_000,
         "device": "cpu (openblas)",
+        "adapters": [],
         "until": loaded[0]["expires_at"],
     }
     assert [row["until"] for row in value[1:3]] == [None, None]
@@ -341,7 +342,9 @@ def test_a_size_of_400_digits_is_not_an_answer(at: Callable[[ScriptedWorker], Ai
 
 def test_empty_model_lists(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(lambda _: says({"models": []})).running() as worker:
-        assert at(worker)("ps").out.split() == ["NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"]
+        assert at(worker)("ps").out.split() == [
+            *("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS")
+        ]
         assert at(worker)("ls", "--remote", "--json").value == []
 
 

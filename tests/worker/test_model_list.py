@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from clowder_aimage.adapter_source import AdapterFinder
 from clowder_aimage.api import model_list
 from clowder_aimage.api.ollama_routes import _model, _shown
 from clowder_aimage.api.openai_model import ModelCatalog
@@ -80,7 +81,9 @@ def test_any_number_in_a_config_can_be_listed(
 
 
 def test_the_catalog_leaves_out_what_is_not_valid(layout: ImageLayout) -> None:
-    service = SimpleNamespace(store=layout, settings=SimpleNamespace(aliases={}))
+    adapters = AdapterFinder(layout, lambda _: pytest.fail("a file"))
+    settings = SimpleNamespace(aliases={})
+    service = SimpleNamespace(store=layout, settings=settings, adapters=adapters)
     names = [model["id"] for model in ModelCatalog(cast(Any, service)).all()]
     assert "good:latest" in names
     assert not any(name.startswith("parameters") for name in names)

@@ -45,7 +45,7 @@ EXAMPLES: dict[str, object] = {
     "user": "me",
     "negative_prompt": "b",
 }
-EXAMPLES |= {"width": 16, "height": 16}
+EXAMPLES |= {"width": 16, "height": 16, "loras": [{"model": "style", "strength": 0.5}]}
 
 
 @pytest.fixture

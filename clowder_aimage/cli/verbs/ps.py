@@ -25,10 +25,14 @@ def ps() -> None:
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
         left = _left(row["until"], now)
-        return row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?", left
+        used = ", ".join(row["adapters"]) or "-"
+        facts = row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?"
+        return *facts, left, used
 
     listed = describe_each(models(worker(), "/api/ps"), _row, left_out)
-    found, lines = table_of(("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL"), listed, cells)
+    found, lines = table_of(
+        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"), listed, cells
+    )
     result([row | {"until": row["until"] and row["until"].isoformat()} for row in found], lines)
 
 
@@ -39,8 +43,15 @@ def _row(model: dict[str, Any]) -> dict[str, Any]:
         "digest": model["digest"],
         "size": model["size"],
         "device": device if isinstance(device, str) else None,
+        "adapters": _adapters(model.get("loras")),
         "until": _until(model.get("expires_at")),
     }
+
+
+def _adapters(uses: Any) -> list[str]:
+    """Return the adapters of the last request with their strengths, such as ``style:v1:0.8``."""
+    known = [use for use in uses if isinstance(use, dict)] if isinstance(uses, list) else []
+    return [f"{use.get('model')}:{use.get('strength')}" for use in known]
 
 
 def _until(text: Any) -> datetime | None:

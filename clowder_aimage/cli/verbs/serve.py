@@ -220,6 +220,12 @@ def spell(field: str) -> str:
     help="Use a smaller variant, such as int4, while the model of a request is pulled.",
 )
 @click.option(
+    "--lora-dir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Offer the adapters in this directory: 'styles/ink' is styles/ink.safetensors in it.",
+)
+@click.option(
     "--public-url",
     metavar="URL",
     help="Base URL of links to pictures. [default: the address of the request]",
