@@ -30,6 +30,7 @@ from clowder_aimage.model.pipeline import (
     PipelineEvent,
 )
 from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.picture_input import PictureInputs, PreparedPicture
 from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class RunnableModel:
     """A loaded AImage. Only the thread that loaded it may use it.
 
     ``end`` is called before each picture; it waits for a pull, or raises its error. ``adapters``
-    opens the adapters of requests, of which those of the last one stay in the pipeline.
+    opens the adapters of requests, of which those of the last one stay in the pipeline; ``pictures``
+    those that requests begin with.
     """
 
     stored: StoredAImage
@@ -56,6 +58,7 @@ class RunnableModel:
     dtype: str
     end: Callable[[], None] = no_wait
     adapters: AdapterSource | None = None
+    pictures: PictureInputs | None = None
 
     @property
     def backend(self) -> str:
@@ -73,9 +76,10 @@ class RunnableModel:
         Raises ModelError: the model's numbers cannot be computed with. Also the errors of a pull,
         and of ``AdapterSource.open``.
         """
+        picture = self.pictures.open(request) if self.pictures else None
         with self._adapted(request):
-            events = self.pipeline.generate(request)
-        return self._guarded(events)
+            events = self.pipeline.generate(request, *([picture.given] if picture else []))
+        return self._guarded(events, picture)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of a request, which follows. Raises as ``generate`` does."""
@@ -92,12 +96,14 @@ class RunnableModel:
             yield
 
     def _guarded(
-        self, events: Generator[PipelineEvent, None, None]
+        self, events: Generator[PipelineEvent, None, None], picture: PreparedPicture | None
     ) -> Generator[PipelineEvent, None, None]:
         with _computing():
             for event in events:
                 if isinstance(event, Image):
                     self.end()
+                    if picture is not None:
+                        event = replace(event, pixels=picture.finish(event.pixels))
                 yield event
 
 
@@ -297,7 +303,7 @@ def load(
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
     adapters = AdapterSource(finder, store, stored, lambda: pipeline.shapes)
-    return RunnableModel(stored, pipeline, chosen, end, adapters)
+    return RunnableModel(stored, pipeline, chosen, end, adapters, PictureInputs(store))
 
 
 @contextmanager

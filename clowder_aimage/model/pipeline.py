@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Digest
 
 if TYPE_CHECKING:  # a worker without numpy stores models and still parses requests
     import numpy as np
@@ -28,7 +29,22 @@ MAX_PREVIEWS = 16
 MAX_SCALE = 10_000  # of guidance and of the schedule's shift
 MAX_THRESHOLD = 10  # of the step cache, which then reuses almost any step
 MAX_LORAS = 16
+MAX_FEATHER = 256  # pixels
+STRENGTH = 0.6  # of an image without a mask, as in diffusers
+FITS = ("crop", "pad", "stretch")
+ALPHA = "alpha"  # the mask that is the transparency of the image
 MAX_STRENGTH = 100  # of an adapter, also negative
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PictureInput:
+    """The picture that a request begins with, at its size, and its mask.
+
+    pixels: RGB (height, width, 3), uint8. mask: (height, width), uint8; from 128 on it is painted.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +70,13 @@ class GenerateRequest:
     off at steps that begin after this part of the way from noise (0) to picture (1). shift:
     replaces the model's own shift of the noise schedule. cache_threshold: a step reuses the work
     of an earlier one if the first block of the transformer changes its result by less than this
-    part of it; 0 computes every step. loras: adapters, whose changes are added, also as objects of
+    part of it; 0 computes every step. cfg_normalization: with guidance, the length of the velocity
+    is at most this multiple of the unguided one's; 0 does not limit it. image, mask: digests of
+    picture files in the store; the picture begins with the image, and white parts of the mask (or
+    "alpha": transparent parts of the image) are painted. strength: the part of the steps that is
+    done, from 0 to 1. fine: all steps are done, from the noise level of the strength. fit: crop,
+    pad or stretch the image to the size. paste: what is not painted is the image's; feather: pixels
+    over which it is mixed. crop: only the surroundings of the mask are generated. loras: adapters, whose changes are added, also as objects of
     their fields. n: number of pictures. previews: number of previews of each picture.
     """
 
@@ -66,12 +88,17 @@ class GenerateRequest:
     negative: str | None = None
     guidance: float = 0.0
     guidance_end: float = 1.0
+    cfg_normalization: float = 0.0
     shift: float | None = None
     cache_threshold: float = 0.0
     image: str | None = None
     mask: str | None = None
     strength: float | None = None
     fine: bool = False
+    fit: str = "crop"
+    paste: bool = False
+    feather: int = 0
+    crop: bool = False
     loras: tuple[LoraUse, ...] = ()
     n: int = 1
     previews: int = 0
@@ -80,6 +107,8 @@ class GenerateRequest:
         uses: tuple[Any, ...] = tuple(self.loras)
         uses = tuple(LoraUse(**use) if isinstance(use, dict) else use for use in uses)
         object.__setattr__(self, "loras", uses)
+        if self.image is not None and self.strength is None:
+            object.__setattr__(self, "strength", STRENGTH if self.mask is None else 1.0)
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
@@ -159,8 +188,12 @@ class Image:
 class Pipeline(Protocol):
     """A loaded model, used only on the thread that loaded it."""
 
-    def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
+    def generate(
+        self, request: GenerateRequest, given: PictureInput | None = None
+    ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
+
+        ``given`` is the picture of a request with an image.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
@@ -226,6 +259,7 @@ def check_parameters(request: GenerateRequest) -> None:
         raise UsageError(f"seed must be a whole number from 0 to 2^64 - n, not {request.seed!r}")
     _check_number("guidance", request.guidance, 0, MAX_SCALE)
     _check_number("guidance_end", request.guidance_end, 0, 1)
+    _check_number("cfg_normalization", request.cfg_normalization, 0, MAX_SCALE)
     _check_number("cache_threshold", request.cache_threshold, 0, MAX_THRESHOLD)
     if request.shift is not None:
         _check_number("shift", request.shift, 1 / MAX_SCALE, MAX_SCALE)
@@ -233,6 +267,31 @@ def check_parameters(request: GenerateRequest) -> None:
     if request.negative is not None:
         _check_text("negative", request.negative)
     _check_loras(request.loras)
+    _check_picture(request)
+
+
+def _check_picture(request: GenerateRequest) -> None:
+    if request.image is None:
+        for name in ("mask", "strength", "fine", "paste", "feather", "crop"):
+            if getattr(request, name):
+                raise UsageError(f"{name} requires an image")
+        return
+    Digest.parse(request.image)
+    if request.strength is not None and not 0 < request.strength <= 1:
+        raise UsageError(f"strength must be above 0 and at most 1, not {request.strength!r:.40}")
+    if request.fit not in FITS:
+        raise UsageError(f"fit must be one of {', '.join(FITS)}, not {request.fit!r:.40}")
+    if not _is_int(request.feather) or not 0 <= request.feather <= MAX_FEATHER:
+        raise UsageError(
+            f"feather must be a whole number of pixels from 0 to {MAX_FEATHER}, not "
+            f"{request.feather!r:.40}"
+        )
+    if request.mask is None:
+        for name in ("paste", "feather", "crop"):
+            if getattr(request, name):
+                raise UsageError(f"{name} requires a mask")
+    elif request.mask != ALPHA:
+        Digest.parse(request.mask)
 
 
 def _check_loras(loras: tuple[LoraUse, ...]) -> None:

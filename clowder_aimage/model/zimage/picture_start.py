@@ -18,20 +18,6 @@ from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.flow_scheduler import Schedule
 from clowder_aimage.model.zimage.noise import draws
 
-STRENGTH = 0.6  # without a mask, as in diffusers; 1 with one
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PictureInput:
-    """The picture of a request at its size, and its mask.
-
-    pixels: RGB (height, width, 3), uint8. mask: (height, width), uint8; from 128 on it is painted.
-    """
-
-    pixels: npt.NDArray[np.uint8]
-    mask: npt.NDArray[np.uint8] | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPicture:
     """The distribution of a picture's latents, and the cells (1, height, width) to paint."""

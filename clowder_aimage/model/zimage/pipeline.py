@@ -31,6 +31,7 @@ from clowder_aimage.model.memory_budget import (
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
     Image,
+    PictureInput,
     PipelineEvent,
     Preview,
     Sides,
@@ -52,7 +53,6 @@ from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.zimage.noise import randn
 from clowder_aimage.model.zimage.picture_start import (
     EncodedPicture,
-    PictureInput,
     cells_of,
     first_step,
     start,
@@ -81,13 +81,15 @@ _NO_CACHES: Caches = (None, None)
 class Conditioning:
     """The captions of a generation; ``negative`` only with guidance.
 
-    ``weight`` is that of the guidance, which is off at times after ``end``.
+    ``weight`` is that of the guidance, which is off at times after ``end``; its result is at most
+    ``normalization`` times as long as the positive velocity, if that is not 0.
     """
 
     positive: Caption
     negative: Caption | None = None
     weight: float = 0.0
     end: float = 1.0
+    normalization: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -429,7 +431,8 @@ class ZImagePipeline:
             _cached(self._captions, keys[text], lambda key: found[key[0]]) for text in texts
         ]
         negative = captions[1] if captions[1:] else None
-        return Conditioning(captions[0], negative, request.guidance, request.guidance_end)
+        guidance = request.guidance, request.guidance_end, request.cfg_normalization
+        return Conditioning(captions[0], negative, *guidance)
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a text; recent ones are cached."""
@@ -510,7 +513,12 @@ class ZImagePipeline:
         if conditioning.negative is None or time > conditioning.end:
             return towards
         away = self.transformer(typed, time, conditioning.negative, caches[1]).astype(mx.float32)
-        return towards + conditioning.weight * (towards - away)
+        guided = towards + conditioning.weight * (towards - away)
+        if not conditioning.normalization:
+            return guided
+        limit = conditioning.normalization * mx.linalg.norm(towards)
+        length = mx.linalg.norm(guided)
+        return mx.where(length > limit, guided * (limit / length), guided)
 
     def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
         """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""

@@ -1,0 +1,269 @@
+"""Pictures that requests begin with: checked, kept in the store, and fitted to a request's size.
+
+A request names its pictures by the digests of their files, which are blobs in the store. Pillow
+decodes them, after their type and size were checked from the header.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput, Sides
+from clowder_aimage.oci import Descriptor, Digest
+
+if TYPE_CHECKING:  # a worker without Pillow stores models and still parses requests
+    import numpy as np
+    import numpy.typing as npt
+    from PIL.Image import Image
+
+    Pixels = npt.NDArray[np.uint8]
+
+TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+MAX_BYTES = 64 << 20  # of a file
+MAX_PIXELS = 1 << 26  # 8192 by 8192
+_MARGIN = 0.25  # of a mask's box, around it, when only the box is painted
+_SAME: Callable[[Any], Any] = lambda pixels: pixels  # noqa: E731
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A picture file: its digest, type, and size in pixels after rotation."""
+
+    descriptor: Descriptor
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedPicture:
+    """The input of a pipeline, and what makes its output the result."""
+
+    given: PictureInput
+    finish: Callable[[Pixels], Pixels] = _SAME
+
+
+def inspect(data: bytes, what: str) -> InputFile:
+    """Return the facts of a picture file; ``what`` names it in errors. Raises UsageError."""
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{what} has {len(data)} bytes; pictures may have {MAX_BYTES}")
+    image = decode(data, what)
+    kind = TYPES[str(image.info["kind"])]
+    return InputFile(Descriptor(kind, Digest.of(data), len(data)), *image.size)
+
+
+def keep(store: ContentStore, lease: Lease, data: bytes, what: str) -> InputFile:
+    """Check a picture file and put it into the store, leased. Raises as ``inspect``."""
+    found = inspect(data, what)
+    lease.add(found.descriptor.digest)
+    store.push(found.descriptor, bytes_body(data))
+    return found
+
+
+def decode(data: bytes, what: str) -> Image:
+    """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
+
+    Raises:
+        UsageError: It is not a PNG, JPEG or WebP file, is damaged, animated or too large.
+    """
+    import io
+
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
+                width, height = image.size
+                if width * height > MAX_PIXELS:
+                    raise UsageError(
+                        f"{what} has {width} x {height} pixels; pictures may have {MAX_PIXELS}"
+                    )
+                if getattr(image, "n_frames", 1) > 1:
+                    raise UsageError(f"{what} is animated", hint="use one of its pictures")
+                kind = str(image.format)
+                image.load()
+                upright = ImageOps.exif_transpose(image)
+                found = _in_colour(upright)
+    except UsageError:
+        raise
+    except Exception:  # Pillow has no common class for what it raises for damaged files
+        raise UsageError(
+            f"{what} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
+        ) from None
+    found.info = {"kind": kind}
+    return found
+
+
+def _in_colour(image: Image) -> Image:
+    import numpy as np
+    from PIL import Image as pillow
+
+    if image.mode.startswith("I"):  # 16 bits, or 32 bits with the same range
+        values = np.asarray(image).astype(np.int64)
+        image = pillow.fromarray((np.clip(values, 0, 65535) // 257).astype(np.uint8))
+    has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
+    return image.convert("RGBA" if has_alpha else "RGB")
+
+
+def default_size(width: int, height: int, sides: Sides) -> tuple[int, int]:
+    """Return the size of a request without one: the picture's, rounded down to multiples.
+
+    A picture that is larger than the model supports is reduced, with its proportions.
+    """
+    factor = min(1.0, sides.max_width / width, sides.max_height / height)
+    multiple = sides.multiple
+    fitted = (int(side * factor) // multiple * multiple for side in (width, height))
+    across, down = (max(side, multiple) for side in fitted)
+    return across, down
+
+
+class PictureInputs:
+    """The pictures of requests, from the files of a store."""
+
+    def __init__(self, store: BlobFiles) -> None:
+        self._store = store
+
+    def open(self, request: GenerateRequest) -> PreparedPicture | None:
+        """Return the picture of a request at its size, or None if it has none.
+
+        Raises:
+            UsageError: A file is not a picture, or the mask does not fit it or is empty.
+            NotFoundError: A file is not in the store.
+        """
+        if request.image is None:
+            return None
+        image = self._read(request.image, "image")
+        mask = None if request.mask is None else self._mask(request.mask, image)
+        return prepare(request, image, mask)
+
+    def _read(self, digest: str, what: str) -> Image:
+        try:
+            path = Path(self._store.path(Descriptor("", Digest.parse(digest), 0)))
+            return decode(path.read_bytes(), what)
+        except (NotFoundError, OSError):
+            raise NotFoundError(f"the {what} {digest} is not in the store") from None
+
+    def _mask(self, digest: str, image: Image) -> Image:
+        if digest == ALPHA:
+            if image.mode != "RGBA":
+                raise UsageError("the image has no transparency to use as a mask")
+            from PIL import ImageChops
+
+            return ImageChops.invert(image.getchannel("A"))
+        mask = self._read(digest, "mask")
+        if mask.size != image.size:
+            raise UsageError(
+                f"the mask has {mask.width} x {mask.height} pixels, the image has "
+                f"{image.width} x {image.height}"
+            )
+        return mask.convert("L")
+
+
+def prepare(request: GenerateRequest, image: Image, mask: Image | None) -> PreparedPicture:
+    """Return a picture and its mask, fitted to the request. Raises UsageError: an empty mask."""
+    import numpy as np
+
+    whole = image.convert("RGB")
+    if mask is not None and not (np.asarray(mask) >= 128).any():
+        raise UsageError("the mask is empty: white is painted, and it has none")
+    size = request.width, request.height
+    if mask is not None and request.crop:
+        return _cropped(request, whole, mask)
+    pixels = np.asarray(fit(whole, size, request.fit))
+    cells = None if mask is None else np.asarray(fit(mask, size, request.fit))
+    given = PictureInput(pixels, cells)
+    if cells is None or not request.paste:
+        return PreparedPicture(given)
+    return PreparedPicture(given, lambda made: paste(made, pixels, cells, request.feather))
+
+
+def _cropped(request: GenerateRequest, image: Image, mask: Image) -> PreparedPicture:
+    """Return the part of a picture around its mask; the result is put back into the whole."""
+    import numpy as np
+    from PIL import Image as pillow
+
+    left, top, right, bottom = around(np.asarray(mask) >= 128, request.width / request.height)
+    box = left, top, right, bottom
+    size = request.width, request.height
+    given = PictureInput(
+        np.asarray(image.crop(box).resize(size, pillow.Resampling.LANCZOS)),
+        np.asarray(mask.crop(box).resize(size, pillow.Resampling.LANCZOS)),
+    )
+    original, painted = np.asarray(image), np.asarray(mask)
+
+    def finish(made: Pixels) -> Pixels:
+        part = pillow.fromarray(made).resize((right - left, bottom - top), pillow.Resampling.LANCZOS)
+        whole = original.copy()
+        whole[top:bottom, left:right] = np.asarray(part)
+        return paste(whole, original, painted, request.feather)
+
+    return PreparedPicture(given, finish)
+
+
+def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:
+    """Return a box (left, top, right, bottom) around a mask with a margin, inside the picture.
+
+    Its proportions are ``aspect``, width by height, where the picture has room.
+    """
+    import numpy as np
+
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    height, width = mask.shape
+    top, bottom = int(rows[0]), int(rows[-1]) + 1
+    left, right = int(columns[0]), int(columns[-1]) + 1
+    down = (bottom - top) * (1 + 2 * _MARGIN)
+    across = (right - left) * (1 + 2 * _MARGIN)
+    across, down = max(across, down * aspect), max(down, across / aspect)
+    factor = min(1.0, width / across, height / down)
+    wide = min(width, max(round(across * factor), right - left))
+    high = min(height, max(round(down * factor), bottom - top))
+    left = min(max(0, (left + right - wide) // 2), width - wide)
+    top = min(max(0, (top + bottom - high) // 2), height - high)
+    return left, top, left + wide, top + high
+
+
+def fit(image: Image, size: tuple[int, int], how: str) -> Image:
+    """Return a picture of ``size``: cropped to its proportions, padded with its edge, or stretched.
+
+    Resampled by Lanczos, as diffusers does.
+    """
+    import numpy as np
+    from PIL import Image as pillow
+
+    if image.size == size:
+        return image
+    if how == "stretch":
+        return image.resize(size, pillow.Resampling.LANCZOS)
+    choose = max if how == "crop" else min
+    factor = choose(size[0] / image.width, size[1] / image.height)
+    scaled = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+    resized = image.resize(scaled, pillow.Resampling.LANCZOS)
+    left, top = (size[0] - scaled[0]) // 2, (size[1] - scaled[1]) // 2
+    if how == "crop":
+        return resized.crop((-left, -top, size[0] - left, size[1] - top))
+    sides = [(top, size[1] - scaled[1] - top), (left, size[0] - scaled[0] - left)]
+    if image.mode == "L":  # the padding of a mask is painted
+        return pillow.fromarray(np.pad(np.asarray(resized), sides, constant_values=255))
+    return pillow.fromarray(np.pad(np.asarray(resized), [*sides, (0, 0)], mode="edge"))
+
+
+def paste(made: Pixels, original: Pixels, mask: Pixels, feather: int) -> Pixels:
+    """Return ``made`` where the mask is white, else the original; ``feather`` pixels are mixed."""
+    import numpy as np
+    from PIL import Image as pillow
+    from PIL import ImageFilter
+
+    share = (mask >= 128).astype(np.uint8) * 255
+    if feather:
+        blurred = pillow.fromarray(share).filter(ImageFilter.GaussianBlur(feather / 2))
+        share = np.asarray(blurred)
+    weight = share[..., None].astype(np.float32) / 255
+    mixed = made * weight + original * (1 - weight)
+    return np.asarray(mixed.round(), np.uint8)
