@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from clowder_aimage.pull import PullOptions
     from clowder_aimage.registry import ClientOptions
 
+_OF_IMAGES = ("image", "mask", "strength", "fine", "fit", "paste", "feather", "crop")
 _GRACE = 2.0  # seconds for a pull to stop
 
 
@@ -49,8 +50,8 @@ class RunnableModel:
     """A loaded AImage. Only the thread that loaded it may use it.
 
     ``end`` is called before each picture; it waits for a pull, or raises its error. ``adapters``
-    opens the adapters of requests, of which those of the last one stay in the pipeline; ``pictures``
-    those that requests begin with.
+    opens the adapters of requests, of which those of the last one stay in the pipeline;
+    ``pictures`` opens those that requests begin with.
     """
 
     stored: StoredAImage
@@ -319,6 +320,15 @@ def _computing() -> Iterator[None]:
         raise ModelError(f"the model's numbers cannot be computed with ({kind})") from error
 
 
+def _facts(request: GenerateRequest) -> Iterator[str]:
+    """Yield the parameters that a picture states: those of an image only if there is one."""
+    for name in PARAMETERS:
+        if name == "loras" or (name in _OF_IMAGES and request.image is None):
+            continue
+        if name != "cfg_normalization" or request.cfg_normalization:
+            yield name
+
+
 def describe_picture(
     reference: Reference, model: RunnableModel, request: GenerateRequest
 ) -> dict[str, Any]:
@@ -326,7 +336,7 @@ def describe_picture(
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),
-        **{key: getattr(request, key) for key in PARAMETERS if key != "loras"},
+        **{key: getattr(request, key) for key in _facts(request)},
         **({"loras": [asdict(use) for use in request.loras]} if request.loras else {}),
         "dtype": model.dtype,
         "backend": model.backend,

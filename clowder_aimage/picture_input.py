@@ -6,11 +6,15 @@ decodes them, after their type and size were checked from the header.
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageChops, ImageFilter, ImageOps
 
 from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
@@ -18,18 +22,12 @@ from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput, Sides
 from clowder_aimage.oci import Descriptor, Digest
 
-if TYPE_CHECKING:  # a worker without Pillow stores models and still parses requests
-    import numpy as np
-    import numpy.typing as npt
-    from PIL.Image import Image
-
-    Pixels = npt.NDArray[np.uint8]
-
+Picture = Image.Image
+Pixels = npt.NDArray[np.uint8]
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 MAX_BYTES = 64 << 20  # of a file
 MAX_PIXELS = 1 << 26  # 8192 by 8192
 _MARGIN = 0.25  # of a mask's box, around it, when only the box is painted
-_SAME: Callable[[Any], Any] = lambda pixels: pixels  # noqa: E731
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class PreparedPicture:
     """The input of a pipeline, and what makes its output the result."""
 
     given: PictureInput
-    finish: Callable[[Pixels], Pixels] = _SAME
+    finish: Callable[[Pixels], Pixels]
 
 
 def inspect(data: bytes, what: str) -> InputFile:
@@ -66,16 +64,12 @@ def keep(store: ContentStore, lease: Lease, data: bytes, what: str) -> InputFile
     return found
 
 
-def decode(data: bytes, what: str) -> Image:
+def decode(data: bytes, what: str) -> Picture:
     """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
 
     Raises:
         UsageError: It is not a PNG, JPEG or WebP file, is damaged, animated or too large.
     """
-    import io
-
-    from PIL import Image, ImageOps
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -101,13 +95,11 @@ def decode(data: bytes, what: str) -> Image:
     return found
 
 
-def _in_colour(image: Image) -> Image:
-    import numpy as np
-    from PIL import Image as pillow
+def _in_colour(image: Picture) -> Picture:
 
     if image.mode.startswith("I"):  # 16 bits, or 32 bits with the same range
         values = np.asarray(image).astype(np.int64)
-        image = pillow.fromarray((np.clip(values, 0, 65535) // 257).astype(np.uint8))
+        image = Image.fromarray((np.clip(values, 0, 65535) // 257).astype(np.uint8))
     has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
     return image.convert("RGBA" if has_alpha else "RGB")
 
@@ -143,19 +135,17 @@ class PictureInputs:
         mask = None if request.mask is None else self._mask(request.mask, image)
         return prepare(request, image, mask)
 
-    def _read(self, digest: str, what: str) -> Image:
+    def _read(self, digest: str, what: str) -> Picture:
         try:
             path = Path(self._store.path(Descriptor("", Digest.parse(digest), 0)))
             return decode(path.read_bytes(), what)
         except (NotFoundError, OSError):
             raise NotFoundError(f"the {what} {digest} is not in the store") from None
 
-    def _mask(self, digest: str, image: Image) -> Image:
+    def _mask(self, digest: str, image: Picture) -> Picture:
         if digest == ALPHA:
             if image.mode != "RGBA":
                 raise UsageError("the image has no transparency to use as a mask")
-            from PIL import ImageChops
-
             return ImageChops.invert(image.getchannel("A"))
         mask = self._read(digest, "mask")
         if mask.size != image.size:
@@ -166,10 +156,8 @@ class PictureInputs:
         return mask.convert("L")
 
 
-def prepare(request: GenerateRequest, image: Image, mask: Image | None) -> PreparedPicture:
+def prepare(request: GenerateRequest, image: Picture, mask: Picture | None) -> PreparedPicture:
     """Return a picture and its mask, fitted to the request. Raises UsageError: an empty mask."""
-    import numpy as np
-
     whole = image.convert("RGB")
     if mask is not None and not (np.asarray(mask) >= 128).any():
         raise UsageError("the mask is empty: white is painted, and it has none")
@@ -180,26 +168,23 @@ def prepare(request: GenerateRequest, image: Image, mask: Image | None) -> Prepa
     cells = None if mask is None else np.asarray(fit(mask, size, request.fit))
     given = PictureInput(pixels, cells)
     if cells is None or not request.paste:
-        return PreparedPicture(given)
+        return PreparedPicture(given, lambda made: made)
     return PreparedPicture(given, lambda made: paste(made, pixels, cells, request.feather))
 
 
-def _cropped(request: GenerateRequest, image: Image, mask: Image) -> PreparedPicture:
+def _cropped(request: GenerateRequest, image: Picture, mask: Picture) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
-    import numpy as np
-    from PIL import Image as pillow
-
     left, top, right, bottom = around(np.asarray(mask) >= 128, request.width / request.height)
     box = left, top, right, bottom
     size = request.width, request.height
     given = PictureInput(
-        np.asarray(image.crop(box).resize(size, pillow.Resampling.LANCZOS)),
-        np.asarray(mask.crop(box).resize(size, pillow.Resampling.LANCZOS)),
+        np.asarray(_resized(image.crop(box), size)),
+        np.asarray(_resized(mask.crop(box), size)),
     )
     original, painted = np.asarray(image), np.asarray(mask)
 
     def finish(made: Pixels) -> Pixels:
-        part = pillow.fromarray(made).resize((right - left, bottom - top), pillow.Resampling.LANCZOS)
+        part = Image.fromarray(made).resize((right - left, bottom - top), Image.Resampling.LANCZOS)
         whole = original.copy()
         whole[top:bottom, left:right] = np.asarray(part)
         return paste(whole, original, painted, request.feather)
@@ -212,8 +197,6 @@ def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, i
 
     Its proportions are ``aspect``, width by height, where the picture has room.
     """
-    import numpy as np
-
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     height, width = mask.shape
     top, bottom = int(rows[0]), int(rows[-1]) + 1
@@ -229,40 +212,37 @@ def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, i
     return left, top, left + wide, top + high
 
 
-def fit(image: Image, size: tuple[int, int], how: str) -> Image:
+def fit(image: Picture, size: tuple[int, int], how: str) -> Picture:
     """Return a picture of ``size``: cropped to its proportions, padded with its edge, or stretched.
 
     Resampled by Lanczos, as diffusers does.
     """
-    import numpy as np
-    from PIL import Image as pillow
-
     if image.size == size:
         return image
     if how == "stretch":
-        return image.resize(size, pillow.Resampling.LANCZOS)
+        return _resized(image, size)
     choose = max if how == "crop" else min
     factor = choose(size[0] / image.width, size[1] / image.height)
     scaled = max(1, round(image.width * factor)), max(1, round(image.height * factor))
-    resized = image.resize(scaled, pillow.Resampling.LANCZOS)
+    resized = _resized(image, scaled)
     left, top = (size[0] - scaled[0]) // 2, (size[1] - scaled[1]) // 2
     if how == "crop":
         return resized.crop((-left, -top, size[0] - left, size[1] - top))
     sides = [(top, size[1] - scaled[1] - top), (left, size[0] - scaled[0] - left)]
     if image.mode == "L":  # the padding of a mask is painted
-        return pillow.fromarray(np.pad(np.asarray(resized), sides, constant_values=255))
-    return pillow.fromarray(np.pad(np.asarray(resized), [*sides, (0, 0)], mode="edge"))
+        return Image.fromarray(np.pad(np.asarray(resized), sides, constant_values=255))
+    return Image.fromarray(np.pad(np.asarray(resized), [*sides, (0, 0)], mode="edge"))
+
+
+def _resized(image: Picture, size: tuple[int, int]) -> Picture:
+    return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def paste(made: Pixels, original: Pixels, mask: Pixels, feather: int) -> Pixels:
     """Return ``made`` where the mask is white, else the original; ``feather`` pixels are mixed."""
-    import numpy as np
-    from PIL import Image as pillow
-    from PIL import ImageFilter
-
     share = (mask >= 128).astype(np.uint8) * 255
     if feather:
-        blurred = pillow.fromarray(share).filter(ImageFilter.GaussianBlur(feather / 2))
+        blurred = Image.fromarray(share).filter(ImageFilter.GaussianBlur(feather / 2))
         share = np.asarray(blurred)
     weight = share[..., None].astype(np.float32) / 255
     mixed = made * weight + original * (1 - weight)

@@ -76,8 +76,9 @@ class GenerateRequest:
     "alpha": transparent parts of the image) are painted. strength: the part of the steps that is
     done, from 0 to 1. fine: all steps are done, from the noise level of the strength. fit: crop,
     pad or stretch the image to the size. paste: what is not painted is the image's; feather: pixels
-    over which it is mixed. crop: only the surroundings of the mask are generated. loras: adapters, whose changes are added, also as objects of
-    their fields. n: number of pictures. previews: number of previews of each picture.
+    over which it is mixed. crop: only the surroundings of the mask are generated. loras: adapters,
+    whose changes are added, also as objects of their fields. n: number of pictures. previews:
+    number of previews of each picture.
     """
 
     prompt: str
@@ -277,8 +278,11 @@ def _check_picture(request: GenerateRequest) -> None:
                 raise UsageError(f"{name} requires an image")
         return
     Digest.parse(request.image)
-    if request.strength is not None and not 0 < request.strength <= 1:
-        raise UsageError(f"strength must be above 0 and at most 1, not {request.strength!r:.40}")
+    _check_mask(request)
+    if request.strength is not None:
+        _check_number("strength", request.strength, 0, 1)
+    if not request.strength:
+        raise UsageError("strength must be above 0: nothing would change")
     if request.fit not in FITS:
         raise UsageError(f"fit must be one of {', '.join(FITS)}, not {request.fit!r:.40}")
     if not _is_int(request.feather) or not 0 <= request.feather <= MAX_FEATHER:
@@ -286,6 +290,9 @@ def _check_picture(request: GenerateRequest) -> None:
             f"feather must be a whole number of pixels from 0 to {MAX_FEATHER}, not "
             f"{request.feather!r:.40}"
         )
+
+
+def _check_mask(request: GenerateRequest) -> None:
     if request.mask is None:
         for name in ("paste", "feather", "crop"):
             if getattr(request, name):

@@ -48,6 +48,11 @@ from clowder_aimage.cli.console.output import (
     wants_value,
 )
 from clowder_aimage.cli.console.picture_file import PictureOutput
+from clowder_aimage.cli.console.picture_option import (
+    input_pictures,
+    picture_options,
+    picture_parameters,
+)
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.prompt_loop import read_prompts
 from clowder_aimage.cli.console.remote_worker import (
@@ -131,8 +136,14 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option("--negative", metavar="TEXT", help="What to avoid; requires --guidance.")
 @click.option("--guidance", type=float, help="Guidance scale (CFG). [default: 0]")
 @click.option("--guidance-end", type=float, help="Part of the way that is guided. [default: 1]")
+@click.option(
+    "--cfg-normalization",
+    type=float,
+    help="Longest guided step, in unguided ones; 0 for no limit. [default: 0]",
+)
 @click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
 @click.option("--cache-threshold", type=float, help="Skip steps that change less. [default: 0]")
+@picture_options
 @lora_options
 @click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
 @click.option(
@@ -261,6 +272,8 @@ def _check(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
         if parameters["width"] is not None or parameters["height"] is not None:
             raise UsageError("--size cannot be combined with --width or --height")
         parameters["width"], parameters["height"] = values["size"]
+    has_size = parameters["width"] is not None or parameters["height"] is not None
+    parameters |= picture_parameters(values, has_size=has_size)
     given = {name: value for name, value in parameters.items() if value is not None}
     check_parameters(GenerateRequest(**given, n=values["count"]))
     return parameters
@@ -432,6 +445,7 @@ class _LocalModel:
         found = self.finder.find_all(request, model.stored.aimage)
         request = adapter_source.resolve(request, found, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, found))
+        input_pictures().keep(request.image, request.mask)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):

@@ -18,6 +18,7 @@ from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.flow_scheduler import Schedule
 from clowder_aimage.model.zimage.noise import draws
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedPicture:
     """The distribution of a picture's latents, and the cells (1, height, width) to paint."""

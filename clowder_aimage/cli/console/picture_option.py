@@ -1,0 +1,124 @@
+"""Options for pictures that a picture begins with, and the files that they name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import needs, options, settings
+from clowder_aimage.errors import NotFoundError, StoreError, UsageError
+from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_FEATHER
+
+if TYPE_CHECKING:
+    from clowder_aimage.picture_input import InputFile
+
+_KEY = "clowder_aimage.pictures"  # in the meta of the command's context
+MULTIPLE = 16  # pixels, of the sides of most models
+
+picture_options = options(
+    click.option("--image", metavar="FILE", help="Begin with this picture; '-': from stdin."),
+    click.option(
+        "--strength",
+        type=float,
+        help="Part of the steps that are done, up to 1. [default: 0.6, 1 with --mask]",
+    ),
+    click.option("--fine", is_flag=True, help="Do all steps, from the noise level of --strength."),
+    click.option(
+        "--fit",
+        type=click.Choice(FITS),
+        help="Fit the picture to another size. [default: crop]",
+    ),
+    click.option(
+        "--mask",
+        metavar="FILE",
+        help="Paint only what is white in this picture; 'alpha': what is transparent in --image.",
+    ),
+    click.option("--paste", is_flag=True, help="Keep the pixels that are not painted."),
+    click.option(
+        "--feather",
+        type=click.IntRange(0, MAX_FEATHER),
+        metavar="PIXELS",
+        help="Mix pasted and painted pixels over this width. [default: 0]",
+    ),
+    click.option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
+)
+
+
+@dataclass(slots=True)
+class InputPictures:
+    """The picture files of a command by their digests, and by the names that were given."""
+
+    data: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, InputFile] = field(default_factory=dict)
+
+    def read(self, name: str, option: str) -> InputFile:
+        """Return the facts of a file, which is read once. Raises UsageError, NotFoundError."""
+        if name not in self.files:
+            with needs("reading a picture", "mlx"):
+                from clowder_aimage.picture_input import inspect
+            data = _read(name, option)
+            found = inspect(data, name if name != "-" else "the picture on stdin")
+            self.files[name] = found
+            self.data[str(found.descriptor.digest)] = data
+        return self.files[name]
+
+    def keep(self, *digests: str | None) -> None:
+        """Put files into the store, leased until the command ends."""
+        from clowder_aimage.picture_input import keep
+
+        wanted = [self.data[one] for one in digests if one in self.data]
+        if wanted:
+            layout = settings().layout
+            lease = click.get_current_context().with_resource(layout.lease())
+            for data in wanted:
+                keep(layout, lease, data, "the picture")
+
+
+def input_pictures() -> InputPictures:
+    """Return the picture files of the command that runs."""
+    meta = click.get_current_context().meta
+    found: InputPictures = meta.setdefault(_KEY, InputPictures())
+    return found
+
+
+def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str, Any]:
+    """Return the parameters that the options state: digests in place of files.
+
+    Without a size, it is the picture's, rounded down to multiples of 16. Raises as ``read``.
+    """
+    image, mask = values["image"], values["mask"]
+    if image is None:
+        return {}
+    if image == "-" == mask:
+        raise UsageError("stdin has one picture, for --image or --mask")
+    files = input_pictures()
+    found = files.read(image, "--image")
+    parameters: dict[str, Any] = {"image": str(found.descriptor.digest)}
+    if mask is not None:
+        digest = mask if mask == ALPHA else files.read(mask, "--mask").descriptor.digest
+        parameters["mask"] = str(digest)
+    if not has_size:
+        sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (found.width, found.height))
+        parameters["width"], parameters["height"] = sides
+        parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers
+    return parameters
+
+
+def _read(name: str, option: str) -> bytes:
+    from clowder_aimage.picture_input import MAX_BYTES
+
+    try:
+        if name == "-":
+            return sys.stdin.buffer.read(MAX_BYTES + 1) if sys.stdin else b""
+        path = Path(name).expanduser()
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"{option}: there is no file {name}") from None
+    except OSError as error:
+        raise StoreError(f"{option}: cannot read {name}: {error.strerror or error}") from None
