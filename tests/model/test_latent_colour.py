@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
+from clowder_aimage.model.backend import mx
 from clowder_aimage.model.memory_budget import Stage
 from clowder_aimage.model.pipeline import GenerateRequest, Image, Preview
 from clowder_aimage.model.zimage import latent_colour
@@ -69,9 +71,12 @@ def test_a_model_with_known_colours_does_not_decode_previews(
     monkeypatch.setattr(zimage, "has_colours", lambda _: True)
     decoded = []
     decode = ZImagePipeline.decode
-    monkeypatch.setattr(
-        ZImagePipeline, "decode", lambda self, found: decoded.append(1) or decode(self, found)
-    )
+
+    def counted(self: ZImagePipeline, found: mx.array) -> Any:
+        decoded.append(found)
+        return decode(self, found)
+
+    monkeypatch.setattr(ZImagePipeline, "decode", counted)
 
     def vae_of(stages: tuple[Stage, ...]) -> list[bool]:
         return [pipeline.vae_module in stage.modules for stage in stages]

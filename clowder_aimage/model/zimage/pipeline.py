@@ -38,8 +38,10 @@ from clowder_aimage.model.pipeline import (
     Step,
     check_request,
     downsample,
+    first_step,
     previews_after,
     to_pixels,
+    whole_steps,
 )
 from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.weights import ModelWeights, read_object
@@ -55,7 +57,6 @@ from clowder_aimage.model.zimage.noise import randn
 from clowder_aimage.model.zimage.picture_start import (
     EncodedPicture,
     cells_of,
-    first_step,
     start,
 )
 from clowder_aimage.model.zimage.text_encoder import TextEncoder
@@ -412,7 +413,7 @@ class ZImagePipeline:
         if request.strength is None:
             return self.scheduler.schedule(steps, tokens, request.shift)
         if request.fine:
-            whole = max(steps, round(steps / request.strength))
+            whole = whole_steps(steps, request.strength)
             return self.scheduler.schedule(whole, tokens, request.shift).after(whole - steps)
         first = first_step(steps, request.strength)
         return self.scheduler.schedule(steps, tokens, request.shift).after(first)
