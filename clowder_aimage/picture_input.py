@@ -18,7 +18,7 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps
 
 from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput, Sides
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -50,7 +50,7 @@ class PreparedPicture:
 def inspect(data: bytes, what: str) -> InputFile:
     """Return the facts of a picture file; ``what`` names it in errors. Raises UsageError."""
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{what} has {len(data)} bytes; pictures may have {MAX_BYTES}")
+        raise TooLargeError(f"{what} has {len(data)} bytes; pictures may have {MAX_BYTES}")
     image = decode(data, what)
     kind = TYPES[str(image.info["kind"])]
     return InputFile(Descriptor(kind, Digest.of(data), len(data)), *image.size)
@@ -76,7 +76,7 @@ def decode(data: bytes, what: str) -> Picture:
             with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
-                    raise UsageError(
+                    raise TooLargeError(
                         f"{what} has {width} x {height} pixels; pictures may have {MAX_PIXELS}"
                     )
                 if getattr(image, "n_frames", 1) > 1:
