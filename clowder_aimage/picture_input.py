@@ -76,9 +76,7 @@ def decode(data: bytes, what: str) -> Picture:
             with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
-                    raise TooLargeError(
-                        f"{what} has {width} x {height} pixels; pictures may have {MAX_PIXELS}"
-                    )
+                    raise Image.DecompressionBombError
                 if getattr(image, "n_frames", 1) > 1:
                     raise UsageError(f"{what} is animated", hint="use one of its pictures")
                 kind = str(image.format)
@@ -87,6 +85,8 @@ def decode(data: bytes, what: str) -> Picture:
                 found = _in_colour(upright)
     except UsageError:
         raise
+    except Image.DecompressionBombError:  # by Pillow's own limit, above this one
+        raise TooLargeError(f"{what} has more than {MAX_PIXELS} pixels") from None
     except Exception:  # Pillow has no common class for what it raises for damaged files
         raise UsageError(
             f"{what} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
