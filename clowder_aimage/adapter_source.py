@@ -380,9 +380,7 @@ class AdapterSource:
 
 def is_controlnet(aimage: AImage) -> bool:
     """Return whether an AImage is a control network, and not a model."""
-    known = aimage.properties
-    is_own_class = known.get("architecture") == controlnet.CLASS
-    return known.get("format") == controlnet.FORMAT or is_own_class
+    return aimage.properties.get("architecture") == controlnet.CLASS
 
 
 def find_control(name: str, open_stored: OpenStored) -> StoredAImage:

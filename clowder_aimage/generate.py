@@ -17,10 +17,11 @@ from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
+from clowder_aimage.formats.diffusers import PIPELINES
 from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
-from clowder_aimage.model.loader import PIPELINES, load_pipeline
+from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     COMPONENTS,
     PARAMETERS,

@@ -257,7 +257,8 @@ def open_controlnet(
         ModelError: It has no tensors.
     """
     weights = ModelWeights.open(stored.files, stored.aimage, stored.component, has_config=False)
-    controlnet.check_fit(weights.shapes(), shapes, stored.name, "the model")
+    what = f"the ControlNet {stored.name}"
+    controlnet.check_fit(weights.shapes(), shapes, what, "the model")
     how: dict[str, Any] = {"dtype": dtype, "keep_quantized": keep_quantized}
     try:
         if weights.config:
@@ -267,7 +268,7 @@ def open_controlnet(
         unloaded = ControlNet(config)  # its arrays are never computed
         size, _ = weights.check(unloaded, skip=unloaded.skip, **how)
     except ModelError as error:
-        message = f"the ControlNet {stored.name} does not fit the model: {error.message}"
+        message = f"{what} does not fit the model: {error.message}"
         raise FormatError(message, hint=error.hint) from None
 
     def load() -> ControlNet:
