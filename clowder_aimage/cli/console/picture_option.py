@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import needs, options, settings
+from clowder_aimage.cli.console.option import needs, options, parsed, settings
+from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_FEATHER
+from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_CONTROL, MAX_FEATHER, MAX_UPSCALE
 
 if TYPE_CHECKING:
     from clowder_aimage.input_source import InputSource
@@ -20,6 +22,16 @@ if TYPE_CHECKING:
 _KEY = "clowder_aimage.pictures"  # in the meta of the command's context
 _LONGEST = 200  # characters of a name in an error
 MULTIPLE = 16  # pixels, of the sides of most models
+
+
+def _expand(text: str) -> tuple[int, ...]:
+    found = text.split(",")
+    if len(found) != 4 or not all(re.fullmatch("[0-9]{1,5}", one, re.ASCII) for one in found):
+        raise ValueError(
+            f"expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as 0,0,256,0, not {text!r}"
+        )
+    return tuple(map(int, found))
+
 
 picture_options = options(
     click.option(
@@ -31,7 +43,8 @@ picture_options = options(
     click.option(
         "--strength",
         type=float,
-        help="Part of the steps that are done, up to 1. [default: 0.6, 1 with --mask]",
+        help="Part of the steps that are done, up to 1."
+        " [default: 0.6; 1 with --mask, --expand; 0.3 with --upscale]",
     ),
     click.option("--fine", is_flag=True, help="Do all steps, from the noise level of --strength."),
     click.option(
@@ -51,7 +64,35 @@ picture_options = options(
         metavar="PIXELS",
         help="Mix pasted and painted pixels over this width. [default: 0]",
     ),
+    click.option(
+        "--expand",
+        metavar="LEFT,TOP,RIGHT,BOTTOM",
+        callback=parsed(_expand),
+        help="Paint these pixels around the picture.",
+    ),
+    click.option(
+        "--upscale",
+        type=click.FloatRange(1, MAX_UPSCALE),
+        metavar="FACTOR",
+        help="Enlarge the picture, then improve it in tiles.",
+    ),
     click.option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
+    click.option(
+        "--control",
+        metavar="SOURCE",
+        help="Guide a ControlNet by this picture: edges, depth, a pose; sources as of --image.",
+    ),
+    click.option(
+        "--controlnet",
+        type=stored_reference,
+        metavar="REF",
+        help="The ControlNet that --control guides. [default: the model's own]",
+    ),
+    click.option(
+        "--control-strength",
+        type=click.FloatRange(0, MAX_CONTROL),
+        help="How much --control guides. [default: 0.75]",
+    ),
 )
 
 
@@ -112,20 +153,34 @@ def input_pictures() -> InputPictures:
 def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str, Any]:
     """Return the parameters that the options state: digests in place of files.
 
-    Without a size, it is the picture's, rounded down to multiples of 16. Raises as ``read``.
+    Without a size, it is the picture's, rounded down to multiples of 16, or up if it is expanded.
+    If it is enlarged, the size is that of the tiles: the model's. Raises as ``read``.
     """
-    image, mask = values["image"], values["mask"]
-    if image is None:
-        return {}
-    if image == "-" == mask:
-        raise UsageError("stdin has one picture, for --image or --mask")
-    files = input_pictures()
-    found = files.read(image, "--image")
-    parameters: dict[str, Any] = {"image": str(found.descriptor.digest)}
-    if mask is not None:
+    image, mask, control = values["image"], values["mask"], values["control"]
+    if (image, mask, control).count("-") > 1:
+        raise UsageError("stdin has one picture, for --image, --mask or --control")
+    files, parameters = input_pictures(), dict[str, Any]()
+    if values["controlnet"] is not None:
+        parameters["controlnet"] = str(values["controlnet"])
+    if control is not None:
+        found = files.read(control, "--control")
+        parameters["control"] = str(found.descriptor.digest)
+    if image is not None:
+        found = files.read(image, "--image")
+        parameters["image"] = str(found.descriptor.digest)
+    if image is None and control is None:
+        return parameters
+    if image is not None and mask is not None:
         digest = mask if mask == ALPHA else files.read(mask, "--mask").descriptor.digest
         parameters["mask"] = str(digest)
-    if not has_size:
+    if values["expand"]:
+        from clowder_aimage.picture_input import expanded_size
+
+        if has_size:
+            raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
+        size = expanded_size(found.width, found.height, values["expand"], MULTIPLE)
+        parameters["width"], parameters["height"] = size
+    elif not has_size and not values["upscale"]:
         sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (found.width, found.height))
         parameters["width"], parameters["height"] = sides
         parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
+from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.lora_option import adapter_finder, lora_options, read_uses
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result
@@ -48,6 +48,8 @@ def replay(picture: Path, loras: tuple[str, ...], lora_dir: Path | None) -> int:
     for use in request.loras:  # before the model, which is larger
         if not use.model.startswith(OWN):
             finder.find(use)
+    if request.controlnet is not None:
+        find_control(request.controlnet, finder.open_stored)
     fetched = fetch_model(reference, connect)
     dtype = facts.get("dtype")
     dtype = None if dtype is None else str(dtype)
