@@ -165,6 +165,12 @@ def _sides(text: str) -> tuple[int, int]:
     " [default: ./PROMPT-SEED.png]",
 )
 @click.option(
+    "--push",
+    metavar="HOST/REPO:TAG",
+    callback=parsed(parse_reference),
+    help="Push the pictures too, as an artifact whose subject is the model.",
+)
+@click.option(
     "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"
 )
 @click.option(
@@ -210,6 +216,7 @@ def run(
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
+    _check_push(values["push"], prompt)
     first = _check(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
@@ -242,6 +249,17 @@ def _read_prompt(words: tuple[str, ...]) -> str | None:
     if not prompt.strip():
         raise UsageError("the prompt is empty", hint="aimage run REF PROMPT")
     return prompt
+
+
+def _check_push(target: Reference | None, prompt: str | None) -> None:
+    """Reject a name to which the pictures cannot be pushed, before they are generated."""
+    if target is None:
+        return
+    from clowder_aimage.picture_artifact import check_target
+
+    if prompt is None:
+        raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
+    check_target(target, settings().connection(target.registry))
 
 
 def _standard_input() -> str:
@@ -312,23 +330,43 @@ class _Order:
                 note(f"seed {options['seed']}")
             remark(text)
 
-        written, facts = [], dict[str, Any]()
+        written, facts, made_here = [], dict[str, Any](), list[RemotePicture]()
         with contextlib.closing(self.render(options, count, output.kind, announce)) as made:
             for picture in made:
                 path = output.write(
                     picture.data, options["prompt"], picture.seed, picture.index, count
                 )
                 facts = facts or {**picture.facts}
+                made_here += [picture] if self.values["push"] else []
                 if path is not None:
                     written.append({"path": str(path), "seed": picture.seed})
                     self._show(path)
         if not output.is_stdout and self.values["inline"] is not False:
             for each in written:
                 self._draw(Path(str(each["path"])))
+        value, lines = facts | {"pictures": written}, [str(each["path"]) for each in written]
+        if self.values["push"]:
+            pushed = self._push(made_here, output.kind)
+            value, lines = value | {"pushed": pushed}, [*lines, pushed["reference"]]
         if not output.is_stdout:
-            result(facts | {"pictures": written}, (str(each["path"]) for each in written))
+            result(value, lines)
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
         return tuple(str(each["path"]) for each in written)
+
+    def _push(self, made: list[RemotePicture], kind: str) -> dict[str, str]:
+        """Push the pictures as one artifact; return its name and digest."""
+        from clowder_aimage.picture_artifact import MadePicture, push_pictures
+
+        target: Reference = self.values["push"]
+        model = Reference.parse(str(made[0].facts["reference"])) if made[0].facts else target
+        connection = settings().connection(*{model.registry, target.registry} - {None})
+        pictures = [MadePicture(one.data, one.seed, kind, one.facts) for one in made]
+        with Progress("pushing", target) as progress:
+            on_event, layout = progress.on_event, settings().layout
+            sent = push_pictures(pictures, target, layout, connection, on_event=on_event)
+        progress.summarize("pushed")
+        digest = str(sent.digest)
+        return {"reference": f"{connection.expand(target)}@{digest}", "digest": digest}
 
     def _draw(self, path: Path) -> None:
         """Draw a picture in the terminal."""
@@ -355,7 +393,7 @@ def _renderer(
     """Return the function that generates pictures: in a worker, or in this process by ``here``."""
     if local and remote:
         raise UsageError("--local cannot be combined with --remote")
-    but = (*_SETTABLE, "local")
+    but = (*_SETTABLE, "push", "local")
     if remote or (not local and worker_host()):
         other = "omit --remote" if remote else "use --local"
         refuse_options(f"omit it, or {other} to generate the picture in this process", but=but)
