@@ -120,7 +120,8 @@ class AdapterFinder:
     """Adapters by name: files, if ``has_files``; a ``directory`` of files; AImages.
 
     ``open_stored`` returns an AImage that is complete in ``store``, and may pull it. A digest of a
-    file is computed once, until the file changes.
+    file is computed once, until the file changes. A file is found again by the name in its use,
+    which may lack its directory.
     """
 
     store: BlobFiles
@@ -128,6 +129,7 @@ class AdapterFinder:
     directory: Path | None = None
     has_files: bool = False
     _digests: dict[tuple[Path, int, int, int], Digest] = field(default_factory=dict)
+    _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict)
     _facts: dict[tuple[Path, float], Mapping[str, Any]] = field(default_factory=dict)
 
     def find(self, use: LoraUse) -> FoundAdapter:
@@ -139,10 +141,11 @@ class AdapterFinder:
             VerificationError: The file is not the one with the digest of the use.
             FormatError: Its metadata or its config is invalid.
         """
-        path = self._file(use.model)
+        path = self._paths.get((use.model, use.digest)) or self._file(use.model)
         if path is None:
             return self._stored(use)
         found = self._read_file(path, self._name(use.model, path))
+        self._paths[found.name, str(found.digest)] = path
         if use.digest not in (None, str(found.digest)):
             raise VerificationError(
                 f"{use.model} is not the adapter that was used: it has the digest {found.digest}, "

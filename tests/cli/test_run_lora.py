@@ -57,6 +57,8 @@ def test_an_adapter_changes_the_picture_as_its_strength_says(here: Aimage) -> No
     assert whole != plain
     assert pixels(drawn(here, "--lora", "style")) == whole
     assert pixels(drawn(here, "--lora", "ink.safetensors")) == whole
+    by_path = drawn(here, "--lora", here.home / "ink.safetensors")
+    assert pixels(by_path) == whole and facts(by_path)["loras"][0]["model"] == "ink.safetensors"
     assert pixels(drawn(here, prompt="a fox <lora:style:1>")) == whole
     twice = pixels(drawn(here, "--lora", "style:0.5", "--lora", "./ink.safetensors:0.5"))
     assert len(twice) == len(whole) and twice not in (plain,)
@@ -107,6 +109,28 @@ def test_an_adapter_is_pulled(here: Aimage, repository: str) -> None:
     assert pixels(drawn(here, "--lora", f"{name}:1.0")) == expected
     assert name in here("ls").out
     assert here("replay", "made.png").out == "equal\n"
+
+
+def test_an_adapter_is_pulled_without_its_base(
+    here: Aimage, aimage: Callable[..., Aimage], repository: str
+) -> None:
+    base, style = f"{repository}:base", f"{repository}:style"
+    for name, new in (("x", base), ("style", style)):
+        here("tag", name, new)
+        here("push", new, "-q")
+    there = aimage("there")
+    there("pull", style, "-q")
+    assert base not in there("ls").out
+    made = ("run", base, "a fox", *SMALL, "--lora", f"{style}:0.5", "-o", "there.png")
+    there(*made)
+    assert pixels((there.home / "there.png").read_bytes()) == pixels(
+        drawn(here, "--lora", "style:0.5")
+    )
+    both = aimage("both")
+    pulled = both("pull", base, style)
+    assert len(pulled.out.split()) == 2
+    both("gc", "--grace", "0s")
+    both(*made)
 
 
 @pytest.mark.parametrize(
