@@ -71,9 +71,11 @@ class AdapterValues:
     def integers(self, name: str) -> tuple[int, ...]:
         """Return the values of a short list of integers."""
         info = self.header.tensors[name]
-        if math.prod(info.shape) > 8 or info.dtype not in _TYPES:
-            raise FormatError(f"{self.what}: {name[:200]} is not a list of dimensions")
-        return tuple(int(one) for one in _decode(self._read(name), info.dtype).reshape(-1))
+        if math.prod(info.shape) <= 8 and info.dtype in _TYPES:
+            values = _decode(self._read(name), info.dtype).reshape(-1)
+            if np.isfinite(values).all():
+                return tuple(map(int, values))
+        raise FormatError(f"{self.what}: {name[:200]} is not a list of dimensions", hint=_AGAIN)
 
     def _read(self, name: str) -> bytes:
         info = self.header.tensors[name]

@@ -94,7 +94,7 @@ def _alpha(
     with path.open("rb") as file:
         found = {_scalar(file, header, name) for name in tensors}
     if not found:
-        found = {config.alpha for config in configs}
+        found = {next((one.alpha for one in configs if one.alpha is not None), None)}
     if len(found) != 1:
         return None
     value = found.pop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def latents(pipeline: ZImagePipeline) -> np.ndarray:
 
 def with_weights(pipeline: ZImagePipeline, vector: AdapterVector, strength: float) -> np.ndarray:
     """Return the latents with the changed weights, written into the networks by hand."""
-    before: list[tuple[mx.array, str, object]] = []
+    before: list[tuple[Any, str, Any]] = []
     weights = {
         name: np.asarray(pipeline.weights[component].numpy(own), np.float32)
         for name in vector.effects
@@ -48,7 +49,7 @@ def with_weights(pipeline: ZImagePipeline, vector: AdapterVector, strength: floa
     }
     for name, values in vector.changed(weights, strength).items():
         component, _, own = name.partition("/")
-        network = getattr(pipeline, component)
+        network: Any = getattr(pipeline, component)
         *path, last = network.sanitize(own).split(".")
         for step in path:
             network = network[int(step)] if isinstance(network, list) else network[step]
