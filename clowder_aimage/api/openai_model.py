@@ -58,13 +58,15 @@ def unknown_model(name: str) -> ApiError:
 class SelectedModel:
     """The AImage of a request, if it is in the store, and when it may be pulled.
 
-    ``is_default``: it replaces another model.
+    ``is_default``: it replaces another model. ``adapter``: the request names an adapter, whose base
+    model this is.
     """
 
     reference: Reference
     aimage: AImage | None
     pull: str
     is_default: bool = False
+    adapter: Reference | None = None
 
 
 async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) -> SelectedModel:
@@ -87,9 +89,23 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
         aimage = await read_here(service, reference)
         if aimage is None and not (reference.registry and pull != NEVER):
             raise await run_io(_missing, service, body.model or str(reference))
+    adapter = None
+    if aimage is not None and is_adapter(aimage):
+        adapter, reference = reference, await run_io(_base_of, service, reference, aimage)
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
-    return SelectedModel(reference, aimage, pull, is_default)
+    return SelectedModel(reference, aimage, pull, is_default, adapter)
+
+
+def _base_of(service: Service, reference: Reference, adapter: AImage) -> Reference:
+    """Return a name of the base model of an adapter. Raises ApiError if the store has none."""
+    digest = adapter.subject and adapter.subject.digest
+    for name, descriptor in sorted(service.store.tags(), key=lambda tag: tag[0]):
+        if descriptor.digest == digest:
+            with contextlib.suppress(UsageError):  # another tool's name
+                return Reference.parse(name)
+    message = f"{reference} is an adapter, whose base model is not here: use it in loras"
+    raise wrong("model", message, "model_not_supported")
 
 
 def _is_built_in(service: Service, name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_remote_verbs import at, drawing
+from tests.cli.test_run import typed
 from tests.conftest import TINY
 from tests.lora_file import write_lora
 from tests.process import Aimage
@@ -28,6 +29,7 @@ def here(stocked: Callable[[], Aimage]) -> Aimage:
     found = stocked()
     file = write_lora(found.home / "ink.safetensors", trigger_words="ink wash")
     found("create", "style", file, "--base", "x", "-q")
+    write_lora(found.home / "wide.safetensors", width=64)
     return found
 
 
@@ -99,6 +101,32 @@ def test_a_picture_with_adapters_is_replayed(here: Aimage) -> None:
     assert "is not the adapter" in here("replay", "made.png", code=5).err
 
 
+def test_adapters_change_between_prompts(here: Aimage) -> None:
+    here("tag", "x", "tiny")
+    expected = pixels(drawn(here, "--lora", "style:0.5"))
+    plain = pixels(drawn(here))
+    code, _, err = typed(
+        here,
+        "/set size 32x32\n",
+        "/set steps 1\n",
+        "/set seed 1\n",
+        "one <lora:style:0.5>\n",
+        "a fox <lora:style:0.5>\n",
+        "/set lora none\n",
+        "a fox\n",
+        "/set lora wide.safetensors\n",
+        "a fox\n",
+        "/set lora\n",
+        "a fox\n",
+        "/set lora style:0.5\n",
+        "a fox\n",
+        "/bye\n",
+    )
+    assert code == 0 and "adapter none:latest not found" in err and "wide.safetensors" in err
+    made = [here.home / f"a-fox-1{end}.png" for end in ("", "-2", "-3")]
+    assert [pixels(path.read_bytes()) for path in made] == [expected, plain, expected]
+
+
 def test_an_adapter_is_pulled(here: Aimage, repository: str) -> None:
     name = f"{repository}:v1"
     here("tag", "style", name)
@@ -151,7 +179,6 @@ def test_an_adapter_is_pulled_without_its_base(
 def test_mistakes_with_adapters_are_sentences(
     here: Aimage, words: tuple[str, ...], code: int, message: str
 ) -> None:
-    write_lora(here.home / "wide.safetensors", width=64)
     (here.home / "bad.safetensors").write_bytes(b"x" * 40)
     failed = here("run", "x", "a fox", *SMALL, *words, code=code)
     assert message in failed.err and "Traceback" not in failed.err

@@ -190,6 +190,17 @@ def test_models_list_adapters_with_their_base(adapted: LocalWorker) -> None:
     assert status == 404 and "style" not in answer["error"]["message"]
 
 
+def test_the_name_of_an_adapter_means_its_base_with_it(adapted: LocalWorker) -> None:
+    expected, _ = drawn(adapted, loras=[use("style")])
+    pixels, facts = drawn(adapted, model="style")
+    assert pixels == expected and facts["reference"] == "tiny:latest"
+    both, _ = drawn(adapted, model="style", loras=[use("other")])
+    assert both == drawn(adapted, loras=[use("style"), use("other")])[0]
+    status, answer = ask(adapted, model="other")
+    assert (status, answer["error"]["param"]) == (400, "model")
+    assert "base model is not here" in answer["error"]["message"]
+
+
 def test_ps_shows_the_adapters_of_loaded_models(adapted: LocalWorker) -> None:
     drawn(adapted, loras=[use("style", 0.5)])
     (loaded,) = adapted.get("/api/ps")["models"]
