@@ -14,7 +14,15 @@ from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.adapter.writer import DIALECTS, ConvertedAdapter, convert_adapter
 from clowder_aimage.errors import FormatError, UsageError
 from tests.adapter.test_adapter_reader import SHAPES, VECTORS, weight_of
-from tests.adapter.vectors import ALPHA, RANK, AdapterVector, pair_of, random, safetensors
+from tests.adapter.vectors import (
+    ALPHA,
+    RANK,
+    TINY,
+    AdapterVector,
+    pair_of,
+    random,
+    safetensors,
+)
 
 # the vectors that a dialect has no names for, by the reason
 PEFT_LACKS = {
@@ -195,3 +203,37 @@ def test_an_adapter_for_another_family_is_refused(tmp_path: Path) -> None:
     path.write_bytes(safetensors(pair_of("unet.down.0", random(4, 8), random(8, 4), "AB", False)))
     with pytest.raises(FormatError, match="does not match Z-Image, which has no layer for unet"):
         convert_adapter(path, "peft", what="style")
+
+
+LIVE = ("kohya", "comfyui", "musubi", "dora-peft-fused", "lora-bias", "peft-rslora", "peft-pattern")
+
+
+@pytest.mark.integration
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", LIVE)
+@pytest.mark.parametrize("dialect", ["diffusers", "peft"])
+def test_diffusers_and_peft_read_converted_adapters(
+    dialect: str, name: str, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    diffusers, peft = pytest.importorskip("diffusers"), pytest.importorskip("peft")
+    vector, out = VECTORS[name], tmp_path / "out"
+    path = write(convert_adapter(vector.write(tmp_path), dialect, what="style"), out)
+    network = diffusers.ZImageTransformer2DModel.from_pretrained(
+        TINY / "transformer", torch_dtype=torch.float32
+    )
+    weights = {key: one.clone().numpy() for key, one in network.state_dict().items()}
+    if dialect == "diffusers":
+        state, metadata = diffusers.ZImagePipeline.lora_state_dict(
+            str(path), return_lora_metadata=True
+        )
+        network.load_lora_adapter(state, metadata=metadata, prefix="transformer")
+        network.fuse_lora()
+        network.unload_lora()
+    else:
+        network = peft.PeftModel.from_pretrained(network, str(out)).merge_and_unload()
+    fused = network.state_dict()
+    changed = vector.changed({f"transformer/{key}": one for key, one in weights.items()})
+    for tensor, expected in changed.items():
+        found = fused[tensor.partition("/")[2]].numpy()
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=tensor)
