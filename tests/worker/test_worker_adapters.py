@@ -8,6 +8,7 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,30 @@ def test_adapters_are_pulled_for_a_request(adapted: LocalWorker, repository: str
     missing = f"{repository}-none:v1"
     status, answer = ask(adapted, loras=[use(missing)])
     assert (status, answer["error"]["param"]) == (404, "loras[0].model"), answer
+
+
+def test_concurrent_requests_do_not_affect_each_other(adapted: LocalWorker) -> None:
+    kinds: list[list[dict[str, object]]] = [
+        [],
+        [use("style")],
+        [use("other", -0.5)],
+        [use("styles/My Ink", 0.3)],
+    ]
+    expected = [drawn(adapted, loras=loras)[0] for loras in kinds]
+    order = [0, 1, 2, 3, 2, 1, 0, 3]
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(drawn, adapted, loras=kinds[kind]) for kind in order]
+        assert [one.result()[0] for one in made] == [expected[kind] for kind in order]
+
+
+def test_a_model_and_its_adapters_are_pulled_for_one_request(
+    empty: LocalWorker, adapted: LocalWorker, repository: str
+) -> None:
+    base, style = f"{repository}:base", f"{repository}:style"
+    for name, new in (("tiny", base), ("style", style)):
+        adapted.aimage("tag", name, new)
+        adapted.aimage("push", new, "-q")
+    expected, _ = drawn(adapted, loras=[use("style", 0.5)])
+    assert drawn(empty, model=base, loras=[use(style, 0.5)])[0] == expected
+    assert drawn(empty, model=style)[0] == drawn(adapted, model="style")[0]
+    adapted.aimage("rm", base, style)
