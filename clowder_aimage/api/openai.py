@@ -73,7 +73,7 @@ class ImageRoutes:
         may_pull = request.get("scope") == ADMIN
         selected = await openai_model.choose_model(service, body, may_pull=may_pull)
         if selected.adapter is not None:
-            own = LoraField(model=str(selected.adapter))
+            own = LoraField(model=str(selected.adapter), strength=None)
             body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
         headers = _headers(body, selected.reference)

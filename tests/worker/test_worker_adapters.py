@@ -207,6 +207,8 @@ def test_ps_shows_the_adapters_of_loaded_models(adapted: LocalWorker) -> None:
     assert loaded["loras"][0]["model"] == "style:latest"
     here = Aimage(adapted.aimage.home, adapted.store, {"AIMAGE_HOST": adapted.host})
     assert here("ps").out.split()[-1] == "style:latest:0.5"
+    assert ask(adapted, loras=[use("foreign")])[0] == 422
+    assert here("ps").out.split()[-1] == "style:latest:0.5"
     drawn(adapted)
     assert "loras" not in adapted.get("/api/ps")["models"][0]
 
