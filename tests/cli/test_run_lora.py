@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.cli.test_remote_verbs import TINY as TINY_MODEL
 from tests.cli.test_remote_verbs import at, drawing
-from tests.cli.test_run import typed
+from tests.cli.test_run import default, typed
 from tests.conftest import TINY
 from tests.lora_file import write_lora
 from tests.process import Aimage
@@ -19,7 +20,7 @@ from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 
 pytest.importorskip("mlx")
 
-__all__ = ["at"]
+__all__ = ["at", "default"]
 SMALL = ("--steps", 1, "--seed", 1, "--size", "32x32", "--local")
 
 
@@ -207,6 +208,38 @@ def test_a_worker_gets_the_adapters(at: Callable[[ScriptedWorker], Aimage]) -> N
     assert sent[0]["loras"] == [*expected, {"model": "ink", "strength": 1.0}]
     assert sent[0]["prompt"] == "a fox" and sent[0]["trigger"] is True
     assert "trigger" not in sent[1] and "loras" not in sent[2]
+
+
+def test_the_default_worker_is_used_if_it_has_the_adapters(
+    default: Callable[[ScriptedWorker], Aimage], stocked: Callable[[], Aimage]
+) -> None:
+    here = stocked()
+    write_lora(here.home / "ink.safetensors")
+    digests = {"x:latest": here("create", "x", TINY, "-q").out.strip()}
+    digests["ink:latest"] = here("create", "ink", "ink.safetensors", "-q").out.strip()
+    listed = [TINY_MODEL | {"name": name, "digest": value} for name, value in digests.items()]
+
+    def script(asked: Asked) -> Says:
+        return says({"models": listed}) if asked.method == "GET" else drawing(asked)
+
+    with ScriptedWorker(script).running() as worker:
+        own = default(worker)
+        words = ("run", "x", "a fox", *SMALL[:-1])
+
+        def is_used(*more: object) -> bool:
+            return "rendering on the worker" in own(*words, *more).err
+
+        assert is_used("--lora", "ink") and is_used("--lora", "adapters/x")
+        assert not is_used("--lora", "ink.safetensors")
+        listed[1] |= {"digest": "sha256:" + "0" * 64}
+        assert not is_used("--lora", "ink")
+        del listed[1]
+        assert not is_used("--lora", "ink")
+
+
+def test_an_adapter_is_not_run_as_a_model(here: Aimage) -> None:
+    failed = here("run", "style", "a fox", *SMALL, code=1)
+    assert "aimage run MODEL --lora style" in failed.err
 
 
 def test_a_file_is_not_sent_to_a_worker(
