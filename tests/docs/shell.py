@@ -153,6 +153,8 @@ def furnish(place: Path) -> None:
     """Create the files of the directory that a reader works in."""
     for name in ("tiny", "shapes/model"):
         shutil.copytree(ROOT / "examples" / name, place / "examples" / name)
+    for file in (ROOT / "examples" / "shapes").glob("*.safetensors"):
+        shutil.copy(file, place / "examples" / "shapes")
     (place / "password.txt").write_text(f"{PASSWORD}\n")
 
 

@@ -410,7 +410,7 @@ def check_document(n: int, _: Path) -> Action:
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
-    "adapter/reader.py": read_adapter_file,
+    "adapter/adapter_file.py": read_adapter_file,
     "api/request_body.py": read_body,
     "cli/console/remote_worker.py": read_facts,
     "content/tar.py": read_tar,

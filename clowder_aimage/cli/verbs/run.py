@@ -72,6 +72,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.model.pipeline import (
     PARAMETERS,
     GenerateRequest,
+    LoraUse,
     check_parameters,
     ignored_image,
 )
@@ -229,7 +230,7 @@ def run(
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
     local = local or (not remote and any(is_file(use.model) for use in first["loras"]))
-    render = _renderer(reference, here, local, remote)
+    render = _renderer(reference, here, local, remote, first["loras"])
     order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
@@ -423,7 +424,11 @@ class _Order:
 
 
 def _renderer(
-    reference: Reference, here: Callable[[], _Render], local: bool, remote: bool
+    reference: Reference,
+    here: Callable[[], _Render],
+    local: bool,
+    remote: bool,
+    loras: Iterable[LoraUse],
 ) -> _Render:
     """Return the function that generates pictures: in a worker, or in this process by ``here``."""
     if local and remote:
@@ -434,7 +439,12 @@ def _renderer(
         refuse_options(f"omit it, or {other} to generate the picture in this process", but=but)
         client = worker()
         return partial(_by_worker, client, reference, f"worker at {client.endpoint}")
-    if not local and not local_options(*but) and (found := default_worker(reference)):
+    names = (use.model for use in loras if not use.model.startswith(OWN))
+    if (
+        not local
+        and not local_options(*but)
+        and (found := default_worker(reference, map(parse_reference, names)))
+    ):
         client, has_same = found
         if has_same or prefers_worker():
             place = f"worker at {client.endpoint}; --local generates in this process"
