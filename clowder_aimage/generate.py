@@ -10,7 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.adapter_source import AdapterFinder, AdapterSource, ControlSource
+from clowder_aimage.adapter_source import (
+    AdapterFinder,
+    AdapterSource,
+    ControlSource,
+    is_adapter,
+    is_controlnet,
+)
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.copy_option import CopyEvent, ignore
@@ -280,6 +286,12 @@ def _pull(
 
 def _check_kind(reference: Reference, aimage: AImage) -> None:
     """Raise ModelError for an AImage that is not a pipeline, before its weights are fetched."""
+    if is_adapter(aimage):
+        message = f"{reference} is an adapter, not a model"
+        raise ModelError(message, remedy="use_adapter", reference=reference)
+    if is_controlnet(aimage):
+        message = f"{reference} is a ControlNet, not a model"
+        raise ModelError(message, remedy="use_controlnet", reference=reference)
     kind = aimage.properties.get("format")
     if kind == "diffusers":
         name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")

@@ -199,4 +199,5 @@ def test_mistakes_are_explained(
 
 def test_a_control_network_is_not_run_by_itself(here: Aimage) -> None:
     refused = here("run", "union", "a fox", *SMALL, code=1).err
-    assert "has the format 'controlnet', which cannot be run" in refused
+    assert "union:latest is a ControlNet, not a model" in refused
+    assert "aimage run MODEL PROMPT --controlnet union:latest --control FILE" in refused

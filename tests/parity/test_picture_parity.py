@@ -54,8 +54,8 @@ class Both:
 
 @pytest.fixture(scope="module", params=[0, 1])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    mktemp = tmp_path_factory.mktemp
-    return Both(mktemp("model"), mktemp("blobs"), SEED + request.param)
+    model, blobs = (tmp_path_factory.mktemp(name) for name in ("model", "blobs"))
+    return Both(model, blobs, SEED + request.param)
 
 
 def random_picture(rng: random.Random, width: int, height: int) -> Picture.Image:
