@@ -52,6 +52,11 @@ def test_a_control_picture_guides_by_its_strength_and_is_replayed(here: Aimage) 
     assert facts["controlnet"].startswith("union@sha256:") and facts["fit"] == "stretch"
     assert "strength" not in facts
     assert here("replay", "made.png").out == "equal\n"
+    digest = facts["control"].partition(":")[2]
+    (here.store / "blobs" / "sha256" / digest).unlink()
+    assert f"the control sha256:{digest}" in here("replay", "made.png", code=3).err
+    assert here("replay", "made.png", "--control", "edges.png").out == "equal\n"
+    here("replay", "made.png", "--control", "other.png", code=5)
     options = ("--control", "edges.png", "--controlnet", "union", "--control-strength")
     assert np.array_equal(drawn(here, *options, "0"), plain)
     assert np.abs(drawn(here, *options, "0.4") - guided).max() > 1
