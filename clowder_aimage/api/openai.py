@@ -15,6 +15,7 @@ from aiohttp import web
 
 from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
 from clowder_aimage.api.image_request import ImageRequest, read_request
+from clowder_aimage.api.lora_field import LoraField
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
 from clowder_aimage.api.service import Service
@@ -71,6 +72,9 @@ class ImageRoutes:
         body = read_request(await request.read(), strict=strict, **defaults)
         may_pull = request.get("scope") == ADMIN
         selected = await openai_model.choose_model(service, body, may_pull=may_pull)
+        if selected.adapter is not None:
+            own = LoraField(model=str(selected.adapter), strength=None)
+            body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:

@@ -84,6 +84,7 @@ LAYER = {f"{STEM}.hada_{name}": random(48, 4) for name in ("w1_a", "w2_a")} | {
         (PAIR | {f"{STEM}.diff": UP}, r"diff it has \[48, 4\]"),
         (PAIR | {f"{STEM}.reshape_weight": np.array([64, 48])}, r"reshape_weight it has \[64, 48"),
         ({f"{STEM}.reshape_weight": np.array([48, 48])}, "matrices that are missing"),
+        (PAIR | {f"{STEM}.reshape_weight": np.full(1, np.nan)}, "not a list of dimensions"),
         (
             {k: v for k, v in LAYER.items() if not k.endswith("w2_a")},
             "not all matrices is there: hada_w2_a is missing",
@@ -151,6 +152,8 @@ def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None
         ({"peft_type": "IA3"}, "unsupported adapter type 'IA3'"),
         ({"lora_alpha": "8"}, "alpha of .* is not a number: '8'"),
         ({"r": True}, "r of .* is not a number"),
+        ({"r": -4, "use_rslora": True}, "r of .* is not a rank: -4"),
+        ({"r": 4, "rank_pattern": {"to_q": 0.5}, "lora_alpha": 1}, "rank_pattern is not a rank"),
         ({"alpha_pattern": []}, "alpha_pattern of .* is not an object"),
         ({"alpha_pattern": {"(a+)+": 1}}, "regular expression, which is not read"),
         ({"alpha_pattern": {"to_q": None}}, "not a number"),
@@ -191,7 +194,7 @@ def test_other_files_are_refused(name: str, raw: bytes, said: str, tmp_path: Pat
 
 
 def test_a_file_larger_than_its_base_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("clowder_aimage.adapter.reader._LEAST", 100)
+    monkeypatch.setattr("clowder_aimage.adapter.adapter_file._LEAST", 100)
     shapes = {"transformer/layers.0.attention.to_q.weight": (8, 8)}
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(pair_of(STEM, random(99, 8), random(8, 99), "AB", False)))

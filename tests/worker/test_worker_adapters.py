@@ -8,6 +8,7 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,24 @@ def test_models_list_adapters_with_their_base(adapted: LocalWorker) -> None:
     assert status == 404 and "style" not in answer["error"]["message"]
 
 
+def test_the_name_of_an_adapter_means_its_base_with_it(adapted: LocalWorker) -> None:
+    expected, _ = drawn(adapted, loras=[use("style")])
+    pixels, facts = drawn(adapted, model="style")
+    assert pixels == expected and facts["reference"] == "tiny:latest"
+    both, _ = drawn(adapted, model="style", loras=[use("other")])
+    assert both == drawn(adapted, loras=[use("style"), use("other")])[0]
+    status, answer = ask(adapted, model="other")
+    assert (status, answer["error"]["param"]) == (400, "model")
+    assert "base model is not here" in answer["error"]["message"]
+
+
 def test_ps_shows_the_adapters_of_loaded_models(adapted: LocalWorker) -> None:
     drawn(adapted, loras=[use("style", 0.5)])
     (loaded,) = adapted.get("/api/ps")["models"]
     assert loaded["loras"][0]["model"] == "style:latest"
     here = Aimage(adapted.aimage.home, adapted.store, {"AIMAGE_HOST": adapted.host})
+    assert here("ps").out.split()[-1] == "style:latest:0.5"
+    assert ask(adapted, loras=[use("foreign")])[0] == 422
     assert here("ps").out.split()[-1] == "style:latest:0.5"
     drawn(adapted)
     assert "loras" not in adapted.get("/api/ps")["models"][0]
@@ -225,3 +239,30 @@ def test_adapters_are_pulled_for_a_request(adapted: LocalWorker, repository: str
     missing = f"{repository}-none:v1"
     status, answer = ask(adapted, loras=[use(missing)])
     assert (status, answer["error"]["param"]) == (404, "loras[0].model"), answer
+
+
+def test_concurrent_requests_do_not_affect_each_other(adapted: LocalWorker) -> None:
+    kinds: list[list[dict[str, object]]] = [
+        [],
+        [use("style")],
+        [use("other", -0.5)],
+        [use("styles/My Ink", 0.3)],
+    ]
+    expected = [drawn(adapted, loras=loras)[0] for loras in kinds]
+    order = [0, 1, 2, 3, 2, 1, 0, 3]
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(drawn, adapted, loras=kinds[kind]) for kind in order]
+        assert [one.result()[0] for one in made] == [expected[kind] for kind in order]
+
+
+def test_a_model_and_its_adapters_are_pulled_for_one_request(
+    empty: LocalWorker, adapted: LocalWorker, repository: str
+) -> None:
+    base, style = f"{repository}:base", f"{repository}:style"
+    for name, new in (("tiny", base), ("style", style)):
+        adapted.aimage("tag", name, new)
+        adapted.aimage("push", new, "-q")
+    expected, _ = drawn(adapted, loras=[use("style", 0.5)])
+    assert drawn(empty, model=base, loras=[use(style, 0.5)])[0] == expected
+    assert drawn(empty, model=style)[0] == drawn(adapted, model="style")[0]
+    adapted.aimage("rm", base, style)
