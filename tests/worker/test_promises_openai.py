@@ -33,6 +33,7 @@ from openai.types.image_model import ImageModel
 from pydantic import BaseModel
 
 from clowder_aimage.api.image_request import read_request
+from clowder_aimage.api.request_body import read_object
 from clowder_aimage.http.api_error import ApiError
 from tests.worker.conftest import LocalWorker, Worker, answer_to
 
@@ -118,14 +119,16 @@ def test_every_literal_of_the_sdk_is_accepted_or_refused_by_field() -> None:
     for name in {*said, *TAKEN}:
         for word in said.get(name, set()) | TAKEN.get(name, set()):
             try:
-                wish = read_request(json.dumps({"prompt": "a dog", name: word}).encode())
+                wish = read_request(
+                    read_object(json.dumps({"prompt": "a dog", name: word}).encode())
+                )
             except ApiError as error:
                 assert (error.status, error.param) == (400, name), word
                 assert word not in TAKEN.get(name, ())
             else:
                 assert wish.ignored == (() if name in TAKEN else (name,)), word
     with pytest.raises(ApiError, match="background transparent is not supported") as caught:
-        read_request(b'{"prompt": "a dog", "background": "transparent"}')
+        read_request({"prompt": "a dog", "background": "transparent"})
     assert caught.value.code == "unsupported_value"
 
 
