@@ -3,13 +3,16 @@
     AImageError                    exit 1
     ├── ContentError               the input is wrong
     │   ├── UsageError             exit 2   an argument is invalid
+    │   │   └── TooLargeError               ... an input has too many bytes
     │   ├── ModelError             exit 1   a model (directory, config, weights) cannot be used
     │   │   └── StuckError                  ... and a call that reads it does not end
     │   ├── FormatError            exit 5   bytes do not parse as their media type
+    │   │   └── NoPictureError              ... an artifact that was to have a picture has none
     │   └── VerificationError      exit 5   bytes do not match their digest
     └── AccessError                content could not be read or written
         ├── NotFoundError          exit 3   the name or digest does not exist
         ├── UnauthorizedError      exit 4   the registry requires (other) credentials
+        ├── ForbiddenError         exit 4   the operator does not permit to read it
         ├── NetworkError           exit 1   no response, or an incomplete one
         ├── RegistryError          exit 1   the registry answered with an error
         │   └── ManifestRefusedError        ... to the kind of manifest, not to its content
@@ -87,6 +90,10 @@ class UsageError(ContentError):
     exit_code = 2
 
 
+class TooLargeError(UsageError):
+    """An input has more bytes or pixels than are accepted."""
+
+
 class ModelError(ContentError):
     """A model cannot be packed or run: its directory, configs or weights do not fit."""
 
@@ -99,6 +106,10 @@ class FormatError(ContentError):
     """Bytes do not parse as their media type."""
 
     exit_code = 5
+
+
+class NoPictureError(FormatError):
+    """An artifact has no picture."""
 
 
 class VerificationError(ContentError):
@@ -119,6 +130,12 @@ class NotFoundError(AccessError):
 
 class UnauthorizedError(AccessError):
     """The registry requires credentials, or refuses the given ones."""
+
+    exit_code = 4
+
+
+class ForbiddenError(AccessError):
+    """The operator or the network's boundary does not permit to read it."""
 
     exit_code = 4
 

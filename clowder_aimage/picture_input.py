@@ -18,7 +18,7 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps
 
 from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput, Sides
 from clowder_aimage.oci import Descriptor, Digest
 
@@ -50,7 +50,7 @@ class PreparedPicture:
 def inspect(data: bytes, what: str) -> InputFile:
     """Return the facts of a picture file; ``what`` names it in errors. Raises UsageError."""
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{what} has {len(data)} bytes; pictures may have {MAX_BYTES}")
+        raise TooLargeError(f"{what} has {len(data)} bytes; pictures may have {MAX_BYTES}")
     image = decode(data, what)
     kind = TYPES[str(image.info["kind"])]
     return InputFile(Descriptor(kind, Digest.of(data), len(data)), *image.size)
@@ -93,9 +93,7 @@ def decode(data: bytes, what: str) -> Picture:
             with Image.open(io.BytesIO(data), formats=list(TYPES)) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
-                    raise UsageError(
-                        f"{what} has {width} x {height} pixels; pictures may have {MAX_PIXELS}"
-                    )
+                    raise Image.DecompressionBombError
                 if getattr(image, "n_frames", 1) > 1:
                     raise UsageError(f"{what} is animated", hint="use one of its pictures")
                 kind = str(image.format)
@@ -104,6 +102,8 @@ def decode(data: bytes, what: str) -> Picture:
                 found = _in_colour(upright)
     except UsageError:
         raise
+    except Image.DecompressionBombError:  # by Pillow's own limit, above this one
+        raise TooLargeError(f"{what} has more than {MAX_PIXELS} pixels") from None
     except Exception:  # Pillow has no common class for what it raises for damaged files
         raise UsageError(
             f"{what} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"

@@ -5,22 +5,22 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (6_000, 97),
+    ".": (6_500, 97),
     "adapter": (2_300, 95),
-    "api": (2_800, 95),
-    "cli": (7_900, 93),
+    "api": (3_000, 95),
+    "cli": (8_100, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_400, 88),
     "exporter": (1_340, 97),
     "formats": (3_150, 97),
-    "http": (1_690, 87),
+    "http": (1_720, 87),
     "importer": (2_850, 98),
     "layout": (3_040, 96),
     "model": (5_450, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
-    "registry": (3_480, 97),
+    "registry": (3_750, 97),
     "tensor": (1_160, 98),
 }

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from clowder_aimage.adapter_source import AdapterFinder
 from clowder_aimage.content import Lease
@@ -27,6 +27,10 @@ from clowder_aimage.layout.completeness import Completeness, CompletenessCache, 
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.web_file import InputHosts
+
+if TYPE_CHECKING:
+    from clowder_aimage.input_source import InputSource
 
 BY_NODE = "node"  # pins checked by the node, which may need only some components
 
@@ -143,6 +147,17 @@ class Service:
     def __post_init__(self) -> None:
         directory = self.settings.lora_dir
         self.adapters = AdapterFinder(self.store, partial(find, self.store), directory)
+
+    def inputs(self, *, may_pull: bool) -> InputSource:
+        """Return the reader of pictures that requests name by URL or artifact.
+
+        With ``may_pull`` those of any registry, unless this worker pulls nothing.
+        """
+        from clowder_aimage.input_source import InputSource  # late: it imports numpy
+
+        hosts = InputHosts.parse(self.settings.allow_inputs)
+        may_pull = may_pull and self.settings.pull != NEVER
+        return InputSource(self.store, lambda: self.connection, hosts, may_pull)
 
     @property
     def required(self) -> Sequence[str]:

@@ -21,6 +21,7 @@ from clowder_aimage.engine.admission import FOR_EVER, EngineLimits
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.registry.web_file import InputHosts
 from clowder_aimage.schema import read_configuration
 from clowder_aimage.tensor.quantization import parse_precision
 from clowder_aimage.user_directory import check_variables
@@ -102,6 +103,12 @@ def _origins(value: object) -> object:
     return found
 
 
+def _inputs(value: object) -> object:
+    """Validate hosts from which pictures are fetched: HOST, HOST:PORT, *.DOMAIN or *."""
+    found = _list(value)
+    return InputHosts.parse(map(str, found)).entries if isinstance(found, tuple | list) else found
+
+
 def _reference(value: object) -> str:
     try:
         Reference.parse(str(value))
@@ -155,6 +162,7 @@ class Settings(ServerSettings):
     PATHS = (*ServerSettings.PATHS, "lora_dir")
 
     allow_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
+    allow_inputs: Annotated[tuple[str, ...], BeforeValidator(_inputs)] = ()
     public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
     max_models: int = Field(default=1, ge=1)
     text_encoder: Literal["auto", "keep", "release"] = "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Digest
 
 if TYPE_CHECKING:  # a worker without numpy stores models and still parses requests
@@ -277,7 +277,7 @@ def _check_picture(request: GenerateRequest) -> None:
             if getattr(request, name):
                 raise UsageError(f"{name} requires an image")
         return
-    Digest.parse(request.image)
+    _check_digest("image", request.image)
     _check_mask(request)
     if request.strength is not None:
         _check_number("strength", request.strength, 0, 1)
@@ -298,7 +298,14 @@ def _check_mask(request: GenerateRequest) -> None:
             if getattr(request, name):
                 raise UsageError(f"{name} requires a mask")
     elif request.mask != ALPHA:
-        Digest.parse(request.mask)
+        _check_digest("mask", request.mask)
+
+
+def _check_digest(name: str, value: str) -> None:
+    try:
+        Digest.parse(value)
+    except FormatError:
+        raise UsageError(f"{name} must be the digest of a picture, not {value!r:.100}") from None
 
 
 def _check_loras(loras: tuple[LoraUse, ...]) -> None:

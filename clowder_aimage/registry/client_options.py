@@ -187,14 +187,17 @@ class _Adapter(requests.adapters.HTTPAdapter):
         super().close()
 
 
-def open_session(connection: ClientOptions, host: str) -> HttpSession:
+def open_session(
+    connection: ClientOptions, host: str, boundary: Boundary | None = None
+) -> HttpSession:
     """Open an HTTP session with the options of ``connection`` for a registry at ``host``.
 
+    ``boundary`` is by default that of the registry.
     Certificates from ``certs.d`` are presented to that origin only, not to the targets of redirects
     and uploads elsewhere. Raises StoreError for an unreadable one, and for a file of authorities
     without certificates.
     """
-    boundary = connection.boundary(host)
+    boundary = boundary or connection.boundary(host)
     session = HttpSession(boundary)
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure

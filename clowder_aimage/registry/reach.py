@@ -82,10 +82,17 @@ class Boundary:
     Args:
         home: The host of the registry, without port; the user chose it, whatever its address is.
         trusted: Other hosts that the user permits.
+        most: From where the registry's own address may be reached: by default, any address.
     """
 
-    def __init__(self, home: str, trusted: frozenset[str] = frozenset()) -> None:
-        self._home, self._trusted = home.lower(), trusted
+    def __init__(
+        self,
+        home: str,
+        trusted: frozenset[str] = frozenset(),
+        *,
+        most: Reach = Reach.NOWHERE,
+    ) -> None:
+        self._home, self._trusted, self._most = home.lower(), trusted, most
         self._own: Reach | None = None
         self._address = ""  # of the registry, once it is connected
 
@@ -95,6 +102,8 @@ class Boundary:
             return
         host, address = host.lower(), _plain(sock.getpeername()[0])
         found, is_home = reach(address), host == self._home or address == self._address
+        if host == self._home and found > self._most:
+            raise OutsideError(self._home, host)
         if host == self._home and self._own is None:
             self._own, self._address = found, address
         elif host not in self._trusted and not self._permits(found, is_home):
@@ -103,9 +112,11 @@ class Boundary:
     def check_name(self, host: str) -> None:
         """Check a host that a proxy connects to, which is known by name. Raises OutsideError."""
         host = host.lower()
+        found = reach_of_name(host)
+        if host == self._home and found is not None and found > self._most:
+            raise OutsideError(self._home, host)
         if host == self._home or host in self._trusted:
             return
-        found = reach_of_name(host)
         is_here = found is Reach.MACHINE is self._reach()  # its address is compared later
         if found is not None and not is_here and not self._permits(found, False):
             raise OutsideError(self._home, host)

@@ -48,6 +48,10 @@ _HINTS = (  # by patterns of messages: Harbor's, by its documentation
 )
 
 
+class OversizeError(VerificationError):
+    """A body is larger than what is read of it."""
+
+
 @dataclass(slots=True, eq=False)
 class RegistryResponse:
     """Status, headers and the unread body of a response from ``url``."""
@@ -63,12 +67,13 @@ class RegistryResponse:
         """The host and port of the sender."""
         return urlsplit(self.url).netloc.rpartition("@")[2] or "the registry"
 
-    def read(self, limit: int) -> bytes:
+    def read(self, limit: int, rate: int = RATE) -> bytes:
         """Read the whole body, at most ``limit`` bytes, and close.
 
-        The time for it is the connection's timeout and the time for ``limit`` bytes at RATE. Raises
-        BrokenOffError, NetworkError if it takes longer, or VerificationError if it is larger, or if
-        it is compressed, which no request accepts and which could unpack to any size.
+        The time for it is the connection's timeout and the time for ``limit`` bytes at ``rate``.
+        Raises BrokenOffError, NetworkError if it takes longer, OversizeError if it is larger, or
+        VerificationError if it is compressed, which no request accepts and which could unpack to
+        any size.
         """
         try:
             encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
@@ -76,11 +81,11 @@ class RegistryResponse:
                 raise VerificationError(f"{self.host} sent an unexpected {encoding[:20]} body")
             data, body = bytearray(), self._body
             if isinstance(body, TimedResponse):
-                body.allow(body.timeout + limit / RATE)
+                body.allow(body.timeout + limit / rate)
             while block := self.raw.read(min(limit + 1 - len(data), 1 << 16)):
                 data += block
                 if len(data) > limit:
-                    raise VerificationError(f"the response of {self.host} exceeds {limit} bytes")
+                    raise OversizeError(f"the response of {self.host} exceeds {limit} bytes")
             return bytes(data)
         except (OSError, HTTPError) as error:
             if is_overdue(error):

@@ -5,23 +5,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.option import needs, options, settings
-from clowder_aimage.errors import NotFoundError, StoreError, UsageError
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_FEATHER
 
 if TYPE_CHECKING:
+    from clowder_aimage.input_source import InputSource
     from clowder_aimage.picture_input import InputFile
 
 _KEY = "clowder_aimage.pictures"  # in the meta of the command's context
+_LONGEST = 200  # characters of a name in an error
 MULTIPLE = 16  # pixels, of the sides of most models
 
 picture_options = options(
-    click.option("--image", metavar="FILE", help="Begin with this picture; '-': from stdin."),
+    click.option(
+        "--image",
+        metavar="SOURCE",
+        help="Begin with this picture: a file, '-' (stdin), a data: or https: URL, or "
+        "oci://HOST/REPO:TAG[#TITLE].",
+    ),
     click.option(
         "--strength",
         type=float,
@@ -35,7 +41,7 @@ picture_options = options(
     ),
     click.option(
         "--mask",
-        metavar="FILE",
+        metavar="SOURCE",
         help="Paint only what is white in this picture; 'alpha': what is transparent in --image.",
     ),
     click.option("--paste", is_flag=True, help="Keep the pixels that are not painted."),
@@ -61,8 +67,9 @@ class InputPictures:
         if name not in self.files:
             with needs("reading a picture", "mlx"):
                 from clowder_aimage.picture_input import inspect
-            data = _read(name, option)
-            found = inspect(data, name if name != "-" else "the picture on stdin")
+            lease = click.get_current_context().with_resource(settings().layout.lease())
+            data = input_source().read(name, lease, option)
+            found = inspect(data, _label(name))
             self.files[name] = found
             self.data[str(found.descriptor.digest)] = data
         return self.files[name]
@@ -77,6 +84,22 @@ class InputPictures:
             lease = click.get_current_context().with_resource(layout.lease())
             for data in wanted:
                 keep(layout, lease, data, "the picture")
+
+
+def input_source() -> InputSource:
+    """Return the reader of pictures for the user of this machine."""
+    from clowder_aimage.input_source import InputSource
+
+    stdin = sys.stdin.buffer if sys.stdin else None
+    store, connect = settings().layout, settings().connection
+    return InputSource(store, connect, hosts=None, has_files=True, stdin=stdin)
+
+
+def _label(name: str) -> str:
+    """Return the name of a picture in errors."""
+    if name == "-":
+        return "the picture on stdin"
+    return name if len(name) < _LONGEST else f"{name[:40]}..."
 
 
 def input_pictures() -> InputPictures:
@@ -107,18 +130,3 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         parameters["width"], parameters["height"] = sides
         parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers
     return parameters
-
-
-def _read(name: str, option: str) -> bytes:
-    from clowder_aimage.picture_input import MAX_BYTES
-
-    try:
-        if name == "-":
-            return sys.stdin.buffer.read(MAX_BYTES + 1) if sys.stdin else b""
-        path = Path(name).expanduser()
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise NotFoundError(f"{option}: there is no file {name}") from None
-    except OSError as error:
-        raise StoreError(f"{option}: cannot read {name}: {error.strerror or error}") from None

@@ -7,6 +7,7 @@ from clowder_aimage.errors import AImageError
 # code: sentence; {names} are facts of the error
 REMEDIES = {
     "allow_host": "start the server with --allow-host {host}",
+    "allow_input": "start the server with --allow-input {host}",
     "allow_origin": "start the server with --allow-origin {origin}",
     "attach_type": "for example: --type application/spdx+json",
     "base": "omit --base",

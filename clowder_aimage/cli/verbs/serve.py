@@ -143,7 +143,7 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
 def spell(field: str) -> str:
     """Return the option for a field of a server's settings."""
     names = {"aliases": "alias", "allow_hosts": "allow-host", "allow_origins": "allow-origin"}
-    names |= {"neighbours": "neighbour"}
+    names |= {"neighbours": "neighbour", "allow_inputs": "allow-input"}
     return "--" + names.get(field, field).replace("_", "-")
 
 
@@ -156,6 +156,14 @@ def spell(field: str) -> str:
     metavar="ORIGIN",
     help="Let web pages of this origin generate pictures, such as https://app.example. Loopback "
     "origins are always allowed. May be repeated.",
+)
+@click.option(
+    "--allow-input",
+    "allow_inputs",
+    multiple=True,
+    metavar="HOST",
+    help="Let requests name pictures at https://HOST/: HOST, HOST:PORT or *.DOMAIN. "
+    "May be repeated. [default: none]",
 )
 @click.option(
     "--max-models", type=click.IntRange(1), help="Maximum number of loaded models. [default: 1]"

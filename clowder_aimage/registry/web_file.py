@@ -1,0 +1,217 @@
+"""Files from URLs, fetched within limits of size, time and addresses.
+
+A URL may come from anyone, and what it leads to is chosen by its host. Each redirect is followed
+here, so that its host and address are checked like the first ones.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass, replace
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+import urllib3
+
+from clowder_aimage.errors import (
+    ForbiddenError,
+    NetworkError,
+    NotFoundError,
+    RegistryError,
+    TooLargeError,
+    UnauthorizedError,
+    UsageError,
+)
+from clowder_aimage.oci import Reference
+from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.reach import Boundary, OutsideError, Reach
+from clowder_aimage.registry.response import OversizeError, RegistryResponse
+from clowder_aimage.registry.session import CONNECT_TIMEOUT
+from clowder_aimage.registry.transport import Transport
+
+MAX_URL = 8192  # characters
+_MAX_REDIRECTS = 5
+_READ_TIMEOUT = 15.0  # seconds for the headers, and for the first byte of the body
+_RATE = 1 << 20  # bytes per second at which a body arrives, at least
+_REDIRECTS = (301, 302, 303, 307, 308)
+_PORTS = {"https": 443, "http": 80}
+_NAME = r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*"
+_ENTRY = re.compile(rf"(http://)?(\*|(?:\*\.)?{_NAME}|\[[0-9a-f:.]+\])(?::([0-9]{{1,5}}))?")
+_HOST = re.compile(rf"{_NAME}|[0-9a-f:.]*:[0-9a-f:.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class InputHosts:
+    """The hosts from which an operator lets pictures be fetched.
+
+    An entry is ``HOST``, ``HOST:PORT``, ``*.DOMAIN`` or ``*``, with ``http://`` before it to allow
+    HTTP. Without a port it is the default one. A host that is named may have a private address, a
+    pattern only means addresses of the internet.
+    """
+
+    entries: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> InputHosts:
+        """Return the hosts of entries. Raises ValueError."""
+        entries = tuple(text.lower() for text in texts)
+        for entry in entries:
+            if _ENTRY.fullmatch(entry) is None:
+                raise ValueError(f"invalid host {entry!r}; expected HOST, HOST:PORT or *.DOMAIN")
+        return cls(entries)
+
+    def reach(self, scheme: str, host: str, port: int) -> Reach | None:
+        """Return from where the addresses of a host may be reached; None if it is not allowed."""
+        found = (self._reach(entry, scheme, host, port) for entry in self.entries)
+        return max((one for one in found if one is not None), default=None)
+
+    def _reach(self, entry: str, scheme: str, host: str, port: int) -> Reach | None:
+        parts = _ENTRY.fullmatch(entry)
+        if parts is None or port != int(parts[3] or _PORTS[scheme]):
+            return None
+        if scheme == "http" and not (parts[1] or _is_loopback(host)):
+            return None
+        name = parts[2].strip("[]")
+        if name == host:
+            return Reach.NOWHERE if _is_address(host) else Reach.MACHINE
+        is_pattern = name == "*" or (name.startswith("*.") and host.endswith(name[1:]))
+        return Reach.INTERNET if is_pattern else None
+
+
+def fetch(
+    url: str, connection: ClientOptions, *, limit: int, hosts: InputHosts | None = None
+) -> bytes:
+    """Return the file at an https URL, which has at most ``limit`` bytes.
+
+    http is for hosts of this machine, and for those allowed in ``hosts``. With ``hosts`` the host
+    of the URL and of each redirect must be among them, at an address that they permit; without,
+    a redirect may lead to addresses as public as that of the URL. Nothing but the User-Agent is
+    sent along, no credentials and no certificate for a registry.
+
+    Raises:
+        UsageError: It is not such a URL.
+        ForbiddenError: It is, or leads to, a host or an address that is not permitted.
+        TooLargeError: It has more bytes.
+        NotFoundError, UnauthorizedError, NetworkError, RegistryError: It cannot be fetched.
+    """
+    boundary: Boundary | None = None
+    first = shown = redacted(url)
+    for count in range(_MAX_REDIRECTS + 1):
+        parts = _split(url, shown)
+        host, port = str(parts.hostname), parts.port or _PORTS[parts.scheme]
+        most = _permitted(hosts, parts.scheme, host, port, shown, is_redirect=count > 0)
+        if hosts is not None:
+            boundary = Boundary(host, most=most)
+        boundary = boundary or connection.boundary(host)
+        there = replace(connection.to_mirror(parts.netloc), cert_dirs=())
+        with open_session(there, parts.netloc, boundary) as session:
+            transport = Transport(session, parts.netloc)
+            try:
+                boundary.check_name(host)  # an address is refused before it is connected to
+                with closing(_get(transport, url)) as response:
+                    location = response.headers.get("Location")
+                    if response.status_code not in _REDIRECTS or not location:
+                        return _body(response, shown, limit)
+                url, shown = _target(url, location, first)
+            except OutsideError:
+                raise ForbiddenError(f"{shown} is at an internal address") from None
+            except NetworkError as error:
+                error.hint, error.remedy = "check the URL and the network", ""
+                raise
+    raise NetworkError(f"{first} leads to more than {_MAX_REDIRECTS} redirects")
+
+
+def redacted(url: str) -> str:
+    """Return a URL for messages, without user, query and fragment, which may be secret."""
+    text = re.sub(r"(?<=//)[^/?#]*@", "", re.split(r"[?#]", url, maxsplit=1)[0])
+    return "".join(filter(str.isprintable, text))[:200]
+
+
+def _get(transport: Transport, url: str) -> RegistryResponse:
+    timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=_READ_TIMEOUT)
+    sent = {"Accept": "image/png, image/jpeg, image/webp", "Accept-Encoding": "identity"}
+    return transport.send("GET", url, sent, timeout=timeout, max_redirects=0)
+
+
+def _target(url: str, location: str, first: str) -> tuple[str, str]:
+    """Return the URL of a redirect, and its text. Raises NetworkError, ForbiddenError."""
+    try:
+        target = urljoin(url, location)
+    except ValueError:
+        raise NetworkError(f"{first} leads to an invalid URL") from None
+    shown, kept = redacted(target), ("https:",) if url.startswith("https:") else ("https:", "http:")
+    if not target.lower().startswith(kept):
+        raise ForbiddenError(f"{first} leads to {shown}, which is not read")
+    return target, shown
+
+
+def _split(url: str, shown: str) -> SplitResult:
+    """Return the parts of a URL. Raises UsageError."""
+    try:
+        parts = urlsplit(url)
+        port_is_valid = parts.port is None or parts.port > 0
+    except ValueError:
+        raise UsageError(f"{shown} is not a valid URL") from None
+    host = parts.hostname or ""
+    is_plain = url.isascii() and url.isprintable() and " " not in url and len(url) <= MAX_URL
+    has_host = _HOST.fullmatch(host) is not None and port_is_valid
+    if parts.scheme not in _PORTS or not has_host or not is_plain:
+        raise UsageError(f"{shown} is not a valid URL", hint="expected https://HOST/PATH")
+    if "@" in parts.netloc:
+        raise UsageError(f"the URL of {shown} has a user name or a password, which is not sent")
+    return parts
+
+
+def _permitted(
+    hosts: InputHosts | None, scheme: str, host: str, port: int, shown: str, *, is_redirect: bool
+) -> Reach:
+    """Return from where the address of a host may be reached. Raises ForbiddenError, UsageError."""
+    if hosts is not None:
+        most = hosts.reach(scheme, host, port)
+        if most is None:
+            verb = "leads to" if is_redirect else "is of"
+            raise ForbiddenError(
+                f"the URL {verb} the host {scheme}://{host[:200]}:{port}, from which pictures are "
+                "not allowed",
+                remedy="allow_input",
+                host=host[:200],
+            )
+        return most
+    if scheme == "http" and not _is_loopback(host):
+        raise (ForbiddenError if is_redirect else UsageError)(
+            f"{shown} is not encrypted", hint="use https://, or download the file"
+        )
+    return Reach.NOWHERE
+
+
+def _body(response: RegistryResponse, shown: str, limit: int) -> bytes:
+    status = response.status_code
+    if status in (401, 403):
+        raise UnauthorizedError(
+            f"{response.host} denies access to {shown} ({status})",
+            hint="URLs are fetched without credentials: download the file",
+        )
+    if status in (404, 410):
+        raise NotFoundError(f"{shown} not found ({status})", hint="check the URL")
+    if status != 200:
+        raise RegistryError(f"{response.host} answered {status} for {shown}", status=status)
+    length = response.headers.get("Content-Length", "")
+    try:
+        if length.isascii() and length.isdigit() and int(length[:20]) > limit:
+            raise OversizeError(length)
+        return response.read(limit, _RATE)
+    except OversizeError:
+        raise TooLargeError(f"{shown} has more than {limit} bytes") from None
+
+
+def _is_loopback(host: str) -> bool:
+    return Reference(f"[{host}]" if ":" in host else host, "x").is_loopback
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) is not None
+    except ValueError:
+        return False

@@ -1,0 +1,169 @@
+"""Pictures that begin with a picture, compared with diffusers, on models drawn anew."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from diffusers import ZImageImg2ImgPipeline, ZImageInpaintPipeline, ZImagePipeline
+
+    from tests.parity.make_model import draw, make
+
+from PIL import Image as Picture
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
+from clowder_aimage.model.zimage import pipeline as zimage
+from tests.model.model_blobs import import_directory
+
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+
+SEED = int(os.environ["AIMAGE_PARITY_SEED"])  # tests/conftest.py draws one
+FILE = f"sha256:{'0' * 64}"  # the pipeline is given the picture itself
+
+
+class Both:
+    """A model in diffusers and in this program."""
+
+    def __init__(self, directory: Path, store: Path, seed: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make(directory, seed, draw(seed))
+            parts = ZImagePipeline.from_pretrained(directory, dtype=torch.float32).components
+        self.image, self.inpaint = ZImageImg2ImgPipeline(**parts), ZImageInpaintPipeline(**parts)
+        self.text = ZImagePipeline(**parts)
+        loaded = load_pipeline(*import_directory(directory, store), dtype="float32")
+        assert isinstance(loaded, zimage.ZImagePipeline)
+        self.ours = loaded
+        for one in (self.image, self.inpaint, self.text):
+            one.set_progress_bar_config(disable=True)
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    places = (tmp_path_factory.mktemp(name) for name in ("model", "blobs"))
+    return Both(*places, SEED + request.param)
+
+
+def random_picture(rng: random.Random, width: int, height: int) -> Picture.Image:
+    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (6, 8, 3), np.uint8)
+    return Picture.fromarray(values).resize((width, height), Picture.Resampling.BICUBIC)
+
+
+def theirs(pipeline: Any, request: GenerateRequest, output: str, **more: Any) -> Any:
+    found = pipeline(
+        request.prompt,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance,
+        negative_prompt=request.negative,
+        cfg_normalization=request.cfg_normalization or False,
+        cfg_truncation=request.guidance_end,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type=output,
+        **more,
+    ).images[0]
+    return np.asarray(found).astype(int) if output == "pil" else found.numpy()
+
+
+def ours(both: Both, request: GenerateRequest, given: PictureInput | None) -> np.ndarray:
+    (image,) = [one for one in both.ours.generate(request, given) if isinstance(one, Image)]
+    return image.pixels.astype(int)
+
+
+def latents(both: Both, request: GenerateRequest, given: PictureInput | None) -> np.ndarray:
+    """Return the last latents."""
+    pipeline = both.ours
+    schedule, guide = pipeline.schedule(request), pipeline.conditioning(request)
+    encoded = None if given is None else pipeline.encode_picture(given)
+    first, keep = pipeline._begin(request, encoded, schedule, request.seed)
+    *_, last = pipeline.denoise(first, schedule, guide, 0.0, keep)
+    mx.eval(last)
+    return np.array(last)
+
+
+def compare(both: Both, pipeline: Any, request: GenerateRequest, *given: Any, **more: Any) -> None:
+    picture = given[0] if given else None
+    expected = theirs(pipeline, request, "latent", **more)
+    found = latents(both, request, picture)
+    scale = max(1.0, float(np.abs(expected).max()))
+    assert np.abs(found - expected).max() <= 1e-4 * scale
+    expected = theirs(pipeline, request, "pil", **more)
+    assert np.abs(ours(both, request, picture) - expected).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("strength", "steps"), [(0.6, 8), (0.3, 9), (0.05, 28), (0.875, 8), (1.0, 3), (0.55, 7)]
+)
+def test_a_picture_from_a_picture(both: Both, strength: float, steps: int) -> None:
+    rng = random.Random(f"{SEED} {strength}")
+    width, height = 16 * rng.randrange(2, 8), 16 * rng.randrange(2, 8)
+    start = random_picture(rng, width, height)
+    request = GenerateRequest(
+        "a red fox",
+        width,
+        height,
+        steps,
+        rng.randrange(1 << 32),
+        guidance=rng.choice((0.0, 2.5)),
+        image=FILE,
+        strength=strength,
+    )
+    given = PictureInput(np.asarray(start))
+    compare(both, both.image, request, given, image=start, strength=strength)
+
+
+@pytest.mark.parametrize(("strength", "steps"), [(1.0, 8), (0.5, 6)])
+def test_painting_a_part(both: Both, strength: float, steps: int) -> None:
+    rng = random.Random(f"{SEED} mask {strength}")
+    start = random_picture(rng, 96, 64)
+    mask = np.zeros((64, 96), np.uint8)
+    mask[10:40, 21:70] = 255
+    mask[44:52, :30] = 128
+    request = GenerateRequest("a hare", 96, 64, steps, 7, image=FILE, mask=FILE, strength=strength)
+    given = PictureInput(np.asarray(start), mask)
+    more = {"image": start, "mask_image": Picture.fromarray(mask), "strength": strength}
+    compare(both, both.inpaint, request, given, **more)
+
+
+def test_several_seeds_are_what_each_makes_alone(both: Both) -> None:
+    start = random_picture(random.Random(SEED), 64, 64)
+    given = PictureInput(np.asarray(start))
+    request = GenerateRequest("a fox", 64, 64, 5, 11, image=FILE, n=2)
+    made = [one for one in both.ours.generate(request, given) if isinstance(one, Image)]
+    for image in made:
+        one = GenerateRequest("a fox", 64, 64, 5, image.seed, image=FILE)
+        expected = theirs(both.image, one, "pil", image=start, strength=0.6)
+        assert np.abs(image.pixels.astype(int) - expected).max() <= 1
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("normalization", [1.0, 0.5])
+@pytest.mark.parametrize("end", [1.0, 0.6])
+def test_normalized_guidance(both: Both, normalization: float, end: float) -> None:
+    request = GenerateRequest(
+        "a fox",
+        64,
+        48,
+        6,
+        SEED % 1000,
+        negative="blurred",
+        guidance=4.0,
+        guidance_end=end,
+        cfg_normalization=normalization,
+    )
+    compare(both, both.text, request)

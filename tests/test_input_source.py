@@ -1,0 +1,233 @@
+"""Pictures that texts name: files, URLs and artifacts."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from clowder_aimage import input_source
+from clowder_aimage.errors import (
+    AImageError,
+    ForbiddenError,
+    NoPictureError,
+    NotFoundError,
+    TooLargeError,
+    UnauthorizedError,
+    UsageError,
+    VerificationError,
+)
+from clowder_aimage.input_source import InputSource
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, mediatype
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.web_file import InputHosts
+from tests.scripted import Answer, ScriptedRegistry, serving
+
+PICTURE = b"\x89PNG a picture"
+OTHER = b"another"
+CONFIG = b"{}"
+
+
+def layer(data: bytes, media_type: str = "image/png", title: str | None = None) -> dict[str, Any]:
+    annotations = {mediatype.TITLE: title} if title is not None else {}
+    return Descriptor(media_type, Digest.of(data), len(data), annotations).to_json()
+
+
+def manifest_of(*layers: dict[str, Any]) -> bytes:
+    config = Descriptor.of(mediatype.OCI_EMPTY, CONFIG).to_json()
+    document = {"schemaVersion": 2, "mediaType": mediatype.OCI_MANIFEST, "config": config}
+    return json.dumps(document | {"layers": list(layers)}).encode()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedRegistry]:
+    with ScriptedRegistry(lambda _: Answer(404)).running() as found:
+        yield found
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageLayout:
+    return ImageLayout(tmp_path / "store")
+
+
+def user(store: ImageLayout, **rest: Any) -> InputSource:
+    return InputSource(store, ClientOptions, hosts=None, has_files=True, **rest)
+
+
+def read(source: InputSource, text: str) -> bytes:
+    with source.store.lease() as lease:
+        return source.read(text, lease)
+
+
+def offer(server: ScriptedRegistry, *layers: dict[str, Any], **blobs: bytes) -> str:
+    known = {str(Digest.of(data)): data for data in (PICTURE, OTHER, CONFIG)}
+    server.script = serving(manifest_of(*layers), known | blobs)
+    return f"oci://{server.host}/team/pictures:v1"
+
+
+# -- files and data
+
+
+def test_a_file_and_stdin_are_read(store: ImageLayout, tmp_path: Path) -> None:
+    (tmp_path / "a:b.png").write_bytes(PICTURE)
+    assert read(user(store), str(tmp_path / "a:b.png")) == PICTURE
+    assert read(user(store, stdin=io.BytesIO(PICTURE)), "-") == PICTURE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"data:image/png;base64,{base64.b64encode(PICTURE).decode()}",
+        f"DATA:;base64,{base64.b64encode(PICTURE).decode().rstrip('=')}",
+        "data:,%89PNG%20a%20picture",
+        "data:image/png;charset=x,%89PNG a picture",
+    ],
+)
+def test_a_data_url_is_decoded(store: ImageLayout, text: str) -> None:
+    assert read(InputSource(store, ClientOptions), text) == PICTURE
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("data:image/png;base64", UsageError),
+        ("data:image/png;base64,====", UsageError),
+        ("data:image/png;base64,aGk aGk", UsageError),
+        ("file:///etc/passwd", UsageError),
+        ("ftp://example.com/a.png", UsageError),
+        ("oci://not a name", UsageError),
+        ("oci://", UsageError),
+    ],
+)
+@pytest.mark.parametrize("is_worker", [False, True])
+def test_an_invalid_text_is_refused(
+    store: ImageLayout, text: str, error: type[AImageError], is_worker: bool
+) -> None:
+    with pytest.raises(error):
+        read(InputSource(store, ClientOptions) if is_worker else user(store), text)
+
+
+@pytest.mark.parametrize("text", ["-", "/etc/passwd", "a.png", "./data:,a", "~/a.png", ""])
+def test_a_worker_reads_no_files(store: ImageLayout, text: str) -> None:
+    with pytest.raises(UsageError, match="image is neither a data: URL"):
+        read(InputSource(store, ClientOptions, stdin=io.BytesIO(PICTURE)), text)
+
+
+def test_what_is_too_large_is_refused(
+    store: ImageLayout,
+    tmp_path: Path,
+    server: ScriptedRegistry,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(input_source, "MAX_BYTES", 10)
+    monkeypatch.setattr(input_source, "_MAX_DATA", 30)
+    (tmp_path / "a.png").write_bytes(bytes(11))
+    texts = (str(tmp_path / "a.png"), "-", f"data:,{'a' * 11}", f"data:,{'a' * 31}")
+    for text in (*texts, offer(server, layer(PICTURE))):
+        with pytest.raises(TooLargeError):
+            read(user(store, stdin=io.BytesIO(bytes(11))), text)
+    assert not server.asked("GET")[1:]
+
+
+@pytest.mark.parametrize(("name", "error"), [("none.png", NotFoundError), ("~nobody-x/a", None)])
+def test_a_file_that_cannot_be_read_is_an_error(
+    store: ImageLayout, tmp_path: Path, name: str, error: type[AImageError] | None
+) -> None:
+    with pytest.raises(error or AImageError):
+        read(user(store), name if error is None else str(tmp_path / name))
+
+
+# -- artifacts
+
+
+def test_a_picture_of_an_artifact_is_kept_in_the_store(
+    store: ImageLayout, server: ScriptedRegistry
+) -> None:
+    text = offer(server, layer(CONFIG, "text/plain"), layer(PICTURE))
+    assert read(user(store), text) == PICTURE
+    assert store.exists(Descriptor.of("image/png", PICTURE))
+    mark = len(server.seen)
+    assert read(user(store), text) == PICTURE
+    assert all("/blobs/" not in seen.path for seen in server.seen[mark:])
+
+
+def test_a_title_or_a_type_makes_a_picture(store: ImageLayout, server: ScriptedRegistry) -> None:
+    kinds = ("image/webp", None), ("application/octet-stream", "made/A.JPG")
+    for kind, title in kinds:
+        assert read(user(store), offer(server, layer(PICTURE, kind, title))) == PICTURE
+
+
+def test_a_title_chooses_one_of_several(store: ImageLayout, server: ScriptedRegistry) -> None:
+    text = offer(server, layer(PICTURE, title="a.png"), layer(OTHER, title="b#c.png"))
+    assert read(user(store), f"{text}#b#c.png") == OTHER
+    with pytest.raises(UsageError, match=r"has several pictures: 'a.png', 'b#c.png'"):
+        read(user(store), text)
+    with pytest.raises(NotFoundError, match="has no picture"):
+        read(user(store), f"{text}#x")
+
+
+def test_a_digest_chooses_the_manifest(store: ImageLayout, server: ScriptedRegistry) -> None:
+    text = offer(server, layer(PICTURE))
+    digest = Digest.of(manifest_of(layer(PICTURE)))
+    assert read(user(store), f"{text}@{digest}") == PICTURE
+    with pytest.raises(VerificationError):
+        read(user(store), f"{text}@{Digest.of(b'other')}")
+
+
+def test_an_artifact_without_a_picture_is_refused(
+    store: ImageLayout, server: ScriptedRegistry
+) -> None:
+    with pytest.raises(NoPictureError, match="has no picture") as raised:
+        read(user(store), offer(server, layer(PICTURE, "text/plain", "a.txt")))
+    assert raised.value.exit_code == 5
+
+
+def test_wrong_bytes_are_refused_and_not_kept(store: ImageLayout, server: ScriptedRegistry) -> None:
+    text = offer(server, layer(PICTURE), **{str(Digest.of(PICTURE)): bytes(len(PICTURE))})
+    with pytest.raises(VerificationError):
+        read(user(store), text)
+    assert not store.exists(Descriptor.of("image/png", PICTURE))
+
+
+def test_errors_of_a_registry_are_those_of_a_pull(
+    store: ImageLayout, server: ScriptedRegistry
+) -> None:
+    text = f"oci://{server.host}/team/pictures:v1"
+    for status, error in ((404, NotFoundError), (403, UnauthorizedError)):
+        server.script = lambda _, status=status: Answer(status)  # type: ignore[misc]
+        with pytest.raises(error):
+            read(user(store), text)
+    with pytest.raises(NotFoundError, match="not found in the store"):
+        read(user(store), "oci://pictures:v1")
+
+
+def test_a_worker_pulls_from_the_registries_that_are_named(
+    store: ImageLayout, server: ScriptedRegistry
+) -> None:
+    text = offer(server, layer(PICTURE))
+    port = server.host.rpartition(":")[2]
+    for entries in ((), ("*",), (f"http://*:{port}",), ("127.0.0.1",)):
+        with pytest.raises(ForbiddenError, match="not allowed from the registry"):
+            read(InputSource(store, ClientOptions, InputHosts.parse(entries)), text)
+    assert not server.seen
+    assert read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), text) == PICTURE
+    assert read(InputSource(store, ClientOptions, may_pull=True), text) == PICTURE
+
+
+def test_a_worker_fetches_urls_of_allowed_hosts(
+    store: ImageLayout, server: ScriptedRegistry
+) -> None:
+    server.script = lambda _: Answer(200, {}, PICTURE)
+    url = f"http://{server.host}/a.png"
+    with pytest.raises(ForbiddenError):
+        read(InputSource(store, ClientOptions, may_pull=True), url)
+    assert read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), url) == PICTURE
+    assert read(user(store), url) == PICTURE

@@ -1,0 +1,217 @@
+"""Picture files of requests: what is refused, how they are turned, fitted and pasted."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL")
+
+from PIL import Image
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.pipeline import GenerateRequest, Sides, check_parameters
+from clowder_aimage.picture_input import around, decode, default_size, fit, inspect, paste, prepare
+
+FILE = f"sha256:{'0' * 64}"
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def gradient(width: int = 6, height: int = 4) -> Image.Image:
+    values = np.arange(width * height * 3, dtype=np.uint8).reshape(height, width, 3) * 3
+    return Image.fromarray(values)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a PNG file that states a size and has no picture."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 64)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in chunks
+    )
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_the_types_that_are_read(kind: str) -> None:
+    found = inspect(file_of(gradient(), kind), "it")
+    assert (found.width, found.height) == (6, 4)
+    assert found.descriptor.media_type == f"image/{kind.lower()}"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "it is not a picture that can be read"),
+        (b"a text, and not a picture", "it is not a picture that can be read"),
+        (file_of(gradient(), "GIF"), "it is not a picture that can be read"),
+        (file_of(gradient(), "BMP"), "it is not a picture that can be read"),
+        (file_of(Image.effect_noise((64, 64), 90))[:2000], "it is not a picture that can be read"),
+        (png_header(100_000, 100_000), "it has more than 67108864 pixels"),
+        (png_header(8193, 8192), "it has more than 67108864 pixels"),
+        (png_header(0, 5), "it is not a picture that can be read"),
+        (
+            file_of(gradient(), "PNG", save_all=True, append_images=[gradient().rotate(180)]),
+            "it is animated",
+        ),
+        (
+            file_of(gradient(), "WEBP", save_all=True, append_images=[gradient().rotate(180)]),
+            "it is animated",
+        ),
+        (b"\0" * ((64 << 20) + 1), "pictures may have"),
+    ],
+)
+def test_what_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        inspect(data, "it")
+
+
+def test_a_picture_with_another_file_behind_it_is_the_picture() -> None:
+    data = file_of(gradient(), "PNG") + b"PK\x03\x04<script>alert(1)</script>"
+    assert (np.asarray(decode(data, "it")) == np.asarray(gradient())).all()
+
+
+def test_a_rotated_picture_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees clockwise
+    found = decode(file_of(gradient(), "PNG", exif=exif), "it")
+    assert found.size == (4, 6)
+    assert (np.asarray(found) == np.rot90(np.asarray(gradient()), -1)).all()
+
+
+@pytest.mark.parametrize(
+    ("image", "mode", "pixel"),
+    [
+        (Image.new("L", (4, 4), 200), "RGB", (200, 200, 200)),
+        (Image.new("1", (4, 4), 1), "RGB", (255, 255, 255)),
+        (Image.new("LA", (4, 4), (10, 128)), "RGBA", (10, 10, 10, 128)),
+        (Image.new("RGBA", (4, 4), (1, 2, 3, 4)), "RGBA", (1, 2, 3, 4)),
+        (Image.fromarray(np.full((4, 4), 51400, np.uint16)), "RGB", (200, 200, 200)),
+    ],
+    ids=lambda value: getattr(value, "mode", None),
+)
+def test_modes(image: Image.Image, mode: str, pixel: tuple[int, ...]) -> None:
+    found = decode(file_of(image), "it")
+    assert found.mode == mode
+    assert found.getpixel((1, 1)) == pixel
+
+
+def test_a_cmyk_picture_and_a_palette() -> None:
+    cmyk = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
+    red = decode(file_of(cmyk, "JPEG", quality=100), "it").getpixel((4, 4))
+    assert isinstance(red, tuple)
+    assert red[0] > 240
+    assert max(red[1:3]) < 20
+    palette = gradient().quantize(8)
+    assert decode(file_of(palette), "it").mode == "RGB"
+    assert decode(file_of(palette, transparency=0), "it").mode == "RGBA"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((640, 483), (640, 480)), ((15, 100), (16, 96)), ((4000, 2000), (1024, 512))],
+)
+def test_the_size_of_a_request(size: tuple[int, int], expected: tuple[int, int]) -> None:
+    assert default_size(*size, Sides(16, 1024, 1024)) == expected
+
+
+@pytest.mark.parametrize("how", ["crop", "pad", "stretch"])
+@pytest.mark.parametrize("size", [(32, 32), (16, 48), (96, 16), (6, 4)])
+def test_fits_have_the_size(how: str, size: tuple[int, int]) -> None:
+    assert fit(gradient(), size, how).size == size
+
+
+def test_cropping_keeps_the_middle_and_padding_everything() -> None:
+    values = np.zeros((10, 30, 3), np.uint8)
+    values[:, 10:20] = 255
+    image = Image.fromarray(values)
+    assert (np.asarray(fit(image, (10, 10), "crop")) == 255).all()
+    padded = np.asarray(fit(image, (30, 30), "pad"))
+    assert (padded[:, 12:18] == 255).all()
+    assert (padded[:, :8] == 0).all()
+    mask = np.asarray(fit(image.convert("L"), (30, 30), "pad"))
+    assert (mask[:9] == 255).all()  # what is added is painted
+    assert (mask[12:18, :8] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("place", "aspect", "expected"),
+    [
+        ((slice(40, 60), slice(40, 60)), 1.0, (35, 35, 65, 65)),
+        ((slice(0, 20), slice(0, 20)), 1.0, (0, 0, 30, 30)),
+        ((slice(40, 60), slice(40, 60)), 2.0, (20, 35, 80, 65)),
+        ((slice(0, 100), slice(0, 100)), 1.0, (0, 0, 100, 100)),
+        ((slice(0, 100), slice(50, 51)), 4.0, (0, 0, 100, 100)),
+    ],
+)
+def test_the_box_around_a_mask(
+    place: tuple[slice, slice], aspect: float, expected: tuple[int, int, int, int]
+) -> None:
+    mask = np.zeros((100, 100), np.bool_)
+    mask[place] = True
+    assert around(mask, aspect) == expected
+
+
+def test_pasting_keeps_the_original_and_mixes_at_the_edge() -> None:
+    original, made = np.zeros((20, 20, 3), np.uint8), np.full((20, 20, 3), 200, np.uint8)
+    mask = np.zeros((20, 20), np.uint8)
+    mask[:, 10:] = 255
+    hard = paste(made, original, mask, 0)
+    assert (hard[:, :10] == 0).all()
+    assert (hard[:, 10:] == 200).all()
+    soft = paste(made, original, mask, 6)
+    row = soft[10, :, 0].astype(int)
+    assert (np.diff(row) >= 0).all()
+    assert len(set(row.tolist())) > 3
+    assert (row[0], row[-1]) == (0, 200)
+
+
+def request_of(**changes: Any) -> GenerateRequest:
+    return GenerateRequest("x", 32, 32, **{"image": FILE, "mask": FILE, **changes})
+
+
+def test_a_cropped_request_changes_only_its_surroundings() -> None:
+    image = gradient(64, 64)
+    mask = Image.new("L", (64, 64), 0)
+    mask.paste(255, (8, 8, 16, 16))
+    prepared = prepare(request_of(crop=True), image, mask)
+    assert prepared.given.pixels.shape == (32, 32, 3)
+    assert prepared.given.mask is not None
+    result = prepared.finish(np.full((32, 32, 3), 9, np.uint8))
+    painted = np.asarray(mask) >= 128
+    assert result.shape == (64, 64, 3)
+    assert (result[painted] == 9).all()
+    assert (result[~painted] == np.asarray(image)[~painted]).all()
+
+
+def test_an_empty_mask_is_refused() -> None:
+    with pytest.raises(UsageError, match="the mask is empty"):
+        prepare(request_of(), gradient(), Image.new("L", (6, 4), 127))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": None}, "mask requires an image"),
+        ({"image": None, "mask": None, "strength": 0.5}, "strength requires an image"),
+        ({"strength": 0.0}, "strength must be above 0"),
+        ({"strength": 1.5}, "strength must be a number from 0 to 1"),
+        ({"fit": "wide"}, "fit must be one of crop, pad, stretch"),
+        ({"feather": 300}, "feather must be a whole number"),
+        ({"mask": None, "paste": True}, "paste requires a mask"),
+        ({"image": "sha256:x"}, "image must be the digest of a picture"),
+    ],
+)
+def test_parameters_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_parameters(request_of(**changes))
