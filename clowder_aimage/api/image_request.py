@@ -169,7 +169,7 @@ class ImageRequest(RequestBody):
 
     def check_pictures(self, pictures: KeptPictures | None) -> None:
         """Refuse fields that need an image or a mask. Raises ApiError."""
-        given = [name for name in OF_IMAGES if name in self.model_fields_set]
+        given = [name for name in OF_IMAGES if getattr(self, name) not in (None, False, "auto")]
         if pictures is None and given:
             raise wrong(given[0], "requires an image")
         for name in ("paste", "feather", "crop"):

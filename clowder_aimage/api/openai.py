@@ -97,7 +97,7 @@ class ImageRoutes:
         """Respond with pictures that begin with another."""
         async with self._uploads.open(request) as upload:
             fields = await upload.fields(may_be_form=True)
-            if "image" not in fields and "images" in fields:  # as in OpenAI's JSON
+            if fields.get("image") is None and "images" in fields:  # as in OpenAI's JSON
                 fields["image"] = fields.pop("images")
             return await self._answer(request, upload, fields, EditRequest)
 

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
 
 from clowder_aimage.api.request_body import read_object, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.errors import AImageError, ForbiddenError, NoPictureError, NotFoundError
 from clowder_aimage.http.api_error import ApiError, api_error, registry_error
 from clowder_aimage.http.body_stream import check_coding, check_type, too_large
-from clowder_aimage.http.route import BODY
+from clowder_aimage.http.route import ADMIN, BODY
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
@@ -36,6 +37,8 @@ _AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
 # Also those of clients that do not know the type of a file, or name it differently
 _FILE_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 _NAMES = ("image", "mask")
+# What aiohttp raises for a form
+_MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
 _PIECE = 1 << 16
 
 _log = logging.getLogger("aimage.worker")
@@ -185,7 +188,7 @@ class PictureUpload:
                     found.setdefault(name, []).append(value)
                 elif found.setdefault(name, value) is not value:
                     raise wrong(name[:60], "is given twice")
-        except (ValueError, LookupError, AssertionError):  # of aiohttp, for a malformed form
+        except _MALFORMED:
             pass
         message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
         raise ApiError(400, message, code="invalid_body")
@@ -240,7 +243,8 @@ class PictureUpload:
     def _read(self, name: str, text: str) -> bytes:
         if text[:5].lower() == "data:":
             _check_kind(name, text[5:100].partition(",")[0].partition(";")[0].lower())
-        return self.uploads.service.read_input(text, self.lease, name)
+        may_pull = self.request.get("scope") == ADMIN
+        return self.uploads.service.inputs(may_pull=may_pull).read(text, self.lease, name)
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
         data = data if painted == "white" else white_mask(data, name, painted)
@@ -260,7 +264,8 @@ def _refusal(error: AImageError, name: str) -> AImageError:
     """Return the response to a picture that cannot be used, with its field."""
     if isinstance(error, ApiError):
         return error
-    found = api_error(registry_error(error))
+    is_own = isinstance(error, ForbiddenError | NoPictureError)
+    found = api_error(error if is_own else registry_error(error))
     code = "invalid_image" if found.code == "invalid_value" else found.code
     code = "image_not_found" if isinstance(error, NotFoundError) else code
     message = found.message if found.message.startswith(name) else f"{name}: {found.message}"

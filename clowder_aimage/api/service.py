@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import tempfile
 import time
@@ -12,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from clowder_aimage.adapter_source import AdapterFinder
-from clowder_aimage.content import Lease
 from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
@@ -33,17 +31,6 @@ if TYPE_CHECKING:
     from clowder_aimage.input_source import InputSource
 
 BY_NODE = "node"  # pins checked by the node, which may need only some components
-
-
-def read_data_url(text: str, _: Lease, what: str) -> bytes:
-    """Return the bytes of a data URL in base64 (RFC 2397). Raises UsageError."""
-    head, comma, body = text.partition(",")
-    if not comma or not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
-        raise UsageError(f"{what} must be a data: URL in base64, such as data:image/png;base64,...")
-    try:
-        return base64.b64decode(body, validate=True)
-    except ValueError:
-        raise UsageError(f"{what} is not valid base64") from None
 
 
 class NodeState(Protocol):
@@ -125,8 +112,7 @@ class Service:
 
     ``node`` is the state of a server that is also a node; ``on_removed`` is called after a name was
     removed; ``wanted`` are the models required for readiness. ``adapters`` finds those in the store
-    and in the directory of the settings. ``read_input`` returns the picture that a text in a
-    request names; ``what`` is its field, and the lease protects what it adds to the store.
+    and in the directory of the settings.
     """
 
     engine: Engine
@@ -140,7 +126,6 @@ class Service:
     wanted: Sequence[str]
     node: NodeState | None = None
     on_removed: Callable[[], object] = lambda: None
-    read_input: Callable[[str, Lease, str], bytes] = read_data_url
     started: float = field(default_factory=time.time)
     adapters: AdapterFinder = field(init=False)
 

@@ -19,8 +19,8 @@ from clowder_aimage.api.image_request import (
     ImageRequest,
     read_request,
 )
-from clowder_aimage.api.request_body import read_object
 from clowder_aimage.api.openai import _with_param
+from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import ApiError
@@ -80,7 +80,7 @@ def test_all_fields_are_parsed() -> None:
         style="vivid",
     )
     assert wish.for_model(aimage(), 2) == GenerateRequest(
-        "a dog", 1024, 768, 4, 7, "a cat", 2.5, 0.5, 3.0, 0.1, n=3, previews=2
+        "a dog", 1024, 768, 4, 7, "a cat", 2.5, 0.5, shift=3.0, cache_threshold=0.1, n=3, previews=2
     )
     assert wish.encoding == PictureEncoding("webp", 80, has_facts=False)
     assert (wish.response_format, wish.stream, wish.partial_images) == ("url", True, 2)
