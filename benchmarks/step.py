@@ -1,10 +1,11 @@
 """Time the networks of an image pipeline, and those of others: ``python benchmarks/step.py``.
 
-Parts: a step of the transformer, the decoding of a picture, the encoding of a text. Each tool has a
-process of its own that loads the same random float32 weights. They take turns, so that all of them
-meet the same disturbances; a turn is a run, or the mean of as many as take 0.3 s. Ratios are to
-diffusers on PyTorch, parity is the largest difference from its result over its largest value. mflux
-computes with the system's OpenBLAS; it has a row if it can be imported.
+Parts: a step of the transformer, the decoding of a picture, the encoding of a text, the encoding of
+a picture of twice the side. Each tool has a process of its own that loads the same random float32
+weights. They take turns, so that all of them meet the same disturbances; a turn is a run, or the
+mean of as many as take 0.3 s. Ratios are to diffusers on PyTorch, parity is the largest difference
+from its result over its largest value. mflux computes with the system's OpenBLAS; it has a row if
+it can be imported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from models import SHAPES, Shape, build
 
 BASE = "diffusers"
 TOOLS = ("aimage", BASE, "mflux")
-PARTS = ("step", "decode", "encode")
+PARTS = ("step", "decode", "encode", "picture")
 COLUMNS = ("part", "shape", "tool", "min_s", "median_s", "ratio_min", "ratio_median", "parity")
 TOKENS = 64  # of the text
 TIME = 0.25  # of the step, 0 to 1
@@ -47,6 +48,7 @@ def inputs(shape: Shape) -> dict[str, Any]:
         "latents": random.standard_normal((16, side, side)).astype(np.float32),
         "features": random.standard_normal((TOKENS, widths.text_hidden)).astype(np.float32),
         "tokens": random.integers(0, widths.vocabulary, TOKENS),
+        "pixels": random.uniform(-1, 1, (2 * widths.side, 2 * widths.side, 3)).astype(np.float32),
     }
 
 
@@ -59,7 +61,7 @@ def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
     from clowder_aimage.model.zimage import config
     from clowder_aimage.model.zimage.text_encoder import TextEncoder
     from clowder_aimage.model.zimage.transformer import Transformer
-    from clowder_aimage.model.zimage.vae import Vae
+    from clowder_aimage.model.zimage.vae import Vae, VaeEncoder
 
     def load(component: str, kind: Any, parsed: Any) -> Any:
         folder = directory / component
@@ -90,6 +92,9 @@ def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
     if part == "decode":
         vae = load("vae", Vae, config.VaeConfig)
         return lambda: evaluated(vae.decode(mx.array(given["latents"])))
+    if part == "picture":
+        pixels, reader = mx.array(given["pixels"]), load("vae", VaeEncoder, config.VaeConfig)
+        return lambda: evaluated(reader.encode(pixels)[0])
     encoder = load("text_encoder", TextEncoder, config.TextEncoderConfig)
     return lambda: evaluated(encoder(mx.array(given["tokens"])))
 
@@ -101,7 +106,7 @@ def diffusers(directory: Path, part: str, given: dict[str, Any]) -> Run:
     from transformers import Qwen3Model
 
     torch.set_grad_enabled(False)
-    latents, features, tokens = (torch.tensor(value) for value in given.values())
+    latents, features, tokens, pixels = (torch.tensor(value) for value in given.values())
     path = str(directory)
     if part == "step":
         transformer = ZImageTransformer2DModel.from_pretrained(path, subfolder="transformer").eval()
@@ -111,6 +116,10 @@ def diffusers(directory: Path, part: str, given: dict[str, Any]) -> Run:
         vae = AutoencoderKL.from_pretrained(path, subfolder="vae").eval()
         scale, shift = vae.config.scaling_factor, vae.config.shift_factor
         return lambda: vae.decode((latents / scale + shift)[None]).sample[0].permute(1, 2, 0)
+    if part == "picture":
+        vae = AutoencoderKL.from_pretrained(path, subfolder="vae").eval()
+        picture = pixels.permute(2, 0, 1)[None].contiguous()
+        return lambda: vae.encode(picture).latent_dist.mean[0]
     encoder = Qwen3Model.from_pretrained(path, subfolder="text_encoder").eval()
     return lambda: encoder(tokens[None], output_hidden_states=True).hidden_states[-2][0]
 

@@ -26,18 +26,21 @@ from clowder_aimage.model.pipeline import (
     PARAMETERS,
     GenerateRequest,
     Image,
+    PictureInput,
     Pipeline,
     PipelineEvent,
+    Step,
 )
 from clowder_aimage.oci import Descriptor, Manifest, Reference
-from clowder_aimage.picture_input import PictureInputs, PreparedPicture
+from clowder_aimage.picture_input import PictureInputs, PreparedPicture, TiledPicture
 from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:
     from clowder_aimage.pull import PullOptions
     from clowder_aimage.registry import ClientOptions
 
-_OF_IMAGES = ("image", "mask", "strength", "fine", "fit", "paste", "feather", "crop")
+_OF_MASKS = ("mask", "paste", "feather", "crop")
+_OF_IMAGES = ("image", "strength", "fine", "fit", *_OF_MASKS, "expand", "upscale")
 _GRACE = 2.0  # seconds for a pull to stop
 
 
@@ -79,8 +82,31 @@ class RunnableModel:
         """
         picture = self.pictures.open(request) if self.pictures else None
         with self._adapted(request):
+            if isinstance(picture, TiledPicture):
+                self.pipeline.check(request)
+                return self._guarded(self._tiled(request, picture))
             events = self.pipeline.generate(request, *([picture.given] if picture else []))
         return self._guarded(events, picture)
+
+    def _tiled(
+        self, request: GenerateRequest, picture: TiledPicture
+    ) -> Generator[PipelineEvent, None, None]:
+        """Yield the steps of all tiles of each picture, and the picture."""
+        height, width, _ = picture.parts[0].shape
+        size = {"width": width, "height": height}
+        count = len(picture.parts)
+        for number in range(request.n):
+            seed = request.seed + number
+            tile = replace(request, **size, seed=seed, n=1, previews=0, upscale=0.0)
+            made = []
+            for index, pixels in enumerate(picture.parts):
+                for event in self.pipeline.generate(tile, PictureInput(pixels)):
+                    if isinstance(event, Step):
+                        done = index * event.total + event.index
+                        yield Step(done, count * event.total, number)
+                    elif isinstance(event, Image):
+                        made.append(event.pixels)
+            yield Image(picture.finish(made), seed, number)
 
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of a request, which follows. Raises as ``generate`` does."""
@@ -97,7 +123,7 @@ class RunnableModel:
             yield
 
     def _guarded(
-        self, events: Generator[PipelineEvent, None, None], picture: PreparedPicture | None
+        self, events: Generator[PipelineEvent, None, None], picture: PreparedPicture | None = None
     ) -> Generator[PipelineEvent, None, None]:
         with _computing():
             for event in events:

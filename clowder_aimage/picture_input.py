@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,15 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps
 from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
+from clowder_aimage.model.picture_tile import Pixels, TileGrid, mix, new_area
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput, Sides
 from clowder_aimage.oci import Descriptor, Digest
 
 Picture = Image.Image
-Pixels = npt.NDArray[np.uint8]
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 MAX_BYTES = 64 << 20  # of a file
 MAX_PIXELS = 1 << 26  # 8192 by 8192
+EXPANDED_MULTIPLE = 64  # a multiple of the sides of most models
 _MARGIN = 0.25  # of a mask's box, around it, when only the box is painted
 
 
@@ -133,14 +134,22 @@ def default_size(width: int, height: int, sides: Sides) -> tuple[int, int]:
     return across, down
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledPicture:
+    """The tiles of an enlarged picture, and what joins those that are made from them."""
+
+    parts: tuple[Pixels, ...]
+    finish: Callable[[Sequence[Pixels]], Pixels]
+
+
 class PictureInputs:
     """The pictures of requests, from the files of a store."""
 
     def __init__(self, store: BlobFiles) -> None:
         self._store = store
 
-    def open(self, request: GenerateRequest) -> PreparedPicture | None:
-        """Return the picture of a request at its size, or None if it has none.
+    def open(self, request: GenerateRequest) -> PreparedPicture | TiledPicture | None:
+        """Return the picture of a request at its size or in tiles, or None if it has none.
 
         Raises:
             UsageError: A file is not a picture, or the mask does not fit it or is empty.
@@ -149,6 +158,8 @@ class PictureInputs:
         if request.image is None:
             return None
         image = self._read(request.image, "image")
+        if request.upscale:
+            return enlarge(request, image)
         mask = None if request.mask is None else self._mask(request.mask, image)
         return prepare(request, image, mask)
 
@@ -178,6 +189,8 @@ def prepare(request: GenerateRequest, image: Picture, mask: Picture | None) -> P
     whole = image.convert("RGB")
     if mask is not None and not (np.asarray(mask) >= 128).any():
         raise UsageError("the mask is empty: white is painted, and it has none")
+    if request.expand:
+        return _expanded(request, whole)
     size = request.width, request.height
     if mask is not None and request.crop:
         return _cropped(request, whole, mask)
@@ -207,6 +220,45 @@ def _cropped(request: GenerateRequest, image: Picture, mask: Picture) -> Prepare
         return paste(whole, original, painted, request.feather)
 
     return PreparedPicture(given, finish)
+
+
+def _expanded(request: GenerateRequest, image: Picture) -> PreparedPicture:
+    """Return a picture with the new area around it; the result has the exact size.
+
+    Raises UsageError: the request's size is not that, rounded up.
+    """
+    share = new_area(*image.size, request.expand)
+    left, top, right, bottom = request.expand
+    original = np.pad(np.asarray(image), [(top, bottom), (left, right), (0, 0)], mode="edge")
+    height, width = share.shape
+    down, across = request.height - height, request.width - width
+    if not 0 <= min(down, across) <= max(down, across) < EXPANDED_MULTIPLE:
+        wide, high = expanded_size(*image.size, request.expand, EXPANDED_MULTIPLE)
+        raise UsageError(
+            f"the expanded picture has {width} x {height} pixels, which the size "
+            f"{request.width}x{request.height} does not fit",
+            hint=f"use {wide}x{high}",
+        )
+    more = [(0, down), (0, across)]
+    pixels = np.pad(original, [*more, (0, 0)], mode="edge")
+    mask = np.pad(np.uint8(255) * (share > 0), more, constant_values=255)
+    given = PictureInput(pixels, mask.astype(np.uint8))
+    return PreparedPicture(given, lambda made: mix(made[:height, :width], original, share))
+
+
+def expanded_size(width: int, height: int, expand: Sequence[int], multiple: int) -> tuple[int, int]:
+    """Return the width and height of an expanded picture, rounded up to multiples."""
+    left, top, right, bottom = expand
+    across, down = left + width + right, top + height + bottom
+    return -(-across // multiple) * multiple, -(-down // multiple) * multiple
+
+
+def enlarge(request: GenerateRequest, image: Picture) -> TiledPicture:
+    """Return the tiles of a picture that is enlarged by Lanczos. Raises UsageError: too large."""
+    width, height = (round(side * request.upscale) for side in image.size)
+    grid = TileGrid.cover(width, height, (request.width, request.height))
+    resized = np.asarray(_resized(image.convert("RGB"), (width, height)))
+    return TiledPicture(tuple(grid.cut(resized)), grid.join)
 
 
 def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:

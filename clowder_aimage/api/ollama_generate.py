@@ -239,7 +239,7 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
         body = check_fields(fields, _GenerateBody)
         if given and not body.prompt:
             raise wrong("images", "require a prompt")
-        picture = await upload.keep(given)
+        picture = await upload.keep(given, param="images")
         generation = OllamaGeneration(uploads.service, request, body, picture)
         request["model"] = str(generation.reference)
         return await generation.answer()

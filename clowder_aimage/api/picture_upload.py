@@ -211,17 +211,19 @@ class PictureUpload:
         except UnicodeDecodeError:
             raise wrong(name[:60], "is not text in UTF-8") from None
 
-    async def keep(self, given: Given, painted: str = "auto") -> KeptPictures | None:
+    async def keep(
+        self, given: Given, painted: str = "auto", param: str = "image"
+    ) -> KeptPictures | None:
         """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
 
-        painted: what of a mask is painted, as for ``white_mask``.
+        painted: what of a mask is painted, as for ``white_mask``. param: the field of the image.
         """
         if not given:
             return None
         if "image" not in given:
             raise wrong("mask", "requires an image")
         self._enter()
-        image = await self._keep("image", given.pop("image"), "white")
+        image = await self._keep(param, given.pop("image"), "white")
         mask = given.pop("mask", None)
         if mask is None or mask == ALPHA:
             return KeptPictures(image, ALPHA if mask else None)

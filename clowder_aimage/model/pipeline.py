@@ -31,6 +31,9 @@ MAX_THRESHOLD = 10  # of the step cache, which then reuses almost any step
 MAX_LORAS = 16
 MAX_FEATHER = 256  # pixels
 STRENGTH = 0.6  # of an image without a mask, as in diffusers
+UPSCALE_STRENGTH = 0.3  # of an image that is enlarged
+MAX_EXPAND = 4096  # pixels on a side
+MAX_UPSCALE = 4
 FITS = ("crop", "pad", "stretch")
 ALPHA = "alpha"  # the mask that is the transparency of the image
 MAX_STRENGTH = 100  # of an adapter, also negative
@@ -76,7 +79,10 @@ class GenerateRequest:
     "alpha": transparent parts of the image) are painted. strength: the part of the steps that is
     done, from 0 to 1. fine: all steps are done, from the noise level of the strength. fit: crop,
     pad or stretch the image to the size. paste: what is not painted is the image's; feather: pixels
-    over which it is mixed. crop: only the surroundings of the mask are generated. loras: adapters,
+    over which it is mixed. crop: only the surroundings of the mask are generated. expand: pixels
+    that are added to the left, top, right and bottom of the image, and painted; the size is that of
+    the result, rounded up to what the model supports. upscale: the factor by which the image is
+    enlarged, then improved in tiles of the size; 0 does not. loras: adapters,
     whose changes are added, also as objects of their fields. n: number of pictures. previews:
     number of previews of each picture.
     """
@@ -100,6 +106,8 @@ class GenerateRequest:
     paste: bool = False
     feather: int = 0
     crop: bool = False
+    expand: tuple[int, ...] = ()
+    upscale: float = 0.0
     loras: tuple[LoraUse, ...] = ()
     n: int = 1
     previews: int = 0
@@ -108,8 +116,11 @@ class GenerateRequest:
         uses: tuple[Any, ...] = tuple(self.loras)
         uses = tuple(LoraUse(**use) if isinstance(use, dict) else use for use in uses)
         object.__setattr__(self, "loras", uses)
+        object.__setattr__(self, "expand", tuple(self.expand))
         if self.image is not None and self.strength is None:
-            object.__setattr__(self, "strength", STRENGTH if self.mask is None else 1.0)
+            is_painted = self.mask is not None or bool(self.expand)
+            default = UPSCALE_STRENGTH if self.upscale else STRENGTH
+            object.__setattr__(self, "strength", 1.0 if is_painted else default)
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
@@ -119,6 +130,45 @@ class GenerateRequest:
         defaults = {key: value for key, value in known if key in MODEL_DEFAULTS}
         given = {key: value for key, value in parameters.items() if value is not None}
         return cls(prompt, **defaults | given)
+
+
+def first_step(steps: int, strength: float) -> int:
+    """Return the step, from 0, at which a picture begins. Raises UsageError: none is left."""
+    first = int(max(steps - min(steps * strength, steps), 0))
+    if first >= steps:
+        raise UsageError(
+            f"strength {strength:g} leaves none of {steps} steps to do",
+            hint=f"use a strength of at least {1 / steps:.2g}, or more steps",
+        )
+    return first
+
+
+def whole_steps(steps: int, strength: float) -> int:
+    """Return the steps of the schedule of which the last ``steps`` are done with ``fine``."""
+    return max(steps, round(steps / strength))
+
+
+def ignored_image(request: GenerateRequest) -> str:
+    """Return why the image of a request has no effect, and what to use; else the empty text.
+
+    It is so if the first step begins at full noise. With a mask, the rest of the image is kept.
+    """
+    steps, strength = request.steps, request.strength
+    if request.image is None or not strength or request.mask is not None or request.expand:
+        return ""
+    if request.fine:
+        is_ignored = whole_steps(steps, strength) == steps
+    else:
+        is_ignored = first_step(steps, strength) == 0
+    if not is_ignored:
+        return ""
+    least = (steps - 1) / steps if not request.fine else steps / (steps + 1)
+    other = "more steps" if request.fine else "more steps, or fine"
+    lower = f"a strength of at most {math.floor(least * 100) / 100:g}, " if least else ""
+    return (
+        f"strength {strength:g} with steps {steps} begins at full noise, so the image is ignored; "
+        f"use {lower}{other}"
+    )
 
 
 def previews_after(previews: int, steps: int) -> frozenset[int]:
@@ -273,7 +323,16 @@ def check_parameters(request: GenerateRequest) -> None:
 
 def _check_picture(request: GenerateRequest) -> None:
     if request.image is None:
-        for name in ("mask", "strength", "fine", "paste", "feather", "crop"):
+        for name in (
+            "mask",
+            "strength",
+            "fine",
+            "paste",
+            "feather",
+            "crop",
+            "expand",
+            "upscale",
+        ):
             if getattr(request, name):
                 raise UsageError(f"{name} requires an image")
         return
@@ -283,6 +342,9 @@ def _check_picture(request: GenerateRequest) -> None:
         _check_number("strength", request.strength, 0, 1)
     if not request.strength:
         raise UsageError("strength must be above 0: nothing would change")
+    if not request.fine:
+        first_step(request.steps, request.strength)
+    _check_enlarged(request)
     if request.fit not in FITS:
         raise UsageError(f"fit must be one of {', '.join(FITS)}, not {request.fit!r:.40}")
     if not _is_int(request.feather) or not 0 <= request.feather <= MAX_FEATHER:
@@ -299,6 +361,27 @@ def _check_mask(request: GenerateRequest) -> None:
                 raise UsageError(f"{name} requires a mask")
     elif request.mask != ALPHA:
         _check_digest("mask", request.mask)
+
+
+def _check_enlarged(request: GenerateRequest) -> None:
+    _check_number("upscale", request.upscale, 0, MAX_UPSCALE)
+    if 0 < request.upscale < 1:
+        raise UsageError(f"upscale must be from 1 to {MAX_UPSCALE}, not {request.upscale:g}")
+    if request.upscale and (request.mask is not None or request.expand):
+        other = "expand" if request.expand else "a mask"
+        raise UsageError(f"upscale cannot be combined with {other}")
+    if not request.expand:
+        return
+    if request.mask is not None:
+        raise UsageError("expand cannot be combined with a mask: the new area is painted")
+    sides = request.expand
+    if len(sides) != 4 or not all(_is_int(side) and 0 <= side <= MAX_EXPAND for side in sides):
+        raise UsageError(
+            f"expand must be four numbers of pixels from 0 to {MAX_EXPAND}, for left, top, right "
+            f"and bottom, not {list(sides)!r:.60}"
+        )
+    if not any(sides):
+        raise UsageError("expand must be above 0 on one side: nothing would change")
 
 
 def _check_digest(name: str, value: str) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,11 +86,24 @@ class PictureOutput:
                 while left:
                     left = left[file.write(left) :]
             return None
+        return self._write(data, lambda: self._choose(prompt, seed, index, count))
+
+    def write_sheet(self, data: bytes, prompt: str) -> Path:
+        """Write a sheet of pictures, a PNG, beside them; return its path. Raises as ``write``."""
+
+        def choose() -> Path:
+            if self._is_directory:
+                return _unused(self._path, f"{_words(prompt)}-sheet")
+            return self._path.with_name(f"{self._path.stem}-sheet.png")
+
+        return self._write(data, choose)
+
+    def _write(self, data: bytes, choose: Callable[[], Path]) -> Path:
         path = self._path
         try:
             if self.name and self.name.endswith(os.sep):
                 path.mkdir(parents=True, exist_ok=True)
-            path = self._choose(prompt, seed, index, count)
+            path = choose()
             write_file(path, data, durable=False)
         except OSError as error:
             if error.errno in DISK_FULL:
@@ -106,12 +120,15 @@ class PictureOutput:
         """Return a picture's path. A name chosen here never overwrites another picture."""
         path = self._path
         if self._is_directory:
-            stem = f"{_words(prompt)}-{seed}"
-            names = (f"{stem}-{number}.png" for number in itertools.count(2))
-            paths = (path / name for name in itertools.chain((f"{stem}.png",), names))
-            return next(found for found in paths if not found.exists())
+            return _unused(path, f"{_words(prompt)}-{seed}")
         path = path if path.suffix else path.with_suffix(".png")
         return path if count == 1 else path.with_stem(f"{path.stem}-{index + 1}")
+
+
+def _unused(directory: Path, stem: str) -> Path:
+    names = (f"{stem}-{number}.png" for number in itertools.count(2))
+    paths = (directory / name for name in itertools.chain((f"{stem}.png",), names))
+    return next(found for found in paths if not found.exists())
 
 
 def _words(prompt: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import needs, options, settings
+from clowder_aimage.cli.console.option import needs, options, parsed, settings
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_FEATHER
+from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_FEATHER, MAX_UPSCALE
 
 if TYPE_CHECKING:
     from clowder_aimage.input_source import InputSource
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
 _KEY = "clowder_aimage.pictures"  # in the meta of the command's context
 _LONGEST = 200  # characters of a name in an error
 MULTIPLE = 16  # pixels, of the sides of most models
+
+
+def _expand(text: str) -> tuple[int, ...]:
+    found = text.split(",")
+    if len(found) != 4 or not all(re.fullmatch("[0-9]{1,5}", one, re.ASCII) for one in found):
+        raise ValueError(
+            f"expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as 0,0,256,0, not {text!r}"
+        )
+    return tuple(map(int, found))
+
 
 picture_options = options(
     click.option(
@@ -32,7 +43,8 @@ picture_options = options(
     click.option(
         "--strength",
         type=float,
-        help="Part of the steps that are done, up to 1. [default: 0.6, 1 with --mask]",
+        help="Part of the steps that are done, up to 1."
+        " [default: 0.6; 1 with --mask, --expand; 0.3 with --upscale]",
     ),
     click.option("--fine", is_flag=True, help="Do all steps, from the noise level of --strength."),
     click.option(
@@ -51,6 +63,18 @@ picture_options = options(
         type=click.IntRange(0, MAX_FEATHER),
         metavar="PIXELS",
         help="Mix pasted and painted pixels over this width. [default: 0]",
+    ),
+    click.option(
+        "--expand",
+        metavar="LEFT,TOP,RIGHT,BOTTOM",
+        callback=parsed(_expand),
+        help="Paint these pixels around the picture.",
+    ),
+    click.option(
+        "--upscale",
+        type=click.FloatRange(1, MAX_UPSCALE),
+        metavar="FACTOR",
+        help="Enlarge the picture, then improve it in tiles.",
     ),
     click.option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
 )
@@ -113,7 +137,8 @@ def input_pictures() -> InputPictures:
 def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str, Any]:
     """Return the parameters that the options state: digests in place of files.
 
-    Without a size, it is the picture's, rounded down to multiples of 16. Raises as ``read``.
+    Without a size, it is the picture's, rounded down to multiples of 16, or up if it is expanded.
+    If it is enlarged, the size is that of the tiles: the model's. Raises as ``read``.
     """
     image, mask = values["image"], values["mask"]
     if image is None:
@@ -126,7 +151,14 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
     if mask is not None:
         digest = mask if mask == ALPHA else files.read(mask, "--mask").descriptor.digest
         parameters["mask"] = str(digest)
-    if not has_size:
+    if values["expand"]:
+        from clowder_aimage.picture_input import expanded_size
+
+        if has_size:
+            raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
+        size = expanded_size(found.width, found.height, values["expand"], MULTIPLE)
+        parameters["width"], parameters["height"] = size
+    elif not has_size and not values["upscale"]:
         sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (found.width, found.height))
         parameters["width"], parameters["height"] = sides
         parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers

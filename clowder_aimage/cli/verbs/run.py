@@ -66,10 +66,16 @@ from clowder_aimage.cli.console.remote_worker import (
     worker,
     worker_host,
 )
+from clowder_aimage.cli.console.seed_option import contact_sheet, seed_options, seed_runs
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
+from clowder_aimage.model.pipeline import (
+    PARAMETERS,
+    GenerateRequest,
+    check_parameters,
+    ignored_image,
+)
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -80,7 +86,8 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 _OPTIONS = tuple(name for name in PARAMETERS if name != "prompt")
-_SETTABLE = (*_OPTIONS, "trigger", "size", "count", "output", "show", "inline")  # between prompts
+_OUTPUT = ("seeds", "sheet", "count", "output", "show", "inline")
+_SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
 _MAX_PROMPT = 1 << 20  # bytes of stdin
 # Options, prompt, seed, number, format, and a function that is called before the first picture
 _Render = Callable[
@@ -133,7 +140,7 @@ def _sides(text: str) -> tuple[int, int]:
     "--height", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
 )
 @click.option("--steps", type=int, help="Denoising steps. [default: 8]")
-@click.option("--seed", type=int, help="The same seed gives the same picture. [default: random]")
+@seed_options
 @click.option("--negative", metavar="TEXT", help="What to avoid; requires --guidance.")
 @click.option("--guidance", type=float, help="Guidance scale (CFG). [default: 0]")
 @click.option("--guidance-end", type=float, help="Part of the way that is guided. [default: 1]")
@@ -212,7 +219,7 @@ def run(
     begun = time.monotonic()
     prompt = _read_prompt(words)
     first = _check(values, prompt or "") | {"n": values["count"]}
-    is_last = prompt is not None
+    is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
     local = local or (not remote and any(is_file(use.model) for use in first["loras"]))
@@ -265,7 +272,14 @@ def _check(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     if output.is_stdout and (wants_value() or values["show"]):
         option = "--open" if not wants_value() else "--json" if wants_json() else "--format"
         raise UsageError(f"{option} cannot be combined with -o -")
-    output.check(values["count"])
+    runs = _runs(values)
+    pictures = sum(count for _, count in runs)
+    output.check(pictures)
+    if values["sheet"]:
+        if output.is_stdout:
+            raise UsageError("--sheet cannot be combined with -o -")
+        with needs("making a sheet", "mlx"):
+            import PIL  # noqa: F401 (before pictures are generated)
     parameters = {name: values[name] for name in _OPTIONS}
     text, loras = with_tags(prompt, values["loras"], values["lora_dir"])
     parameters |= {"prompt": text, "loras": loras}
@@ -276,8 +290,14 @@ def _check(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     has_size = parameters["width"] is not None or parameters["height"] is not None
     parameters |= picture_parameters(values, has_size=has_size)
     given = {name: value for name, value in parameters.items() if value is not None}
-    check_parameters(GenerateRequest(**given, n=values["count"]))
+    for seed, count in runs:
+        check_parameters(GenerateRequest(**given | {"seed": seed or 0}, n=count))
     return parameters
+
+
+def _runs(values: Mapping[str, Any]) -> list[tuple[int | None, int]]:
+    """Return the first seed and the number of pictures of each run. Raises UsageError."""
+    return seed_runs(values["seed"], values["seeds"] or (), values["count"])
 
 
 def _protocol(is_shown: bool | None) -> str:
@@ -301,35 +321,50 @@ class _Order:
     def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
         begun = time.monotonic() if begun is None else begun
-        options, count = _check(self.values, prompt), self.values["count"]
+        options, runs = _check(self.values, prompt), _runs(self.values)
         options["trigger"] = self.values["trigger"]
-        output = PictureOutput(self.values["output"])
-        is_drawn = options["seed"] is None
-        if is_drawn:
-            options["seed"] = secrets.randbits(32)
+        output, count = PictureOutput(self.values["output"]), sum(each for _, each in runs)
+        written, facts = list[dict[str, Any]](), dict[str, Any]()
+        sheet: list[tuple[int, bytes]] = []
+        for picture in self._pictures(options, runs, output.kind):
+            path = output.write(picture.data, options["prompt"], picture.seed, len(written), count)
+            facts = facts or {**picture.facts}
+            if path is not None:
+                written.append({"path": str(path), "seed": picture.seed})
+                self._show(path)
+            if self.values["sheet"]:
+                sheet.append((picture.seed, picture.data))
+        paths = [str(each["path"]) for each in written]
+        if sheet:
+            path = output.write_sheet(contact_sheet(sheet), options["prompt"])
+            facts["sheet"] = str(path)
+            paths.append(str(path))
+        if not output.is_stdout and self.values["inline"] is not False:
+            for name in paths:
+                self._draw(Path(name))
+        if not output.is_stdout:
+            result(facts | {"pictures": written}, paths)
+        remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+        return tuple(paths)
+
+    def _pictures(
+        self, options: dict[str, Any], runs: list[tuple[int | None, int]], kind: str
+    ) -> Iterator[RemotePicture]:
+        """Yield the pictures of runs of seeds; say the seed that is drawn, and the place once."""
+        is_first = True
 
         def announce(text: str) -> None:
-            if is_drawn:
+            nonlocal is_first
+            if seed is None:
                 note(f"seed {options['seed']}")
-            remark(text)
+            if is_first:
+                remark(text)
+            is_first = False
 
-        written, facts = [], dict[str, Any]()
-        with contextlib.closing(self.render(options, count, output.kind, announce)) as made:
-            for picture in made:
-                path = output.write(
-                    picture.data, options["prompt"], picture.seed, picture.index, count
-                )
-                facts = facts or {**picture.facts}
-                if path is not None:
-                    written.append({"path": str(path), "seed": picture.seed})
-                    self._show(path)
-        if not output.is_stdout and self.values["inline"] is not False:
-            for each in written:
-                self._draw(Path(str(each["path"])))
-        if not output.is_stdout:
-            result(facts | {"pictures": written}, (str(each["path"]) for each in written))
-        remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
-        return tuple(str(each["path"]) for each in written)
+        for seed, count in runs:
+            options["seed"] = secrets.randbits(32) if seed is None else seed
+            with contextlib.closing(self.render(options, count, kind, announce)) as made:
+                yield from made
 
     def _draw(self, path: Path) -> None:
         """Draw a picture in the terminal."""
@@ -424,7 +459,10 @@ class _LocalModel:
         aimage = fetched.found.stored.aimage
         weights = sum(layer.descriptor.size for layer in aimage.layers if layer.is_tensor)
         fetched.progress.remark(f"loading {size(weights)}")
-        self._loaded = [self.load_model(fetched, GenerateRequest.for_model(aimage, **self.first))]
+        request = GenerateRequest.for_model(aimage, **self.first)
+        check_parameters(request)  # the steps may be the model's
+        _warn(request)
+        self._loaded = [self.load_model(fetched, request)]
         self.fetched = fetched
 
     def generate(
@@ -475,6 +513,12 @@ class _LocalModel:
         self.later = None
 
 
+def _warn(request: GenerateRequest) -> None:
+    """Say if the image of a request has no effect."""
+    if reason := ignored_image(request):
+        note(f"warning: {reason}")
+
+
 def _variant(
     reference: Reference, precision: str, connect: Callable[[], ClientOptions]
 ) -> Reference:
@@ -510,6 +554,9 @@ def _by_worker(
 ) -> Generator[RemotePicture, None, None]:
     """Generate the pictures in a worker."""
     # png_facts: so that it can be replayed
+    if options["steps"] is not None:  # else the worker's model has them
+        known = {name: options[name] for name in PARAMETERS if options[name] is not None}
+        _warn(GenerateRequest(**known))
     sent = {**options, "png_facts": True, "output_format": kind}
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
@@ -589,6 +636,7 @@ def load_model(
     place = found.files, found.stored
     model = generate.load(*place, dtype=dtype, request=request, end=found.end, finder=finder)
     total = device_memory() or machine.memory()
+    is_last = is_last and not request.upscale  # each tile uses all networks
     model.pipeline.set_memory(AUTO, memory or total, total, limit=memory, is_last=is_last)
     model.pipeline.check(request)
     plan = model.preload(request)
@@ -608,6 +656,8 @@ def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterato
                 progress.rename("rendering")
                 yield event
                 continue
+            if isinstance(event, Step) and (event.index, event.picture) == (1, 0):
+                progress.begin(event.total * request.n)  # fewer with an image, more in tiles
             progress.advance(1)
             if isinstance(event, Step) and event.index == event.total:
                 progress.rename("decoding")

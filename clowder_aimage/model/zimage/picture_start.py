@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.errors import UsageError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.flow_scheduler import Schedule
@@ -43,17 +42,6 @@ class PictureStart:
             return latents
         kept = sigma * self.noise + (1 - sigma) * self.clean
         return (1 - self.cells) * kept + self.cells * latents
-
-
-def first_step(steps: int, strength: float) -> int:
-    """Return the step, from 0, at which a picture begins. Raises UsageError: none is left."""
-    first = int(max(steps - min(steps * strength, steps), 0))
-    if first >= steps:
-        raise UsageError(
-            f"strength {strength:g} leaves none of {steps} steps to do",
-            hint=f"use a strength of at least {1 / steps:.2g}, or more steps",
-        )
-    return first
 
 
 def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> mx.array:

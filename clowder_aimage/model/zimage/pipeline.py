@@ -38,8 +38,10 @@ from clowder_aimage.model.pipeline import (
     Step,
     check_request,
     downsample,
+    first_step,
     previews_after,
     to_pixels,
+    whole_steps,
 )
 from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.weights import ModelWeights, read_object
@@ -50,11 +52,11 @@ from clowder_aimage.model.zimage.config import (
     VaeConfig,
 )
 from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler, Schedule
+from clowder_aimage.model.zimage.latent_colour import colours, has_colours
 from clowder_aimage.model.zimage.noise import randn
 from clowder_aimage.model.zimage.picture_start import (
     EncodedPicture,
     cells_of,
-    first_step,
     start,
 )
 from clowder_aimage.model.zimage.text_encoder import TextEncoder
@@ -282,13 +284,14 @@ class ZImagePipeline:
         sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
         encode = transforming(*sizes, tokens, dtype)
         denoise = transforming(config.dim, config.ffn_dim, config.n_heads, length, dtype)
-        drawing = "previews" if request.previews else "denoise"
+        decodes = request.previews > 0 and not has_colours(self.vae_module.config)
+        drawing = "previews" if decodes else "denoise"
         denoise = self.budget.work(drawing, pixels, denoise)
         if request.cache_threshold:
             denoise += StepCache.ARRAYS * len(_texts(request)) * length * config.dim * dtype.size
         decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
         used: tuple[Module, ...] = (self.transformer_module,)
-        if request.previews:
+        if decodes:
             used, denoise = (*used, self.vae_module), max(denoise, decode)
         return (
             Stage("encode", (self.text_encoder_module,), encode),
@@ -393,11 +396,14 @@ class ZImagePipeline:
     ) -> npt.NDArray[np.uint8]:
         """Return the picture predicted at step ``step`` (from 0), at half its size.
 
-        It is decoded from the end of the straight line from ``before`` through ``after``.
+        It shows the end of the straight line from ``before`` through ``after``: decoded, or
+        approximated where the factors of the VAE are known.
         """
         sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
         end = float(schedule.sigmas[-1])
         predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
+        if has_colours(config := self.vae_module.config):
+            return colours(np.array(predicted), config.scale // 2)
         return downsample(self.decode(predicted))  # smaller latents could change the colours
 
     def schedule(self, request: GenerateRequest) -> Schedule:
@@ -407,7 +413,7 @@ class ZImagePipeline:
         if request.strength is None:
             return self.scheduler.schedule(steps, tokens, request.shift)
         if request.fine:
-            whole = max(steps, round(steps / request.strength))
+            whole = whole_steps(steps, request.strength)
             return self.scheduler.schedule(whole, tokens, request.shift).after(whole - steps)
         first = first_step(steps, request.strength)
         return self.scheduler.schedule(steps, tokens, request.shift).after(first)

@@ -1,0 +1,93 @@
+"""Several seeds of one prompt, and a sheet of their pictures."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+
+import click
+
+from clowder_aimage.cli.console.option import options, parsed
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.pipeline import MAX_PICTURES, MAX_SEED
+
+_THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18  # pixels
+_PAPER, _INK = (246, 246, 244), (40, 40, 40)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(","):
+        ends = re.fullmatch(r"([0-9]{1,20})(?:\.\.([0-9]{1,20}))?", part.strip(), re.ASCII)
+        if ends is None:
+            raise ValueError(f"expected seeds such as 1..16 or 1,5,9, not {text!r:.60}")
+        first, last = int(ends[1]), int(ends[2] or ends[1])
+        if not first <= last <= MAX_SEED:
+            raise ValueError(f"{part.strip()} has no seeds from 0 to 2^64 - 1, in rising order")
+        if len(found) + last - first >= MAX_PICTURES:
+            raise ValueError(f"{text:.60} has more than {MAX_PICTURES} seeds")
+        found += range(first, last + 1)
+    return tuple(found)
+
+
+seed_options = options(
+    click.option(
+        "--seed", type=int, help="The same seed gives the same picture. [default: random]"
+    ),
+    click.option(
+        "--seeds",
+        metavar="SEEDS",
+        callback=parsed(_seeds),
+        help="Generate a picture of each seed, such as 1..16 or 1,5,9.",
+    ),
+    click.option(
+        "--sheet", is_flag=True, help="Write a sheet of all pictures with their seeds, too."
+    ),
+)
+
+
+def seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[int | None, int]]:
+    """Return runs of consecutive seeds: the first (None: random) and the number of pictures.
+
+    Raises UsageError: seeds with another option for them.
+    """
+    if not seeds:
+        return [(seed, count)]
+    if seed is not None or count != 1:
+        other = "-n" if seed is None else "--seed"
+        raise UsageError(f"--seeds cannot be combined with {other}")
+    runs: list[tuple[int | None, int]] = []
+    following = None
+    for each in seeds:
+        if each == following:
+            first, length = runs.pop()
+            runs.append((first, length + 1))
+        else:
+            runs.append((each, 1))
+        following = each + 1
+    return runs
+
+
+def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
+    """Return a PNG file with the pictures of seeds, reduced, above the seeds, in rows."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    columns = next(side for side in range(1, len(pictures) + 1) if side * side >= len(pictures))
+    thumbnails = []
+    for _, data in pictures:
+        with Image.open(io.BytesIO(data)) as picture:
+            picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            thumbnails.append(picture.convert("RGB"))
+    across = max(one.width for one in thumbnails) + _MARGIN
+    down = max(one.height for one in thumbnails) + _CAPTION + _MARGIN
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * across + _MARGIN, rows * down + _MARGIN), _PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for index, ((seed, _), thumbnail) in enumerate(zip(pictures, thumbnails, strict=True)):
+        left, top = _MARGIN + index % columns * across, _MARGIN + index // columns * down
+        sheet.paste(thumbnail, (left, top))
+        pen.text((left, top + thumbnail.height + 1), str(seed), fill=_INK, font=font)
+    buffer = io.BytesIO()
+    sheet.save(buffer, format="PNG")
+    return buffer.getvalue()

@@ -1,0 +1,154 @@
+"""Pictures that begin with pictures on the command line: larger ones, seeds, sheets, warnings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clowder_aimage.model.picture import load_picture
+from tests.process import Aimage
+
+SIZE = ("--size", "32x32", "--steps", 4, "--seed", 3, "--local")
+
+
+@pytest.fixture
+def drawn(stocked: Callable[[], Aimage]) -> tuple[Aimage, Path]:
+    """Return a command line with the tiny model, and a picture of 40 x 24 pixels."""
+    here = stocked()
+    values = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    path = here.home / "drawn.png"
+    Image.fromarray(values).save(path)
+    return here, path
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def test_expand_keeps_the_picture_and_paints_around_it(drawn: tuple[Aimage, Path]) -> None:
+    here, path = drawn
+    options = ("--image", path, "--expand", "8,0,16,4", "--steps", 2, "--seed", 1, "--local")
+    here("run", "x", "a fox", *options, "-o", "wide.png")
+    made, given = pixels(here.home / "wide.png"), pixels(path)
+    assert made.shape == (28, 64, 3)
+    inside = made[:18, 8 + 10 : 48 - 10]  # without the seams, a quarter of each side
+    assert np.array_equal(inside, given[:18, 10:30])
+    edge = np.repeat(made[:20, 55:56], 9, axis=1)
+    assert np.abs(made[:20, 55:] - edge).max() > 3  # painted, not the padding
+    _, facts = load_picture(here.home / "wide.png")
+    assert (facts["expand"], facts["strength"]) == ([8, 0, 16, 4], 1.0)
+    assert (facts["width"], facts["height"]) == (64, 32)
+    assert here("replay", "wide.png").out == "equal\n"
+
+
+def test_upscale_keeps_the_picture_in_larger(drawn: tuple[Aimage, Path]) -> None:
+    here, path = drawn
+    options = ("--image", path, "--upscale", 2, "--steps", 4, "--seed", 1, "--local")
+    here("run", "x", "a fox", *options, "--size", "64x32", "-o", "large.png")
+    assert pixels(here.home / "large.png").shape == (48, 80, 3)
+    _, facts = load_picture(here.home / "large.png")
+    assert (facts["upscale"], facts["strength"]) == (2, 0.3)
+    assert (facts["width"], facts["height"]) == (64, 32)
+    assert here("replay", "large.png").out == "equal\n"
+
+
+def test_replay_names_an_image_that_is_missing(drawn: tuple[Aimage, Path]) -> None:
+    here, path = drawn
+    options = ("--image", path, "--expand", "0,0,8,0", "--steps", 1, "--seed", 1, "--local")
+    here("run", "x", "a fox", *options, "-o", "wide.png")
+    digest = load_picture(here.home / "wide.png")[1]["image"]
+    (here.store / "blobs" / "sha256" / digest.partition(":")[2]).unlink()
+    assert f"the image {digest} is not in the store" in here("replay", "wide.png", code=3).err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--expand", "0,0,8,0"), "expand requires an image"),
+        (("--upscale", 2), "upscale requires an image"),
+        (("--image", "drawn.png", "--expand", "8,8,8"), "expected LEFT,TOP,RIGHT,BOTTOM"),
+        (("--image", "drawn.png", "--expand", "8,8,8,-1"), "expected LEFT,TOP,RIGHT,BOTTOM"),
+        (("--image", "drawn.png", "--expand", "0,0,0,0"), "expand must be above 0 on one side"),
+        (("--image", "drawn.png", "--expand", "0,0,0,9999"), "from 0 to 4096"),
+        (("--image", "drawn.png", "--expand", "0,0,8,0", "--mask", "drawn.png"), "with a mask"),
+        (("--image", "drawn.png", "--expand", "0,0,8,0", "--size", "64x64"), "omit --size"),
+        (("--image", "drawn.png", "--upscale", 2, "--mask", "alpha"), "combined with a mask"),
+        (("--image", "drawn.png", "--upscale", 2, "--expand", "0,0,8,0"), "with expand"),
+        (("--image", "drawn.png", "--upscale", 5), "5.0 is not in the range"),
+        (("--image", "drawn.png", "--strength", 1e-17), "leaves none of 8 steps"),
+        (("--seeds", "1..2", "--seed", 1), "--seeds cannot be combined with --seed"),
+        (("--seeds", "1..2", "-n", 2), "--seeds cannot be combined with -n"),
+        (("--seeds", "2..1"), "in rising order"),
+        (("--seeds", "a"), "expected seeds such as 1..16"),
+        (("--seeds", "1..9999"), "more than 1024 seeds"),
+        (("--seeds", "1,18446744073709551616"), "from 0 to 2^64 - 1"),
+        (("--seeds", "1..2", "-o", "-"), "stdout takes one picture"),
+        (("--seeds", "1", "--sheet", "-o", "-"), "--sheet cannot be combined with -o -"),
+    ],
+)
+def test_mistakes_are_refused(
+    drawn: tuple[Aimage, Path], options: tuple[object, ...], message: str
+) -> None:
+    here, _ = drawn
+    shutil.rmtree(here.store)  # no model is looked for
+    said = here("run", "x", "a fox", *options, "--local", code=2)
+    assert message in said.err.replace("\n", " ")
+    assert [path.name for path in here.home.glob("*.png")] == ["drawn.png"]
+
+
+@pytest.mark.parametrize(
+    ("options", "is_ignored"),
+    [
+        (("--steps", 4, "--strength", 0.8), True),
+        (("--steps", 4, "--strength", 0.75), False),
+        (("--steps", 4, "--strength", 0.8, "--fine"), False),
+        (("--steps", 4, "--strength", 0.95, "--fine"), True),
+        (("--steps", 1), True),
+        (("--strength", 0.9), True),  # of the model's 8 steps
+        (("--steps", 2, "--mask", "drawn.png"), False),
+        (("--steps", 2, "--expand", "0,0,8,0"), False),
+    ],
+)
+def test_an_image_that_is_ignored_is_said_before_the_model_is_loaded(
+    drawn: tuple[Aimage, Path], options: tuple[object, ...], is_ignored: bool
+) -> None:
+    here, path = drawn
+    said = here("run", "x", "a fox", "--image", path, *options, "--local", "-o", "made.png").err
+    assert ("so the image is ignored" in said) == is_ignored
+    if is_ignored:
+        assert said.index("image is ignored") < said.index("rendering")
+
+
+def test_seeds_make_a_picture_each_and_a_sheet(stocked: Callable[[], Aimage]) -> None:
+    here = stocked()
+    small = ("--size", "32x48", "--steps", 1, "--local")
+    said = here("run", "x", "two foxes", *small, "--seeds", "7,1..2,4", "--sheet", "--json")
+    found = json.loads(said.out)
+    assert [one["seed"] for one in found["pictures"]] == [7, 1, 2, 4]
+    assert [one["path"] for one in found["pictures"]] == [
+        f"two-foxes-{seed}.png" for seed in (7, 1, 2, 4)
+    ]
+    assert found["sheet"] == "two-foxes-sheet.png"
+    here("run", "x", "two foxes", *small, "--seed", 2, "-o", "alone.png")
+    assert np.array_equal(pixels(here.home / "alone.png"), pixels(here.home / "two-foxes-2.png"))
+    sheet = pixels(here.home / "two-foxes-sheet.png")
+    assert sheet.shape == (8 + 2 * (48 + 18 + 8), 8 + 2 * (32 + 8), 3)
+    third = sheet[8 + 74 : 8 + 74 + 48, 8:40]
+    assert np.array_equal(third, pixels(here.home / "two-foxes-2.png"))
+    caption = sheet[8 + 48 + 1 : 8 + 48 + 18, 8:40]
+    assert caption.min() < 100 < caption.max()
+
+
+def test_a_sheet_is_beside_the_named_file(stocked: Callable[[], Aimage]) -> None:
+    here = stocked()
+    small = ("--size", "32x32", "--steps", 1, "--local")
+    said = here("run", "x", "foxes", *small, "--seeds", "1,3", "--sheet", "-o", "a.jpg")
+    assert said.out.split() == ["a-1.jpg", "a-2.jpg", "a-sheet.png"]
+    assert {path.name for path in here.home.glob("a*")} == {"a-1.jpg", "a-2.jpg", "a-sheet.png"}

@@ -1,0 +1,130 @@
+"""The areas and tiles of pictures that are larger than what is generated at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.generate import RunnableModel
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, mix, new_area
+from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.model.pipeline import Image as Made
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.picture_input import PictureInputs, TiledPicture, enlarge, prepare
+from tests.model.model_blobs import FolderStore
+
+IMAGE = f"sha256:{'1' * 64}"
+
+
+def noise(width: int, height: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_the_new_area_falls_to_nothing_in_the_picture() -> None:
+    share = new_area(256, 128, (16, 0, 0, 8))
+    assert share.shape == (136, 272)
+    assert (share[:, :16] == 1).all() and (share[128:] == 1).all()
+    assert np.allclose(share[0, 16:48], 1 - (np.arange(32) + 0.5) / 32)
+    assert (share[:96, 48:] == 0).all()
+    assert np.allclose(share[96:128, 200], (np.arange(32) + 0.5) / 32)
+
+
+def test_a_small_picture_keeps_its_middle() -> None:
+    share = new_area(16, 16, (8, 8, 8, 8))
+    assert (share[8 + 4 : 24 - 4, 8 + 4 : 24 - 4] == 0).all()
+
+
+def test_mix_is_linear() -> None:
+    made, original = np.full((1, 3, 3), 200, np.uint8), np.full((1, 3, 3), 100, np.uint8)
+    mixed = mix(made, original, np.array([[0, 0.5, 1]], np.float32))
+    assert mixed[0, :, 0].tolist() == [100, 150, 200]
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "tile", "count"),
+    [
+        (300, 200, (128, 128), 6),
+        (128, 64, (128, 64), 1),
+        (129, 64, (128, 64), 2),
+        (40, 20, (64, 64), 1),
+    ],
+)
+def test_tiles_that_are_not_changed_give_the_picture(
+    width: int, height: int, tile: tuple[int, int], count: int
+) -> None:
+    grid, picture = TileGrid.cover(width, height, tile), noise(width, height)
+    parts = grid.cut(picture)
+    assert len(parts) == count
+    assert {part.shape for part in parts} == {(tile[1], tile[0], 3)}
+    assert np.array_equal(grid.join(parts), picture)
+
+
+def test_tiles_are_no_larger_than_the_picture_needs() -> None:
+    assert TileGrid.cover(100, 700, (1024, 512)).tile == (128, 512)
+
+
+def test_seams_are_mixed_linearly() -> None:
+    grid = TileGrid.cover(192, 64, (128, 64))
+    assert grid.places == ((0, 0), (64, 0))
+    dark, light = (np.full((64, 128, 3), value, np.uint8) for value in (0, 240))
+    row = grid.join([dark, light])[32, :, 0].astype(int)
+    assert (row[:64] == 0).all() and (row[128:] == 240).all()
+    steps = np.diff(row)
+    assert steps.min() >= 0 and steps.max() <= 8  # no step is seen
+
+
+def test_neighbours_overlap_by_a_quarter_at_least() -> None:
+    starts = sorted({x for x, _ in TileGrid.cover(1000, 64, (256, 64)).places})
+    assert starts[0] == 0 and starts[-1] == 1000 - 256
+    assert max(np.diff(starts)) <= 256 * 3 / 4
+
+
+def test_an_enlarged_picture_has_a_limit() -> None:
+    request = GenerateRequest("a fox", 1024, 1024, image=IMAGE, upscale=4)
+    assert enlarge(request, Image.new("RGB", (64, 32))).parts[0].shape == (128, 256, 3)
+    with pytest.raises(UsageError, match=f"4100 x 4100 pixels; it may have {MAX_TILED}"):
+        enlarge(request, Image.new("RGB", (1025, 1025)))
+
+
+def test_an_expanded_picture_states_its_size() -> None:
+    request = GenerateRequest("a fox", 1024, 1024, image=IMAGE, expand=(0, 0, 20, 0))
+    with pytest.raises(UsageError, match="120 x 50 pixels, which the size 1024x1024") as said:
+        prepare(request, Image.new("RGB", (100, 50)), None)
+    assert "128x64" in str(said.value.hint)
+
+
+def test_an_expanded_picture_is_painted_outside_only() -> None:
+    picture = noise(100, 60)
+    request = GenerateRequest("a fox", 128, 64, image=IMAGE, expand=(0, 0, 20, 0))
+    prepared = prepare(request, Image.fromarray(picture), None)
+    assert prepared.given.pixels.shape == (64, 128, 3)
+    assert prepared.given.mask is not None
+    assert (prepared.given.mask[:60, :70] == 0).all() and (
+        prepared.given.mask[:, 100:] == 255
+    ).all()
+    assert (prepared.given.mask[60:] == 255).all()  # rounded up, and cut off again
+    made = prepared.finish(np.zeros((64, 128, 3), np.uint8))
+    assert made.shape == (60, 120, 3)
+    assert np.array_equal(made[:, :70], picture[:, :70]) and not made[:, 100:].any()
+
+
+def test_the_tiles_of_each_picture_are_its_steps(
+    pipeline: ZImagePipeline, tiny: tuple[FolderStore, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiled = TiledPicture(tuple(noise(64, 32) for _ in range(3)), lambda made: np.vstack(made))
+    monkeypatch.setattr(PictureInputs, "open", lambda *_: tiled)
+    stored = StoredAImage.__new__(StoredAImage)
+    model = RunnableModel(stored, pipeline, "float32", pictures=PictureInputs(tiny[0]))
+    request = GenerateRequest("a fox", 64, 64, 4, 5, image=IMAGE, strength=0.5, upscale=2, n=2)
+    events = list(model.generate(request))
+    steps = [(one.index, one.total, one.picture) for one in events if isinstance(one, Step)]
+    assert steps == [(index, 6, picture) for picture in (0, 1) for index in range(1, 7)]
+    made = [one for one in events if isinstance(one, Made)]
+    assert [(one.seed, one.picture, one.pixels.shape) for one in made] == [
+        (5, 0, (96, 64, 3)),
+        (6, 1, (96, 64, 3)),
+    ]
+    assert not np.array_equal(made[0].pixels, made[1].pixels)
