@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
+from clowder_aimage.api.picture_output import OutputField
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import RequestBody, check_fields, wrong
 from clowder_aimage.dialect import AImage
@@ -105,6 +106,7 @@ class ImageRequest(RequestBody):
     partial_images: int | None = Field(None, ge=0, le=MAX_PREVIEWS)
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     png_facts: bool = True
+    output: OutputField | None = None
     strict: Annotated[bool, BeforeValidator(_flag)] = False
 
     @model_validator(mode="after")

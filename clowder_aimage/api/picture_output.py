@@ -19,7 +19,7 @@ from clowder_aimage.picture_artifact import MadePicture, check_target, push_pict
 
 
 class OutputField(RequestBody):
-    """Where the pictures of a request go: ``push`` is HOST/REPO:TAG."""
+    """The place of the pictures of a request: ``push`` is HOST/REPO:TAG."""
 
     push: Annotated[str, Field(max_length=1024)]
 

@@ -90,9 +90,9 @@ def test_pictures_are_pushed_and_replayed(worker: LocalWorker, host: str, tmp_pa
     [
         (INFER, {}, 403, "scope admin"),
         (ADMIN, {"output": {"push": "made:v1"}}, 400, "no registry host"),
-        (ADMIN, {"output": {"push": "H/x@sha256:" + "0" * 64}}, 400, "by tag"),
-        (ADMIN, {"output": {"push": ""}}, 400, "output"),
-        (ADMIN, {"output": {}}, 400, "output"),
+        (ADMIN, {"output": {"push": "h.example/x@sha256:" + "0" * 64}}, 400, "by tag"),
+        (ADMIN, {"output": {"push": ""}}, 400, "invalid reference"),
+        (ADMIN, {"output": {}}, 400, "missing required field: push"),
         (ADMIN, {"stream": True}, 400, "stream"),
         (ADMIN, {"output": {"push": "127.0.0.1:1/team/x:v1"}}, 502, "127.0.0.1:1"),
     ],
