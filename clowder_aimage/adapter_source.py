@@ -1,4 +1,4 @@
-"""Adapters of requests: found in the store or in a directory, and kept while they are used."""
+"""Adapters and control networks of requests: found in the store or in a directory, and kept."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.formats import lora
+from clowder_aimage.formats import controlnet, lora
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.lora_text import missing_words
-from clowder_aimage.model.pipeline import MAX_STRENGTH, GenerateRequest, LoraUse
+from clowder_aimage.model.pipeline import (
+    MAX_STRENGTH,
+    GenerateRequest,
+    LoraUse,
+    StoredControlNet,
+)
 from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
@@ -385,6 +390,56 @@ class AdapterSource:
                 raise StoreError(message) from None
 
         return self._cache.get(str(found.digest), read)
+
+
+def is_controlnet(aimage: AImage) -> bool:
+    """Return whether an AImage is a control network, and not a model."""
+    return aimage.properties.get("architecture") == controlnet.CLASS
+
+
+def find_control(name: str, open_stored: OpenStored) -> StoredAImage:
+    """Return a control network by its reference.
+
+    Raises:
+        NotFoundError: There is none. Also as ``open_stored``.
+        UsageError: The reference is invalid, or that of something else.
+    """
+    try:
+        stored = open_stored(Reference.parse(name))
+    except NotFoundError as error:
+        error.message = f"ControlNet {error.message}"
+        raise
+    if not is_controlnet(stored.aimage):
+        known = stored.aimage.properties
+        kind = known.get("format") or known.get("pipeline")
+        about = f" ({str(kind)[:60]})" if kind else ""
+        raise UsageError(f"{name} is not a ControlNet, but another AImage{about}")
+    return stored
+
+
+class ControlSource:
+    """The control networks of a loaded model, of which the last one is kept.
+
+    ``open_stored`` returns an AImage that is complete in ``files``, and may pull it.
+    """
+
+    def __init__(self, files: BlobFiles, open_stored: OpenStored) -> None:
+        self._files, self._open_stored = files, open_stored
+        self._last: tuple[str, StoredControlNet] | None = None
+
+    def name(self, name: str) -> str:
+        """Return the reference with the digest of the network. Raises as ``find_control``."""
+        digest = find_control(name, self._open_stored).descriptor.digest
+        return str(Reference.parse(name.partition("@")[0]).with_digest(digest))
+
+    def open(self, name: str) -> StoredControlNet:
+        """Return a control network, the same one while it is used. Raises as ``find_control``."""
+        stored = find_control(name, self._open_stored)
+        key = str(stored.descriptor.digest)
+        if self._last is None or self._last[0] != key:
+            own = StoredControlNet(self._files, stored.aimage, name)
+            self._last = key, own
+        return self._last[1]
 
 
 def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:

@@ -89,7 +89,7 @@ def latents(both: Both, request: GenerateRequest, given: PictureInput | None) ->
     """Return the last latents."""
     pipeline = both.ours
     schedule, guide = pipeline.schedule(request), pipeline.conditioning(request)
-    encoded = None if given is None else pipeline.encode_picture(given)
+    encoded = None if given is None else pipeline.inputs(request, given)[0]
     first, keep = pipeline._begin(request, encoded, schedule, request.seed)
     *_, last = pipeline.denoise(first, schedule, guide, 0.0, keep)
     mx.eval(last)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
+from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.lora_option import adapter_finder, lora_options, read_uses
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result
@@ -28,19 +28,22 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 @click.argument("picture")
 @click.option("--image", metavar="SOURCE", help="The picture that PICTURE began with.")
 @click.option("--mask", metavar="SOURCE", help="The mask of PICTURE.")
+@click.option("--control", metavar="SOURCE", help="The picture that guided PICTURE.")
 @lora_options
 @connection_options
 def replay(
     picture: str,
     image: str | None,
     mask: str | None,
+    control: str | None,
     loras: tuple[str, ...],
     lora_dir: Path | None,
 ) -> int:
     """Generate PICTURE again from the facts in it, and compare the two.
 
     PICTURE is a PNG file, or oci://HOST/REPO:TAG[#TITLE]. What it began with is read from the
-    store, else --image and --mask name it as for 'aimage run'; its digest must be that in PICTURE.
+    store, else --image, --mask and --control name it as for 'aimage run'; its digest must be that
+    in PICTURE.
 
     The AImage and its adapters are pulled by their digests if the store lacks them. --lora names
     other adapters, with the strengths of those in the picture unless it has its own. The exit code
@@ -54,12 +57,14 @@ def replay(
     request = _request(picture, facts)
     _note_registry(picture, reference)
     request = _replaced(request, read_uses(loras, lora_dir))
-    _find_inputs(picture, request, {"image": image, "mask": mask})
+    _find_inputs(picture, request, {"image": image, "mask": mask, "control": control})
     connect = cache(settings().connection)
     finder = adapter_finder(lora_dir, connect)
     for use in request.loras:  # before the model, which is larger
         if not use.model.startswith(OWN):
             finder.find(use)
+    if request.controlnet is not None:
+        find_control(request.controlnet, finder.open_stored)
     fetched = fetch_model(reference, connect)
     dtype = facts.get("dtype")
     dtype = None if dtype is None else str(dtype)

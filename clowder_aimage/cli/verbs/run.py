@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
+from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.later_model import LaterModel
 from clowder_aimage.cli.console.lora_option import (
     adapter_finder,
@@ -230,7 +230,11 @@ def run(
     is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
-    local = local or (not remote and any(is_file(use.model) for use in first["loras"]))
+    has_control = first.get("control") is not None
+    if has_control and remote:
+        raise UsageError("--control is not sent to a worker", hint="omit --remote")
+    is_here = has_control or any(is_file(use.model) for use in first["loras"])
+    local = local or (not remote and is_here)
     render = _renderer(reference, here, local, remote, first["loras"])
     order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
@@ -473,6 +477,8 @@ def _here(
     for use in first["loras"]:  # before the model, which is larger
         if not use.model.startswith(OWN):
             finder.find(use)
+    if first.get("controlnet") is not None:
+        find_control(first["controlnet"], finder.open_stored)
     try:
         used = _variant(reference, precision, connect) if precision else reference
         fetched = fetch_model(used, connect)
@@ -532,7 +538,7 @@ class _LocalModel:
         found = self.finder.find_all(request, model.stored.aimage)
         request = adapter_source.resolve(request, found, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, found))
-        input_pictures().keep(request.image, request.mask)
+        input_pictures().keep(request.image, request.mask, request.control)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
