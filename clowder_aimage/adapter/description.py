@@ -110,7 +110,8 @@ def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
         return None
     file.seek(header.data_offset + info.start)
     data = file.read(info.nbytes)
-    return float(struct.unpack(_CODES[info.dtype], data.rjust(4, b"\0"))[0])
+    data = b"\0\0" + data if info.dtype == "BF16" else data
+    return float(struct.unpack(_CODES[info.dtype], data)[0])
 
 
 def _trigger_words(metadata: Mapping[str, str]) -> list[str]:
