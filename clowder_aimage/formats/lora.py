@@ -32,7 +32,10 @@ def take(path: Path) -> Inventory:
         FormatError: It is damaged, or the halves of a pair do not match.
     """
     if not path.is_dir():
-        return _take(path, {}, ())
+        beside = path.with_name(CONFIG)
+        if path.name != WEIGHTS or not beside.is_file():
+            return _take(path, {}, ())
+        return _take(path, _config(model_tree.home(path.parent), beside), (beside,))
     files = model_tree.list_directory(model_tree.home(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
     unsafe = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
