@@ -15,6 +15,10 @@ item is drawn with another one, such as a red circle, whose box and a margin of 
 the mask; the prompt is the scene's caption, such as "a blue square". "In place" is the share of
 pictures with nothing but the right item, whose centre is within the circle around the drawn one.
 ``--pictures`` writes the drawings, and the pictures of each strength.
+
+``--lora FILE[:STRENGTH]`` measures an adapter instead, in float32: rows without and with it, of
+scenes with the ninth colour (examples/shapes/composing.py) and of the held-out scenes. The judge
+knows nine colours then, except in the last two rows.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,11 +38,14 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
+from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.adaptation import LoadedAdapter, Use
 from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block
@@ -47,9 +54,9 @@ from clowder_aimage.oci import Digest, Reference
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 sys.path.insert(0, str(SHAPES))
 
-from composing import held_out_scenes  # noqa: E402
+from composing import held_out_scenes, ninth_scenes  # noqa: E402
 from judge import look  # noqa: E402
-from scene import Item, Scene, render  # noqa: E402
+from scene import COLOURS, NINTH, RGB, Item, Scene, render  # noqa: E402
 from score import figures, score  # noqa: E402
 
 STEPS = 8
@@ -120,10 +127,12 @@ def reference(directory: Path) -> Callable[[GenerateRequest], Pixels]:
     return make
 
 
-def judged(scenes: Sequence[Scene], pictures: Sequence[Pixels]) -> dict[str, Any]:
-    """Return the judge's figures."""
+def judged(
+    scenes: Sequence[Scene], pictures: Sequence[Pixels], colours: Mapping[str, RGB] = COLOURS
+) -> dict[str, Any]:
+    """Return the figures of a judge who knows these colours."""
     pairs = zip(scenes, pictures, strict=True)
-    return figures((scene, score(scene, look(pixels))) for scene, pixels in pairs)
+    return figures((scene, score(scene, look(pixels, colours))) for scene, pixels in pairs)
 
 
 def percent(share: float | None) -> str:
@@ -263,6 +272,40 @@ def print_inpainted(pipeline: ZImagePipeline, count: int, place: Path | None) ->
             Picture.fromarray(pixels).save(place / f"{seed:02}-{strength}.png")
 
 
+def open_adapter(pipeline: ZImagePipeline, text: str) -> Use:
+    """Return the adapter of ``FILE[:STRENGTH]`` for a model."""
+    named = parse_use(text, lambda name: Path(name).is_file())
+    adapter = read_adapter(Path(named.model), pipeline.shapes, what=named.model, base="shapes")
+    strength = 1.0 if named.strength is None else named.strength
+    return LoadedAdapter(named.model, adapter), strength
+
+
+def print_adapter(pipeline: ZImagePipeline, use: Use, scenes: Sequence[Scene]) -> None:
+    """Print the table of an adapter."""
+    titles = [column.replace("_", " ") for column in COLUMNS]
+    print("| scenes | adapter |", " | ".join(titles), "|")
+    print("|---" * (len(COLUMNS) + 2) + "|")
+    ninth, nine = ninth_scenes(), {**COLOURS, **NINTH}
+    both: dict[str, tuple[Sequence[Scene], Mapping[str, RGB]]] = {
+        "ninth colour": (ninth[: len(scenes)], nine),
+        "held out, nine colours": (scenes, nine),
+        "held out": (scenes, COLOURS),
+    }
+    made: dict[tuple[int, bool], list[Pixels]] = {}
+    for title, (asked, colours) in both.items():
+        for uses in ([], [use]):
+            key = id(asked), bool(uses)
+            if key not in made:
+                pipeline.use_adapters(uses)
+                made[key] = [
+                    picture(pipeline, request(scene, seed)) for seed, scene in enumerate(asked)
+                ]
+            found = judged(asked, made[key], colours)
+            shares = [percent(found[column]["share"]) for column in COLUMNS]
+            about = f"strength {use[1]:g}" if uses else "-"
+            print(f"| {title} | {about} |", " | ".join(shares), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=SHAPES / "model")
@@ -272,6 +315,7 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help="measure the step cache")
     parser.add_argument("--inpaint", action="store_true", help="measure painting in place")
     parser.add_argument("--pictures", type=Path, help="with --inpaint: write pictures here")
+    parser.add_argument("--lora", metavar="FILE[:STRENGTH]", help="measure an adapter")
     options = parser.parse_args()
     if options.inpaint:
         with tempfile.TemporaryDirectory() as store:
@@ -282,6 +326,11 @@ def main() -> None:
     if options.cache:
         with tempfile.TemporaryDirectory() as place:
             print_cached(load(options.directory, "float32", ImageLayout(Path(place)))[0], scenes)
+        return
+    if options.lora:
+        with tempfile.TemporaryDirectory() as place:
+            pipeline, _ = load(options.directory, "float32", ImageLayout(Path(place)))
+            print_adapter(pipeline, open_adapter(pipeline, options.lora), scenes)
         return
     asked = [request(scene, seed) for seed, scene in enumerate(scenes)]
     titles = [column.replace("_", " ") for column in COLUMNS]
