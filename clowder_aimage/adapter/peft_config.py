@@ -7,7 +7,6 @@ key.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from clowder_aimage.strict_json import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"
+MAX_ALPHA = 1e30
+"""Of ranks and alphas: then their ratio is finite in float32."""
 KINDS = ("LORA", "LOHA", "LOKR")
 _SYNTAX = re.compile(r"[\[\](){}*+?|$^\\]")
 # settings that change what the tensors mean
@@ -169,6 +170,6 @@ def _rank(value: object, what: str) -> int | None:
 
 
 def _number(value: object, what: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= MAX_ALPHA:
         return float(value)
     raise FormatError(f"{what} is not a number: {value!r:.40}")

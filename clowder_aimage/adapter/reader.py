@@ -48,7 +48,7 @@ from clowder_aimage.adapter.names import (
     TABLE_UP,
     UP,
 )
-from clowder_aimage.adapter.peft_config import PeftConfig
+from clowder_aimage.adapter.peft_config import MAX_ALPHA, PeftConfig
 from clowder_aimage.adapter.target import LayerTarget, dotted_module
 from clowder_aimage.errors import FormatError
 
@@ -227,13 +227,16 @@ class MatchedAdapter:
         self, layer: AdapterLayer, module: tuple[str, str], configs: list[PeftConfig], rank: int
     ) -> float:
         if ALPHA in layer.parts:
-            return self.source.values.number(layer.parts[ALPHA])
-        for config in configs:
-            alpha, stated = config.alpha_of(module), config.rank_of(module)
-            if alpha is None:
-                continue
-            if stated not in (None, rank):
-                part = next(iter(layer.parts))
-                layer.fail(part, f"its rank is {rank}, but the configuration has {stated}", _AGAIN)
+            alpha = self.source.values.number(layer.parts[ALPHA])
+            if abs(alpha) > MAX_ALPHA:
+                layer.fail(ALPHA, f"{alpha} is too large", _AGAIN)
             return alpha
+        for config in configs:
+            stated, of_rank = config.alpha_of(module), config.rank_of(module)
+            if stated is None:
+                continue
+            if of_rank not in (None, rank):
+                part = next(iter(layer.parts))
+                layer.fail(part, f"its rank is {rank}, but the configuration has {of_rank}", _AGAIN)
+            return stated
         return float(rank)

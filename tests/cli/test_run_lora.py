@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.cli.test_remote_verbs import TINY as TINY_MODEL
 from tests.cli.test_remote_verbs import at, drawing
@@ -46,10 +48,6 @@ def facts(data: bytes) -> dict[str, Any]:
 
 
 def pixels(data: bytes) -> bytes:
-    import io
-
-    from PIL import Image
-
     return Image.open(io.BytesIO(data)).tobytes()
 
 
@@ -251,18 +249,22 @@ def test_a_file_is_not_sent_to_a_worker(
     assert not [asked for asked in worker.asked if asked.method == "POST"]
 
 
-def test_facts_of_strangers_are_checked(here: Aimage) -> None:
-    from PIL import Image, PngImagePlugin
+def tampered(here: Aimage, loras: object) -> str:
+    """Return the name of a picture with the facts of ``made.png`` and other adapters."""
+    from PIL import PngImagePlugin
 
-    made = drawn(here)
-    known = facts(made)
+    known = facts((here.home / "made.png").read_bytes())
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("aimage", json.dumps(known | {"loras": loras}))
+    with Image.open(here.home / "made.png") as image:
+        image.save(here.home / "odd.png", pnginfo=info)
+    return "odd.png"
+
+
+def test_facts_of_strangers_are_checked(here: Aimage) -> None:
+    drawn(here)
     for odd in ("style", [["style"]], [{"model": 3}], [{"x": 1}], 5, [{"model": "s", "digest": 4}]):
-        info = PngImagePlugin.PngInfo()
-        info.add_itxt("aimage", json.dumps(known | {"loras": odd}))
-        with Image.open(here.home / "made.png") as image:
-            image.save(here.home / "odd.png", pnginfo=info)
-        failed = here("replay", "odd.png", code=2)
-        assert "cannot read the request" in failed.err
+        assert "cannot read the request" in here("replay", tampered(here, odd), code=2).err
 
 
 def test_an_adapter_that_was_packed_with_a_model_is_used_by_its_name(here: Aimage) -> None:
@@ -274,3 +276,13 @@ def test_an_adapter_that_was_packed_with_a_model_is_used_by_its_name(here: Aimag
     assert pixels(made) == expected
     assert here("replay", "made.png").out == "equal\n"
     assert "not found" in here("run", "x", "a", *SMALL, "--lora", "adapters/no", code=3).err
+
+
+def test_the_registry_of_a_strangers_adapter_is_said(here: Aimage) -> None:
+    drawn(here)
+    use = {"model": "127.0.0.1:1/team/x:v1", "strength": 1.0, "digest": "sha256:" + "0" * 64}
+    failed = here("replay", tampered(here, [use]), code=1)
+    assert "names the registry 127.0.0.1:1" in failed.err and "Traceback" not in failed.err
+    failed = here("replay", tampered(here, [use | {"model": "A B"}]), code=2)
+    assert "invalid reference" in failed.err
+    assert "digest" in here("replay", tampered(here, [use | {"digest": "x"}]), code=5).err

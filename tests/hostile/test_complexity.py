@@ -446,7 +446,7 @@ COVERED = {
     ),
     **dict.fromkeys(("create", "export_plan", "weights", "manifest"), "at most 4 MiB of read_json"),
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
-    "adapter_source": "a config of at most 1 MiB, which peft_config reads",
+    **dict.fromkeys(("adapter_source", "export"), "a small config, which peft_config reads"),
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
     **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),

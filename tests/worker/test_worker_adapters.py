@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
+import numpy as np
+import safetensors.numpy
 from PIL import Image
 
 from clowder_aimage.cli.console.remote_worker import facts_of
@@ -41,6 +43,7 @@ def adapted(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     here("create", "foreign", write_lora(home / "c.safetensors", width=64), "-q")
     write_lora(home / "loras" / "styles" / "My Ink.safetensors", trigger_words="ink wash")
     (home / "loras" / "bad.safetensors").write_bytes(b"\xff" * 64)
+    safetensors.numpy.save_file({"a": np.ones(2)}, home / "loras" / "model.safetensors")
     (home / "loras" / "link.safetensors").symlink_to(file)
     found = LocalWorker(here, "--lora-dir", home / "loras")
     yield found
@@ -137,6 +140,7 @@ def test_a_stream_says_which_adapters_were_used(adapted: LocalWorker) -> None:
         ({"loras": [use("tiny")]}, 400, "loras[0].model", "not an adapter"),
         ({"loras": [use("foreign")]}, 422, "loras[0].model", "foreign"),
         ({"loras": [use("bad")]}, 422, "loras[0].model", "bad"),
+        ({"loras": [use("model")]}, 422, "loras[0].model", "model"),
         ({"loras": [use("style", 101)]}, 400, "loras[0].strength", "100"),
         ({"loras": [{"model": "style", "strength": "1"}]}, 400, "loras[0].strength", "number"),
         ({"loras": [{"model": "style", "weight": 1}]}, 400, "loras[0].weight", ""),
@@ -184,7 +188,7 @@ def test_models_list_adapters_with_their_base(adapted: LocalWorker) -> None:
     assert listed["style:latest"]["adapter"]["triggerWords"] == ["ink wash"]
     assert listed["other:latest"]["parent"] is None
     assert listed["styles/My Ink"]["adapter"]["triggerWords"] == ["ink wash"]
-    assert "adapter" not in listed["tiny:latest"] and not {"bad", "link"} & listed.keys()
+    assert "adapter" not in listed["tiny:latest"] and not {"bad", "link", "model"} & listed.keys()
     assert adapted.get("/v1/models/style") == listed["style:latest"] | {"id": "style"}
     assert adapted.get("/v1/models/styles/My%20Ink") == listed["styles/My Ink"]
     status, answer = ask(adapted, model="none")

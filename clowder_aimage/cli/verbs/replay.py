@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from clowder_aimage.adapter_source import OWN, find_control
-from clowder_aimage.cli.console.lora_option import adapter_finder, lora_options, read_uses
+from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.console.picture_option import input_pictures, input_source
@@ -62,6 +62,9 @@ def replay(
     finder = adapter_finder(lora_dir, connect)
     for use in request.loras:  # before the model, which is larger
         if not use.model.startswith(OWN):
+            if use.digest is not None and not is_file(use.model, lora_dir):
+                name = Reference.parse(use.model)
+                _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
             finder.find(use)
     if request.controlnet is not None:
         find_control(request.controlnet, finder.open_stored)
