@@ -65,6 +65,23 @@ def keep(store: ContentStore, lease: Lease, data: bytes, what: str) -> InputFile
     return found
 
 
+def white_mask(data: bytes, what: str, painted: str) -> bytes:
+    """Return a mask whose white is painted: a PNG file if its transparency means that, else itself.
+
+    painted: white, transparent, or auto for what is transparent if anything is. Raises UsageError.
+    """
+    image = decode(data, what)
+    has_alpha = image.mode == "RGBA"
+    if painted == "transparent" and not has_alpha:
+        raise UsageError(f"{what} has no transparency")
+    alpha = image.getchannel("A") if has_alpha else Image.new("L", (1, 1), 255)
+    if painted == "white" or (painted == "auto" and alpha.getextrema() == (255, 255)):
+        return data
+    file = io.BytesIO()
+    ImageChops.invert(alpha).save(file, "PNG")
+    return file.getvalue()
+
+
 def decode(data: bytes, what: str) -> Picture:
     """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
 

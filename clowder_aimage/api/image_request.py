@@ -1,4 +1,4 @@
-"""The request of ``POST /v1/images/generations``: parsing and validation.
+"""The requests of OpenAI's images API, ``POST /v1/images/...``: parsing and validation.
 
 The fields are those of OpenAI's images API for its ``gpt-image`` models, and extensions of other
 servers: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's.
@@ -9,24 +9,33 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.request_body import RequestBody, parse_body, wrong
+from clowder_aimage.api.picture_output import OutputField
+from clowder_aimage.api.picture_upload import KeptPictures
+from clowder_aimage.api.request_body import RequestBody, check_fields, wrong
 from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import (
+    MAX_FEATHER,
+    MAX_SCALE,
     MAX_SEED,
     MAX_STEPS,
     MAX_THRESHOLD,
     GenerateRequest,
     PictureEncoding,
 )
+from clowder_aimage.oci import read_json
+from clowder_aimage.picture_input import InputFile
 
 MULTIPLE = 16  # pixels
+_SAME = ("guidance_end", "cfg_normalization", "shift", "cache_threshold")  # names in both
 MAX_PIXELS = 3840 * 2160
 LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
 MAX_PICTURES = 10
@@ -45,6 +54,10 @@ _Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 _Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of=MULTIPLE)]
 
 
+# Fields that have no meaning without a picture
+OF_IMAGES = ("strength", "fine", "fit", "paste", "feather", "crop", "painted")
+
+
 def _flag(value: object) -> object:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
@@ -52,7 +65,9 @@ def _flag(value: object) -> object:
 class ImageRequest(RequestBody):
     """A validated request; the AImage provides the defaults of fields that are None."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
+    NEEDS_PROMPT: ClassVar[bool] = True
     # Accepted from clients and ignored; ``user`` is neither kept nor logged
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
@@ -71,8 +86,16 @@ class ImageRequest(RequestBody):
     guidance: _Guidance | None = None
     guidance_scale: _Guidance | None = None
     guidance_end: float | None = Field(None, ge=0, le=1)
+    cfg_normalization: float | None = Field(None, ge=0, le=MAX_SCALE)
     shift: float | None = Field(None, ge=SHIFTS[0], le=SHIFTS[1])
     cache_threshold: float | None = Field(None, ge=0, le=MAX_THRESHOLD)
+    strength: float | None = Field(None, gt=0, le=1)
+    fine: bool = False
+    fit: Literal["crop", "pad", "stretch"] | None = None
+    paste: bool = False
+    feather: int = Field(0, ge=0, le=MAX_FEATHER)
+    crop: bool = False
+    painted: Literal["auto", "white", "transparent"] = "auto"
     quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(None, ge=0, le=100)
@@ -83,12 +106,13 @@ class ImageRequest(RequestBody):
     partial_images: int | None = Field(None, ge=0, le=MAX_PREVIEWS)
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     png_facts: bool = True
+    output: OutputField | None = None
     strict: Annotated[bool, BeforeValidator(_flag)] = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
-        if not self.adapters.prompt.strip():
+        if self.NEEDS_PROMPT and not self.adapters.prompt.strip():
             raise wrong("prompt", "must not be empty")
         if self.background == "transparent":
             raise wrong("background", "transparent is not supported", "unsupported_value")
@@ -136,12 +160,37 @@ class ImageRequest(RequestBody):
         quality = None if self.output_format == "png" else self.output_compression
         return PictureEncoding(self.output_format, quality, self.png_facts)
 
-    def for_model(self, aimage: AImage, previews: int = 0) -> GenerateRequest:
+    def _of_pictures(self, pictures: KeptPictures, *, has_size: bool) -> dict[str, Any]:
+        """Return the parameters of a request with pictures; without a size, it is the image's."""
+        found: dict[str, Any] = {"image": pictures.digest, "mask": pictures.mask, "fit": self.fit}
+        found |= {name: getattr(self, name) for name in ("strength", "fine", "feather")}
+        found |= {"paste": self.paste, "crop": self.crop}
+        if has_size:
+            return found
+        return found | image_size(pictures.image) | {"fit": self.fit or "stretch"}
+
+    def check_pictures(self, pictures: KeptPictures | None) -> None:
+        """Refuse fields that need an image or a mask. Raises ApiError."""
+        given = [name for name in OF_IMAGES if getattr(self, name) not in (None, False, "auto")]
+        if pictures is None and given:
+            raise wrong(given[0], "requires an image")
+        for name in ("paste", "feather", "crop"):
+            if pictures is not None and pictures.mask is None and getattr(self, name):
+                raise wrong(name, "requires a mask")
+
+    def for_model(
+        self, aimage: AImage, previews: int = 0, pictures: KeptPictures | None = None
+    ) -> GenerateRequest:
         """Return the parameters with the defaults of the AImage.
 
         Raises ApiError if a negative prompt has no effect or the default side makes it too large.
         """
-        whole = _whole_size(self.size) or {"width": self.width, "height": self.height}
+        whole: dict[str, Any] = _whole_size(self.size) or {
+            "width": self.width,
+            "height": self.height,
+        }
+        if pictures is not None:
+            whole |= self._of_pictures(pictures, has_size=any(whole.values()))
         steps = self.num_inference_steps if self.steps is None else self.steps
         parameters = GenerateRequest.for_model(
             aimage,
@@ -151,7 +200,7 @@ class ImageRequest(RequestBody):
             seed=self.seed,
             negative=self.negative_prompt or None,
             guidance=self.guidance_scale if self.guidance is None else self.guidance,
-            **{name: getattr(self, name) for name in ("guidance_end", "shift", "cache_threshold")},
+            **{name: getattr(self, name) for name in _SAME},
             n=self.n,
             previews=previews,
         )
@@ -165,12 +214,35 @@ class ImageRequest(RequestBody):
         return parameters
 
 
-def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> ImageRequest:
-    """Parse the request in the body ``raw``, with the worker's ``defaults`` of fields.
+class EditRequest(ImageRequest):
+    """A request of ``/v1/images/edits``."""
+
+    EVENTS = "image_edit"
+
+
+class VariationRequest(ImageRequest):
+    """A request of ``/v1/images/variations``, which has no prompt."""
+
+    NEEDS_PROMPT = False
+
+    prompt: _Text = ""
+
+
+def read_request(
+    fields: Mapping[str, Any],
+    kind: type[ImageRequest] = ImageRequest,
+    *,
+    strict: bool = False,
+    is_form: bool = False,
+    **defaults: object,
+) -> ImageRequest:
+    """Return the request with these fields, and the worker's ``defaults`` of others.
 
     Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
     """
-    body = parse_body(raw, ImageRequest, defaults)
+    if is_form and "loras" in fields:
+        fields = {**fields, "loras": _listed(fields["loras"])}
+    body = check_fields(fields, kind, defaults, is_form=is_form)
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
         body = body.model_copy(update={"response_format": "url"})
@@ -179,6 +251,14 @@ def read_request(raw: bytes, *, strict: bool = False, **defaults: object) -> Ima
         message = f"unknown parameter {name!a}; it is ignored unless strict is set"
         raise ApiError(400, message, code="unknown_parameter", param=name)
     return body
+
+
+def _listed(text: str) -> Any:
+    """Return the adapters in a field of a form, which is JSON. Raises ApiError."""
+    try:
+        return read_json(text.encode(), "loras")
+    except FormatError as error:
+        raise wrong("loras", error.message.removeprefix("loras ")) from None
 
 
 def _whole_size(text: str) -> dict[str, int | None] | None:
@@ -191,6 +271,13 @@ def _whole_size(text: str) -> dict[str, int | None] | None:
     width, height = int(found[1]), int(found[2])
     if any(side < MULTIPLE or side % MULTIPLE for side in (width, height)):
         raise wrong("size", f"must have sides that are multiples of {MULTIPLE}, not {text}")
+    check_pixels("size", width, height)
+    return {"width": width, "height": height}
+
+
+def image_size(image: InputFile) -> dict[str, int]:
+    """Return an image's sides, rounded down to multiples. Raises ApiError: it is too large."""
+    width, height = (max(MULTIPLE, side - side % MULTIPLE) for side in (image.width, image.height))
     check_pixels("size", width, height)
     return {"width": width, "height": height}
 

@@ -2,8 +2,9 @@
 
 The fields are those of ollama's image generation, which was removed in July 2026 (ollama,
 server/routes.go, ``handleImageGenerate``; docs/api.md): ``width``, ``height``, ``steps``, and the
-``seed`` in ``options``; ``completed`` of ``total`` steps while it runs, ``image`` at the end. The
-extension ``stop``, with an empty prompt, ends the model's work after the current step.
+``seed`` in ``options``; ``images`` in base64, of which one may be given; ``completed`` of ``total``
+steps while it runs, ``image`` at the end. The extension ``stop``, with an empty prompt, ends the
+model's work after the current step.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
@@ -21,9 +23,10 @@ from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream, ticking
-from clowder_aimage.api.image_request import MAX_TEXT, check_pixels
+from clowder_aimage.api.image_request import MAX_TEXT, check_pixels, image_size
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, read_body
+from clowder_aimage.api.picture_upload import Given, KeptPictures, PictureUploads
+from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, check_fields, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import NEVER
@@ -32,7 +35,7 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.route import ADMIN
+from clowder_aimage.http.route import ADMIN, INFER, Route
 from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor
 
@@ -57,7 +60,7 @@ class _Options(RequestBody):
 
 class _GenerateBody(ModelBody, _Options):
     prompt: str = Field("", max_length=MAX_TEXT)
-    images: Any = None
+    strength: float | None = Field(None, gt=0, le=1)
     options: _Options = _Options()
     keep_alive: Annotated[float | None, BeforeValidator(_keep_alive)] = None
     stop: bool = False
@@ -86,12 +89,18 @@ class _GenerateBody(ModelBody, _Options):
 class OllamaGeneration:
     """A request to load, unload or stop a model, or to generate a picture."""
 
-    def __init__(self, service: Service, request: web.Request, body: _GenerateBody) -> None:
+    def __init__(
+        self,
+        service: Service,
+        request: web.Request,
+        body: _GenerateBody,
+        picture: KeptPictures | None,
+    ) -> None:
         self._service, self._request, self._body = service, request, body
+        self._picture = picture
         self.reference = service.reference(body.reference)
-        if body.images:
-            message = "images are not supported as input"
-            raise ApiError(400, message, code="unsupported_value", param="images")
+        if body.strength is not None and picture is None:
+            raise wrong("strength", "requires an image in images")
         self._parameters = body.parameters()
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
         if body.prompt and not self._adapters.prompt:
@@ -149,7 +158,8 @@ class OllamaGeneration:
         has_facts = self._service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:
-            request = GenerateRequest.for_model(aimage, adapters.prompt, **self._parameters)
+            begun = picture_parameters(self._picture, self._body.strength, self._parameters)
+            request = GenerateRequest.for_model(aimage, adapters.prompt, **begun)
             request = adapters.resolve(self._service, request, aimage)
             self._used = request.loras
             return request
@@ -209,8 +219,46 @@ class OllamaGeneration:
         )
 
 
-async def generate(service: Service, request: web.Request) -> web.StreamResponse:
+def picture_parameters(
+    picture: KeptPictures | None, strength: float | None, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the parameters ``given`` with those of a picture, whose size is the default."""
+    if picture is None:
+        return given
+    found = {"image": picture.digest, "strength": strength, **given}
+    if {"width", "height"} & given.keys():
+        return found
+    return {**found, **image_size(picture.image), "fit": "stretch"}  # by less than a multiple
+
+
+async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamResponse:
     """Respond to ``POST /api/generate``."""
-    generation = OllamaGeneration(service, request, await read_body(request, _GenerateBody))
-    request["model"] = str(generation.reference)
-    return await generation.answer()
+    async with uploads.open(request) as upload:
+        fields = await upload.fields()
+        given = _image(fields.pop("images", None))
+        body = check_fields(fields, _GenerateBody)
+        if given and not body.prompt:
+            raise wrong("images", "require a prompt")
+        picture = await upload.keep(given, param="images")
+        generation = OllamaGeneration(uploads.service, request, body, picture)
+        request["model"] = str(generation.reference)
+        return await generation.answer()
+
+
+def _image(value: object) -> Given:
+    """Return the picture of the field ``images``. Raises ApiError."""
+    images = value or []
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise wrong("images", "must be a list of pictures in base64", "invalid_type")
+    if len(images) > 1:
+        message = f"must have one picture, not {len(images)}: models here begin with one"
+        raise wrong("images", message, "unsupported_value")
+    try:
+        return {"image": base64.b64decode(images[0], validate=True)} if images else {}
+    except ValueError:
+        raise wrong("images", "must be in base64") from None
+
+
+def routes(uploads: PictureUploads) -> list[Route]:
+    """Return the route that generates pictures."""
+    return [Route("POST", "/api/generate", partial(generate, uploads), INFER, body=None)]

@@ -51,13 +51,6 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def picture_routes(service: Service) -> list[Route]:
-    """Return the routes that generate pictures."""
-    from clowder_aimage.api.ollama_generate import generate  # imports the dependencies of pictures
-
-    return [Route("POST", "/api/generate", partial(generate, service), INFER)]
-
-
 async def _hello(_: web.Request) -> web.StreamResponse:
     return web.Response(text=f"{PRODUCT} is running")
 

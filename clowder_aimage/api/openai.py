@@ -1,4 +1,4 @@
-"""OpenAI's images API: ``POST /v1/images/generations``, ``/v1/models``, and picture links."""
+"""OpenAI's images API: ``POST /v1/images/...``, ``/v1/models``, and picture links."""
 
 from __future__ import annotations
 
@@ -8,16 +8,34 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
 
-from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
-from clowder_aimage.api.image_request import ImageRequest, read_request
+from clowder_aimage.api import (
+    answer_stream,
+    openai_model,
+    openai_stream,
+    picture_link,
+    picture_output,
+)
+from clowder_aimage.api.image_request import (
+    EditRequest,
+    ImageRequest,
+    VariationRequest,
+    read_request,
+)
 from clowder_aimage.api.lora_field import LoraField
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
+from clowder_aimage.api.picture_upload import (
+    KeptPictures,
+    PictureUpload,
+    PictureUploads,
+    take_pictures,
+)
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
@@ -38,9 +56,9 @@ _log = logging.getLogger("aimage.worker")
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
-def routes(service: Service) -> list[Route]:
+def routes(service: Service, uploads: PictureUploads) -> list[Route]:
     """Return the routes of OpenAI's API."""
-    images, models = ImageRoutes(service), openai_model.ModelCatalog(service)
+    images, models = ImageRoutes(service, uploads), openai_model.ModelCatalog(service)
 
     async def list_models(_: web.Request) -> web.StreamResponse:
         data = await run_io(models.all)
@@ -50,42 +68,89 @@ def routes(service: Service) -> list[Route]:
         return web.json_response(await run_io(models.one, request.match_info["id"]))
 
     return [
-        Route("POST", "/v1/images/generations", images.generate, INFER),
+        Route("POST", "/v1/images/generations", images.generate, INFER, body=None),
+        Route("POST", "/v1/images/edits", images.edit, INFER, body=None),
+        Route("POST", "/v1/images/variations", images.vary, INFER, body=None),
         Route("GET", "/v1/models", list_models, INFER),
         Route("GET", "/v1/models/{id:.+}", get_model, INFER),
         Route("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # signed links
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request, its model, the AImages of its adapters by index, its pictures and their target."""
+
+    body: ImageRequest
+    selected: openai_model.SelectedModel
+    adapters: Mapping[int, Reference]
+    pictures: KeptPictures | None
+    target: Reference | None  # to which the pictures are pushed
+
+
 class ImageRoutes:
     """Handlers that generate pictures and serve linked pictures."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, uploads: PictureUploads) -> None:
+        self._service, self._uploads = service, uploads
         self._pictures = picture_link.PictureLinks()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Respond with pictures, in one piece or as a stream."""
-        strict = request.query.get("strict", "") in ("1", "true")
+        async with self._uploads.open(request) as upload:
+            fields = await upload.fields()
+            return await self._answer(request, upload, fields, ImageRequest)
+
+    async def edit(self, request: web.Request) -> web.StreamResponse:
+        """Respond with pictures that begin with another."""
+        async with self._uploads.open(request) as upload:
+            fields = await upload.fields(may_be_form=True)
+            if fields.get("image") is None and "images" in fields:  # as in OpenAI's JSON
+                fields["image"] = fields.pop("images")
+            return await self._answer(request, upload, fields, EditRequest)
+
+    async def vary(self, request: web.Request) -> web.StreamResponse:
+        """Respond with pictures that begin with another, without a prompt."""
+        async with self._uploads.open(request) as upload:
+            fields = await upload.fields(may_be_form=True)
+            return await self._answer(request, upload, fields, VariationRequest)
+
+    async def _answer(
+        self,
+        request: web.Request,
+        upload: PictureUpload,
+        fields: dict[str, Any],
+        kind: type[ImageRequest],
+    ) -> web.StreamResponse:
         service, names = self._service, ("pull", "stream_format", "png_facts")
+        given = take_pictures(fields)
         defaults = {name: getattr(service.settings, name) for name in names}
-        body = read_request(await request.read(), strict=strict, **defaults)
+        strict = request.query.get("strict", "") in ("1", "true")
+        body = read_request(fields, kind, strict=strict, is_form=upload.is_form, **defaults)
+        if kind is not ImageRequest and "image" not in given:
+            message = "missing required field: image"
+            raise ApiError(400, message, code="missing_required_parameter", param="image")
         may_pull = request.get("scope") == ADMIN
+        target = picture_output.target_of(
+            body.output, service, may_push=may_pull, is_streamed=body.stream
+        )
         selected = await openai_model.choose_model(service, body, may_pull=may_pull)
         if selected.adapter is not None:
             own = LoraField(model=str(selected.adapter), strength=None)
             body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
+        pictures = await upload.keep(given, body.painted)
+        body.check_pictures(pictures)
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
-        adapters = await body.adapters.references(service)
+        work = _Work(body, selected, await body.adapters.references(service), pictures, target)
         if not body.stream:
-            return await self._whole(request, body, selected, adapters, headers)
+            return await self._whole(request, work, headers)
         dialect = openai_stream.choose(body, request.headers)
         stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
         previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
-        events = self._events(body, selected, adapters, stream_form.learn, previews)
+        events = self._events(work, stream_form.learn, previews)
         return await _streamed(request, body, stream_form, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
@@ -106,38 +171,32 @@ class ImageRoutes:
         return web.Response(body=kept.data, content_type=kept.media_type, headers=headers)
 
     def _events(
-        self,
-        body: ImageRequest,
-        selected: openai_model.SelectedModel,
-        adapters: Mapping[int, Reference],
-        learn: Callable[[GenerateRequest], None],
-        previews: int = 0,
+        self, work: _Work, learn: Callable[[GenerateRequest], None], previews: int = 0
     ) -> AsyncGenerator[Event, None]:
         """Yield events until all pictures are complete; call ``learn`` with the parameters."""
+        body, selected = work.body, work.selected
 
         def make(aimage: AImage) -> GenerateRequest:
             if not openai_model.is_runnable(aimage):
                 raise openai_model.no_pictures(selected.reference)
-            parameters = body.for_model(aimage, previews)
+            parameters = body.for_model(aimage, previews, work.pictures)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
             learn(parameters)
             return parameters
 
         how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
-        return self._service.engine.generate(selected.reference, make, adapters=adapters, **how)
+        return self._service.engine.generate(
+            selected.reference, make, adapters=work.adapters, **how
+        )
 
     async def _whole(
-        self,
-        request: web.Request,
-        body: ImageRequest,
-        selected: openai_model.SelectedModel,
-        adapters: Mapping[int, Reference],
-        headers: dict[str, str],
+        self, request: web.Request, work: _Work, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Respond with all pictures at once; cancel if the client disconnects."""
+        body = work.body
         pictures: list[ImageEvent] = []
         learned: list[GenerateRequest] = []
-        events = self._events(body, selected, adapters, learned.append)
+        events = self._events(work, learned.append)
         try:
             async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
                 async for event in coming:
@@ -152,6 +211,10 @@ class ImageRoutes:
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
         answer = _answer(body, pictures, keep) | described(learned[-1].loras)
+        if work.target is not None:
+            answer["output"] = await picture_output.push_events(
+                self._service, work.target, pictures, body.output_format
+            )
         text = await run_generation(json.dumps, answer)
         return web.Response(text=text, content_type="application/json", headers=headers)
 

@@ -156,7 +156,7 @@ class OpenAIStream:
         }
 
     def _frame(self, name: str, facts: Mapping[str, Any]) -> bytes:
-        kind = f"image_generation.{name}"
+        kind = f"{self._body.EVENTS}.{name}"
         return answer_stream.frame(kind, {"type": kind, **facts})
 
 

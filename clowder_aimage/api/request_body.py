@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import read_json
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
 
@@ -56,19 +57,38 @@ def parse_body(
 
     Raises ApiError (400) if it is not a JSON object or a field is malformed.
     """
+    return check_fields(read_object(raw), kind, defaults)
+
+
+def read_object(raw: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
+    """Return the JSON object in a body of up to ``limit`` bytes. Raises ApiError (400)."""
     try:
         if not raw.strip():
             raise FormatError("the request body is empty; expected a JSON object")
-        value = read_json(raw, "the request body")
+        value = read_json(raw, "the request body", limit)
         if not isinstance(value, dict):
             raise FormatError("the request body must be a JSON object")
     except FormatError as error:
         raise ApiError(400, error.message, code="invalid_json") from None
+    return value
+
+
+def check_fields(
+    value: Mapping[str, Any],
+    kind: type[_BodyT],
+    defaults: Mapping[str, object] | None = None,
+    *,
+    is_form: bool = False,
+) -> _BodyT:
+    """Return the fields of a body, with ``defaults`` for absent ones.
+
+    The values of a form are texts. Raises ApiError (400) if a field is malformed.
+    """
     given = {name: each for name, each in value.items() if each is not None}
     for name in kind.NO_EFFECT:
         given.pop(name, None)
     try:
-        return kind.model_validate({**(defaults or {}), **given})
+        return kind.model_validate({**(defaults or {}), **given}, strict=not is_form)
     except ValidationError as error:
         raise _field_error(error) from None
 

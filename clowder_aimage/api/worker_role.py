@@ -35,9 +35,11 @@ class WorkerRole(Role):
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         if not self._makes_pictures:
             return found
-        from clowder_aimage.api import openai  # imports the dependencies of pictures
+        from clowder_aimage.api import ollama_generate, openai  # import what pictures need
+        from clowder_aimage.api.picture_upload import PictureUploads
 
-        return [*openai.routes(service), *ollama_routes.picture_routes(service), *found]
+        uploads = PictureUploads(service)
+        return [*openai.routes(service, uploads), *ollama_generate.routes(uploads), *found]
 
     def count(self, exchange: Exchange) -> None:
         self._service.metrics.requests.labels(exchange.route, str(exchange.status)).inc()

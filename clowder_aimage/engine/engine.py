@@ -137,12 +137,21 @@ class Engine:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
+    def check_room(self) -> None:
+        """Raise BusyError or StoppedError if a request would be refused now."""
         if self.is_draining:
             raise admission.ending()
         busy = sum(one.is_begun for one in self._requests)
         idle = max(0, self.limits.models - busy)  # requests that would start at once
         self._check_queue("waiting", self.limits.queue + idle)
+
+    def refuse(self, count: int) -> BusyError:
+        """Count a refusal, because of ``count`` other requests, and return its error."""
+        self.metrics.refused.inc()
+        return BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
+
+    async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
+        self.check_room()
         request.number, request.deadline = next(self._numbers), self.limits.deadline
         self._requests.add(request)
         self.metrics.queue.set(self.waiting)
@@ -169,8 +178,7 @@ class Engine:
         waiting = [one for one in self._requests if not one.is_begun]
         count = sum((one.stage == "pulling") == is_pulling for one in waiting)
         if count >= limit:
-            self.metrics.refused.inc()
-            raise BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
+            raise self.refuse(count)
 
     async def _run(self, request: QueuedRequest, emit: Emit) -> None:
         stored = await self._find(request.reference, request.pull)

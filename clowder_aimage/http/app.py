@@ -27,6 +27,7 @@ from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, interface_of
+from clowder_aimage.http.body_stream import check_coding, check_type, too_large
 from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
@@ -39,11 +40,10 @@ BODY_TIMEOUT = 30.0  # seconds for a request's body to arrive
 CLIENT_CLOSED_REQUEST = 499  # nginx
 # Routes of OpenAI's and ollama's APIs that no role has
 _UNSUPPORTED = re.compile(
-    r"/v1/(images/(edits|variations)|chat/completions|completions|responses|embeddings|audio"
+    r"/v1/(chat/completions|completions|responses|embeddings|audio"
     r"|moderations|videos|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
     r"|realtime)(/.*)?|/api/(chat|embed|embeddings|create|blobs)(/.*)?"
 )
-_TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger("aimage.http")
@@ -212,7 +212,7 @@ def _framework_error(request: web.Request, error: web.HTTPException) -> ApiError
         message = f"method not allowed; allowed: {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return _too_large()
+        return too_large()
     if error.status == 404:
         is_known = interface_of(request) != OCI and _UNSUPPORTED.fullmatch(request.path)
         name = f"{request.method} {request.rel_url.raw_path[:200]}"
@@ -255,42 +255,21 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
         limit = bodies.get(request.match_info.route, BODY)
         if limit is None:  # a blob or a manifest, which is its bytes
             return await handler(request)
-        coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if coding not in ("", "identity") and request.body_exists:  # RFC 9110, 15.5.16
-            message = f"unsupported Content-Encoding {coding[:60]!r}: send the body as it is"
-            headers = {"Accept-Encoding": "identity"}
-            raise ApiError(415, message, code="unsupported_media_type", headers=headers)
+        check_coding(request)
         if (request.content_length or 0) > limit:
-            raise _too_large()
+            raise too_large()
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 size = len(await request.read())
         except TimeoutError:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
         if size > limit:
-            raise _too_large()
+            raise too_large()
         if size and request.match_info.route in bodies:
-            _check_type(request)
+            check_type(request)
         return await handler(request)
 
     return middleware
-
-
-def _check_type(request: web.Request) -> None:
-    """Refuse a body that is not declared as JSON.
-
-    Programs that are led here by others, such as clients that upload blobs, declare bytes. curl
-    declares a form, and some clients declare nothing: both are accepted. A multipart body is not
-    JSON, which its route says.
-    """
-    found = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if found not in _TYPES:
-        message = f"unsupported Content-Type {found[:60]!r}: expected application/json"
-        raise ApiError(415, message, code="unsupported_media_type")
-
-
-def _too_large() -> ApiError:
-    return ApiError(413, "the request body is too large", code="too_large")
 
 
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:

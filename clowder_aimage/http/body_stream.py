@@ -14,6 +14,34 @@ READ_TIMEOUT = 60.0  # seconds to wait for the next byte, and over which the spe
 MIN_SPEED = 1024  # minimum average of bytes received per second
 PIECE = 4 * 1024 * 1024  # bytes that the client must take within SEND_TIMEOUT
 SEND_TIMEOUT = 300.0  # seconds: a slower client would occupy a file and a connection indefinitely
+_TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
+
+
+def check_coding(request: web.Request) -> None:
+    """Refuse a body with a Content-Encoding (RFC 9110, 15.5.16). Raises ApiError (415)."""
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding not in ("", "identity") and request.body_exists:
+        message = f"unsupported Content-Encoding {coding[:60]!r}: send the body as it is"
+        headers = {"Accept-Encoding": "identity"}
+        raise ApiError(415, message, code="unsupported_media_type", headers=headers)
+
+
+def check_type(request: web.Request) -> None:
+    """Refuse a body that is not declared as JSON. Raises ApiError (415).
+
+    Programs that are led here by others, such as clients that upload blobs, declare bytes. curl
+    declares a form, and some clients declare nothing: both are accepted. A multipart body is not
+    JSON, which its route says.
+    """
+    found = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if found not in _TYPES:
+        message = f"unsupported Content-Type {found[:60]!r}: expected application/json"
+        raise ApiError(415, message, code="unsupported_media_type")
+
+
+def too_large() -> ApiError:
+    """Return the response to a body that exceeds its limit."""
+    return ApiError(413, "the request body is too large", code="too_large")
 
 
 async def pieces(request: web.Request) -> AsyncIterator[bytes]:

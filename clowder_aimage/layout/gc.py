@@ -122,6 +122,15 @@ class Collector:
         done.left_size = sum(self._sizes.values()) - done.size
         return done
 
+    def remove(self, contents: Sequence[Descriptor]) -> Collection:
+        """Remove these blobs if no document and no lease needs them. Raises as ``run``."""
+        self._sizes = {str(content.digest): content.size for content in contents}
+        self._live(self._roots())  # reads the documents before the lock is held
+        with held(self.layout.root, COLLECTION):
+            self._held = {str(digest) for digest in leased(self.layout.root, remove=False)}
+            self._sweep(self._sizes.keys() - self._live(self._roots()))
+        return self._done
+
     def _roots(self) -> list[tuple[str, Digest]]:
         """Return the digests in index.json with their names, including malformed entries."""
         roots = [(name, descriptor.digest) for name, descriptor in self.layout.entries()]

@@ -209,7 +209,7 @@ def test_the_example_of_the_sdk_writes_a_picture(
         ("", {"Origin": "https://a.example"}, {}, 403, "origin_not_allowed", "https://a.example"),
         ("", {}, {"model": "nope/foo"}, 404, "model_not_found", "shapes"),
         ("", {}, {"size": "100x100"}, 400, "invalid_value", "multiple"),
-        ("/v1/images/edits", {}, {}, 404, "unknown_url", "not supported"),
+        ("/v1/images/edits", {}, {}, 400, "missing_required_parameter", "image"),
         ("/v1/chat/completions", {}, {}, 404, "unknown_url", "not supported"),
         ("/images/generations", {}, {}, 404, "unknown_url", "/images/generations"),
     ],

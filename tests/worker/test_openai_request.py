@@ -20,6 +20,7 @@ from clowder_aimage.api.image_request import (
     read_request,
 )
 from clowder_aimage.api.openai import _with_param
+from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import ApiError
@@ -28,7 +29,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 
 def read(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ImageRequest:
     body = json.dumps({"prompt": "a dog"} | fields).encode() if raw is None else raw
-    return read_request(body, strict=strict, seed=42)
+    return read_request(read_object(body), strict=strict, seed=42)
 
 
 def refused(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ApiError:
@@ -79,7 +80,7 @@ def test_all_fields_are_parsed() -> None:
         style="vivid",
     )
     assert wish.for_model(aimage(), 2) == GenerateRequest(
-        "a dog", 1024, 768, 4, 7, "a cat", 2.5, 0.5, 3.0, 0.1, n=3, previews=2
+        "a dog", 1024, 768, 4, 7, "a cat", 2.5, 0.5, shift=3.0, cache_threshold=0.1, n=3, previews=2
     )
     assert wish.encoding == PictureEncoding("webp", 80, has_facts=False)
     assert (wish.response_format, wish.stream, wish.partial_images) == ("url", True, 2)
@@ -225,10 +226,10 @@ def test_a_size_refusal_names_a_field_of_the_request() -> None:
 
 def test_missing_fields_take_the_defaults_of_the_worker() -> None:
     defaults: dict[str, Any] = {"pull": "never", "stream_format": "openai", "png_facts": False}
-    wish = read_request(b'{"prompt": "a"}', **defaults)
+    wish = read_request(read_object(b'{"prompt": "a"}'), **defaults)
     assert (wish.pull, wish.stream_format, wish.png_facts) == ("never", "openai", False)
     said = b'{"prompt": "a", "pull": "always", "stream_format": "auto", "png_facts": true}'
-    wish = read_request(said, **defaults)
+    wish = read_request(read_object(said), **defaults)
     assert (wish.pull, wish.stream_format, wish.png_facts) == ("always", "auto", True)
 
 
@@ -310,5 +311,5 @@ def test_the_documentation_names_every_field_and_preset() -> None:
     ],
 )
 def test_dall_e_models_default_to_links(fields: dict[str, Any], expected: str) -> None:
-    body = read_request(json.dumps({"prompt": "a dog"} | fields).encode())
+    body = read_request(read_object(json.dumps({"prompt": "a dog"} | fields).encode()))
     assert body.response_format == expected

@@ -20,6 +20,8 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.health import DESCRIPTION as FILE
 from clowder_aimage.api.image_request import read_request
+from clowder_aimage.api.picture_upload import take_pictures
+from clowder_aimage.api.request_body import read_object
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
@@ -45,6 +47,8 @@ EXAMPLES: dict[str, object] = {
     "user": "me",
     "negative_prompt": "b",
 }
+EXAMPLES |= {"image": "data:image/png;base64,aGk=", "mask": "alpha"}
+EXAMPLES |= {"output": {"push": "registry.example.com/team/pictures:v1"}}
 EXAMPLES |= {"width": 16, "height": 16, "loras": [{"model": "style", "strength": 0.5}]}
 
 
@@ -121,9 +125,15 @@ def test_every_documented_request_field_is_accepted() -> None:
     properties = DOCUMENT["components"]["schemas"]["ImageRequest"]["properties"]
     body = {name: example(name, schema) for name, schema in properties.items()}
     body |= {"num_inference_steps": body["steps"], "seed": 0, "pull": "never"}
-    read = read_request(json.dumps(body | {"strict": True}).encode())
+    assert take_pictures(body) == {name: EXAMPLES[name] for name in ("image", "mask")}
+    read = read_request(read_object(json.dumps(body | {"strict": True}).encode()))
     assert (read.steps, read.n, read.quality, read.ignored) == (1000, 10, "max", ())
-    assert read_request(json.dumps(dict.fromkeys(properties) | {"prompt": "a"}).encode()).n == 1
+    assert (
+        read_request(
+            read_object(json.dumps(dict.fromkeys(properties) | {"prompt": "a"}).encode())
+        ).n
+        == 1
+    )
 
 
 def test_the_committed_document_is_served(worker: LocalWorker) -> None:
@@ -142,6 +152,7 @@ def before_call(context, case, kwargs):
     body = case.body
     if not isinstance(body, dict):
         return
+    body.pop("output", None)  # no registry is there
     for name in ("n", "steps", "num_inference_steps"):
         if type(body.get(name)) is int:
             body[name] = min(body[name], 1)

@@ -33,6 +33,7 @@ from openai.types.image_model import ImageModel
 from pydantic import BaseModel
 
 from clowder_aimage.api.image_request import read_request
+from clowder_aimage.api.request_body import read_object
 from clowder_aimage.http.api_error import ApiError
 from tests.worker.conftest import LocalWorker, Worker, answer_to
 
@@ -118,14 +119,16 @@ def test_every_literal_of_the_sdk_is_accepted_or_refused_by_field() -> None:
     for name in {*said, *TAKEN}:
         for word in said.get(name, set()) | TAKEN.get(name, set()):
             try:
-                wish = read_request(json.dumps({"prompt": "a dog", name: word}).encode())
+                wish = read_request(
+                    read_object(json.dumps({"prompt": "a dog", name: word}).encode())
+                )
             except ApiError as error:
                 assert (error.status, error.param) == (400, name), word
                 assert word not in TAKEN.get(name, ())
             else:
                 assert wish.ignored == (() if name in TAKEN else (name,)), word
     with pytest.raises(ApiError, match="background transparent is not supported") as caught:
-        read_request(b'{"prompt": "a dog", "background": "transparent"}')
+        read_request({"prompt": "a dog", "background": "transparent"})
     assert caught.value.code == "unsupported_value"
 
 
@@ -251,11 +254,7 @@ def test_the_sdk_tolerates_progress_events(client: Any) -> None:
 
 
 def test_unsupported_calls_raise_errors_of_the_sdk(client: Any) -> None:
-    picture = ("a.png", b"\x89PNG\r\n\x1a\n", "image/png")
     calls = [
-        lambda: client.images.edit(model="tiny", image=picture, prompt="a dog"),
-        lambda: client.images.edit(model="tiny", image=[picture, picture], prompt="a dog"),
-        lambda: client.images.edit(model="tiny", image=picture, mask=picture, prompt="a dog"),
         lambda: client.chat.completions.create(model="tiny", messages=[]),
         lambda: client.embeddings.create(model="tiny", input="a"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import sys
 from collections.abc import Mapping
@@ -185,3 +186,12 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         parameters["width"], parameters["height"] = sides
         parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers
     return parameters
+
+
+def to_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a request to a worker that replace digests: data URLs."""
+    known, found = input_pictures().data, dict[str, Any]()
+    for name in ("image", "mask"):
+        if (data := known.get(parameters[name] or "")) is not None:
+            found[name] = f"data:;base64,{base64.b64encode(data).decode()}"
+    return {**found, "painted": "white"} if "mask" in found else found

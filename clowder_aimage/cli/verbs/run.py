@@ -52,6 +52,7 @@ from clowder_aimage.cli.console.picture_option import (
     input_pictures,
     picture_options,
     picture_parameters,
+    to_request,
 )
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.prompt_loop import read_prompts
@@ -614,6 +615,7 @@ def _by_worker(
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
+    sent |= to_request(options)
     yield from pictures(
         client,
         reference,

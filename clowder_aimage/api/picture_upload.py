@@ -1,0 +1,297 @@
+"""Pictures in requests: uploaded, checked, and kept in the store until the request ends.
+
+A body is JSON, in which pictures are texts, or a form (RFC 7578), in which they are files. The
+number of requests with pictures is limited before their bodies are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
+
+from clowder_aimage.api.request_body import read_object, wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.content import Lease
+from clowder_aimage.engine.executor import run_io, run_locking
+from clowder_aimage.errors import AImageError, ForbiddenError, NoPictureError, NotFoundError
+from clowder_aimage.http.api_error import ApiError, api_error, registry_error
+from clowder_aimage.http.body_stream import check_coding, check_type, too_large
+from clowder_aimage.http.route import ADMIN, BODY
+from clowder_aimage.layout.gc import Collector
+from clowder_aimage.model.pipeline import ALPHA
+from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.picture_input import MAX_BYTES, TYPES, InputFile, keep, white_mask
+
+MAX_BODY = 96 << 20  # bytes of a request with its pictures
+TIMEOUT = 120.0  # seconds for a body with pictures to arrive
+SHORT_TIMEOUT = 30.0  # seconds for a body without
+_MAX_PARTS = 100  # of a form
+_AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
+# Also those of clients that do not know the type of a file, or name it differently
+_FILE_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
+_NAMES = ("image", "mask")
+# What aiohttp raises for a form
+_MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
+_PIECE = 1 << 16
+
+_log = logging.getLogger("aimage.worker")
+Given = dict[str, str | bytes]  # the pictures of a request by field: files, or texts that name them
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPictures:
+    """The pictures of a request in the store; ``mask`` is a digest, or "alpha"."""
+
+    image: InputFile
+    mask: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """The digest of the image."""
+        return str(self.image.descriptor.digest)
+
+
+class PictureUploads:
+    """The requests of a service that have pictures."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.busy = asyncio.Semaphore(_AT_ONCE)
+        self._count = 0
+        self._added: set[Digest] = set()  # to the store, by requests of this worker
+
+    @contextlib.asynccontextmanager
+    async def open(self, request: web.Request) -> AsyncIterator[PictureUpload]:
+        """Yield the body of a request; its pictures are in the store until the context ends."""
+        upload = PictureUpload(self, request, self.service.store.lease())
+        try:
+            yield upload
+        finally:
+            self._count -= upload.is_counted
+            if upload.is_counted:
+                await run_locking(self._end, upload)
+
+    def enter(self) -> None:
+        """Count a request with pictures. Raises BusyError, StoppedError."""
+        engine = self.service.engine
+        engine.check_room()
+        if self._count >= engine.limits.queue + engine.limits.models:
+            raise engine.refuse(self._count)
+        self._count += 1
+
+    def keep(self, lease: Lease, data: bytes, what: str) -> InputFile:
+        """Put a picture into the store, leased. Raises as ``picture_input.keep``."""
+        store = self.service.store
+        is_new = not store.exists(Descriptor("", Digest.of(data), len(data)))
+        found = keep(store, lease, data, what)
+        if is_new:
+            self._added.add(found.descriptor.digest)
+        return found
+
+    def _end(self, upload: PictureUpload) -> None:
+        """End the lease of a request, and remove its pictures unless others need them."""
+        store = self.service.store
+        try:
+            upload.lease.__exit__(None, None, None)
+            if ours := [one for one in upload.kept if one.digest in self._added]:
+                Collector(store, grace=0.0).remove(ours)
+                self._added -= {one.digest for one in ours if not store.exists(one)}
+        except AImageError as error:
+            _log.warning("pictures of a request were not removed", extra={"reason": error.message})
+
+
+@dataclass(slots=True, eq=False)
+class PictureUpload:
+    """The body of a request, and its pictures in the store. ``is_form``: values are texts."""
+
+    uploads: PictureUploads
+    request: web.Request
+    lease: Lease
+    kept: list[Descriptor] = field(default_factory=list)
+    is_counted: bool = False
+    is_form: bool = False
+    _size: int = 0
+
+    def _enter(self) -> None:
+        if not self.is_counted:
+            self.uploads.enter()
+            self.is_counted = True
+
+    async def fields(self, *, may_be_form: bool = False) -> dict[str, Any]:
+        """Return the fields of the body: JSON, or a form if it may be one.
+
+        Raises:
+            ApiError: 400, 408, 413 or 415.
+            BusyError: Too many requests with pictures are being served.
+        """
+        check_coding(self.request)
+        if (self.request.content_length or 0) > MAX_BODY:
+            raise too_large()
+        self.is_form = may_be_form and self.request.content_type == "multipart/form-data"
+        try:
+            if self.is_form:
+                self._enter()
+                async with asyncio.timeout(TIMEOUT):
+                    return await self._form()
+            return await self._object()
+        except TimeoutError:
+            raise ApiError(408, "timed out reading the request body", code="timeout") from None
+
+    async def _object(self) -> dict[str, Any]:
+        if self.request.body_exists and self.request.content_length != 0:
+            check_type(self.request)
+        if (self.request.content_length or 0) > BODY:
+            self._enter()
+        pieces = list[bytes]()
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(TIMEOUT if self.is_counted else SHORT_TIMEOUT) as limit:
+            async for piece in self.request.content.iter_any():
+                self._take(len(piece))
+                pieces.append(piece)
+                if self._size > BODY and not self.is_counted:
+                    self._enter()
+                    limit.reschedule(loop.time() + TIMEOUT)
+        if self._size <= BODY:
+            return read_object(b"".join(pieces))
+        async with self.uploads.busy:
+            raw = b"".join(pieces)
+            pieces.clear()
+            if b'"image' not in raw:  # only pictures may be as large
+                raise too_large()
+            return await run_io(read_object, raw, MAX_BODY)
+
+    def _take(self, count: int) -> None:
+        self._size += count
+        if self._size > MAX_BODY:
+            raise too_large()
+
+    async def _form(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        try:
+            reader = await self.request.multipart()
+            for _ in range(_MAX_PARTS):
+                part = await reader.next()
+                if part is None:
+                    return found
+                if not isinstance(part, BodyPartReader) or not part.name:
+                    raise ValueError
+                name = part.name.removesuffix("[]")
+                value = await self._value(part, name)
+                if name in _NAMES:
+                    found.setdefault(name, []).append(value)
+                elif found.setdefault(name, value) is not value:
+                    raise wrong(name[:60], "is given twice")
+        except _MALFORMED:
+            pass
+        message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
+        raise ApiError(400, message, code="invalid_body")
+
+    async def _value(self, part: BodyPartReader, name: str) -> str | bytes:
+        kind = part.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        is_file = name in _NAMES and part.filename is not None
+        if is_file:
+            _check_kind(name, kind)
+        pieces, size = list[bytes](), 0
+        while piece := await part.read_chunk(_PIECE):
+            self._take(len(piece))
+            size += len(piece)
+            if size > (MAX_BYTES if name in _NAMES else BODY):
+                raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])
+            pieces.append(bytes(piece))
+        data = b"".join(pieces)
+        try:
+            return data if is_file else data.decode()
+        except UnicodeDecodeError:
+            raise wrong(name[:60], "is not text in UTF-8") from None
+
+    async def keep(
+        self, given: Given, painted: str = "auto", param: str = "image"
+    ) -> KeptPictures | None:
+        """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
+
+        painted: what of a mask is painted, as for ``white_mask``. param: the field of the image.
+        """
+        if not given:
+            return None
+        if "image" not in given:
+            raise wrong("mask", "requires an image")
+        self._enter()
+        image = await self._keep(param, given.pop("image"), "white")
+        mask = given.pop("mask", None)
+        if mask is None or mask == ALPHA:
+            return KeptPictures(image, ALPHA if mask else None)
+        found = await self._keep("mask", mask, painted)
+        if (found.width, found.height) != (image.width, image.height):
+            size = f"{found.width} x {found.height} pixels, the image has"
+            raise wrong("mask", f"has {size} {image.width} x {image.height}", "invalid_image")
+        return KeptPictures(image, str(found.descriptor.digest))
+
+    async def _keep(self, name: str, value: str | bytes, painted: str) -> InputFile:
+        try:
+            if isinstance(value, str):
+                value = await run_io(self._read, name, value)
+            async with self.uploads.busy:
+                return await run_locking(self._store, name, value, painted)
+        except AImageError as error:
+            raise _refusal(error, name) from None
+
+    def _read(self, name: str, text: str) -> bytes:
+        if text[:5].lower() == "data:":
+            _check_kind(name, text[5:100].partition(",")[0].partition(";")[0].lower())
+        may_pull = self.request.get("scope") == ADMIN
+        return self.uploads.service.inputs(may_pull=may_pull).read(text, self.lease, name)
+
+    def _store(self, name: str, data: bytes, painted: str) -> InputFile:
+        data = data if painted == "white" else white_mask(data, name, painted)
+        found = self.uploads.keep(self.lease, data, name)
+        self.kept.append(found.descriptor)
+        return found
+
+
+def _check_kind(name: str, kind: str) -> None:
+    """Refuse a declared type that is not a picture's. Raises ApiError (415)."""
+    if kind not in _FILE_TYPES:
+        message = f"{name} has the type {kind[:60]!a}: expected image/png, image/jpeg or image/webp"
+        raise ApiError(415, message, code="unsupported_media_type", param=name)
+
+
+def _refusal(error: AImageError, name: str) -> AImageError:
+    """Return the response to a picture that cannot be used, with its field."""
+    if isinstance(error, ApiError):
+        return error
+    is_own = isinstance(error, ForbiddenError | NoPictureError)
+    found = api_error(error if is_own else registry_error(error))
+    code = "invalid_image" if found.code == "invalid_value" else found.code
+    code = "image_not_found" if isinstance(error, NotFoundError) else code
+    message = found.message if found.message.startswith(name) else f"{name}: {found.message}"
+    return ApiError(found.status, message, code=code, param=name, headers=found.headers)
+
+
+def take_pictures(fields: dict[str, Any]) -> Given:
+    """Remove the pictures from the fields of a body, and return them. Raises ApiError.
+
+    A picture is a text or a file, alone or in a list, or an object with ``image_url``.
+    """
+    return dict(_pictures(fields))
+
+
+def _pictures(fields: dict[str, Any]) -> Iterator[tuple[str, str | bytes]]:
+    for name in _NAMES:
+        value = fields.pop(name, None)
+        values = [one for one in (value if isinstance(value, list) else [value]) if one]
+        if len(values) > 1:
+            message = f"must be one picture, not {len(values)}: models here begin with one"
+            raise wrong(name, message, "unsupported_value")
+        for one in values:
+            text = one.get("image_url") if isinstance(one, Mapping) else one
+            if not isinstance(text, str | bytes):
+                message = "must be a picture: a data: or https: URL, an artifact, or a file"
+                raise wrong(name, message, "invalid_type")
+            yield name, text
