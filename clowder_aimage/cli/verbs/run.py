@@ -66,7 +66,7 @@ from clowder_aimage.cli.console.remote_worker import (
     worker,
     worker_host,
 )
-from clowder_aimage.cli.console.seed_option import contact_sheet, seed_options, seed_runs
+from clowder_aimage.cli.console.seed_option import seed_options, seed_runs
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -359,6 +359,8 @@ class _Order:
                 kept.append(picture)
         paths = [str(each["path"]) for each in written]
         if self.values["sheet"]:
+            from clowder_aimage.model.picture import contact_sheet
+
             sheet = contact_sheet([(one.seed, one.data) for one in kept])
             path = output.write_sheet(sheet, options["prompt"])
             facts["sheet"] = str(path)
