@@ -9,6 +9,10 @@ adds the figures of diffusers with the same model, and the largest difference be
 float32. "Skipped" is the share of the main blocks' evaluations; "time" is the median, over the
 scenes, of the time of a picture, in parts of that without the cache. The pictures of a scene are
 made one after another, in an order that changes from scene to scene.
+
+``--lora FILE[:STRENGTH]`` measures an adapter instead, in float32: rows without and with it, of
+scenes with the ninth colour (examples/shapes/composing.py) and of the held-out scenes. The judge
+knows nine colours then, except in the last two rows.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,11 +32,14 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
+from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.adaptation import LoadedAdapter, Use
 from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block
@@ -41,9 +48,9 @@ from clowder_aimage.oci import Reference
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 sys.path.insert(0, str(SHAPES))
 
-from composing import held_out_scenes  # noqa: E402
+from composing import held_out_scenes, ninth_scenes  # noqa: E402
 from judge import look  # noqa: E402
-from scene import Scene  # noqa: E402
+from scene import COLOURS, NINTH, RGB, Scene  # noqa: E402
 from score import figures, score  # noqa: E402
 
 STEPS = 8
@@ -111,10 +118,12 @@ def reference(directory: Path) -> Callable[[GenerateRequest], Pixels]:
     return make
 
 
-def judged(scenes: Sequence[Scene], pictures: Sequence[Pixels]) -> dict[str, Any]:
-    """Return the judge's figures."""
+def judged(
+    scenes: Sequence[Scene], pictures: Sequence[Pixels], colours: Mapping[str, RGB] = COLOURS
+) -> dict[str, Any]:
+    """Return the figures of a judge who knows these colours."""
     pairs = zip(scenes, pictures, strict=True)
-    return figures((scene, score(scene, look(pixels))) for scene, pixels in pairs)
+    return figures((scene, score(scene, look(pixels, colours))) for scene, pixels in pairs)
 
 
 def percent(share: float | None) -> str:
@@ -188,6 +197,40 @@ def print_cached(pipeline: ZImagePipeline, scenes: Sequence[Scene]) -> None:
             )
 
 
+def open_adapter(pipeline: ZImagePipeline, text: str) -> Use:
+    """Return the adapter of ``FILE[:STRENGTH]`` for a model."""
+    named = parse_use(text, lambda name: Path(name).is_file())
+    adapter = read_adapter(Path(named.model), pipeline.shapes, what=named.model, base="shapes")
+    strength = 1.0 if named.strength is None else named.strength
+    return LoadedAdapter(named.model, adapter), strength
+
+
+def print_adapter(pipeline: ZImagePipeline, use: Use, scenes: Sequence[Scene]) -> None:
+    """Print the table of an adapter."""
+    titles = [column.replace("_", " ") for column in COLUMNS]
+    print("| scenes | adapter |", " | ".join(titles), "|")
+    print("|---" * (len(COLUMNS) + 2) + "|")
+    ninth, nine = ninth_scenes(), {**COLOURS, **NINTH}
+    both: dict[str, tuple[Sequence[Scene], Mapping[str, RGB]]] = {
+        "ninth colour": (ninth[: len(scenes)], nine),
+        "held out, nine colours": (scenes, nine),
+        "held out": (scenes, COLOURS),
+    }
+    made: dict[tuple[int, bool], list[Pixels]] = {}
+    for title, (asked, colours) in both.items():
+        for uses in ([], [use]):
+            key = id(asked), bool(uses)
+            if key not in made:
+                pipeline.use_adapters(uses)
+                made[key] = [
+                    picture(pipeline, request(scene, seed)) for seed, scene in enumerate(asked)
+                ]
+            found = judged(asked, made[key], colours)
+            shares = [percent(found[column]["share"]) for column in COLUMNS]
+            about = f"strength {use[1]:g}" if uses else "-"
+            print(f"| {title} | {about} |", " | ".join(shares), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", default=SHAPES / "model")
@@ -195,11 +238,17 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=None, help="only the first so many")
     parser.add_argument("--diffusers", action="store_true")
     parser.add_argument("--cache", action="store_true", help="measure the step cache")
+    parser.add_argument("--lora", metavar="FILE[:STRENGTH]", help="measure an adapter")
     options = parser.parse_args()
     scenes = held_out_scenes()[: options.scenes]
     if options.cache:
         with tempfile.TemporaryDirectory() as place:
             print_cached(load(options.directory, "float32", ImageLayout(Path(place)))[0], scenes)
+        return
+    if options.lora:
+        with tempfile.TemporaryDirectory() as place:
+            pipeline, _ = load(options.directory, "float32", ImageLayout(Path(place)))
+            print_adapter(pipeline, open_adapter(pipeline, options.lora), scenes)
         return
     asked = [request(scene, seed) for seed, scene in enumerate(scenes)]
     titles = [column.replace("_", " ") for column in COLUMNS]

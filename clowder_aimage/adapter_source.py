@@ -1,4 +1,4 @@
-"""Adapters of requests: found in the store or in a directory, and kept while they are used."""
+"""Adapters and control networks of requests: found in the store or in a directory, and kept."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.formats import lora
+from clowder_aimage.formats import controlnet, lora
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.lora_text import missing_words
-from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
+from clowder_aimage.model.pipeline import (
+    MAX_STRENGTH,
+    GenerateRequest,
+    LoraUse,
+    StoredControlNet,
+)
 from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
@@ -75,8 +80,9 @@ class FoundAdapter:
     def strength(self, given: float | None) -> float:
         """Return the given strength, else the one that the adapter recommends, else 1."""
         own = self.facts.get("weight")
-        own = float(own) if isinstance(own, int | float) else 1.0
-        return own if given is None else given
+        if not isinstance(own, int | float) or abs(own) > MAX_STRENGTH:
+            own = 1.0
+        return float(own) if given is None else given
 
     def use(self, strength: float | None) -> LoraUse:
         """Return its use with a strength, or with the one that it recommends."""
@@ -100,7 +106,7 @@ def is_adapter(aimage: AImage) -> bool:
 def is_path(text: str) -> bool:
     """Return whether a text names a file, and not an AImage: by its beginning or its end."""
     is_place = text.startswith(("/", "./", "../", "~"))
-    return is_place or text.endswith((SUFFIX, *PICKLED)) or Path(text).is_file()
+    return is_place or text.endswith((SUFFIX, *PICKLED)) or os.path.isfile(text)  # noqa: PTH113
 
 
 def file_in(directory: Path, name: str) -> Path | None:
@@ -120,7 +126,8 @@ class AdapterFinder:
     """Adapters by name: files, if ``has_files``; a ``directory`` of files; AImages.
 
     ``open_stored`` returns an AImage that is complete in ``store``, and may pull it. A digest of a
-    file is computed once, until the file changes.
+    file is computed once, until the file changes. A file is found again by the name in its use,
+    which may lack its directory.
     """
 
     store: BlobFiles
@@ -128,6 +135,7 @@ class AdapterFinder:
     directory: Path | None = None
     has_files: bool = False
     _digests: dict[tuple[Path, int, int, int], Digest] = field(default_factory=dict)
+    _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict)
     _facts: dict[tuple[Path, float], Mapping[str, Any]] = field(default_factory=dict)
 
     def find(self, use: LoraUse) -> FoundAdapter:
@@ -139,10 +147,11 @@ class AdapterFinder:
             VerificationError: The file is not the one with the digest of the use.
             FormatError: Its metadata or its config is invalid.
         """
-        path = self._file(use.model)
+        path = self._paths.get((use.model, use.digest)) or self._file(use.model)
         if path is None:
             return self._stored(use)
         found = self._read_file(path, self._name(use.model, path))
+        self._paths[found.name, str(found.digest)] = path
         if use.digest not in (None, str(found.digest)):
             raise VerificationError(
                 f"{use.model} is not the adapter that was used: it has the digest {found.digest}, "
@@ -204,16 +213,17 @@ class AdapterFinder:
     def _file(self, name: str) -> Path | None:
         if (found := self._in_directory(name)) is not None:
             return found
-        if not self.has_files or not (is_path(name) or (Path(name) / _WEIGHTS).is_file()):
+        path = os.path.expanduser(name)  # noqa: PTH111 - pathlib's raises for unknown users
+        within = os.path.join(path, _WEIGHTS)  # noqa: PTH118
+        path = within if os.path.isfile(within) else path  # noqa: PTH113
+        if not self.has_files or not (is_path(name) or path == within):
             return None
-        path = Path(name).expanduser()
-        path = path / _WEIGHTS if path.is_dir() else path
-        if path.suffix in PICKLED:
+        if path.endswith(PICKLED):
             message = f"{name} may contain code (pickle), which is not run"
             raise UsageError(message, hint="convert the adapter to safetensors")
-        if not path.is_file():
-            raise NotFoundError(f"adapter not found: there is no file {name}")
-        return path
+        if not os.path.isfile(path):  # noqa: PTH113 - pathlib's raises for a long name
+            raise NotFoundError(f"adapter not found: there is no file {name[:1000]}")
+        return Path(path)
 
     def _in_directory(self, name: str) -> Path | None:
         return None if self.directory is None else file_in(self.directory, name)
@@ -373,9 +383,63 @@ class AdapterSource:
 
         def read() -> Adapter:
             how: dict[str, Any] = {"what": found.name, "base": self._name, "config": found.config}
-            return read_adapter(found.path, self._shapes(), **how)
+            try:
+                return read_adapter(found.path, self._shapes(), **how)
+            except OSError as error:
+                message = f"cannot read {found.name}: {error.strerror or error}"
+                raise StoreError(message) from None
 
         return self._cache.get(str(found.digest), read)
+
+
+def is_controlnet(aimage: AImage) -> bool:
+    """Return whether an AImage is a control network, and not a model."""
+    return aimage.properties.get("architecture") == controlnet.CLASS
+
+
+def find_control(name: str, open_stored: OpenStored) -> StoredAImage:
+    """Return a control network by its reference.
+
+    Raises:
+        NotFoundError: There is none. Also as ``open_stored``.
+        UsageError: The reference is invalid, or that of something else.
+    """
+    try:
+        stored = open_stored(Reference.parse(name))
+    except NotFoundError as error:
+        error.message = f"ControlNet {error.message}"
+        raise
+    if not is_controlnet(stored.aimage):
+        known = stored.aimage.properties
+        kind = known.get("format") or known.get("pipeline")
+        about = f" ({str(kind)[:60]})" if kind else ""
+        raise UsageError(f"{name} is not a ControlNet, but another AImage{about}")
+    return stored
+
+
+class ControlSource:
+    """The control networks of a loaded model, of which the last one is kept.
+
+    ``open_stored`` returns an AImage that is complete in ``files``, and may pull it.
+    """
+
+    def __init__(self, files: BlobFiles, open_stored: OpenStored) -> None:
+        self._files, self._open_stored = files, open_stored
+        self._last: tuple[str, StoredControlNet] | None = None
+
+    def name(self, name: str) -> str:
+        """Return the reference with the digest of the network. Raises as ``find_control``."""
+        digest = find_control(name, self._open_stored).descriptor.digest
+        return str(Reference.parse(name.partition("@")[0]).with_digest(digest))
+
+    def open(self, name: str) -> StoredControlNet:
+        """Return a control network, the same one while it is used. Raises as ``find_control``."""
+        stored = find_control(name, self._open_stored)
+        key = str(stored.descriptor.digest)
+        if self._last is None or self._last[0] != key:
+            own = StoredControlNet(self._files, stored.aimage, name)
+            self._last = key, own
+        return self._last[1]
 
 
 def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:

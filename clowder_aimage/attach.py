@@ -33,6 +33,7 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 from clowder_aimage.registry import ClientOptions, Repository
 
 EMPTY = b"{}"
+_EMPTY = Descriptor.of(mediatype.OCI_EMPTY, EMPTY)
 _LAYER = "application/octet-stream"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"  # RFC 6838, 4.2
 _MEDIA_TYPE = re.compile(rf"{_NAME}/{_NAME}")
@@ -148,13 +149,14 @@ def build(
     layers: Sequence[Descriptor],
     subject: Descriptor,
     annotations: Mapping[str, str],
+    config: Descriptor = _EMPTY,
 ) -> Manifest:
-    """Build the manifest of an artifact: an empty config, the files as layers, and its subject."""
+    """Build the manifest of an artifact: a config, the files as layers, and its subject."""
     document = {
         "schemaVersion": 2,
         "mediaType": mediatype.OCI_MANIFEST,
         "artifactType": artifact_type,
-        "config": Descriptor.of(mediatype.OCI_EMPTY, EMPTY).to_json(),
+        "config": config.to_json(),
         "layers": [layer.to_json() for layer in layers],
         "subject": Descriptor(subject.media_type, subject.digest, subject.size).to_json(),
     }

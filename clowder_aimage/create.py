@@ -11,7 +11,7 @@ from clowder_aimage.adapter.fit import Shapes
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.formats import lora
+from clowder_aimage.formats import controlnet, lora
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
@@ -64,9 +64,9 @@ def create(
 
     The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.
     ``algorithm`` hashes the layers and the config; the manifest always uses sha256, for registries.
-    ``base`` is the model of an adapter: an AImage in the store, which becomes its subject. If the
-    recipe depends on values, ``on_survey`` is called with the number of bytes to scan before
-    planning, and ``on_surveyed`` with the bytes of each tensor.
+    ``base`` is the model of an adapter or a ControlNet: an AImage in the store, which becomes its
+    subject. If the recipe depends on values, ``on_survey`` is called with the number of bytes to
+    scan before planning, and ``on_surveyed`` with the bytes of each tensor.
 
     Raises:
         ModelError: it is not a model that can be packed, and nothing was written; or a file changed
@@ -152,9 +152,9 @@ def convert(
 def _subject(
     store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
 ) -> Descriptor:
-    """Return the manifest of an adapter's model, if the adapter fits it."""
-    if "adapter" not in inventory.facts:
-        raise UsageError("only an adapter can have a base model", remedy="base")
+    """Return the manifest of the model of an adapter or ControlNet, if they fit."""
+    if "adapter" not in inventory.facts and inventory.facts.get("format") != controlnet.FORMAT:
+        raise UsageError("only an adapter or a ControlNet can have a base model", remedy="base")
     found = store.resolve(base)
     lease.add(found.digest)
     subject = Descriptor(found.media_type, found.digest, found.size)
@@ -165,7 +165,11 @@ def _subject(
     except FormatError:  # another kind of artifact, which cannot be checked
         read_manifest(store, found)
         return subject
-    _check(inventory, {one.name: one.shape for one in aimage.layers if one.shape}, str(base))
+    shapes = {one.name: one.shape for one in aimage.layers if one.shape}
+    _check(inventory, shapes, str(base))
+    if inventory.facts.get("format") == controlnet.FORMAT:
+        own = {one.name: one.shape for part in inventory.components for one in part.weights}
+        controlnet.check_fit(own, shapes, "the ControlNet", str(base))
     return subject
 
 

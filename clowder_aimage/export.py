@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clowder_aimage.content import ContentStore
-from clowder_aimage.exporter.directory import LinkMethod, whole_directory
+from clowder_aimage.content.atomic_file import atomic_file, write_all
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.exporter.directory import LinkMethod, faults, new_file, whole_directory
 from clowder_aimage.exporter.export_plan import ExportPlan, ExportPlanner
 from clowder_aimage.exporter.export_writer import ExportWriter
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
 from clowder_aimage.exporter.weight_file import SHARD
 from clowder_aimage.layout.completeness import require_complete
-from clowder_aimage.layout.stored_aimage import hold, packed_layers, read_aimage
-from clowder_aimage.oci import Descriptor, Reference
+from clowder_aimage.layout.stored_aimage import (
+    MAX_CONFIG_SIZE,
+    StoredAImage,
+    hold,
+    interpret,
+    packed_layers,
+    read_aimage,
+    read_manifest,
+)
+from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.tensor.config_fields import parse_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +91,94 @@ def export(
     return ExportSummary(
         stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized
     )
+
+
+ADAPTER_DIALECTS = ("diffusers", "comfyui", "kohya", "peft")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedAdapter:
+    """An adapter that was written: its manifest, the number of tensors, and the bytes."""
+
+    descriptor: Descriptor
+    tensors: int
+    size: int
+
+
+def export_adapter(
+    store: ContentStore, reference: Reference, path: Path, dialect: str
+) -> ExportedAdapter:
+    """Write the adapter ``reference`` in the names of another tool, one of ADAPTER_DIALECTS.
+
+    It is a safetensors file, which must not exist, or for peft a directory. The layers are those of
+    its base, if the store has it, else those of Z-Image.
+
+    Raises:
+        UsageError: it is not an adapter, the dialect cannot express it, or ``path`` exists.
+        NotFoundError: it is not in the store, or not all of it.
+        FormatError: it is damaged.
+        StoreError, NoSpaceError: it cannot be written.
+    """
+    from clowder_aimage.adapter.writer import convert_adapter
+
+    with store.lease() as lease:
+        hold(store, reference, lease)
+        stored = read_aimage(store, reference)
+        lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+        require_complete(store, reference, stored)
+        weights = [one for one in stored.aimage.layers if one.name.endswith(".safetensors")]
+        if stored.aimage.properties.get("format") != "lora" or len(weights) != 1:
+            raise UsageError(f"{reference} is not an adapter", remedy="export_model")
+        made = convert_adapter(
+            Path(store.path(weights[0].descriptor)),
+            dialect,
+            what=str(reference),
+            shapes=_base_shapes(store, stored),
+            config=_adapter_config(store, stored),
+        )
+    size = _write_adapter(path, made.encode(), made.config)
+    return ExportedAdapter(stored.descriptor, len(made.tensors), size)
+
+
+def _base_shapes(store: ContentStore, stored: StoredAImage) -> dict[str, tuple[int, ...]] | None:
+    """Return the shapes of the base's tensors, or None if the store lacks it."""
+    subject = stored.aimage.subject
+    if subject is None or subject.media_type in mediatype.INDEXES:
+        return None
+    try:
+        base = interpret(store, subject, read_manifest(store, subject)).aimage
+    except (NotFoundError, FormatError):
+        return None
+    return {layer.name: layer.shape for layer in base.layers if layer.shape} or None
+
+
+def _adapter_config(store: ContentStore, stored: StoredAImage) -> dict[str, Any] | None:
+    layer = stored.aimage.find("adapter_config.json")
+    if layer is None or layer.descriptor.size > MAX_CONFIG_SIZE:
+        return None
+    with store.open(layer.descriptor) as file:
+        return parse_object(layer.name, file.read(layer.descriptor.size))
+
+
+def _write_adapter(path: Path, data: Iterator[bytes], config: Mapping[str, Any] | None) -> int:
+    size = 0
+
+    def write(fd: int) -> None:
+        nonlocal size
+        for part in data:
+            write_all(fd, part)
+            size += len(part)
+
+    if config is not None:
+        text = json.dumps(config, indent=2).encode() + b"\n"
+        with whole_directory(path) as root:
+            with faults(path), new_file(root, "adapter_config.json") as fd:
+                write_all(fd, text)
+            with faults(path), new_file(root, "adapter_model.safetensors") as fd:
+                write(fd)
+        return size + len(text)
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists already", hint="choose another name")
+    with faults(path), atomic_file(path) as file:
+        write(file.fileno())
+    return size

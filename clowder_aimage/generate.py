@@ -10,17 +10,24 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.adapter_source import AdapterFinder, AdapterSource
+from clowder_aimage.adapter_source import (
+    AdapterFinder,
+    AdapterSource,
+    ControlSource,
+    is_adapter,
+    is_controlnet,
+)
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
+from clowder_aimage.formats.diffusers import PIPELINES
 from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
-from clowder_aimage.model.loader import PIPELINES, load_pipeline
+from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     COMPONENTS,
     PARAMETERS,
@@ -40,7 +47,8 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 _OF_MASKS = ("mask", "paste", "feather", "crop")
-_OF_IMAGES = ("image", "strength", "fine", "fit", *_OF_MASKS, "expand", "upscale")
+_OF_IMAGES = ("image", "strength", "fine", *_OF_MASKS, "expand", "upscale")
+_OF_CONTROL = ("control", "controlnet", "control_strength")
 _GRACE = 2.0  # seconds for a pull to stop
 
 
@@ -54,7 +62,7 @@ class RunnableModel:
 
     ``end`` is called before each picture; it waits for a pull, or raises its error. ``adapters``
     opens the adapters of requests, of which those of the last one stay in the pipeline;
-    ``pictures`` opens those that requests begin with.
+    ``pictures`` opens those that requests begin with, or that guide ``controls``.
     """
 
     stored: StoredAImage
@@ -63,6 +71,7 @@ class RunnableModel:
     end: Callable[[], None] = no_wait
     adapters: AdapterSource | None = None
     pictures: PictureInputs | None = None
+    controls: ControlSource | None = None
 
     @property
     def backend(self) -> str:
@@ -115,11 +124,13 @@ class RunnableModel:
 
     @contextmanager
     def _adapted(self, request: GenerateRequest) -> Iterator[None]:
-        """Use the adapters of a request, and no others."""
+        """Use the adapters of a request, and no others; and its control network."""
         opened = self.adapters.open(request.loras) if self.adapters else []
         with _computing():
             if self.adapters:
                 self.pipeline.use_adapters(opened)
+            if self.controls and request.controlnet is not None:
+                self.pipeline.use_control(self.controls.open(request.controlnet))
             yield
 
     def _guarded(
@@ -275,6 +286,12 @@ def _pull(
 
 def _check_kind(reference: Reference, aimage: AImage) -> None:
     """Raise ModelError for an AImage that is not a pipeline, before its weights are fetched."""
+    if is_adapter(aimage):
+        message = f"{reference} is an adapter, not a model"
+        raise ModelError(message, remedy="use_adapter", reference=reference)
+    if is_controlnet(aimage):
+        message = f"{reference} is a ControlNet, not a model"
+        raise ModelError(message, remedy="use_controlnet", reference=reference)
     kind = aimage.properties.get("format")
     if kind == "diffusers":
         name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
@@ -330,7 +347,8 @@ def load(
     with _computing():
         pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
     adapters = AdapterSource(finder, store, stored, lambda: pipeline.shapes)
-    return RunnableModel(stored, pipeline, chosen, end, adapters, PictureInputs(store))
+    controls = ControlSource(finder.store, finder.open_stored) if finder else None
+    return RunnableModel(stored, pipeline, chosen, end, adapters, PictureInputs(store), controls)
 
 
 @contextmanager
@@ -348,8 +366,14 @@ def _computing() -> Iterator[None]:
 
 def _facts(request: GenerateRequest) -> Iterator[str]:
     """Yield the parameters that a picture states: those of an image only if there is one."""
+    is_without = {
+        **dict.fromkeys(_OF_IMAGES, request.image is None),
+        **dict.fromkeys(_OF_CONTROL, request.control is None),
+        "fit": request.image is None and request.control is None,
+        "loras": True,
+    }
     for name in PARAMETERS:
-        if name == "loras" or (name in _OF_IMAGES and request.image is None):
+        if is_without.get(name):
             continue
         if name != "cfg_normalization" or request.cfg_normalization:
             yield name
@@ -358,7 +382,12 @@ def _facts(request: GenerateRequest) -> Iterator[str]:
 def describe_picture(
     reference: Reference, model: RunnableModel, request: GenerateRequest
 ) -> dict[str, Any]:
-    """Return the parameters to render a request's pictures again, without their own seeds."""
+    """Return the parameters to render a request's pictures again, without their own seeds.
+
+    Raises as ``ControlSource.name``.
+    """
+    if model.controls and request.controlnet is not None:
+        request = replace(request, controlnet=model.controls.name(request.controlnet))
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),

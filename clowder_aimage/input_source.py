@@ -28,7 +28,8 @@ from clowder_aimage.errors import (
     TooLargeError,
     UsageError,
 )
-from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
+from clowder_aimage.picture_artifact import has_settings
 from clowder_aimage.picture_input import MAX_BYTES
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import Reach
@@ -51,6 +52,16 @@ class PictureLayer:
     def title(self) -> str:
         """Return its title; empty without one."""
         return self.layer.annotations.get(mediatype.TITLE, "")
+
+    @property
+    def blobs(self) -> tuple[Descriptor, ...]:
+        """Return what is kept of it: the layer, and the config if it has the settings."""
+        return (self.layer, *([self.manifest.config] if has_settings(self.manifest) else []))
+
+    @property
+    def digests(self) -> tuple[Digest, ...]:
+        """Return the digests of its blobs."""
+        return tuple(blob.digest for blob in self.blobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +119,8 @@ class InputSource:
         except NotFoundError:
             pass
         else:
-            lease.add(found.layer.digest)
-            if self.store.exists(found.layer):
+            lease.add(*found.digests)
+            if all(map(self.store.exists, found.blobs)):
                 return found
         connection = self.connect()
         reference = connection.expand(reference)
@@ -120,8 +131,9 @@ class InputSource:
         self._check_registry(reference, connection)
         with Repository(reference, connection) as repository:
             found = self._find(repository, reference, chosen)
-            lease.add(found.layer.digest)
-            self.store.push(found.layer, partial(repository.open, found.layer))
+            lease.add(*found.digests)
+            for blob in found.blobs:
+                self.store.push(blob, partial(repository.open, blob))
         return found
 
     def _find(self, source: Source, reference: Reference, title: str | None) -> PictureLayer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -20,14 +20,19 @@ from clowder_aimage.client import (
     to_connection,
     to_reference,
 )
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.content import Lease
     from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.registry import ClientOptions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,8 +64,15 @@ class Picture:
 class Model:
     """A loaded model. Use it on the thread that loaded it, and close it, or use ``with``."""
 
-    def __init__(self, reference: Reference, loaded: RunnableModel, lease: ExitStack) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        loaded: RunnableModel,
+        finder: AdapterFinder,
+        lease: ExitStack,
+    ) -> None:
         self.reference = reference
+        self._finder = finder
         self._loaded = loaded
         self._lease = lease
 
@@ -87,20 +99,26 @@ class Model:
         guidance_end: float | None = None,
         shift: float | None = None,
         cache_threshold: float | None = None,
+        loras: Sequence[str | tuple[str, float]] = (),
         count: int = 1,
         progress: OnProgress | None = None,
     ) -> list[Picture]:
         """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
 
-        What is None has the default of the model; the seed is random. ``progress`` is called with
-        the steps done and their total.
+        What is None has the default of the model; the seed is random. ``loras`` are adapters: names
+        of AImages or files, or pairs of them and their strengths. ``progress`` is called with the
+        steps done and their total.
 
         Raises:
             UsageError: The model does not support these parameters.
+            NotFoundError: An adapter is in neither the store nor the registry.
+            FormatError: An adapter is damaged, or for another model.
         """
+        from clowder_aimage.adapter_source import resolve
         from clowder_aimage.generate import describe_picture
-        from clowder_aimage.model.pipeline import GenerateRequest, Image
+        from clowder_aimage.model.pipeline import GenerateRequest, Image, LoraUse
 
+        pairs = [(one, None) if isinstance(one, str) else one for one in loras]
         request = GenerateRequest.for_model(
             self._loaded.stored.aimage,
             prompt,
@@ -112,9 +130,12 @@ class Model:
             guidance_end=guidance_end,
             shift=shift,
             cache_threshold=cache_threshold,
+            loras=tuple(LoraUse(*pair) for pair in pairs),
             n=count,
             seed=secrets.randbits(32) if seed is None else seed,
         )
+        found = self._finder.find_all(request, self._loaded.stored.aimage)
+        request = resolve(request, found)
         events = self._loaded.generate(request)
         counter = ProgressCounter(progress)
         counter.begin(request.steps * request.n)
@@ -149,6 +170,7 @@ def load(
     """
     try:
         from clowder_aimage import generate
+        from clowder_aimage.adapter_source import AdapterFinder
         from clowder_aimage.engine import machine
         from clowder_aimage.model.memory_budget import KEEP, device_memory
         from clowder_aimage.model.pipeline import GenerateRequest
@@ -166,8 +188,24 @@ def load(
         counter = ProgressCounter(progress)
         on_event = counter.on_event
         with generate.fetch(layout, reference, connect, lease, on_event=on_event) as found:
-            loaded = generate.load(found.files, found.stored, dtype=dtype)
+            finder = AdapterFinder(layout, partial(_open, layout, lease, connect), has_files=True)
+            loaded = generate.load(found.files, found.stored, dtype=dtype, finder=finder)
             loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
             loaded.preload(GenerateRequest.for_model(found.stored.aimage, ""))
             found.end()
-        return Model(reference, loaded, stack.pop_all())
+        return Model(reference, loaded, finder, stack.pop_all())
+
+
+def _open(
+    layout: ImageLayout, lease: Lease, connect: Callable[[], ClientOptions], reference: Reference
+) -> StoredAImage:
+    """Return an adapter, which is pulled if the store lacks it. Raises as ``pull``."""
+    from clowder_aimage.layout.completeness import find_complete
+    from clowder_aimage.pull import pull
+
+    try:
+        return find_complete(layout, reference, lease)
+    except NotFoundError:
+        if connect().expand(reference).registry is None:
+            raise
+    return find_complete(layout, pull(reference, layout, connect()).name, lease)

@@ -155,13 +155,18 @@ class PictureInputs:
             UsageError: A file is not a picture, or the mask does not fit it or is empty.
             NotFoundError: A file is not in the store.
         """
-        if request.image is None:
+        if request.image is None and request.control is None:
             return None
+        control = None if request.control is None else self._read(request.control, "control")
+        if request.image is None:
+            return PreparedPicture(PictureInput(control=_fitted(request, control)), lambda it: it)
         image = self._read(request.image, "image")
         if request.upscale:
             return enlarge(request, image)
         mask = None if request.mask is None else self._mask(request.mask, image)
-        return prepare(request, image, mask)
+        if control is not None and request.crop and control.size != image.size:
+            raise _other_size("control picture", control, image)
+        return prepare(request, image, mask, control)
 
     def _read(self, digest: str, what: str) -> Picture:
         try:
@@ -177,14 +182,30 @@ class PictureInputs:
             return ImageChops.invert(image.getchannel("A"))
         mask = self._read(digest, "mask")
         if mask.size != image.size:
-            raise UsageError(
-                f"the mask has {mask.width} x {mask.height} pixels, the image has "
-                f"{image.width} x {image.height}"
-            )
+            raise _other_size("mask", mask, image)
         return mask.convert("L")
 
 
-def prepare(request: GenerateRequest, image: Picture, mask: Picture | None) -> PreparedPicture:
+def _other_size(what: str, picture: Picture, image: Picture) -> UsageError:
+    return UsageError(
+        f"the {what} has {picture.width} x {picture.height} pixels, the image has "
+        f"{image.width} x {image.height}"
+    )
+
+
+def _fitted(request: GenerateRequest, picture: Picture | None) -> Pixels | None:
+    """Return a picture in RGB, fitted to the request."""
+    if picture is None:
+        return None
+    return np.asarray(fit(picture.convert("RGB"), (request.width, request.height), request.fit))
+
+
+def prepare(
+    request: GenerateRequest,
+    image: Picture,
+    mask: Picture | None,
+    control: Picture | None = None,
+) -> PreparedPicture:
     """Return a picture and its mask, fitted to the request. Raises UsageError: an empty mask."""
     whole = image.convert("RGB")
     if mask is not None and not (np.asarray(mask) >= 128).any():
@@ -193,16 +214,18 @@ def prepare(request: GenerateRequest, image: Picture, mask: Picture | None) -> P
         return _expanded(request, whole)
     size = request.width, request.height
     if mask is not None and request.crop:
-        return _cropped(request, whole, mask)
+        return _cropped(request, whole, mask, control)
     pixels = np.asarray(fit(whole, size, request.fit))
     cells = None if mask is None else np.asarray(fit(mask, size, request.fit))
-    given = PictureInput(pixels, cells)
+    given = PictureInput(pixels, cells, _fitted(request, control))
     if cells is None or not request.paste:
         return PreparedPicture(given, lambda made: made)
     return PreparedPicture(given, lambda made: paste(made, pixels, cells, request.feather))
 
 
-def _cropped(request: GenerateRequest, image: Picture, mask: Picture) -> PreparedPicture:
+def _cropped(
+    request: GenerateRequest, image: Picture, mask: Picture, control: Picture | None
+) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
     left, top, right, bottom = around(np.asarray(mask) >= 128, request.width / request.height)
     box = left, top, right, bottom
@@ -210,6 +233,7 @@ def _cropped(request: GenerateRequest, image: Picture, mask: Picture) -> Prepare
     given = PictureInput(
         np.asarray(_resized(image.crop(box), size)),
         np.asarray(_resized(mask.crop(box), size)),
+        _fitted(request, control.crop(box)) if control is not None else None,
     )
     original, painted = np.asarray(image), np.asarray(mask)
 

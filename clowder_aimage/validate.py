@@ -36,6 +36,7 @@ from clowder_aimage.schema import JSONPath, Violation, json_positions, line_colu
 from clowder_aimage.strict_json import is_too_deep
 
 MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
+PICTURE_CONFIG = "picture-config"
 SAFETENSORS = "safetensors"  # shown instead of a schema's name
 AIMAGE_MANIFEST, AIMAGE_CONFIG, OCI_INDEX = "aimage-manifest", "aimage-config", "oci-index"
 _MANIFESTS = {
@@ -44,13 +45,18 @@ _MANIFESTS = {
     mediatype.AIMAGE_MANIFEST: AIMAGE_MANIFEST,
 }
 _INDEXES = {mediatype.OCI_INDEX: OCI_INDEX, mediatype.DOCKER_MANIFEST_LIST: "docker-manifest-list"}
-_SCHEMAS = _MANIFESTS | _INDEXES | {mediatype.AIMAGE_CONFIG: AIMAGE_CONFIG}
+_CONFIGS = {
+    mediatype.AIMAGE_CONFIG: AIMAGE_CONFIG,
+    mediatype.AIMAGE_PICTURE_CONFIG: PICTURE_CONFIG,
+}
+_SCHEMAS = _MANIFESTS | _INDEXES | _CONFIGS
 _GRAPH = {*_MANIFESTS.values(), *_INDEXES.values()}  # schemas of documents with descriptors
 _LAYOUT = (("oci-layout", "oci-layout"), ("index.json", OCI_INDEX))
 _KEYS = (
     ("imageLayoutVersion", "oci-layout"),
     ("registries", "config"),
     ("components", AIMAGE_CONFIG),
+    ("pictures", PICTURE_CONFIG),
 )
 _LENGTH = 8  # bytes before a safetensors header
 # Dialects that name the layers without the config
@@ -355,7 +361,7 @@ class _Walk:
         if raw is None:
             self.add(CheckedDocument(step.name, _SCHEMAS.get(media_type, ""), note=note))
             return
-        if step.path == ("config",) and media_type != mediatype.AIMAGE_CONFIG:
+        if step.path == ("config",) and media_type not in _CONFIGS:
             self._check_foreign_config(step, raw)
         else:
             checked = check(step.name, raw, media_type=media_type, has_lines=self._shows_paths)

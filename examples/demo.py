@@ -22,6 +22,7 @@ from typing import NoReturn
 
 EXAMPLES = Path(__file__).resolve().parent
 MODEL = EXAMPLES / "shapes" / "model"
+ADAPTER = EXAMPLES / "shapes" / "azure.safetensors"
 OUTPUT = Path("demo-output")
 PROMPTS = (
     "a red circle on a white background",
@@ -31,6 +32,7 @@ PROMPTS = (
     "three pink crosses on a grey background",
     "a small cyan square in the top right corner",
 )
+ADAPTED = ("an azure star", "two azure circles on a black background")  # the model knows no azure
 SEED, EACH = "1", "3"  # pictures per prompt, with consecutive seeds starting at this one
 LIMIT = 120  # seconds for one step
 CHILDREN: list[subprocess.Popen[str]] = []
@@ -88,15 +90,21 @@ def demo(home: Path) -> Path:
 
     say("run: pictures from prompts, with the weights that came from the registry")
     OUTPUT.mkdir(exist_ok=True)
-    paths = []
-    for prompt in PROMPTS:
+
+    def pictures(prompt: str, *options: str) -> list[str]:
         place = OUTPUT / prompt.replace(" ", "-")
         place.mkdir(exist_ok=True)
-        wish = ["--seed", SEED, "-n", EACH, "-o", str(place), "--no-open"]
-        paths += aimage("run", reference, prompt, *wish, *there).split("\n")[:-1]
+        wish = [*options, "--seed", SEED, "-n", EACH, "-o", str(place), "--no-open"]
+        return aimage("run", reference, prompt, *wish, *there).split("\n")[:-1]
+
+    paths = [path for prompt in PROMPTS for path in pictures(prompt)]
 
     say("replay: a picture says how it was made; made again, it is the same")
     agree("replay", last_line(aimage("replay", paths[-1], *there)), "equal")
+
+    say("run --lora: an adapter of 250 kB adds a ninth colour, without changing the weights")
+    for prompt in ADAPTED:
+        paths += pictures(prompt, "--lora", show_path(ADAPTER))
 
     sheet = OUTPUT / "shapes.png"
     subprocess.run([sys.executable, str(EXAMPLES / "sheet.py"), str(sheet), *paths], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24), and the coverage of lines
 # and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (6_500, 97),
+    ".": (6_900, 97),
     "adapter": (2_300, 95),
     "api": (3_500, 95),
     "cli": (8_350, 93),
@@ -18,7 +18,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (2_850, 98),
     "layout": (3_040, 96),
-    "model": (6_000, 96),
+    "model": (6_500, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "registry": (3_750, 97),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.adapter_source import AdapterFinder, is_path, resolve
+from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter, is_path, resolve
 from clowder_aimage.create import create
 from clowder_aimage.errors import (
     AImageError,
@@ -22,7 +22,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
 from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, check_parameters
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Digest, Reference
 from tests.conftest import TINY
 from tests.lora_file import write_lora
 
@@ -234,6 +234,11 @@ def test_a_directory_of_peft_is_an_adapter(layout: ImageLayout, tmp_path: Path) 
         ("./none.safetensors", NotFoundError, "no file ./none.safetensors"),
         ("old.pt", UsageError, "pickle"),
         ("empty.safetensors", FormatError, "empty"),
+        ("~nobody-here/a.safetensors", NotFoundError, "no file ~nobody-here"),
+        ("./" + "x" * 5000, NotFoundError, "no file"),
+        ("x" * 5000, NotFoundError, "not found"),
+        ("a\0b", NotFoundError, "not found"),
+        (".", NotFoundError, "not found"),
     ],
 )
 def test_what_is_not_an_adapter_is_refused(
@@ -255,6 +260,13 @@ def test_an_error_has_the_index_of_its_adapter(layout: ImageLayout) -> None:
     with pytest.raises(NotFoundError) as raised:
         finder(layout).find_all(request)
     assert raised.value.facts["adapter"] == "1"
+
+
+@pytest.mark.parametrize("weight", [1e9, -101, True, "x", None])
+def test_a_recommended_strength_out_of_bounds_is_not_used(weight: object) -> None:
+    digest = Digest("sha256", "0" * 64)
+    found = FoundAdapter("x", digest, Path("x"), {"weight": weight})
+    assert found.strength(None) == 1.0 and found.strength(0.0) == 0.0
 
 
 def test_a_request_is_resolved_with_strengths_digests_and_words(layout: ImageLayout) -> None:

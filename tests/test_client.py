@@ -24,6 +24,7 @@ from clowder_aimage import (
     push,
 )
 from clowder_aimage.errors import NotFoundError, UsageError
+from tests.lora_file import write_lora
 from tests.process import run
 from tests.real_registry import PASSWORD, USER, RealRegistry
 
@@ -38,7 +39,7 @@ SIGNATURES: dict[Any, str] = {
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
     Model.generate: "self prompt * width height steps seed negative guidance guidance_end shift "
-    "cache_threshold count progress",
+    "cache_threshold loras count progress",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",
@@ -192,6 +193,24 @@ def test_a_model_generates_pictures(tiny: Path, tmp_path: Path) -> None:
         first.save(tmp_path / "a.gif")
     with pytest.raises(NotFoundError):
         load("nothing")
+
+
+def test_a_model_uses_adapters(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    store, file = Store(tmp_path / "store"), str(write_lora(tmp_path / "ink.safetensors"))
+    create("x", tiny, store=store)
+    create("ink", file, store=store)
+    with load("x", store=store) as model:
+        made = [
+            model.generate("a", width=32, height=32, steps=1, seed=1, loras=loras)[0]
+            for loras in ((), [(file, 0.5)], [("ink", 0.5)], ["ink"], [("ink", 0.5), (file, -0.5)])
+        ]
+        with pytest.raises(NotFoundError, match="none"):
+            model.generate("a", loras=["none"])
+    plain, half, same, whole, none = (one.pixels.tobytes() for one in made)
+    assert half == same and len({plain, half, whole}) == 3
+    assert none == plain
+    assert made[2].facts["loras"][0]["digest"] == store.digest("ink")
 
 
 def test_a_missing_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,10 @@ class AdapterLayer:
             self.fail(DORA_SCALE, "the magnitude of DoRA is there twice", _AGAIN)
         if UP_BIAS in self.parts and UP not in self.parts:
             self.fail(UP_BIAS, "it is the bias of matrices that are missing", _AGAIN)
+        for part in (DIFF, SET, *self.biases):
+            shape = self.shapes.get(part, (1,))
+            if not shape or (part in _BIASES and len(shape) != 1):
+                self.fail(part, f"its shape is {list(shape)}", _AGAIN)
         if not self.parts.keys() - _SETTINGS:
             part = next(iter(self.parts))
             self.fail(part, "it belongs to matrices that are missing", _AGAIN)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from clowder_aimage.adapter.adapter import Floats
 from clowder_aimage.errors import FormatError
@@ -28,6 +30,43 @@ _TYPES = {
     "BOOL": "u1",
 }
 _COUNTS = ("I64", "I32", "I16", "I8", "U8", "BOOL")  # of alphas, flags and shapes only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredArray:
+    """Values of a safetensors ``dtype`` as they are stored: numpy lacks some of the types."""
+
+    dtype: str
+    codes: npt.NDArray[Any]
+
+    def __getitem__(self, key: Any) -> StoredArray:
+        return StoredArray(self.dtype, self.codes[key])
+
+    def equals(self, other: StoredArray) -> bool:
+        """Return whether type, shape and all bits are equal."""
+        is_like = self.dtype == other.dtype and self.codes.shape == other.codes.shape
+        return is_like and self.codes.tobytes() == other.codes.tobytes()
+
+    def times(self, factor: float) -> StoredArray:
+        """Return the products with a number, in float32."""
+        return StoredArray("F32", self.float32() * np.float32(factor))
+
+    @staticmethod
+    def alike(arrays: Sequence[StoredArray]) -> list[StoredArray]:
+        """Return arrays of one type: theirs, or float32 if they differ."""
+        if len({one.dtype for one in arrays}) == 1:
+            return list(arrays)
+        return [StoredArray("F32", one.float32()) for one in arrays]
+
+    @classmethod
+    def concatenate(cls, arrays: Sequence[StoredArray]) -> StoredArray:
+        """Return the rows of all arrays."""
+        found = cls.alike(arrays)
+        return cls(found[0].dtype, np.concatenate([one.codes for one in found]))
+
+    def float32(self) -> Floats:
+        """Return the values in float32."""
+        return _decode(self.codes.tobytes(), self.dtype).reshape(self.codes.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +95,12 @@ class AdapterValues:
             )
         return values
 
+    def stored(self, name: str, shape: tuple[int, ...]) -> StoredArray:
+        """Return a tensor in its type, in a shape of as many values."""
+        dtype = self.header.tensors[name].dtype
+        codes = np.frombuffer(self._read(name), _TYPES[dtype])
+        return StoredArray(dtype, codes.reshape(shape))
+
     def number(self, name: str) -> float:
         """Return the value of a tensor with one element."""
         info = self.header.tensors[name]
@@ -71,9 +116,11 @@ class AdapterValues:
     def integers(self, name: str) -> tuple[int, ...]:
         """Return the values of a short list of integers."""
         info = self.header.tensors[name]
-        if math.prod(info.shape) > 8 or info.dtype not in _TYPES:
-            raise FormatError(f"{self.what}: {name[:200]} is not a list of dimensions")
-        return tuple(int(one) for one in _decode(self._read(name), info.dtype).reshape(-1))
+        if math.prod(info.shape) <= 8 and info.dtype in _TYPES:
+            values = _decode(self._read(name), info.dtype).reshape(-1)
+            if np.isfinite(values).all():
+                return tuple(map(int, values))
+        raise FormatError(f"{self.what}: {name[:200]} is not a list of dimensions", hint=_AGAIN)
 
     def _read(self, name: str) -> bytes:
         info = self.header.tensors[name]

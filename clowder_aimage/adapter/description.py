@@ -65,18 +65,11 @@ def describe(path: Path, header: Header, config: Mapping[str, Any] | None = None
         "rank": max((rank for layer in layers for rank in layer.ranks.values()), default=None),
         "alpha": _alpha(path, header, layers, configs),
         "targets": sorted({network_module(layer.stem) for layer in layers}),
-        **stated_use(metadata),
+        "triggerWords": _trigger_words(metadata),
+        "weight": _number(metadata.get(key) for key in _STRENGTHS),
         "base": (peft and peft.base) or _first(metadata, BASES),
     }
     return {key: value for key, value in facts.items() if value not in (None, [])}
-
-
-def stated_use(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the trigger words and the recommended strength that a header states."""
-    return {
-        "triggerWords": _trigger_words(metadata),
-        "weight": _number(metadata.get(key) for key in _STRENGTHS),
-    }
 
 
 def _kinds(layer: AdapterLayer) -> list[str]:
@@ -110,7 +103,8 @@ def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
         return None
     file.seek(header.data_offset + info.start)
     data = file.read(info.nbytes)
-    return float(struct.unpack(_CODES[info.dtype], data.rjust(4, b"\0"))[0])
+    data = b"\0\0" + data if info.dtype == "BF16" else data
+    return float(struct.unpack(_CODES[info.dtype], data)[0])
 
 
 def _trigger_words(metadata: Mapping[str, str]) -> list[str]:

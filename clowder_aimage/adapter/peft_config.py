@@ -7,7 +7,6 @@ key.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from clowder_aimage.strict_json import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"
+MAX_ALPHA = 1e30
+"""Of ranks and alphas: then their ratio is finite in float32."""
 KINDS = ("LORA", "LOHA", "LOKR")
 _SYNTAX = re.compile(r"[\[\](){}*+?|$^\\]")
 # settings that change what the tensors mean
@@ -74,7 +75,7 @@ class PeftConfig:
     """The settings that scale an adapter's matrices."""
 
     kind: str
-    rank: float | None
+    rank: int | None
     alpha: float | None
     ranks: Pattern
     alphas: Pattern
@@ -114,7 +115,7 @@ class PeftConfig:
         base = value.get("base_model_name_or_path")
         return cls(
             kind,
-            _optional(value.get("r"), f"r of {what}"),
+            _rank(value.get("r"), f"r of {what}"),
             _optional(value.get("alpha" if kind != "LORA" else "lora_alpha"), f"alpha of {what}"),
             Pattern.parse(value.get("rank_pattern"), f"rank_pattern of {what}"),
             Pattern.parse(value.get("alpha_pattern"), f"alpha_pattern of {what}"),
@@ -130,10 +131,10 @@ class PeftConfig:
         found = self.alphas.find(names)
         return self.alpha if found is None else found
 
-    def rank_of(self, names: Iterable[str]) -> float | None:
-        """Return the rank for a module with one of these names."""
+    def rank_of(self, names: Iterable[str]) -> int | None:
+        """Return the rank for a module with one of these names. Raises FormatError."""
         found = self.ranks.find(names)
-        return self.rank if found is None else found
+        return self.rank if found is None else _rank(found, "a rank of rank_pattern")
 
     def saves(self, module: str) -> bool:
         """Return whether the adapter has the whole tensors of a module (``modules_to_save``)."""
@@ -159,7 +160,16 @@ def _optional(value: object, what: str) -> float | None:
     return None if value is None else _number(value, what)
 
 
+def _rank(value: object, what: str) -> int | None:
+    if value is None:
+        return None
+    number = _number(value, what)
+    if number < 1 or not number.is_integer():
+        raise FormatError(f"{what} is not a rank: {value!r:.40}")
+    return int(number)
+
+
 def _number(value: object, what: str) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= MAX_ALPHA:
         return float(value)
     raise FormatError(f"{what} is not a number: {value!r:.40}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,15 @@ from clowder_aimage.adapter.adapter import (
     Norm,
     Replacement,
 )
+from clowder_aimage.adapter.adapter_file import OpenAdapter, open_adapter
 from clowder_aimage.adapter.adapter_layer import (
     LOHA,
     LOKR,
     LORA,
     TABLE,
     AdapterLayer,
-    AdapterLayers,
-    read_layers,
 )
-from clowder_aimage.adapter.adapter_values import AdapterValues
-from clowder_aimage.adapter.fit import AdapterFit, told_base
+from clowder_aimage.adapter.fit import AdapterFit, Shapes
 from clowder_aimage.adapter.names import (
     ALPHA,
     DIFF,
@@ -50,21 +48,16 @@ from clowder_aimage.adapter.names import (
     TABLE_UP,
     UP,
 )
-from clowder_aimage.adapter.peft_config import CONFIG, WEIGHTS, PeftConfig, parse_metadata
+from clowder_aimage.adapter.peft_config import MAX_ALPHA, PeftConfig
 from clowder_aimage.adapter.target import LayerTarget, dotted_module
 from clowder_aimage.errors import FormatError
-from clowder_aimage.strict_json import read_json
-from clowder_aimage.tensor import read_header
 
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_PICKLES = (b"\x80", b"PK\x03\x04")
 _AGAIN = "download the file again"
-_LEAST = 1 << 26  # values that an adapter of a small base may have
 
 
 def read_adapter(
     path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Shapes,
     *,
     what: str,
     base: str,
@@ -84,116 +77,68 @@ def read_adapter(
             kind that cannot be read, or for another base.
         OSError: It cannot be read.
     """
-    path, config = _locate(path, what, config)
-    with path.open("rb") as file:
-        _check_start(what, path, file.read(16))
-        file.seek(0)
-        try:
-            header = read_header(file, path.stat().st_size)
-        except FormatError as error:
-            raise FormatError(f"{what} is damaged: {error}", hint=_AGAIN) from None
-        peft = PeftConfig.parse(config, f"{CONFIG} of {what}") if config is not None else None
-        metadata = parse_metadata(header.metadata, what)
-        tensors = {name: info.shape for name, info in header.tensors.items()}
-        found = read_layers(what, tensors, peft)
-        values = AdapterValues(what, file, header)
-        _check_size(what, tensors, shapes)
-        told = told_base(header.metadata, (peft, *metadata.values()))
-        fit = AdapterFit(what, base, shapes, told)
-        return _Reader(what, fit, values, found, peft, metadata).read()
+    with open_adapter(path, what, config) as source:
+        source.check_size(shapes)
+        return match_adapter(source, shapes, base).read()
 
 
-def _locate(
-    path: Path, what: str, config: Mapping[str, Any] | None
-) -> tuple[Path, Mapping[str, Any] | None]:
-    """Return the file of weights and the configuration of an adapter."""
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise FormatError(
-                f"{what} must contain one safetensors file with an adapter, not {len(files)}",
-                hint=f"pass the file itself, or keep only {WEIGHTS}",
-            )
-        path = files[0]
-    beside = path.with_name(CONFIG)
-    if config is None and path.name == WEIGHTS and beside.is_file():
-        value = read_json(beside.read_bytes(), f"{CONFIG} of {what}")
-        if not isinstance(value, dict):
-            raise FormatError(f"{CONFIG} of {what} is not a JSON object")
-        config = value
-    return path, config
-
-
-def _check_start(what: str, path: Path, start: bytes) -> None:
-    """Check that a file begins as safetensors, if it begins as another known format."""
-    if start[8:9] == b"{":
-        return
-    if path.suffix.lower() in _PICKLED or start.startswith(_PICKLES):
-        raise FormatError(
-            f"{what} is pickled: loading it can execute arbitrary code, so it is not read",
-            hint="convert the adapter to safetensors",
-        )
-    if start.startswith(b"GGUF"):
-        raise FormatError(f"{what} is a GGUF file", hint="use the adapter's safetensors file")
-
-
-def _check_size(
-    what: str, tensors: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Check that an adapter is not much larger than its base. Raises FormatError."""
-    count = sum(map(math.prod, tensors.values()))
-    limit = max(_LEAST, 2 * sum(map(math.prod, shapes.values())))
-    if count > limit:
-        raise FormatError(f"{what} has {count} values, more than {limit}: too many for an adapter")
+def match_adapter(source: OpenAdapter, shapes: Shapes, base: str) -> MatchedAdapter:
+    """Return an adapter with the targets of its layers in a base. Raises FormatError."""
+    fit = AdapterFit(source.what, base, shapes, source.told)
+    matched = MatchedAdapter(source, base, tuple(fit.match(source.found.layers)))
+    matched.check(fit)
+    return matched
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
-    what: str
-    fit: AdapterFit
-    values: AdapterValues
-    found: AdapterLayers
-    config: PeftConfig | None
-    metadata: Mapping[str, PeftConfig]
-    changes: dict[str, list[Change]] = field(default_factory=dict)
+class MatchedAdapter:
+    """An open adapter, and the target of each layer in a base."""
+
+    source: OpenAdapter
+    base: str
+    pairs: tuple[tuple[AdapterLayer, LayerTarget], ...]
 
     def read(self) -> Adapter:
-        self._check_magnitudes()
-        pairs = list(self.fit.match(self.found.layers))
-        for layer, target in pairs:
-            self._check_matrix(layer, target)
-        for layer, target in pairs:
-            self._read_layer(layer, target)
-        return Adapter(self.what, {name: tuple(found) for name, found in self.changes.items()})
+        """Read all values. Raises FormatError."""
+        changes: dict[str, list[Change]] = {}
+        for layer, target in self.pairs:
+            self._read_layer(layer, target, changes)
+        return Adapter(self.source.what, {name: tuple(found) for name, found in changes.items()})
 
-    def _check_matrix(self, layer: AdapterLayer, target: LayerTarget) -> None:
-        """Check what only values tell, and that matrices are for a linear layer."""
+    def check(self, fit: AdapterFit) -> None:
+        """Check what only values tell, before the matrices are read. Raises FormatError."""
+        self._check_magnitudes()
+        for layer, target in self.pairs:
+            self._check_matrix(layer, target, fit)
+
+    def _check_matrix(self, layer: AdapterLayer, target: LayerTarget, fit: AdapterFit) -> None:
         if layer.kinds and (len(target.shape) != 2 or target.parts[0].bias is None):
             part = next(part for part in layer.parts if part not in (ALPHA, DORA_SCALE))
-            layer.fail(part, f"{target.name} of {self.fit.base} is not a linear layer", "remove it")
+            layer.fail(part, f"{target.name} of {self.base} is not a linear layer", "remove it")
         if RESHAPE in layer.parts:
-            shape = self.values.integers(layer.parts[RESHAPE])
+            shape = self.source.values.integers(layer.parts[RESHAPE])
             if shape != target.shape:
-                raise self.fit.misfit(layer.parts[RESHAPE], shape, target.parts[0].tensor)
+                raise fit.misfit(layer.parts[RESHAPE], shape, target.parts[0].tensor)
 
     def _check_magnitudes(self) -> None:
         """Check that an adapter that says it is a DoRA has magnitudes. Raises FormatError."""
-        flags = [flag for flag in (self.found.flags.get(names.DORA_FLAG),) if flag]
-        is_dora = any(one.is_dora for one in self._configs()) or any(map(self._is_set, flags))
-        if is_dora and not any(layer.is_decomposed for layer in self.found.layers):
-            raise FormatError(f"{self.what} says that it is a DoRA, but it has no magnitudes")
-        for layer in self.found.layers:
+        flags = [flag for flag in (self.source.found.flags.get(names.DORA_FLAG),) if flag]
+        is_dora = any(one.is_dora for one in self.source.configs()) or any(map(self._is_set, flags))
+        if is_dora and not any(layer.is_decomposed for layer in self.source.found.layers):
+            raise FormatError(
+                f"{self.source.what} says that it is a DoRA, but it has no magnitudes"
+            )
+        for layer in self.source.found.layers:
             flag = layer.parts.get(names.DORA_FLAG)
             if flag and not layer.is_decomposed and self._is_set(flag):
                 layer.fail(names.DORA_FLAG, "the magnitude of DoRA is missing", _AGAIN)
 
-    def _configs(self) -> Iterable[PeftConfig]:
-        return (*((self.config,) if self.config else ()), *self.metadata.values())
-
     def _is_set(self, name: str) -> bool:
-        return self.values.number(name) != 0
+        return self.source.values.number(name) != 0
 
-    def _read_layer(self, layer: AdapterLayer, target: LayerTarget) -> None:
+    def _read_layer(
+        self, layer: AdapterLayer, target: LayerTarget, into: dict[str, list[Change]]
+    ) -> None:
         linear = [self._linear(layer, kind, target) for kind in layer.kinds]
         weights: list[Change] = list(linear)
         if layer.is_decomposed:
@@ -206,15 +151,15 @@ class _Reader:
         for rows in target.parts:
             for tensor, changes in ((rows.tensor, weights), (rows.bias, biases)):
                 if tensor is not None and changes:
-                    own = self.changes.setdefault(tensor, [])
+                    own = into.setdefault(tensor, [])
                     is_whole = len(target.parts) == 1
                     own += changes if is_whole else [c.rows(rows.start, rows.stop) for c in changes]
 
     def _dense(self, layer: AdapterLayer, part: str, target: LayerTarget) -> Floats:
-        return self.values.array(layer.parts[part], None).reshape(target.shape)
+        return self.source.values.array(layer.parts[part], None).reshape(target.shape)
 
     def _bias(self, layer: AdapterLayer, part: str, target: LayerTarget) -> Change:
-        values = self.values.array(layer.parts[part], 1)
+        values = self.source.values.array(layer.parts[part], 1)
         if part == SET_BIAS:
             return Replacement(values)
         if part == DIFF_BIAS:
@@ -231,11 +176,11 @@ class _Reader:
         return Decomposed(tuple(linear), self._vector(layer, DORA_SCALE), norm)
 
     def _vector(self, layer: AdapterLayer, part: str) -> Floats:
-        return self.values.array(layer.parts[part], None).reshape(-1)
+        return self.source.values.array(layer.parts[part], None).reshape(-1)
 
     def _linear(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> Linear:
         def of(part: str) -> Floats:
-            return self.values.array(layer.parts[part])
+            return self.source.values.array(layer.parts[part])
 
         scale = self._scale(layer, kind, target)
         if kind == LORA:
@@ -251,32 +196,47 @@ class _Reader:
         ]
         return Kronecker(factors[0], factors[1], scale)
 
-    def _scale(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> float:
-        """Return alpha / rank; by the tensor, else by a configuration, else 1."""
+    def scaling(
+        self, layer: AdapterLayer, kind: str, target: LayerTarget
+    ) -> tuple[float, int] | None:
+        """Return alpha and rank of a layer's matrices; None if they are not scaled.
+
+        Alpha is that of the tensor, else of a configuration, else the rank; it includes the root of
+        the rank if the adapter is rank-stabilised (arXiv 2312.03732).
+        """
         rank = layer.ranks.get(kind)
         module = (dotted_module(layer.stem), target.module)
-        other = self.metadata.get(target.component) or self.metadata.get("")
-        configs = [one for one in (self.config, other) if one is not None]
-        if kind == LOKR and self.config is not None and self.config.kind == "LOKR":
-            rank = int(self.config.rank_of(module) or 0) or rank  # peft scales whole factors, too
+        metadata = self.source.metadata
+        configs = (self.source.config, metadata.get(target.component) or metadata.get(""))
+        known = [config for config in configs if config is not None]
+        if kind == LOKR and known and known[0].kind == "LOKR":
+            rank = known[0].rank_of(module) or rank  # peft scales whole factors, too
         if rank is None:
-            return 1.0
-        flags = (layer.parts.get(names.RSLORA_FLAG), self.found.flags.get(names.RSLORA_FLAG))
-        is_rslora = any(one.is_rslora for one in configs)
-        is_rslora = is_rslora or any(flag is not None and self._is_set(flag) for flag in flags)
-        return self._alpha(layer, module, configs, rank) / (math.sqrt(rank) if is_rslora else rank)
+            return None
+        flags = (layer.parts.get(names.RSLORA_FLAG), self.source.found.flags.get(names.RSLORA_FLAG))
+        is_stable = any(one.is_rslora for one in known)
+        is_stable = is_stable or any(flag is not None and self._is_set(flag) for flag in flags)
+        alpha = self._alpha(layer, module, known, rank)
+        return (alpha * math.sqrt(rank) if is_stable else alpha), rank
+
+    def _scale(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> float:
+        scaling = self.scaling(layer, kind, target)
+        return 1.0 if scaling is None else scaling[0] / scaling[1]
 
     def _alpha(
         self, layer: AdapterLayer, module: tuple[str, str], configs: list[PeftConfig], rank: int
     ) -> float:
         if ALPHA in layer.parts:
-            return self.values.number(layer.parts[ALPHA])
-        for config in configs:
-            alpha, stated = config.alpha_of(module), config.rank_of(module)
-            if alpha is None:
-                continue
-            if stated not in (None, rank):
-                part = next(iter(layer.parts))
-                layer.fail(part, f"its rank is {rank}, but the configuration has {stated}", _AGAIN)
+            alpha = self.source.values.number(layer.parts[ALPHA])
+            if abs(alpha) > MAX_ALPHA:
+                layer.fail(ALPHA, f"{alpha} is too large", _AGAIN)
             return alpha
+        for config in configs:
+            stated, of_rank = config.alpha_of(module), config.rank_of(module)
+            if stated is None:
+                continue
+            if of_rank not in (None, rank):
+                part = next(iter(layer.parts))
+                layer.fail(part, f"its rank is {rank}, but the configuration has {of_rank}", _AGAIN)
+            return stated
         return float(rank)

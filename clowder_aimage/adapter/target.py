@@ -119,12 +119,16 @@ class TargetTable:
 
 def spellings(module: str) -> set[str]:
     """Return the names of a layer, given diffusers' name, in all dialects, with dots."""
-    original = module
-    for pattern, theirs in _ORIGINAL:
-        original = pattern.sub(theirs, original)
-    found = {module, original}
+    found = {module, original_module(module)}
     found |= {_BARE.sub(r"\1", name) for name in found}
     return found | {f"model.{name}" for name in found} | {n.removeprefix("model.") for n in found}
+
+
+def original_module(module: str) -> str:
+    """Return the name of a layer in the original code, given diffusers' name."""
+    for pattern, theirs in _ORIGINAL:
+        module = pattern.sub(theirs, module)
+    return module
 
 
 def dotted_module(stem: str) -> str:

@@ -15,12 +15,17 @@ from urllib.parse import quote
 from aiohttp import web
 
 from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
+<<<<<<< HEAD
 from clowder_aimage.api.image_request import (
     EditRequest,
     ImageRequest,
     VariationRequest,
     read_request,
 )
+=======
+from clowder_aimage.api.image_request import ImageRequest, read_request
+from clowder_aimage.api.lora_field import LoraField
+>>>>>>> pic
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
 from clowder_aimage.api.picture_upload import (
@@ -124,6 +129,9 @@ class ImageRoutes:
             raise ApiError(400, message, code="missing_required_parameter", param="image")
         may_pull = request.get("scope") == ADMIN
         selected = await openai_model.choose_model(service, body, may_pull=may_pull)
+        if selected.adapter is not None:
+            own = LoraField(model=str(selected.adapter), strength=None)
+            body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
         pictures = await upload.keep(given, body.painted)
         body.check_pictures(pictures)

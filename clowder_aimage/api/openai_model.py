@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -58,13 +58,15 @@ def unknown_model(name: str) -> ApiError:
 class SelectedModel:
     """The AImage of a request, if it is in the store, and when it may be pulled.
 
-    ``is_default``: it replaces another model.
+    ``is_default``: it replaces another model. ``adapter``: the request names an adapter, whose base
+    model this is.
     """
 
     reference: Reference
     aimage: AImage | None
     pull: str
     is_default: bool = False
+    adapter: Reference | None = None
 
 
 async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) -> SelectedModel:
@@ -87,9 +89,23 @@ async def choose_model(service: Service, body: ImageRequest, *, may_pull: bool) 
         aimage = await read_here(service, reference)
         if aimage is None and not (reference.registry and pull != NEVER):
             raise await run_io(_missing, service, body.model or str(reference))
+    adapter = None
+    if aimage is not None and is_adapter(aimage):
+        adapter, reference = reference, await run_io(_base_of, service, reference, aimage)
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
-    return SelectedModel(reference, aimage, pull, is_default)
+    return SelectedModel(reference, aimage, pull, is_default, adapter)
+
+
+def _base_of(service: Service, reference: Reference, adapter: AImage) -> Reference:
+    """Return a name of the base model of an adapter. Raises ApiError if the store has none."""
+    digest = adapter.subject and adapter.subject.digest
+    for name, descriptor in sorted(service.store.tags(), key=lambda tag: tag[0]):
+        if descriptor.digest == digest:
+            with contextlib.suppress(UsageError):  # another tool's name
+                return Reference.parse(name)
+    message = f"{reference} is an adapter, whose base model is not here: use it in loras"
+    raise wrong("model", message, "model_not_supported")
 
 
 def _is_built_in(service: Service, name: str) -> bool:
@@ -157,12 +173,14 @@ class ModelCatalog:
         models += [_model(alias, facts) for alias, facts in self._aliases(found)]
         rest = {name: facts for name, facts in known.items() if "adapter" in facts}
         files = {one.name: _file_facts(one) for one in self._service.adapters.files()}
-        return models + [self._adapter(name, facts) for name, facts in {**files, **rest}.items()]
+        bases = self._names() if rest else {}
+        adapters = {**files, **rest}.items()
+        return models + [_adapter(name, facts, bases) for name, facts in adapters]
 
     def one(self, name: str) -> dict[str, Any]:
         """Return the model or adapter with the name of a request. Raises ApiError."""
         if (file := self._service.adapters.file(name)) is not None:
-            return self._adapter(name, _file_facts(file))
+            return _adapter(name, _file_facts(file), {})
         try:
             reference = self._service.reference(name)
             descriptor = self._service.store.resolve(reference)
@@ -171,7 +189,7 @@ class ModelCatalog:
         facts = self._facts(reference, descriptor.digest)
         if facts is None:
             raise unknown_model(name)
-        return self._adapter(name, facts) if "adapter" in facts else _model(name, facts)
+        return _adapter(name, facts, self._names()) if "adapter" in facts else _model(name, facts)
 
     def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         for alias in sorted(self._service.settings.aliases):
@@ -212,12 +230,17 @@ class ModelCatalog:
         path = self._service.store.path(stored.descriptor)
         return {"created": int(path.stat().st_mtime), **facts}
 
-    def _adapter(self, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
-        known = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
-        bases = (tag for tag, one in self._service.store.tags() if one.digest == facts["base"])
-        parent = min(bases, default=None) if facts["base"] else None
-        return _model(name, known) | {"parent": parent, "adapter": facts["adapter"]}
+    def _names(self) -> dict[Digest, str]:
+        """Return a name of each manifest, the first in order."""
+        tags = sorted(self._service.store.tags(), key=lambda tag: tag[0], reverse=True)
+        return {descriptor.digest: name for name, descriptor in tags}
+
+
+def _adapter(name: str, facts: dict[str, Any], names: Mapping[Digest, str]) -> dict[str, Any]:
+    """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
+    known = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
+    parent = None if facts["base"] is None else names.get(facts["base"])
+    return _model(name, known) | {"parent": parent, "adapter": facts["adapter"]}
 
 
 def _file_facts(file: AdapterFile) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from functools import partial
 
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
-from clowder_aimage.engine.event import Event, EventLog, ImageEvent, LoadingEvent, QueuedEvent
+from clowder_aimage.engine.event import (
+    Event,
+    EventLog,
+    ImageEvent,
+    LoadingEvent,
+    QueuedEvent,
+    StartedEvent,
+)
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import available
@@ -235,13 +242,14 @@ class Engine:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
         _log.info("generating", extra={"model": str(model.reference)})
         outcome, begun = "cancelled", self._clock()
-        model.loras = parameters.loras
         last = begun
 
         def on_event(event: Event) -> None:
             nonlocal last
             now = self._clock()
-            if isinstance(event, Step):
+            if isinstance(event, StartedEvent):
+                model.loras = parameters.loras
+            elif isinstance(event, Step):
                 self.metrics.steps.observe(now - last)
             elif isinstance(event, ImageEvent):
                 record("decode", now - last)

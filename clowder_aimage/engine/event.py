@@ -60,7 +60,7 @@ class PreviewEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageEvent:
-    """A finished picture, encoded; ``digest`` is that of the AImage."""
+    """A finished picture, encoded, and how it was made; ``digest`` is that of the AImage."""
 
     data: bytes
     seed: int
@@ -68,6 +68,7 @@ class ImageEvent:
     width: int
     height: int
     digest: str = ""
+    facts: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 Event = QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | Step | PreviewEvent | ImageEvent

@@ -189,11 +189,12 @@ class ModelProcess:
         with contextlib.closing(events):
             for event in self._until_cancelled(number, events):
                 if isinstance(event, Image):
-                    own = facts | {"seed": event.seed} if encoding.has_facts else None
-                    data = encode_picture(event.pixels, own, encoding.kind, encoding.quality)
+                    own = facts | {"seed": event.seed}
+                    stored = own if encoding.has_facts else None
+                    data = encode_picture(event.pixels, stored, encoding.kind, encoding.quality)
                     names = ("seed", "picture", "width", "height")
                     size = {name: getattr(event, name) for name in names}
-                    self._send("image", number, data, **size)
+                    self._send("image", number, data, **size, facts=own)
                 elif isinstance(event, Preview):
                     data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
                     self._send("preview", number, data, number=event.number, picture=event.picture)

@@ -14,6 +14,7 @@ from clowder_aimage.adapter.names import (
 )
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import (
+    controlnet,
     gguf,
     gguf_header,
     lora,
@@ -22,7 +23,7 @@ from clowder_aimage.formats import (
     savedmodel,
     torchscript,
 )
-from clowder_aimage.formats.diffusers import MODEL_INDEX, is_component
+from clowder_aimage.formats.diffusers import MODEL_INDEX, component_class, is_component
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
@@ -87,11 +88,13 @@ def _by_ending(path: Path, ending: str) -> str:
 
 def _detect_safetensors(path: Path) -> str:
     try:
-        names = list(read_file(path).tensors)
+        names = read_file(path).tensors
     except FormatError:
         if path.suffix.lower() == SAFETENSORS:
             raise
         raise _unknown(path) from None
+    if controlnet.is_controlnet(names):
+        return controlnet.FORMAT
     return LORA if is_lora(names) else CHECKPOINT
 
 
@@ -131,6 +134,8 @@ def _detect_directory(root: Path) -> str:
             remedy="choose_format",
             format=fits[0],
         )
+    if fits == [DIFFUSERS] and MODEL_INDEX not in names:
+        return controlnet.FORMAT if component_class(root) == controlnet.CLASS else DIFFUSERS
     if fits:
         return fits[0]
     # exporters put the models of a repository into a separate directory

@@ -22,9 +22,10 @@ from clowder_aimage.formats.shard_index import header_files, of_variant, read_we
 from clowder_aimage.formats.transformers import TEXTS
 
 MODEL_INDEX = "model_index.json"
-_WEIGHTED = ("text_encoder", "transformer", "vae")
+CONTROLNET = "controlnet"  # which a pipeline may have
+_WEIGHTED = ("text_encoder", "transformer", "vae", CONTROLNET)
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
-_PIPELINES = {"ZImagePipeline": "z-image"}
+PIPELINES = ("ZImagePipeline", "ZImageControlNetPipeline", "ZImageControlNetInpaintPipeline")
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 # classes whose config.json comes without weights
 _WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler")
@@ -39,11 +40,13 @@ _FILES = {
     ),
     "transformer": ("config.json",),
     "vae": ("config.json",),
+    CONTROLNET: ("config.json",),
 }
-_CLASSES = {
+CLASSES = {
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "transformer": "ZImageTransformer2DModel",
     "vae": "AutoencoderKL",
+    CONTROLNET: "ZImageControlNetModel",
 }
 
 
@@ -59,21 +62,21 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         return _lone_component(directory, variant)
     index = _model_index(directory)
     pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
-    if pipeline not in _PIPELINES:
+    if pipeline not in PIPELINES:
         return _any_pipeline(directory, pipeline, index, variant)
     model_tree.list_directory(directory, directory, model_tree.PICKLED)
     # a missing component is [null, null]
-    if unknown := sorted(key for key in index if key not in COMPONENTS and _is_part(index[key])):
+    has_control = CONTROLNET in index or (directory / CONTROLNET).is_dir()
+    names = (*COMPONENTS, *([CONTROLNET] if has_control else []))
+    if unknown := sorted(key for key in index if key not in names and _is_part(index[key])):
         raise ModelError(
             f"{directory / MODEL_INDEX}: unknown components: {', '.join(unknown)[:200]}",
             hint=f"the components of {pipeline} are {', '.join(COMPONENTS)}",
         )
     return Inventory(
-        family=_PIPELINES[pipeline],
+        family="z-image",
         pipeline=pipeline,
-        components=tuple(
-            _component(directory, name, index.get(name), variant) for name in COMPONENTS
-        ),
+        components=tuple(_component(directory, name, index.get(name), variant) for name in names),
         files=(_file(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
     )
@@ -84,8 +87,14 @@ def is_component(directory: Path) -> bool:
     weights = (path for path in directory.glob("*.safetensors") if "adapter" not in path.name)
     if not any(weights) or not (directory / "config.json").is_file():
         return False
+    return bool(component_class(directory))
+
+
+def component_class(directory: Path) -> str:
+    """Return the class in a ``config.json``; empty if there is none."""
     config = model_tree.read_json(model_tree.home(directory), directory / "config.json")
-    return isinstance(config, dict) and isinstance(config.get("_class_name"), str)
+    name = config.get("_class_name") if isinstance(config, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _lone_component(directory: Path, variant: str) -> Inventory:
@@ -197,12 +206,14 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
 
 
 def _component(root: Path, name: str, entry: object, variant: str) -> Component:
+    if name == CONTROLNET and entry is None:  # it was put beside a pipeline
+        entry = ["diffusers", CLASSES[name]]
     if not isinstance(entry, list) or not _is_part(entry):
         raise ModelError(f"{root / MODEL_INDEX}: the entry of the {name} is missing or invalid")
-    if entry[1] != _CLASSES.get(name, entry[1]):
+    if entry[1] != CLASSES.get(name, entry[1]):
         raise ModelError(
             f"{root / MODEL_INDEX}: unsupported {name} {entry[1][:80]!r}",
-            hint=f"expected {_CLASSES[name]}",
+            hint=f"expected {CLASSES[name]}",
         )
     directory = _directory(root, name)
     paths = model_tree.list_directory(root, directory, model_tree.PICKLED)

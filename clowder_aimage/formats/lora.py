@@ -12,7 +12,7 @@ from typing import Any
 
 from clowder_aimage.adapter import peft_config
 from clowder_aimage.adapter.adapter_layer import read_layers
-from clowder_aimage.adapter.description import describe, stated_use
+from clowder_aimage.adapter.description import describe
 from clowder_aimage.adapter.fit import AdapterFit, Shapes, told_base
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.errors import FormatError, ModelError
@@ -32,7 +32,10 @@ def take(path: Path) -> Inventory:
         FormatError: It is damaged, or the halves of a pair do not match.
     """
     if not path.is_dir():
-        return _take(path, {}, ())
+        beside = path.with_name(CONFIG)
+        if path.name != WEIGHTS or not beside.is_file():
+            return _take(path, {}, ())
+        return _take(path, _config(model_tree.home(path.parent), beside), (beside,))
     files = model_tree.list_directory(model_tree.home(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
     unsafe = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
@@ -64,8 +67,8 @@ def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> In
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the trigger words and the weight that a file states. Raises FormatError."""
-    return stated_use(read_file(path).metadata)
+    """Return the facts of the adapter in a file. Raises FormatError: it has none."""
+    return describe(path, read_file(path))
 
 
 def _config(root: Path, path: Path) -> Mapping[str, Any]:

@@ -11,7 +11,15 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats import gguf, lora, onnx, savedmodel, torchscript, transformers
+from clowder_aimage.formats import (
+    controlnet,
+    gguf,
+    lora,
+    onnx,
+    savedmodel,
+    torchscript,
+    transformers,
+)
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, LORA, SAFETENSORS, TRANSFORMERS
 from clowder_aimage.formats.diffusers import MODEL_INDEX, check_pipeline
 from clowder_aimage.formats.model_tree import AGAIN, CARD, MAX_JSON, PICKLED
@@ -87,7 +95,7 @@ def _of_kind(repository: str, names: set[str], read: Read, kind: str, variant: s
         return texts | _weights(top, read)
     if kind == gguf.FORMAT:
         return _gguf(repository, top)
-    if kind in (LORA, CHECKPOINT):
+    if kind in (LORA, CHECKPOINT, controlnet.FORMAT):
         loose = {name for name in top if name.lower().endswith(SAFETENSORS)}
         known = loose & {lora.WEIGHTS} or loose
         _check_one(repository, known)

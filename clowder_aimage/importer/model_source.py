@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
-from clowder_aimage.formats import lora, model_tree, transformers, whole_files
+from clowder_aimage.formats import controlnet, lora, model_tree, transformers, whole_files
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, TRANSFORMERS, detect
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.formats.inventory import Inventory
@@ -21,7 +21,7 @@ from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
-FORMATS = (DIFFUSERS, TRANSFORMERS, CHECKPOINT, *WHOLE, whole_files.FORMAT)
+FORMATS = (DIFFUSERS, TRANSFORMERS, CHECKPOINT, controlnet.FORMAT, *WHOLE, whole_files.FORMAT)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
 

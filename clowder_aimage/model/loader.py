@@ -5,12 +5,11 @@ from __future__ import annotations
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
+from clowder_aimage.formats.diffusers import PIPELINES
 from clowder_aimage.model.backend import compute_dtype
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline
 from clowder_aimage.model.weights import read_object
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-
-PIPELINES = ("ZImagePipeline",)
 
 
 def load_pipeline(

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -116,28 +116,37 @@ def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
         NotFoundError: The file does not exist.
         UsageError: It is not a PNG, or has no facts.
     """
+    pixels, facts = read_picture(path, str(path))
+    if not facts:
+        raise UsageError(
+            f"{path} has no generation settings",
+            hint="only pictures that this program wrote can be replayed, if they were not edited",
+        )
+    return pixels, facts
+
+
+def read_picture(file: Path | BinaryIO, name: str) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
+    """Return the pixels of a PNG file as ``load_picture``, and its facts, empty without any.
+
+    Raises NotFoundError, UsageError with its ``name``.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(path, formats=["PNG"]) as image:
+            with Image.open(file, formats=["PNG"]) as image:
                 if math.prod(image.size) > _MAX_PIXELS:
                     raise Image.DecompressionBombError
                 image.load()
                 texts = dict(getattr(image, "text", {}))
                 pixels = np.asarray(image.convert("RGB"))
     except FileNotFoundError:
-        raise NotFoundError(f"picture {path} not found") from None
+        raise NotFoundError(f"picture {name} not found") from None
     except Image.DecompressionBombError:
-        raise UsageError(f"{path} has more than {_MAX_PIXELS} pixels") from None
+        raise UsageError(f"{name} has more than {_MAX_PIXELS} pixels") from None
     except Exception:  # Pillow has no common class for what it raises for damaged files
-        raise UsageError(f"{path} is not a valid PNG file") from None
+        raise UsageError(f"{name} is not a valid PNG file") from None
     try:
         facts = read_json(texts[KEY].encode("utf-8", "surrogatepass"), KEY)
     except (KeyError, FormatError):
-        facts = None
-    if not isinstance(facts, dict):
-        raise UsageError(
-            f"{path} has no generation settings",
-            hint="only pictures that this program wrote can be replayed, if they were not edited",
-        )
-    return pixels, facts
+        facts = {}
+    return pixels, facts if isinstance(facts, dict) else {}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a worker without numpy stores models and still parses reque
     import numpy as np
     import numpy.typing as npt
 
+    from clowder_aimage.content.store import BlobFiles
     from clowder_aimage.model.adaptation import LoadedAdapter
 
 # In the order of their use; adapters that are packed with a model first
@@ -31,6 +32,8 @@ MAX_THRESHOLD = 10  # of the step cache, which then reuses almost any step
 MAX_LORAS = 16
 MAX_FEATHER = 256  # pixels
 STRENGTH = 0.6  # of an image without a mask, as in diffusers
+CONTROL_STRENGTH = 0.75  # as in diffusers
+MAX_CONTROL = 10  # of the strength of a control network
 UPSCALE_STRENGTH = 0.3  # of an image that is enlarged
 MAX_EXPAND = 4096  # pixels on a side
 MAX_UPSCALE = 4
@@ -41,13 +44,25 @@ MAX_STRENGTH = 100  # of an adapter, also negative
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureInput:
-    """The picture that a request begins with, at its size, and its mask.
+    """The picture that a request begins with, at its size, its mask, and the control picture.
 
-    pixels: RGB (height, width, 3), uint8. mask: (height, width), uint8; from 128 on it is painted.
+    pixels, control: RGB (height, width, 3), uint8. mask: (height, width), uint8; from 128 on it is
+    painted.
     """
 
-    pixels: npt.NDArray[np.uint8]
+    pixels: npt.NDArray[np.uint8] | None = None
     mask: npt.NDArray[np.uint8] | None = None
+    control: npt.NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredControlNet:
+    """An AImage with a control network in ``component``; ``name`` is for errors."""
+
+    files: BlobFiles
+    aimage: AImage
+    name: str
+    component: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +97,9 @@ class GenerateRequest:
     over which it is mixed. crop: only the surroundings of the mask are generated. expand: pixels
     that are added to the left, top, right and bottom of the image, and painted; the size is that of
     the result, rounded up to what the model supports. upscale: the factor by which the image is
-    enlarged, then improved in tiles of the size; 0 does not. loras: adapters,
+    enlarged, then improved in tiles of the size; 0 does not. control: digest of a picture file that
+    guides a control network; controlnet: the network's reference, None for the model's own;
+    control_strength: a factor of its hints. loras: adapters,
     whose changes are added, also as objects of their fields. n: number of pictures. previews:
     number of previews of each picture.
     """
@@ -108,6 +125,9 @@ class GenerateRequest:
     crop: bool = False
     expand: tuple[int, ...] = ()
     upscale: float = 0.0
+    control: str | None = None
+    controlnet: str | None = None
+    control_strength: float | None = None
     loras: tuple[LoraUse, ...] = ()
     n: int = 1
     previews: int = 0
@@ -121,6 +141,8 @@ class GenerateRequest:
             is_painted = self.mask is not None or bool(self.expand)
             default = UPSCALE_STRENGTH if self.upscale else STRENGTH
             object.__setattr__(self, "strength", 1.0 if is_painted else default)
+        if self.control is not None and self.control_strength is None:
+            object.__setattr__(self, "control_strength", CONTROL_STRENGTH)
 
     @classmethod
     def for_model(cls, aimage: AImage, prompt: str, **parameters: Any) -> GenerateRequest:
@@ -291,6 +313,15 @@ class Pipeline(Protocol):
         """Use these adapters, each with a strength, and no others from now on."""
         ...
 
+    def use_control(self, stored: StoredControlNet | None) -> None:
+        """Use a control network from now on; None for the model's own.
+
+        Raises:
+            UsageError: The model has none of its own.
+            FormatError: The network is of another base model, or damaged.
+        """
+        ...
+
 
 PipelineEvent = Step | Preview | Image
 
@@ -319,6 +350,25 @@ def check_parameters(request: GenerateRequest) -> None:
         _check_text("negative", request.negative)
     _check_loras(request.loras)
     _check_picture(request)
+    _check_control(request)
+    if request.fit not in FITS:
+        raise UsageError(f"fit must be one of {', '.join(FITS)}, not {request.fit!r:.40}")
+
+
+def _check_control(request: GenerateRequest) -> None:
+    if request.control is None:
+        for name in ("controlnet", "control_strength"):
+            if getattr(request, name) is not None:
+                raise UsageError(f"{name} requires a control picture")
+        return
+    _check_digest("control", request.control)
+    if request.controlnet is not None:
+        _check_text("controlnet", request.controlnet)
+    strength = request.control_strength
+    _check_number("control_strength", 0 if strength is None else strength, 0, MAX_CONTROL)
+    for name in ("cache_threshold", "expand", "upscale"):
+        if getattr(request, name):
+            raise UsageError(f"{name} cannot be combined with a control picture")
 
 
 def _check_picture(request: GenerateRequest) -> None:
@@ -345,8 +395,6 @@ def _check_picture(request: GenerateRequest) -> None:
     if not request.fine:
         first_step(request.steps, request.strength)
     _check_enlarged(request)
-    if request.fit not in FITS:
-        raise UsageError(f"fit must be one of {', '.join(FITS)}, not {request.fit!r:.40}")
     if not _is_int(request.feather) or not 0 <= request.feather <= MAX_FEATHER:
         raise UsageError(
             f"feather must be a whole number of pixels from 0 to {MAX_FEATHER}, not "

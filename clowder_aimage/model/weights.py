@@ -52,17 +52,21 @@ class ModelWeights:
         self.config = config
 
     @classmethod
-    def open(cls, store: BlobFiles, aimage: AImage, component: str = "") -> ModelWeights:
+    def open(
+        cls, store: BlobFiles, aimage: AImage, component: str = "", *, has_config: bool = True
+    ) -> ModelWeights:
         """Find the tensors of ``component`` and read its ``config.json``; no weight is read.
 
         Language models have no components: their files are at the top level, with the component "".
-        Files of whole safetensors from other packaging tools are read as well.
+        Files of whole safetensors from other packaging tools are read as well. ``has_config``
+        requires a configuration; without one it is empty.
 
         Raises:
             ModelError: The component has no configuration or no tensors.
         """
         prefix = f"{component}/" if component else ""
-        config = read_object(store, aimage, f"{prefix}config.json")
+        read = read_object if has_config else find_object
+        config = read(store, aimage, f"{prefix}config.json") or {}
         layers = {
             layer.name.removeprefix(prefix): layer
             for layer in aimage.component(component)

@@ -26,6 +26,7 @@ POLICY_NAMES = {word: name for name, word in POLICIES.items()}
 _WORDS = POLICIES | {word: word for word in POLICIES.values()}
 _MIN_REFRESH = 1.0  # seconds
 _MAX_REFRESH = 100 * 365 * 86400.0
+_SHARED = ("pullPolicy", "priority", "pin", "refresh")  # with the adapters of a model
 _MAX_VIOLATIONS = 20  # the first of them in the text is reported
 
 PlacedSpec = tuple["ModelSpec", Callable[[], str]]
@@ -113,13 +114,14 @@ def entries(
         raise FormatError(f"{position(file, at)}: {_subject(path)}{message}", hint=HINT)
     for number, entry in enumerate(items):
         try:
-            spec = _spec(entry, origin)
+            specs = [_spec(one, origin) for one in (entry, *_adapters(entry))]
         except AImageError as error:
             raise FormatError(
                 f"{position(file, line((number,)))}: {_subject((number,))}{error.message}",
                 hint=error.hint or HINT,
             ) from None
-        yield spec, partial(lambda number: position(origin, line((number,))), number)
+        for spec in specs:
+            yield spec, partial(lambda number: position(origin, line((number,))), number)
 
 
 def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
@@ -147,6 +149,13 @@ def _subject(path: Path) -> str:
     inner = "/".join(str(part + 1 if isinstance(part, int) else part) for part in path[1:])[:100]
     shown = f", {inner if inner.isprintable() else ascii(inner)}" if inner else ""
     return f"entry {int(path[0]) + 1}{shown}: "
+
+
+def _adapters(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of the adapters of a model, which have its other properties."""
+    shared = {key: entry[key] for key in _SHARED if key in entry}
+    for text in entry.get("loras", ()):
+        yield {"ref": text, **shared}
 
 
 def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:

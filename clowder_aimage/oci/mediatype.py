@@ -28,6 +28,8 @@ AIMAGE_TORCHSCRIPT = "application/vnd.clowder.aimage.model.torchscript.layer.v1"
 AIMAGE_SAVEDMODEL = "application/vnd.clowder.aimage.model.savedmodel.layer.v1"
 AIMAGE_TRANSFORMERS = "application/vnd.clowder.aimage.model.transformers.layer.v1"
 AIMAGE_LORA = "application/vnd.clowder.aimage.adapter.lora.layer.v1"
+AIMAGE_PICTURE = "application/vnd.clowder.aimage.picture.v1"  # an artifact of pictures
+AIMAGE_PICTURE_CONFIG = "application/vnd.clowder.aimage.picture.config.v1+json"
 COMPRESSIONS = ("gzip", "zstd")  # suffixes of the media type of a compressed layer
 
 # ollama's tensor models

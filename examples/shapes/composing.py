@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from scene import BACKGROUNDS, COLOURS, SCALE, SHAPES, SIZES, Item, Scene
+from scene import BACKGROUNDS, COLOURS, NINTH, SCALE, SHAPES, SIZES, Item, Scene
 from wishes import NUMBERS, is_held_out, wish_of
 
 HELD_OUT_SCENES = 300
+NINTH_SCENES = 100
+TWIN = "blue"  # of the ninth colour; no background has this name
 RADII = {"small": (0.16, 0.185), None: (0.23, 0.27), "large": (0.34, 0.38)}
 PLACES = {
     "top left": ("in the top left corner", "at the top left"),
@@ -67,6 +70,40 @@ def held_out_scenes() -> list[Scene]:
         seen.add(description)
         scenes.append(scene)
     return scenes
+
+
+def twin(rng: random.Random, width: int, height: int, *, held_out: bool = False) -> Scene:
+    """Return a random scene with blue shapes, which the ninth colour may replace."""
+    while True:
+        scene = compose(rng, width, height, held_out=held_out)
+        if TWIN in scene.caption:
+            return scene
+
+
+def recoloured(scene: Scene) -> Scene:
+    """Return the scene with the ninth colour instead of blue."""
+    (ninth,) = NINTH
+    items = tuple(
+        replace(item, colour=ninth) if item.colour == TWIN else item for item in scene.items
+    )
+    caption = scene.caption.replace(f"a {TWIN}", with_article(ninth)).replace(TWIN, ninth)
+    return replace(scene, items=items, caption=caption)
+
+
+def ninth_scenes() -> list[Scene]:
+    """Return scenes with the ninth colour for evaluation: always the same, with held-out contents.
+
+    Neither they nor their twins are in the training of the model or of the adapter.
+    """
+    scenes: dict[str, Scene] = {}
+    for index in range(NINTH_SCENES):
+        rng = random.Random(f"ninth {index}")
+        size = SIZES[index % len(SIZES)]
+        scene = recoloured(twin(rng, *size, held_out=True))
+        while wish_of(scene).describe() in scenes:
+            scene = recoloured(twin(rng, *size, held_out=True))
+        scenes[wish_of(scene).describe()] = scene
+    return list(scenes.values())
 
 
 def _one(rng: random.Random, width: int, height: int) -> Scene:

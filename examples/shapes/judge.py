@@ -5,7 +5,7 @@ Soft edges, noise and slightly wrong colours are tolerated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,8 +46,11 @@ class Seen:
 # --- looking ----------------------------------------------------------------------------------
 
 
-def look(picture: NDArray[np.uint8]) -> Seen:
-    """Return the contents of a picture (height, width, 3); the items by descending size."""
+def look(picture: NDArray[np.uint8], colours: Mapping[str, RGB] = COLOURS) -> Seen:
+    """Return the contents of a picture (height, width, 3); the items by descending size.
+
+    The colour of an item is the nearest of ``colours`` and BACKGROUNDS.
+    """
     pixels = np.asarray(picture, dtype=np.float32)
     height, width = pixels.shape[:2]
     ground = _border_colour(pixels)
@@ -55,8 +58,8 @@ def look(picture: NDArray[np.uint8]) -> Seen:
     far = np.linalg.norm(pixels - ground, axis=2) > FOREGROUND
     items = []
     for part in _components(far, smallest):
-        for piece in _by_colour(pixels, part):
-            items += _items(pixels, ground, piece, part & ~piece, smallest)
+        for piece in _by_colour(pixels, part, colours):
+            items += _items(pixels, ground, piece, part & ~piece, smallest, colours)
     items.sort(key=lambda item: -item.radius)
     return Seen(_background(ground), tuple(items), width, height)
 
@@ -97,17 +100,17 @@ def _components(mask: Mask, smallest: float) -> Iterator[Mask]:
         start = todo.find(1, start)
 
 
-def _by_colour(pixels: Floats, part: Mask) -> list[Mask]:
+def _by_colour(pixels: Floats, part: Mask, colours: Mapping[str, RGB]) -> list[Mask]:
     """Return one mask for each colour that fills an area of the part: shapes may touch.
 
     Blurred edges between shape and background are too thin to count, and so is noise.
     """
     core = _core(part)
     labels = np.full(part.shape, -1)
-    labels[core] = _numbers(pixels[core])
+    labels[core] = _numbers(pixels[core], colours)
     least = max(8.0, 0.1 * float(core.sum()))
     middles: list[Floats] = []
-    for number in range(len(COLOURS)):
+    for number in range(len(colours)):
         piece = _shrunk(labels == number)
         if piece.sum() >= least:
             middles.append(np.median(pixels[piece], axis=0))
@@ -118,7 +121,12 @@ def _by_colour(pixels: Floats, part: Mask) -> list[Mask]:
 
 
 def _items(
-    pixels: Floats, ground: Floats, part: Mask, others: Mask, smallest: float
+    pixels: Floats,
+    ground: Floats,
+    part: Mask,
+    others: Mask,
+    smallest: float,
+    colours: Mapping[str, RGB],
 ) -> list[SeenItem]:
     """Return the items of one colour in a part: several if only a faint bridge joins them."""
     colour: Floats = np.median(pixels[_core(part)], axis=0)
@@ -129,7 +137,7 @@ def _items(
         colour = np.median(pixels[_core(solid)], axis=0)
         covered = np.where(_grown(_grown(solid)) & ~others, share, 0)
         shape, fit = _fit(covered.astype(np.float32), solid)
-        items.append(SeenItem(_name(colour), shape, fit.x, fit.y, fit.radius))
+        items.append(SeenItem(_name(colour, colours), shape, fit.x, fit.y, fit.radius))
     return items
 
 
@@ -176,19 +184,18 @@ def _lab(colours: Floats) -> Floats:
     return lab
 
 
-def _name(colour: Floats) -> str:
-    known: dict[str, RGB] = {**COLOURS, **BACKGROUNDS}
+def _name(colour: Floats, colours: Mapping[str, RGB]) -> str:
+    known = {**colours, **BACKGROUNDS}
     palette = np.array(list(known.values()), dtype=np.float32)
     away = np.linalg.norm(_lab(palette) - _lab(colour), axis=1)
     return list(known)[int(away.argmin())]
 
 
-def _numbers(colours: Floats) -> NDArray[np.intp]:
-    """Return the index of the nearest of COLOURS for each colour."""
-    palette = _lab(np.array(list(COLOURS.values()), dtype=np.float32))
-    numbers: NDArray[np.intp] = np.linalg.norm(_lab(colours)[:, None] - palette, axis=2).argmin(
-        axis=1
-    )
+def _numbers(values: Floats, colours: Mapping[str, RGB]) -> NDArray[np.intp]:
+    """Return the index of the nearest of ``colours`` for each value."""
+    palette = _lab(np.array(list(colours.values()), dtype=np.float32))
+    away = np.linalg.norm(_lab(values)[:, None] - palette, axis=2)
+    numbers: NDArray[np.intp] = away.argmin(axis=1)
     return numbers
 
 

@@ -54,6 +54,9 @@ LAYER = {f"{STEM}.hada_{name}": random(48, 4) for name in ("w1_a", "w2_a")} | {
         (PAIR | {B: np.full((48, 4), np.inf, np.float16)}, "not finite"),
         (PAIR | {B: np.full((48, 4), 1e300)}, "not finite"),
         (PAIR | {f"{STEM}.alpha": np.float32("inf")}, "alpha is not finite"),
+        (PAIR | {f"{STEM}.alpha": np.float32(1e38)}, "alpha: .* is too large"),
+        (PAIR | {f"{STEM}.diff_b": UP}, r"diff_b: its shape is \[48, 4\]"),
+        (PAIR | {f"{STEM}.diff": np.float32(1)}, r"diff: its shape is \[\]"),
         (PAIR | {f"{STEM}.alpha": np.ones(2, np.float32)}, "alpha is not a number"),
         ({f"{STEM}.alpha": np.float32(1)}, "alpha: it belongs to matrices that are missing"),
         ({f"{STEM}.lora_B.bias": UP[:, 0]}, "bias of matrices that are missing"),
@@ -84,6 +87,7 @@ LAYER = {f"{STEM}.hada_{name}": random(48, 4) for name in ("w1_a", "w2_a")} | {
         (PAIR | {f"{STEM}.diff": UP}, r"diff it has \[48, 4\]"),
         (PAIR | {f"{STEM}.reshape_weight": np.array([64, 48])}, r"reshape_weight it has \[64, 48"),
         ({f"{STEM}.reshape_weight": np.array([48, 48])}, "matrices that are missing"),
+        (PAIR | {f"{STEM}.reshape_weight": np.full(1, np.nan)}, "not a list of dimensions"),
         (
             {k: v for k, v in LAYER.items() if not k.endswith("w2_a")},
             "not all matrices is there: hada_w2_a is missing",
@@ -151,6 +155,8 @@ def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None
         ({"peft_type": "IA3"}, "unsupported adapter type 'IA3'"),
         ({"lora_alpha": "8"}, "alpha of .* is not a number: '8'"),
         ({"r": True}, "r of .* is not a number"),
+        ({"r": -4, "use_rslora": True}, "r of .* is not a rank: -4"),
+        ({"r": 4, "rank_pattern": {"to_q": 0.5}, "lora_alpha": 1}, "rank_pattern is not a rank"),
         ({"alpha_pattern": []}, "alpha_pattern of .* is not an object"),
         ({"alpha_pattern": {"(a+)+": 1}}, "regular expression, which is not read"),
         ({"alpha_pattern": {"to_q": None}}, "not a number"),
@@ -191,7 +197,7 @@ def test_other_files_are_refused(name: str, raw: bytes, said: str, tmp_path: Pat
 
 
 def test_a_file_larger_than_its_base_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("clowder_aimage.adapter.reader._LEAST", 100)
+    monkeypatch.setattr("clowder_aimage.adapter.adapter_file._LEAST", 100)
     shapes = {"transformer/layers.0.attention.to_q.weight": (8, 8)}
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(pair_of(STEM, random(99, 8), random(8, 99), "AB", False)))

@@ -210,8 +210,8 @@ def test_a_conversion_of_a_model_with_adapters_keeps_them(here: Aimage) -> None:
         (("create", "y", "--from", "no", "--lora", "ink.safetensors"), 3, "no:latest"),
         (("create", "y", "--from", "x", "--lora", "gone.safetensors"), 3, "gone.safetensors"),
         (("create", "y", "--from", "x", "--lora", "x"), 2, "is not an adapter"),
-        (("convert", "x", "y", "--lora", "other.safetensors"), 5, "does not fit x"),
-        (("create", "y", "--from", "x", "--lora", "other.safetensors"), 5, "does not fit x"),
+        (("convert", "x", "y", "--lora", "other.safetensors"), 5, "does not match x"),
+        (("create", "y", "--from", "x", "--lora", "other.safetensors"), 5, "does not match x"),
         (
             ("convert", "x", "y", "--lora", "ink.safetensors", "--quantize", "int8"),
             2,

@@ -19,6 +19,7 @@ OPTIONS = {
     "steps": click.Option(["--steps"], type=int),
     "seed": click.Option(["--seed"], type=int, default=7),
     "size": click.Option(["--size"]),
+    "lora": click.Option(["--lora", "loras"], multiple=True),
 }
 
 Typed = Callable[..., tuple[list[str], dict[str, Any]]]
@@ -29,7 +30,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
     """Return a function that types lines; it returns the prompts, and the values at the end."""
 
     def run(*lines: str | BaseException, fails: Exception | None = None) -> Any:
-        values: dict[str, Any] = {"steps": None, "seed": 7, "size": (64, 32)}
+        values: dict[str, Any] = {"steps": None, "seed": 7, "size": (64, 32), "loras": ()}
         prompts: list[str] = []
         rest = iter(lines)
 
@@ -70,6 +71,7 @@ def test_set_changes_values_and_restores_defaults(
         "steps": None,
         "seed": 7,
         "size": None,
+        "loras": (),
     }
 
 
@@ -88,6 +90,13 @@ def test_again_repeats_the_last_prompt_and_open_shows_its_pictures(
     monkeypatch.setattr("click.launch", lambda _: 3)
     typed("a", "/open")
     assert "no program opens a.png" in capsys.readouterr().err
+
+
+def test_adapters_are_set_as_a_list(typed: Typed, capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("/set lora ink:0.8 b", "/show")[1]["loras"] == ("ink:0.8", "b")
+    assert "ink:0.8 b" in capsys.readouterr().err
+    assert typed("/set lora ink", "/set lora", "/show")[1]["loras"] == ()
+    assert "none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -9,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from tests.cli.test_remote_verbs import TINY as TINY_MODEL
 from tests.cli.test_remote_verbs import at, drawing
+from tests.cli.test_run import default, typed
 from tests.conftest import TINY
 from tests.lora_file import write_lora
 from tests.process import Aimage
@@ -18,7 +22,7 @@ from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 
 pytest.importorskip("mlx")
 
-__all__ = ["at"]
+__all__ = ["at", "default"]
 SMALL = ("--steps", 1, "--seed", 1, "--size", "32x32", "--local")
 
 
@@ -28,6 +32,7 @@ def here(stocked: Callable[[], Aimage]) -> Aimage:
     found = stocked()
     file = write_lora(found.home / "ink.safetensors", trigger_words="ink wash")
     found("create", "style", file, "--base", "x", "-q")
+    write_lora(found.home / "wide.safetensors", width=64)
     return found
 
 
@@ -43,10 +48,6 @@ def facts(data: bytes) -> dict[str, Any]:
 
 
 def pixels(data: bytes) -> bytes:
-    import io
-
-    from PIL import Image
-
     return Image.open(io.BytesIO(data)).tobytes()
 
 
@@ -57,6 +58,8 @@ def test_an_adapter_changes_the_picture_as_its_strength_says(here: Aimage) -> No
     assert whole != plain
     assert pixels(drawn(here, "--lora", "style")) == whole
     assert pixels(drawn(here, "--lora", "ink.safetensors")) == whole
+    by_path = drawn(here, "--lora", here.home / "ink.safetensors")
+    assert pixels(by_path) == whole and facts(by_path)["loras"][0]["model"] == "ink.safetensors"
     assert pixels(drawn(here, prompt="a fox <lora:style:1>")) == whole
     twice = pixels(drawn(here, "--lora", "style:0.5", "--lora", "./ink.safetensors:0.5"))
     assert len(twice) == len(whole) and twice not in (plain,)
@@ -97,6 +100,32 @@ def test_a_picture_with_adapters_is_replayed(here: Aimage) -> None:
     assert "is not the adapter" in here("replay", "made.png", code=5).err
 
 
+def test_adapters_change_between_prompts(here: Aimage) -> None:
+    here("tag", "x", "tiny")
+    expected = pixels(drawn(here, "--lora", "style:0.5"))
+    plain = pixels(drawn(here))
+    code, _, err = typed(
+        here,
+        "/set size 32x32\n",
+        "/set steps 1\n",
+        "/set seed 1\n",
+        "one <lora:style:0.5>\n",
+        "a fox <lora:style:0.5>\n",
+        "/set lora none\n",
+        "a fox\n",
+        "/set lora wide.safetensors\n",
+        "a fox\n",
+        "/set lora\n",
+        "a fox\n",
+        "/set lora style:0.5\n",
+        "a fox\n",
+        "/bye\n",
+    )
+    assert code == 0 and "adapter none:latest not found" in err and "wide.safetensors" in err
+    made = [here.home / f"a-fox-1{end}.png" for end in ("", "-2", "-3")]
+    assert [pixels(path.read_bytes()) for path in made] == [expected, plain, expected]
+
+
 def test_an_adapter_is_pulled(here: Aimage, repository: str) -> None:
     name = f"{repository}:v1"
     here("tag", "style", name)
@@ -107,6 +136,28 @@ def test_an_adapter_is_pulled(here: Aimage, repository: str) -> None:
     assert pixels(drawn(here, "--lora", f"{name}:1.0")) == expected
     assert name in here("ls").out
     assert here("replay", "made.png").out == "equal\n"
+
+
+def test_an_adapter_is_pulled_without_its_base(
+    here: Aimage, aimage: Callable[..., Aimage], repository: str
+) -> None:
+    base, style = f"{repository}:base", f"{repository}:style"
+    for name, new in (("x", base), ("style", style)):
+        here("tag", name, new)
+        here("push", new, "-q")
+    there = aimage("there")
+    there("pull", style, "-q")
+    assert base not in there("ls").out
+    made = ("run", base, "a fox", *SMALL, "--lora", f"{style}:0.5", "-o", "there.png")
+    there(*made)
+    assert pixels((there.home / "there.png").read_bytes()) == pixels(
+        drawn(here, "--lora", "style:0.5")
+    )
+    both = aimage("both")
+    pulled = both("pull", base, style)
+    assert len(pulled.out.split()) == 2
+    both("gc", "--grace", "0s")
+    both(*made)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +178,6 @@ def test_an_adapter_is_pulled(here: Aimage, repository: str) -> None:
 def test_mistakes_with_adapters_are_sentences(
     here: Aimage, words: tuple[str, ...], code: int, message: str
 ) -> None:
-    write_lora(here.home / "wide.safetensors", width=64)
     (here.home / "bad.safetensors").write_bytes(b"x" * 40)
     failed = here("run", "x", "a fox", *SMALL, *words, code=code)
     assert message in failed.err and "Traceback" not in failed.err
@@ -158,6 +208,38 @@ def test_a_worker_gets_the_adapters(at: Callable[[ScriptedWorker], Aimage]) -> N
     assert "trigger" not in sent[1] and "loras" not in sent[2]
 
 
+def test_the_default_worker_is_used_if_it_has_the_adapters(
+    default: Callable[[ScriptedWorker], Aimage], stocked: Callable[[], Aimage]
+) -> None:
+    here = stocked()
+    write_lora(here.home / "ink.safetensors")
+    digests = {"x:latest": here("create", "x", TINY, "-q").out.strip()}
+    digests["ink:latest"] = here("create", "ink", "ink.safetensors", "-q").out.strip()
+    listed = [TINY_MODEL | {"name": name, "digest": value} for name, value in digests.items()]
+
+    def script(asked: Asked) -> Says:
+        return says({"models": listed}) if asked.method == "GET" else drawing(asked)
+
+    with ScriptedWorker(script).running() as worker:
+        own = default(worker)
+        words = ("run", "x", "a fox", *SMALL[:-1])
+
+        def is_used(*more: object) -> bool:
+            return "rendering on the worker" in own(*words, *more).err
+
+        assert is_used("--lora", "ink") and is_used("--lora", "adapters/x")
+        assert not is_used("--lora", "ink.safetensors")
+        listed[1] |= {"digest": "sha256:" + "0" * 64}
+        assert not is_used("--lora", "ink")
+        del listed[1]
+        assert not is_used("--lora", "ink")
+
+
+def test_an_adapter_is_not_run_as_a_model(here: Aimage) -> None:
+    failed = here("run", "style", "a fox", *SMALL, code=1)
+    assert "aimage run MODEL --lora style" in failed.err
+
+
 def test_a_file_is_not_sent_to_a_worker(
     at: Callable[[ScriptedWorker], Aimage], tmp_path: Path
 ) -> None:
@@ -167,18 +249,22 @@ def test_a_file_is_not_sent_to_a_worker(
     assert not [asked for asked in worker.asked if asked.method == "POST"]
 
 
-def test_facts_of_strangers_are_checked(here: Aimage) -> None:
-    from PIL import Image, PngImagePlugin
+def tampered(here: Aimage, loras: object) -> str:
+    """Return the name of a picture with the facts of ``made.png`` and other adapters."""
+    from PIL import PngImagePlugin
 
-    made = drawn(here)
-    known = facts(made)
+    known = facts((here.home / "made.png").read_bytes())
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("aimage", json.dumps(known | {"loras": loras}))
+    with Image.open(here.home / "made.png") as image:
+        image.save(here.home / "odd.png", pnginfo=info)
+    return "odd.png"
+
+
+def test_facts_of_strangers_are_checked(here: Aimage) -> None:
+    drawn(here)
     for odd in ("style", [["style"]], [{"model": 3}], [{"x": 1}], 5, [{"model": "s", "digest": 4}]):
-        info = PngImagePlugin.PngInfo()
-        info.add_itxt("aimage", json.dumps(known | {"loras": odd}))
-        with Image.open(here.home / "made.png") as image:
-            image.save(here.home / "odd.png", pnginfo=info)
-        failed = here("replay", "odd.png", code=2)
-        assert "cannot read the request" in failed.err
+        assert "cannot read the request" in here("replay", tampered(here, odd), code=2).err
 
 
 def test_an_adapter_that_was_packed_with_a_model_is_used_by_its_name(here: Aimage) -> None:
@@ -190,3 +276,13 @@ def test_an_adapter_that_was_packed_with_a_model_is_used_by_its_name(here: Aimag
     assert pixels(made) == expected
     assert here("replay", "made.png").out == "equal\n"
     assert "not found" in here("run", "x", "a", *SMALL, "--lora", "adapters/no", code=3).err
+
+
+def test_the_registry_of_a_strangers_adapter_is_said(here: Aimage) -> None:
+    drawn(here)
+    use = {"model": "127.0.0.1:1/team/x:v1", "strength": 1.0, "digest": "sha256:" + "0" * 64}
+    failed = here("replay", tampered(here, [use]), code=1)
+    assert "names the registry 127.0.0.1:1" in failed.err and "Traceback" not in failed.err
+    failed = here("replay", tampered(here, [use | {"model": "A B"}]), code=2)
+    assert "invalid reference" in failed.err
+    assert "digest" in here("replay", tampered(here, [use | {"digest": "x"}]), code=5).err

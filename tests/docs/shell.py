@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from clowder_aimage.oci import mediatype
+from tests.controlnet_file import tensors, write_file
 from tests.docs.document import ROOT, Command
 from tests.process import spawn
 from tests.real_registry import PASSWORD
@@ -153,6 +154,9 @@ def furnish(place: Path) -> None:
     """Create the files of the directory that a reader works in."""
     for name in ("tiny", "shapes/model"):
         shutil.copytree(ROOT / "examples" / name, place / "examples" / name)
+    for file in (ROOT / "examples" / "shapes").glob("*.safetensors"):
+        shutil.copy(file, place / "examples" / "shapes")
+    write_file(place / "union.safetensors", tensors())
     (place / "password.txt").write_text(f"{PASSWORD}\n")
 
 

@@ -14,14 +14,20 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+import numpy as np
+
+from clowder_aimage.adapter.names import split_name
+from clowder_aimage.adapter.reader import read_adapter
+from clowder_aimage.adapter.writer import DIALECTS as DIALECT_NAMES
+from clowder_aimage.adapter.writer import convert_adapter
 from clowder_aimage.api import model_list, ollama_generate, ollama_routes
 from clowder_aimage.api.image_request import read_request
 from clowder_aimage.api.openai_model import ModelCatalog
 from clowder_aimage.api.request_body import ModelBody, parse_body, read_object
 from clowder_aimage.dialect import DIALECTS, detect
 from clowder_aimage.dialect.aimage import AImage, Layer
-from clowder_aimage.errors import AImageError
-from clowder_aimage.formats import gguf_header
+from clowder_aimage.errors import AImageError, FormatError
+from clowder_aimage.formats import gguf_header, lora
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -33,6 +39,7 @@ from clowder_aimage.oci.manifest import parse_document
 from clowder_aimage.registry.docker_config import find_credential, read_config
 from clowder_aimage.registry.host_settings import read_settings
 from clowder_aimage.tensor import read_header
+from tests.adapter.vectors import safetensors, tiny_shapes, vectors
 from tests.cli.test_node_status import NODE, model
 from tests.conftest import TINY
 from tests.fuzz.damage import VALUES, damage_bytes, damage_json, damage_text, encoded
@@ -160,6 +167,72 @@ class Parsers(Target):
         manifest = Manifest.parse(raw)
         found = detect(manifest).read(manifest, config)
         json.dumps(found.properties)
+
+
+class Adapters(Target):
+    """Adapters, which are described, read and written in another dialect."""
+
+    share = 10
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._shapes = tiny_shapes()
+        self._vectors = vectors(self._shapes)
+        found = (split_name(name) for one in self._vectors for name in one.tensors)
+        self._stems = sorted({"", "x", *(split[0] for split in found if split)})
+        suffixes = {name.rpartition("to_q")[2] for one in self._vectors for name in one.tensors}
+        self._suffixes = sorted({"weight", ".oft_blocks", ".lora_mid.weight", *suffixes})
+        self._path = world.home / "adapter_model.safetensors"
+
+    def case(self, rng: random.Random) -> None:
+        one = rng.choice(self._vectors)
+        tensors = dict(one.tensors)
+        for _ in range(rng.randrange(4) if tensors else 0):
+            self._damage(rng, tensors)
+        config = {"r": 4, "lora_alpha": 8, "alpha_pattern": {"to_q": 2}} | dict(one.config or {})
+        stated = {"lora_adapter_metadata": json.dumps(damage_json(rng, config))}
+        metadata = {key: text for key, text in stated.items() if rng.random() < 0.2}
+        with contextlib.suppress(FormatError):  # a name that no file has
+            raw = safetensors(tensors, metadata)
+            self._path.write_bytes(damage_bytes(rng, raw) if rng.random() < 0.1 else raw)
+        beside = self._path.with_name("adapter_config.json")
+        beside.unlink(missing_ok=True)
+        if rng.random() < 0.5:
+            beside.write_bytes(encoded(rng, damage_json(rng, config)))
+        shapes = rng.choice((self._shapes, None))
+        with np.errstate(all="ignore"):
+            permitted(lora.take, self._path)
+            permitted(read_adapter, self._path, self._shapes, what="it", base="base")
+            dialect = rng.choice(sorted(DIALECT_NAMES))
+            permitted(self._convert, dialect, shapes)
+
+    def _convert(self, dialect: str, shapes: Any) -> None:
+        converted = convert_adapter(self._path, dialect, what="it", shapes=shapes)
+        written = self._path.with_name("written.safetensors")
+        written.write_bytes(b"".join(converted.encode()))
+        try:
+            read_adapter(written, self._shapes, what="it", base="it", config=converted.config)
+        except AImageError:
+            if shapes is not None:  # what fits the base still fits it
+                raise AssertionError("a converted adapter cannot be read") from None
+
+    def _damage(self, rng: random.Random, tensors: dict[str, Any]) -> None:
+        name = rng.choice(sorted(tensors))
+        shape = tensors[name].shape
+        match rng.randrange(5):
+            case 0 if len(tensors) > 1:
+                del tensors[name]
+            case 1:
+                renamed = rng.choice(self._stems) + rng.choice(self._suffixes)
+                tensors[renamed] = tensors[name]
+            case 2:
+                sides = [rng.choice((0, 1, 2, 3, 4, 48, 144)) for _ in range(rng.randrange(5))]
+                tensors[name] = np.zeros(sides, tensors[name].dtype)
+            case 3:
+                value = rng.choice((0, 1, -1, 1e38, np.nan, np.inf))
+                tensors[name] = np.full(shape, value, rng.choice(("f4", "f8")))
+            case _:
+                tensors[name] = np.zeros(shape, rng.choice(("f2", "i8", "u1")))
 
 
 class Documents(Target):
@@ -527,6 +600,6 @@ TARGETS: dict[str, type[Target]] = {
     each.__name__.lower(): each
     for each in (
         *(Parsers, Documents, Requests, Pictures, Tokenizers, Directories, Workers, Registries),
-        Servers,
+        *(Servers, Adapters),
     )
 }

@@ -371,6 +371,14 @@ def read_facts(n: int, _: Path) -> Action:
     return lambda: facts_of(raw)
 
 
+def read_settings(n: int, _: Path) -> Action:
+    from clowder_aimage.picture_artifact import _parse
+
+    pictures = [{"digest": digest_of(i), "seed": i} for i in range(n)]
+    raw = json.dumps({"schemaVersion": 1, "settings": {}, "pictures": pictures}).encode()
+    return lambda: _parse(raw, digest_of(0))
+
+
 def read_body(n: int, _: Path) -> Action:
     from clowder_aimage.api.request_body import RequestBody, parse_body
 
@@ -402,7 +410,7 @@ def check_document(n: int, _: Path) -> Action:
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
-    "adapter/reader.py": read_adapter_file,
+    "adapter/adapter_file.py": read_adapter_file,
     "api/request_body.py": read_body,
     "cli/console/remote_worker.py": read_facts,
     "content/tar.py": read_tar,
@@ -420,6 +428,7 @@ CASES: dict[str, Case] = {
     "load.py": read_archive_index,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
+    "picture_artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
     "schema.py": lambda n, _: lambda: json_positions(index(n).decode()),
@@ -437,7 +446,7 @@ COVERED = {
     ),
     **dict.fromkeys(("create", "export_plan", "weights", "manifest"), "at most 4 MiB of read_json"),
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
-    "adapter_source": "a config of at most 1 MiB, which peft_config reads",
+    **dict.fromkeys(("adapter_source", "export"), "a small config, which peft_config reads"),
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
     **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),

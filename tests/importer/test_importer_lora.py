@@ -147,6 +147,8 @@ def test_a_peft_directory_is_packed(tmp_path: Path) -> None:
     store = in_memory()
     create(store, STYLE, directory)
     aimage = read_aimage(store, STYLE).aimage
+    alone = create(store, Reference.parse("file"), directory / "adapter_model.safetensors")
+    assert alone.descriptor == store.resolve(STYLE)
     assert [layer.name for layer in aimage.layers] == [
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -61,6 +61,20 @@ def test_parameters_are_read_as_by_the_web_ui(tmp_path: Path) -> None:
     assert load_picture(tmp_path / "one.png")[1] == FACTS
 
 
+def test_adapters_are_tags_and_hashes_as_of_the_web_ui(tmp_path: Path) -> None:
+    names = [("styles/My Ink", 0.8), ("host:5000/team/x:v1", -1.0)]
+    digest = "sha256:0123456789abcdef"
+    loras = [{"model": name, "strength": strength, "digest": digest} for name, strength in names]
+    data = encode_picture(PIXELS, FACTS | {"loras": loras})
+    last = texts(data)["parameters"].rpartition("\n")[2]
+    tags = "<lora:styles/My Ink:0.8> <lora:host:5000/team/x:v1:-1.0>"
+    assert texts(data)["parameters"].startswith(f"{FACTS['prompt']} {tags}\n")
+    hashes = json.loads(dict(PAIR.findall(last))["Lora hashes"])
+    assert hashes == "styles/My Ink: 0123456789ab, host:5000/team/x:v1: 0123456789ab"
+    (tmp_path / "one.png").write_bytes(data)
+    assert load_picture(tmp_path / "one.png")[1]["loras"] == loras
+
+
 def test_a_prompt_in_any_script_is_kept_and_defaults_are_left_out() -> None:
     usual = {"prompt": "二つの円", "negative": None, "guidance_end": 1.0, "cache_threshold": 0.0}
     said = texts(encode_picture(PIXELS, FACTS | usual))

@@ -100,6 +100,7 @@ def test_an_expanded_picture_is_painted_outside_only() -> None:
     picture = noise(100, 60)
     request = GenerateRequest("a fox", 128, 64, image=IMAGE, expand=(0, 0, 20, 0))
     prepared = prepare(request, Image.fromarray(picture), None)
+    assert prepared.given.pixels is not None
     assert prepared.given.pixels.shape == (64, 128, 3)
     assert prepared.given.mask is not None
     assert (prepared.given.mask[:60, :70] == 0).all() and (

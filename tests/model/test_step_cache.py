@@ -15,7 +15,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.rope import Table
-from clowder_aimage.model.zimage.transformer import Block, Caption, Transformer
+from clowder_aimage.model.zimage.transformer import Block, Caption, Hints, Transformer
 
 REQUEST = GenerateRequest("a fox", 32, 32, 6, guidance=2.0, negative="a hare")
 INPUTS = (1.0, 1.04, 1.2, 1.21, 3.0, 3.001)
@@ -124,9 +124,10 @@ def test_captions_pictures_and_requests_share_no_cache(
         time: float,
         caption: Caption,
         cache: StepCache | None = None,
+        hints: Hints | None = None,
     ) -> mx.array:
         used.append((id(caption), cache))
-        return call(self, latents, time, caption, cache)
+        return call(self, latents, time, caption, cache, hints)
 
     monkeypatch.setattr(Transformer, "__call__", noted)
     request = dataclasses.replace(REQUEST, steps=3, n=2, cache_threshold=0.5)

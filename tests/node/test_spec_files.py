@@ -100,6 +100,21 @@ def test_all_keys_of_an_entry_are_parsed(tmp_path: Path) -> None:
     assert (found.name, found.origin) == (f"example.com/team/a:v1@{DIGEST}", "a.yml")
 
 
+def test_the_adapters_of_a_model_are_further_specs() -> None:
+    entry = {"ref": "h.io/base:v1", "pin": True, "priority": 3, "components": ["vae"]}
+    loras = ["h.io/ink:v1", f"h.io/comic@{DIGEST}"]
+    base, ink, comic = parse_specs([entry | {"loras": loras}])
+    assert base == want(**entry)
+    assert ink == want(ref=loras[0], pin=True, priority=3) and comic.name == loras[1]
+    both = [{"ref": f"h.io/{name}:v1", "loras": ["h.io/ink:v1"]} for name in ("a", "b")]
+    assert [one.name for one in parse_specs(both)] == ["h.io/a:v1", "h.io/ink:v1", "h.io/b:v1"]
+    both[1]["pin"] = True  # type: ignore[assignment]
+    with pytest.raises(FormatError, match=r"conflicting entries for h\.io/ink:v1"):
+        parse_specs(both)
+    with pytest.raises(FormatError, match="entry 1, loras/1"):
+        parse_specs([entry | {"loras": ["ink"]}])
+
+
 def test_a_spec_has_documented_defaults() -> None:
     found = want()
     assert (found.policy, found.priority, found.pin) == (IF_MISSING, 0, False)
@@ -664,6 +679,6 @@ def test_the_examples_are_parsed() -> None:
         (IF_MISSING, True, False),
         (ALWAYS, False, False),
         (IF_MISSING, False, True),
-        (IF_MISSING, False, False),
+        *[(IF_MISSING, False, False)] * 4,
     ]
-    assert found[-1].components == ("adapters/style", "transformer")
+    assert found[3].components == ("adapters/style", "transformer")

@@ -54,8 +54,8 @@ class Both:
 
 @pytest.fixture(scope="module", params=[0, 1])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    places = (tmp_path_factory.mktemp(name) for name in ("model", "blobs"))
-    return Both(*places, SEED + request.param)
+    model, blobs = (tmp_path_factory.mktemp(name) for name in ("model", "blobs"))
+    return Both(model, blobs, SEED + request.param)
 
 
 def random_picture(rng: random.Random, width: int, height: int) -> Picture.Image:
@@ -89,7 +89,7 @@ def latents(both: Both, request: GenerateRequest, given: PictureInput | None) ->
     """Return the last latents."""
     pipeline = both.ours
     schedule, guide = pipeline.schedule(request), pipeline.conditioning(request)
-    encoded = None if given is None else pipeline.encode_picture(given)
+    encoded = None if given is None else pipeline.inputs(request, given)[0]
     first, keep = pipeline._begin(request, encoded, schedule, request.seed)
     *_, last = pipeline.denoise(first, schedule, guide, 0.0, keep)
     mx.eval(last)

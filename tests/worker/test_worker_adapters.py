@@ -8,6 +8,7 @@ import json
 import shutil
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
+import numpy as np
+import safetensors.numpy
 from PIL import Image
 
 from clowder_aimage.cli.console.remote_worker import facts_of
@@ -40,6 +43,7 @@ def adapted(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     here("create", "foreign", write_lora(home / "c.safetensors", width=64), "-q")
     write_lora(home / "loras" / "styles" / "My Ink.safetensors", trigger_words="ink wash")
     (home / "loras" / "bad.safetensors").write_bytes(b"\xff" * 64)
+    safetensors.numpy.save_file({"a": np.ones(2)}, home / "loras" / "model.safetensors")
     (home / "loras" / "link.safetensors").symlink_to(file)
     found = LocalWorker(here, "--lora-dir", home / "loras")
     yield found
@@ -136,6 +140,7 @@ def test_a_stream_says_which_adapters_were_used(adapted: LocalWorker) -> None:
         ({"loras": [use("tiny")]}, 400, "loras[0].model", "not an adapter"),
         ({"loras": [use("foreign")]}, 422, "loras[0].model", "foreign"),
         ({"loras": [use("bad")]}, 422, "loras[0].model", "bad"),
+        ({"loras": [use("model")]}, 422, "loras[0].model", "model"),
         ({"loras": [use("style", 101)]}, 400, "loras[0].strength", "100"),
         ({"loras": [{"model": "style", "strength": "1"}]}, 400, "loras[0].strength", "number"),
         ({"loras": [{"model": "style", "weight": 1}]}, 400, "loras[0].weight", ""),
@@ -183,11 +188,22 @@ def test_models_list_adapters_with_their_base(adapted: LocalWorker) -> None:
     assert listed["style:latest"]["adapter"]["triggerWords"] == ["ink wash"]
     assert listed["other:latest"]["parent"] is None
     assert listed["styles/My Ink"]["adapter"]["triggerWords"] == ["ink wash"]
-    assert "adapter" not in listed["tiny:latest"] and not {"bad", "link"} & listed.keys()
+    assert "adapter" not in listed["tiny:latest"] and not {"bad", "link", "model"} & listed.keys()
     assert adapted.get("/v1/models/style") == listed["style:latest"] | {"id": "style"}
     assert adapted.get("/v1/models/styles/My%20Ink") == listed["styles/My Ink"]
     status, answer = ask(adapted, model="none")
     assert status == 404 and "style" not in answer["error"]["message"]
+
+
+def test_the_name_of_an_adapter_means_its_base_with_it(adapted: LocalWorker) -> None:
+    expected, _ = drawn(adapted, loras=[use("style")])
+    pixels, facts = drawn(adapted, model="style")
+    assert pixels == expected and facts["reference"] == "tiny:latest"
+    both, _ = drawn(adapted, model="style", loras=[use("other")])
+    assert both == drawn(adapted, loras=[use("style"), use("other")])[0]
+    status, answer = ask(adapted, model="other")
+    assert (status, answer["error"]["param"]) == (400, "model")
+    assert "base model is not here" in answer["error"]["message"]
 
 
 def test_ps_shows_the_adapters_of_loaded_models(adapted: LocalWorker) -> None:
@@ -195,6 +211,8 @@ def test_ps_shows_the_adapters_of_loaded_models(adapted: LocalWorker) -> None:
     (loaded,) = adapted.get("/api/ps")["models"]
     assert loaded["loras"][0]["model"] == "style:latest"
     here = Aimage(adapted.aimage.home, adapted.store, {"AIMAGE_HOST": adapted.host})
+    assert here("ps").out.split()[-1] == "style:latest:0.5"
+    assert ask(adapted, loras=[use("foreign")])[0] == 422
     assert here("ps").out.split()[-1] == "style:latest:0.5"
     drawn(adapted)
     assert "loras" not in adapted.get("/api/ps")["models"][0]
@@ -225,3 +243,30 @@ def test_adapters_are_pulled_for_a_request(adapted: LocalWorker, repository: str
     missing = f"{repository}-none:v1"
     status, answer = ask(adapted, loras=[use(missing)])
     assert (status, answer["error"]["param"]) == (404, "loras[0].model"), answer
+
+
+def test_concurrent_requests_do_not_affect_each_other(adapted: LocalWorker) -> None:
+    kinds: list[list[dict[str, object]]] = [
+        [],
+        [use("style")],
+        [use("other", -0.5)],
+        [use("styles/My Ink", 0.3)],
+    ]
+    expected = [drawn(adapted, loras=loras)[0] for loras in kinds]
+    order = [0, 1, 2, 3, 2, 1, 0, 3]
+    with ThreadPoolExecutor(4) as pool:
+        made = [pool.submit(drawn, adapted, loras=kinds[kind]) for kind in order]
+        assert [one.result()[0] for one in made] == [expected[kind] for kind in order]
+
+
+def test_a_model_and_its_adapters_are_pulled_for_one_request(
+    empty: LocalWorker, adapted: LocalWorker, repository: str
+) -> None:
+    base, style = f"{repository}:base", f"{repository}:style"
+    for name, new in (("tiny", base), ("style", style)):
+        adapted.aimage("tag", name, new)
+        adapted.aimage("push", new, "-q")
+    expected, _ = drawn(adapted, loras=[use("style", 0.5)])
+    assert drawn(empty, model=base, loras=[use(style, 0.5)])[0] == expected
+    assert drawn(empty, model=style)[0] == drawn(adapted, model="style")[0]
+    adapted.aimage("rm", base, style)

@@ -85,6 +85,7 @@ EXAMPLES = {
     "run": (
         "aimage run shapes two red circles",
         "aimage run shapes 'two red circles' --seed 42 --size 128x128 -o circles.png",
+        "aimage run shapes two azure circles --lora examples/shapes/azure.safetensors:0.8",
         "echo two red circles | aimage run shapes - -o - > circles.png",
     ),
     "save": (

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import click
 
-from clowder_aimage.cli.console.option import needs, options, settings
+from clowder_aimage.cli.console.option import complete_name, needs, options, settings
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -30,6 +30,7 @@ lora_options = options(
         "loras",
         multiple=True,
         metavar="REF|FILE[:STRENGTH]",
+        shell_complete=complete_name,
         help="Use this adapter (LoRA), such as style:v1:0.8. May be repeated.",
     ),
     click.option(

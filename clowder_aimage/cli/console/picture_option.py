@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.option import needs, options, parsed, settings
+from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_FEATHER, MAX_UPSCALE
+from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_CONTROL, MAX_FEATHER, MAX_UPSCALE
 
 if TYPE_CHECKING:
     from clowder_aimage.input_source import InputSource
@@ -77,6 +78,22 @@ picture_options = options(
         help="Enlarge the picture, then improve it in tiles.",
     ),
     click.option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
+    click.option(
+        "--control",
+        metavar="SOURCE",
+        help="Guide a ControlNet by this picture: edges, depth, a pose; sources as of --image.",
+    ),
+    click.option(
+        "--controlnet",
+        type=stored_reference,
+        metavar="REF",
+        help="The ControlNet that --control guides. [default: the model's own]",
+    ),
+    click.option(
+        "--control-strength",
+        type=click.FloatRange(0, MAX_CONTROL),
+        help="How much --control guides. [default: 0.75]",
+    ),
 )
 
 
@@ -140,15 +157,21 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
     Without a size, it is the picture's, rounded down to multiples of 16, or up if it is expanded.
     If it is enlarged, the size is that of the tiles: the model's. Raises as ``read``.
     """
-    image, mask = values["image"], values["mask"]
-    if image is None:
-        return {}
-    if image == "-" == mask:
-        raise UsageError("stdin has one picture, for --image or --mask")
-    files = input_pictures()
-    found = files.read(image, "--image")
-    parameters: dict[str, Any] = {"image": str(found.descriptor.digest)}
-    if mask is not None:
+    image, mask, control = values["image"], values["mask"], values["control"]
+    if (image, mask, control).count("-") > 1:
+        raise UsageError("stdin has one picture, for --image, --mask or --control")
+    files, parameters = input_pictures(), dict[str, Any]()
+    if values["controlnet"] is not None:
+        parameters["controlnet"] = str(values["controlnet"])
+    if control is not None:
+        found = files.read(control, "--control")
+        parameters["control"] = str(found.descriptor.digest)
+    if image is not None:
+        found = files.read(image, "--image")
+        parameters["image"] = str(found.descriptor.digest)
+    if image is None and control is None:
+        return parameters
+    if image is not None and mask is not None:
         digest = mask if mask == ALPHA else files.read(mask, "--mask").descriptor.digest
         parameters["mask"] = str(digest)
     if values["expand"]:

@@ -40,6 +40,10 @@ REMEDIES = {
     "diff_remote": "omit --remote, or use a name with a registry host",
     "docker_archive": "convert an archive of 'docker save': "
     "skopeo copy docker-archive:FILE oci-archive:NEW:NAME",
+    "export_model": "to write a model, omit --as",
+    "use_adapter": "use it with a model: aimage run MODEL --lora {reference}",
+    "use_controlnet": "use it with a model: aimage run MODEL PROMPT --controlnet {reference} "
+    "--control FILE",
     "export_files": "to get its files: aimage export {reference} DIR",
     "export_room": "free some space, export to another disk, or use --links if the store is on "
     "the same disk",

@@ -54,11 +54,13 @@ def worker() -> WorkerClient:
     return client
 
 
-def default_worker(reference: Reference) -> tuple[WorkerClient, bool] | None:
-    """Return a client of the default worker, and whether it has the AImage that this store has.
+def default_worker(
+    reference: Reference, adapters: Iterable[Reference] = ()
+) -> tuple[WorkerClient, bool] | None:
+    """Return a client of the default worker, and whether it has the AImages that this store has.
 
-    None if no worker answers there, it cannot have the AImage or reports an error, or AIMAGE_HOST
-    is set to an empty text.
+    These are ``reference`` and the adapters. None if no worker answers there, it cannot have the
+    AImage or reports an error, or AIMAGE_HOST is set to an empty text.
     """
     if "AIMAGE_HOST" in os.environ:
         return None
@@ -66,18 +68,24 @@ def default_worker(reference: Reference) -> tuple[WorkerClient, bool] | None:
         client = worker_client(None)
         if not client.is_worker(_PROBE):
             return None
-        wanted = reference.digest
-        with contextlib.suppress(NotFoundError):
-            wanted = wanted or settings().layout.resolve(reference).digest
-        is_meant = [
-            wanted is None or model["digest"] == str(wanted)
-            for model in models(client, "/api/tags")
-            if reference.digest or model["name"] == str(reference)
-        ]
+        listed = models(client, "/api/tags")
+        is_meant = _matches(listed, reference)
         is_listed = bool(is_meant) and reference.digest is None
         if any(is_meant) or is_listed or reference.registry is not None:
-            return client, any(is_meant)
+            return client, any(is_meant) and all(any(_matches(listed, one)) for one in adapters)
     return None
+
+
+def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[bool]:
+    """Return for each listed model of a name whether this store has no other one."""
+    wanted = reference.digest
+    with contextlib.suppress(NotFoundError):
+        wanted = wanted or settings().layout.resolve(reference).digest
+    return [
+        wanted is None or model["digest"] == str(wanted)
+        for model in listed
+        if reference.digest or model["name"] == str(reference)
+    ]
 
 
 def prefers_worker() -> bool:

@@ -36,7 +36,7 @@ from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.oci import Reference, mediatype
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
-_FORMATS += ["safetensors", "files"]
+_FORMATS += ["controlnet", "safetensors", "files"]
 
 recipe_options = options(
     click.option(
@@ -106,7 +106,7 @@ recipe_options = options(
     "--base",
     type=stored_reference,
     metavar="REF",
-    help="The base model of an adapter: an AImage in the store.",
+    help="The base model of an adapter or a ControlNet: an AImage in the store.",
 )
 @click.option(
     "--from",

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import click
 
-from clowder_aimage.cli.console.option import complete_path, settings, verb
+from clowder_aimage.cli.console.option import complete_path, needs, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
-from clowder_aimage.export import ExportSummary
+from clowder_aimage.export import ADAPTER_DIALECTS, ExportSummary, export_adapter
 from clowder_aimage.export import export as export_aimage
 from clowder_aimage.exporter.directory import LinkMethod
 from clowder_aimage.oci import Reference
@@ -19,13 +19,19 @@ from clowder_aimage.oci import Reference
 
 @verb
 @stored_argument()
-@click.argument("place", metavar="DIR", shell_complete=complete_path)
+@click.argument("place", metavar="DIR|FILE", shell_complete=complete_path)
 @click.option(
     "--links",
     is_flag=True,
     help="Share the bytes of whole files with the store, if the file system supports it.",
 )
-def export(reference: Reference, place: str, links: bool) -> None:
+@click.option(
+    "--as",
+    "dialect",
+    type=click.Choice(ADAPTER_DIALECTS),
+    help="Write an adapter as FILE, or as DIR for peft, with the names of this tool.",
+)
+def export(reference: Reference, place: str, links: bool, dialect: str | None) -> None:
     """Write the AImage REF in the store as the model directory DIR; print its path.
 
     DIR must be empty or not exist; it is written whole or not at all. Tensors are gathered into the
@@ -35,6 +41,11 @@ def export(reference: Reference, place: str, links: bool) -> None:
     if not place:
         raise UsageError("DIR must not be empty", hint="use . for the current directory")
     directory = Path(place)
+    if dialect is not None:
+        if links:
+            raise UsageError("--links cannot be combined with --as")
+        _export_adapter(reference, directory, dialect)
+        return
     with Progress("exporting", reference) as progress:
         exported = export_aimage(
             settings().layout,
@@ -56,6 +67,20 @@ def export(reference: Reference, place: str, links: bool) -> None:
         "quantized": dict(exported.quantized),
     }
     result(value, str(directory))
+
+
+def _export_adapter(reference: Reference, path: Path, dialect: str) -> None:
+    with needs("converting an adapter", "mlx"):
+        exported = export_adapter(settings().layout, reference, path, dialect)
+    remark(f"{path}: {plural(exported.tensors, 'tensor')}, {size(exported.size)}")
+    value = {
+        "path": str(path),
+        "reference": str(reference),
+        "digest": str(exported.descriptor.digest),
+        "tensors": exported.tensors,
+        "size": exported.size,
+    }
+    result(value, str(path))
 
 
 def _text(directory: Path, exported: ExportSummary, links: bool) -> str:

@@ -12,22 +12,38 @@ from typing import Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
-from clowder_aimage.cli.console.lora_option import adapter_finder, lora_options, read_uses
+from clowder_aimage.adapter_source import OWN, find_control
+from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result
+from clowder_aimage.cli.console.picture_option import input_pictures, input_source
 from clowder_aimage.cli.verbs.run import fetch_model, load_model, render
-from clowder_aimage.errors import AImageError, UsageError, VerificationError
-from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, check_parameters
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.content.store import ContentStore
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
+from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, LoraUse, check_parameters
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
 @verb
-@click.argument("picture", type=click.Path(path_type=Path))
+@click.argument("picture")
+@click.option("--image", metavar="SOURCE", help="The picture that PICTURE began with.")
+@click.option("--mask", metavar="SOURCE", help="The mask of PICTURE.")
+@click.option("--control", metavar="SOURCE", help="The picture that guided PICTURE.")
 @lora_options
 @connection_options
-def replay(picture: Path, loras: tuple[str, ...], lora_dir: Path | None) -> int:
+def replay(
+    picture: str,
+    image: str | None,
+    mask: str | None,
+    control: str | None,
+    loras: tuple[str, ...],
+    lora_dir: Path | None,
+) -> int:
     """Generate PICTURE again from the facts in it, and compare the two.
+
+    PICTURE is a PNG file, or oci://HOST/REPO:TAG[#TITLE]. What it began with is read from the
+    store, else --image, --mask and --control name it as for 'aimage run'; its digest must be that
+    in PICTURE.
 
     The AImage and its adapters are pulled by their digests if the store lacks them. --lora names
     other adapters, with the strengths of those in the picture unless it has its own. The exit code
@@ -36,18 +52,22 @@ def replay(picture: Path, loras: tuple[str, ...], lora_dir: Path | None) -> int:
     with needs("running a model", "mlx"):
         import numpy as np
 
-        from clowder_aimage.model.picture import load_picture
-
-    pixels, facts = load_picture(picture)
+    pixels, facts = _load(picture)
     reference = _reference(picture, facts)
     request = _request(picture, facts)
     _note_registry(picture, reference)
     request = _replaced(request, read_uses(loras, lora_dir))
+    _find_inputs(picture, request, {"image": image, "mask": mask, "control": control})
     connect = cache(settings().connection)
     finder = adapter_finder(lora_dir, connect)
     for use in request.loras:  # before the model, which is larger
         if not use.model.startswith(OWN):
+            if use.digest is not None and not is_file(use.model, lora_dir):
+                name = Reference.parse(use.model)
+                _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
             finder.find(use)
+    if request.controlnet is not None:
+        find_control(request.controlnet, finder.open_stored)
     fetched = fetch_model(reference, connect)
     dtype = facts.get("dtype")
     dtype = None if dtype is None else str(dtype)
@@ -60,7 +80,7 @@ def replay(picture: Path, loras: tuple[str, ...], lora_dir: Path | None) -> int:
     difference = np.abs(again.astype(np.int16) - pixels.astype(np.int16))
     largest, share = int(difference.max()), float((difference > 0).mean())
     value = {
-        "picture": str(picture),
+        "picture": picture,
         "digest": str(model.stored.descriptor.digest),
         "equal": largest == 0,
         "largestDifference": largest,
@@ -69,6 +89,64 @@ def replay(picture: Path, loras: tuple[str, ...], lora_dir: Path | None) -> int:
     text = f"differs: by up to {largest}/255, in {share:.2%} of the values"
     result(value, text if largest else "equal")
     return VerificationError.exit_code if largest else 0
+
+
+def _load(picture: str) -> tuple[Any, dict[str, Any]]:
+    """Return the pixels and the facts of a picture: a file, or one of an artifact."""
+    from clowder_aimage.model.picture import load_picture, read_picture
+    from clowder_aimage.picture_artifact import settings_of
+
+    if not picture.lower().startswith("oci://"):
+        return load_picture(Path(picture))
+    layout = settings().layout
+    lease = click.get_current_context().with_resource(layout.lease())
+    found = input_source().pull(picture, lease)
+    stated = settings_of(layout, found.manifest, found.layer)
+    pixels, facts = read_picture(layout.path(found.layer), picture)
+    if not (stated or facts):
+        raise UsageError(f"{picture} has no generation settings")
+    return pixels, stated or facts
+
+
+def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, str | None]) -> None:
+    """Lease the pictures that a request begins with, those given or those in the store.
+
+    Raises:
+        UsageError: One is given, and the request has none.
+        VerificationError: One that is given is another one.
+        NotFoundError: One is neither given nor in the store.
+    """
+    files, layout, missing = input_pictures(), settings().layout, list[str]()
+    lease = click.get_current_context().with_resource(layout.lease())
+    for name, source in given.items():
+        digest = getattr(request, name)
+        has_file = digest not in (None, ALPHA)
+        if source is not None and not has_file:
+            raise UsageError(f"--{name}: {picture} was made without one")
+        if source is not None:
+            found = str(files.read(source, f"--{name}").descriptor.digest)
+            if found != digest:
+                raise VerificationError(
+                    f"--{name}: {source[:200]} is not the {name} that was used: it has the digest "
+                    f"{found}, not {digest}"
+                )
+            files.keep(digest)
+        elif has_file:
+            lease.add(Digest.parse(digest))
+            missing += [] if _is_stored(layout, digest) else [f"the {name} {digest}"]
+    if missing:
+        options = " and ".join(f"--{one.split()[1]} FILE" for one in missing)
+        raise NotFoundError(
+            f"{picture} began with pictures that the store lacks: {' and '.join(missing)}",
+            hint=f"name them with {options}",
+        )
+
+
+def _is_stored(layout: ContentStore, digest: str) -> bool:
+    try:
+        return layout.path(Descriptor("", Digest.parse(digest), 0)).exists()
+    except NotFoundError:
+        return False
 
 
 def _replaced(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequest:
@@ -86,7 +164,7 @@ def _replaced(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequ
     return replace(request, loras=tuple(loras))
 
 
-def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
+def _reference(picture: str, facts: dict[str, Any]) -> Reference:
     try:
         name = re.sub("@.*", "", str(facts["reference"]))
         return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))
@@ -94,7 +172,7 @@ def _reference(picture: Path, facts: dict[str, Any]) -> Reference:
         raise UsageError(f"cannot read the AImage from the facts in {picture}: {error}") from None
 
 
-def _note_registry(picture: Path, reference: Reference) -> None:
+def _note_registry(picture: str, reference: Reference) -> None:
     """Say which registry is asked for a missing model, unless a name in the store has its host."""
     hosts = set()
     for name, descriptor in settings().layout.tags():
@@ -106,7 +184,7 @@ def _note_registry(picture: Path, reference: Reference) -> None:
         note(f"{picture} names the registry {reference.registry}, which is asked for the model")
 
 
-def _request(picture: Path, facts: dict[str, Any]) -> GenerateRequest:
+def _request(picture: str, facts: dict[str, Any]) -> GenerateRequest:
     names = {field.name for field in fields(GenerateRequest)} - {"n"}
     known = {key: value for key, value in facts.items() if key in names and value is not None}
     try:

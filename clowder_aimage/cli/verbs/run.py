@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
+from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.later_model import LaterModel
 from clowder_aimage.cli.console.lora_option import (
     adapter_finder,
@@ -73,6 +73,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.model.pipeline import (
     PARAMETERS,
     GenerateRequest,
+    LoraUse,
     check_parameters,
     ignored_image,
 )
@@ -173,6 +174,12 @@ def _sides(text: str) -> tuple[int, int]:
     " [default: ./PROMPT-SEED.png]",
 )
 @click.option(
+    "--push",
+    metavar="HOST/REPO:TAG",
+    callback=parsed(parse_reference),
+    help="Push the pictures too, as an artifact whose subject is the model.",
+)
+@click.option(
     "--open/--no-open", "show", default=None, help="Open the picture in a viewer. [macOS: open]"
 )
 @click.option(
@@ -218,12 +225,17 @@ def run(
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
+    _check_push(values["push"], prompt)
     first = _check(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
-    local = local or (not remote and any(is_file(use.model) for use in first["loras"]))
-    render = _renderer(reference, here, local, remote)
+    has_control = first.get("control") is not None
+    if has_control and remote:
+        raise UsageError("--control is not sent to a worker", hint="omit --remote")
+    is_here = has_control or any(is_file(use.model) for use in first["loras"])
+    local = local or (not remote and is_here)
+    render = _renderer(reference, here, local, remote, first["loras"])
     order = _Order(values, render, _protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
@@ -250,6 +262,17 @@ def _read_prompt(words: tuple[str, ...]) -> str | None:
     if not prompt.strip():
         raise UsageError("the prompt is empty", hint="aimage run REF PROMPT")
     return prompt
+
+
+def _check_push(target: Reference | None, prompt: str | None) -> None:
+    """Reject a name to which the pictures cannot be pushed, before they are generated."""
+    if target is None:
+        return
+    from clowder_aimage.picture_artifact import check_target
+
+    if prompt is None:
+        raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
+    check_target(target, settings().connection(target.registry))
 
 
 def _standard_input() -> str:
@@ -325,25 +348,30 @@ class _Order:
         options["trigger"] = self.values["trigger"]
         output, count = PictureOutput(self.values["output"]), sum(each for _, each in runs)
         written, facts = list[dict[str, Any]](), dict[str, Any]()
-        sheet: list[tuple[int, bytes]] = []
+        kept: list[RemotePicture] = []
         for picture in self._pictures(options, runs, output.kind):
             path = output.write(picture.data, options["prompt"], picture.seed, len(written), count)
             facts = facts or {**picture.facts}
             if path is not None:
                 written.append({"path": str(path), "seed": picture.seed})
                 self._show(path)
-            if self.values["sheet"]:
-                sheet.append((picture.seed, picture.data))
+            if self.values["sheet"] or self.values["push"]:
+                kept.append(picture)
         paths = [str(each["path"]) for each in written]
-        if sheet:
-            path = output.write_sheet(contact_sheet(sheet), options["prompt"])
+        if self.values["sheet"]:
+            sheet = contact_sheet([(one.seed, one.data) for one in kept])
+            path = output.write_sheet(sheet, options["prompt"])
             facts["sheet"] = str(path)
             paths.append(str(path))
         if not output.is_stdout and self.values["inline"] is not False:
             for name in paths:
                 self._draw(Path(name))
+        value, lines = facts | {"pictures": written}, paths
+        if self.values["push"]:
+            pushed = self._push(kept, output.kind)
+            value, lines = value | {"pushed": pushed}, [*paths, pushed["reference"]]
         if not output.is_stdout:
-            result(facts | {"pictures": written}, paths)
+            result(value, lines)
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
         return tuple(paths)
 
@@ -366,6 +394,21 @@ class _Order:
             with contextlib.closing(self.render(options, count, kind, announce)) as made:
                 yield from made
 
+    def _push(self, made: list[RemotePicture], kind: str) -> dict[str, str]:
+        """Push the pictures as one artifact; return its name and digest."""
+        from clowder_aimage.picture_artifact import MadePicture, push_pictures
+
+        target: Reference = self.values["push"]
+        model = Reference.parse(str(made[0].facts["reference"])) if made[0].facts else target
+        connection = settings().connection(*{model.registry, target.registry} - {None})
+        pictures = [MadePicture(one.data, one.seed, kind, one.facts) for one in made]
+        with Progress("pushing", target) as progress:
+            on_event, layout = progress.on_event, settings().layout
+            sent = push_pictures(pictures, target, layout, connection, on_event=on_event)
+        progress.summarize("pushed")
+        digest = str(sent.digest)
+        return {"reference": f"{connection.expand(target)}@{digest}", "digest": digest}
+
     def _draw(self, path: Path) -> None:
         """Draw a picture in the terminal."""
         if not self.protocol:
@@ -386,18 +429,27 @@ class _Order:
 
 
 def _renderer(
-    reference: Reference, here: Callable[[], _Render], local: bool, remote: bool
+    reference: Reference,
+    here: Callable[[], _Render],
+    local: bool,
+    remote: bool,
+    loras: Iterable[LoraUse],
 ) -> _Render:
     """Return the function that generates pictures: in a worker, or in this process by ``here``."""
     if local and remote:
         raise UsageError("--local cannot be combined with --remote")
-    but = (*_SETTABLE, "local")
+    but = (*_SETTABLE, "push", "local")
     if remote or (not local and worker_host()):
         other = "omit --remote" if remote else "use --local"
         refuse_options(f"omit it, or {other} to generate the picture in this process", but=but)
         client = worker()
         return partial(_by_worker, client, reference, f"worker at {client.endpoint}")
-    if not local and not local_options(*but) and (found := default_worker(reference)):
+    names = (use.model for use in loras if not use.model.startswith(OWN))
+    if (
+        not local
+        and not local_options(*but)
+        and (found := default_worker(reference, map(parse_reference, names)))
+    ):
         client, has_same = found
         if has_same or prefers_worker():
             place = f"worker at {client.endpoint}; --local generates in this process"
@@ -425,6 +477,8 @@ def _here(
     for use in first["loras"]:  # before the model, which is larger
         if not use.model.startswith(OWN):
             finder.find(use)
+    if first.get("controlnet") is not None:
+        find_control(first["controlnet"], finder.open_stored)
     try:
         used = _variant(reference, precision, connect) if precision else reference
         fetched = fetch_model(used, connect)
@@ -484,7 +538,7 @@ class _LocalModel:
         found = self.finder.find_all(request, model.stored.aimage)
         request = adapter_source.resolve(request, found, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, found))
-        input_pictures().keep(request.image, request.mask)
+        input_pictures().keep(request.image, request.mask, request.control)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):

@@ -8,8 +8,8 @@ dtype of the networks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,6 +36,7 @@ from clowder_aimage.model.pipeline import (
     Preview,
     Sides,
     Step,
+    StoredControlNet,
     check_request,
     downsample,
     first_step,
@@ -50,6 +51,13 @@ from clowder_aimage.model.zimage.config import (
     TextEncoderConfig,
     TransformerConfig,
     VaeConfig,
+)
+from clowder_aimage.model.zimage.control import (
+    Control,
+    ControlModule,
+    open_controlnet,
+    own_controlnet,
+    to_input,
 )
 from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
@@ -84,7 +92,8 @@ class Conditioning:
     """The captions of a generation; ``negative`` only with guidance.
 
     ``weight`` is that of the guidance, which is off at times after ``end``; its result is at most
-    ``normalization`` times as long as the positive velocity, if that is not 0.
+    ``normalization`` times as long as the positive velocity, if that is not 0. ``control`` gives
+    hints for both captions.
     """
 
     positive: Caption
@@ -92,6 +101,7 @@ class Conditioning:
     weight: float = 0.0
     end: float = 1.0
     normalization: float = 0.0
+    control: Control | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +109,8 @@ class ZImagePipeline:
     """The networks, loaded when they are used.
 
     ``skipped`` names the tensors that were left out; ``budget`` decides which networks stay in
-    memory after use; ``weights`` are those of the components that adapters may change.
+    memory after use; ``weights`` are those of the components that adapters may change. ``controls``
+    opens a control network, None for the model's own; None if it has none.
     """
 
     tokenizer: Tokenizer
@@ -107,6 +118,7 @@ class ZImagePipeline:
     transformer_module: OffloadedModule[Transformer, TransformerConfig]
     vae_module: OffloadedModule[Vae, VaeConfig]
     picture_encoder: Callable[[], OffloadedModule[VaeEncoder, VaeConfig]]
+    controls: Callable[[StoredControlNet | None], ControlModule | None]
     scheduler: FlowScheduler
     dtype: mx.Dtype
     budget: MemoryBudget
@@ -116,6 +128,7 @@ class ZImagePipeline:
     _tokens: dict[str, list[int]] = field(default_factory=dict)
     _captions: dict[CaptionKey, Caption] = field(default_factory=dict)
     _adapters: list[Use] = field(default_factory=list)
+    _control: list[ControlModule] = field(default_factory=list)  # the one that is used, or none
 
     @classmethod
     def load(
@@ -176,7 +189,20 @@ class ZImagePipeline:
             budget.modules = (loaded, *budget.modules)
             return loaded
 
-        modules = (text_encoder, transformer, vae, picture_encoder)
+        own = own_controlnet(store, aimage)
+
+        @lru_cache(maxsize=1)  # another network takes its memory
+        def control(stored: StoredControlNet | None) -> ControlModule | None:
+            found = stored or own
+            if found is None:
+                return None
+            shapes = {
+                f"transformer/{name}": shape
+                for name, shape in opened["transformer"].shapes().items()
+            }
+            return open_controlnet(found, transformer.config, shapes, dtype, keep_quantized)
+
+        modules = (text_encoder, transformer, vae, picture_encoder, control)
         del opened["vae"]
         return cls(tokenizer, *modules, scheduler, dtype, budget, tuple(skipped), opened)
 
@@ -214,6 +240,25 @@ class ZImagePipeline:
         for module in self.budget.modules:
             if module.adaptation is not None:
                 module.adaptation.use(uses)
+
+    def use_control(self, stored: StoredControlNet | None) -> None:
+        """Use a control network from now on, or the model's own.
+
+        Raises:
+            UsageError: The model has none of its own.
+            FormatError: The network is of another base model, or damaged.
+        """
+        found = self.controls(stored)
+        if found is None:
+            raise UsageError(
+                "this model has no ControlNet of its own", hint="name one that fits the model"
+            )
+        if self._control == [found]:
+            return
+        found.policy = self.transformer_module.policy
+        others = (module for module in self.budget.modules if module not in self._control)
+        self.budget.modules = (found, *others)
+        self._control[:] = [found]
 
     def _caption_key(self, text: str) -> CaptionKey:
         """Return the key of a text's caption: adapters of the other layers do not change it."""
@@ -264,6 +309,8 @@ class ZImagePipeline:
     def check(self, request: GenerateRequest) -> None:
         """Reject a request that this model does not support. Raises UsageError."""
         check_request(request, self.sides, self.least_memory, self.budget.total)
+        if request.control is not None and request.controlnet is None:
+            self.use_control(None)
         for text in _texts(request):
             self.ids(text)
         self.budget.check(self.stages(request))
@@ -291,6 +338,10 @@ class ZImagePipeline:
             denoise += StepCache.ARRAYS * len(_texts(request)) * length * config.dim * dtype.size
         decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
         used: tuple[Module, ...] = (self.transformer_module,)
+        if request.control is not None and self._control:
+            hints = len(self._control[0].config.places) + 1
+            used = (*used, *self._control)
+            denoise += hints * length * config.dim * dtype.size
         if decodes:
             used, denoise = (*used, self.vae_module), max(denoise, decode)
         return (
@@ -317,7 +368,10 @@ class ZImagePipeline:
         self, request: GenerateRequest, schedule: Schedule, given: PictureInput | None
     ) -> Generator[PipelineEvent, None, None]:
         conditioning = self.conditioning(request)
-        encoded = None if given is None else self.encode_picture(given)
+        encoded = None
+        if given is not None:
+            encoded, control = self.inputs(request, given)
+            conditioning = replace(conditioning, control=control)
         _, denoise, decode = self.stages(request)
         pixels = request.width * request.height
         waiting: list[tuple[mx.array, int, int]] = []
@@ -333,7 +387,7 @@ class ZImagePipeline:
             waiting.append((latents, seed, picture))
             is_last = picture == request.n - 1
             if is_last:
-                self.budget.finish(self.transformer_module)
+                self.budget.finish(self.transformer_module, *self._control)
             elif not self.budget.keeps((denoise, decode)):
                 continue  # the transformer is released once, not after each picture
             self.budget.use(decode)
@@ -356,20 +410,53 @@ class ZImagePipeline:
         begun = start(encoded, self.vae_module.config, seed, schedule)
         return begun.latents, begun.keep
 
-    def encode_picture(self, given: PictureInput) -> EncodedPicture:
-        """Return the latents of a picture, evaluated. Raises as ``ModelWeights.apply`` does."""
-        module, pixels = self.picture_encoder(), given.pixels.size // 3
+    def inputs(
+        self, request: GenerateRequest, given: PictureInput
+    ) -> tuple[EncodedPicture | None, Control | None]:
+        """Return the picture to begin with and the control, evaluated.
+
+        A control network that has inputs for the mask paints around it itself: all of the picture
+        begins as noise then, unless the strength is below 1. Raises as ``ModelWeights.apply`` does.
+        """
+        control, is_inside = None, False
+        if given.control is not None:
+            config = self._control[0].config
+            is_inside = given.mask is not None and config.has_mask
+            hidden = self._masked(given) if is_inside else None
+            cells = to_input(config, self._mode(to_values(given.control)), hidden)
+            mx.eval(cells)
+            control = Control(self._control[0].get, cells, request.control_strength or 0.0)
+        encoded = None
+        if given.pixels is not None and not (is_inside and request.strength == 1):
+            means, deviations = self._encode(to_values(given.pixels))
+            scale, mask = self.vae_module.config.scale, given.mask
+            painted = None if mask is None else cells_of(mask, scale)
+            encoded = EncodedPicture(means, deviations, painted)
+        self.budget.finish(self.picture_encoder())
+        return encoded, control
+
+    def _masked(self, given: PictureInput) -> tuple[mx.array, mx.array]:
+        """Return the cells to paint, and the scaled latents of the picture without them."""
+        assert given.pixels is not None and given.mask is not None  # noqa: S101 - was checked
+        values = to_values(given.pixels) * mx.array(given.mask < 128)[..., None]
+        return cells_of(given.mask, self.vae_module.config.scale), self._mode(values)
+
+    def _mode(self, values: mx.array) -> mx.array:
+        """Return the scaled mode of the latents of a picture: (channels, height, width)."""
+        config = self.vae_module.config
+        return (self._encode(values)[0] - config.shift_factor) * config.scaling_factor
+
+    def _encode(self, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the means and deviations of the latents of a picture, evaluated."""
+        module, pixels = self.picture_encoder(), values.size // 3
         widest = max(module.config.block_out_channels[:2])
         work = self.budget.work("picture", pixels, decoding(widest, pixels, self.dtype))
         self.budget.use(stage := Stage("picture", (module,), work))
         with self.budget.measure(stage, pixels):
-            values = mx.array(given.pixels).astype(mx.float32) / 127.5 - 1
             means, deviations = module.get().encode(values.astype(self.dtype))
             means, deviations = means.astype(mx.float32), deviations.astype(mx.float32)
             mx.eval(means, deviations)
-        self.budget.finish(module)
-        cells = None if given.mask is None else cells_of(given.mask, module.config.scale)
-        return EncodedPicture(means, deviations, cells)
+        return means, deviations
 
     def _steps(
         self,
@@ -513,12 +600,17 @@ class ZImagePipeline:
         With guidance it is positive + weight * (positive - negative). ``caches`` are of the
         positive and the negative caption.
         """
-        typed = latents.astype(self.dtype)
-        towards = self.transformer(typed, time, conditioning.positive, caches[0])
-        towards = towards.astype(mx.float32)
+        typed, control = latents.astype(self.dtype), conditioning.control
+
+        def direction(caption: Caption, cache: StepCache | None) -> mx.array:
+            given = typed, time, caption
+            hints = control.hints(self.transformer, *given) if control else None
+            return self.transformer(*given, cache, hints).astype(mx.float32)
+
+        towards = direction(conditioning.positive, caches[0])
         if conditioning.negative is None or time > conditioning.end:
             return towards
-        away = self.transformer(typed, time, conditioning.negative, caches[1]).astype(mx.float32)
+        away = direction(conditioning.negative, caches[1])
         guided = towards + conditioning.weight * (towards - away)
         if not conditioning.normalization:
             return guided
@@ -533,6 +625,11 @@ class ZImagePipeline:
         if not np.isfinite(pixels).all():
             raise ModelError("the model computed NaN or infinite values")
         return to_pixels(pixels)
+
+
+def to_values(pixels: npt.NDArray[np.uint8]) -> mx.array:
+    """Return pixels as values from -1 to 1, in float32."""
+    return mx.array(pixels).astype(mx.float32) / 127.5 - 1
 
 
 def _cached(cache: dict[K, T], key: K, make: Callable[[K], T]) -> T:

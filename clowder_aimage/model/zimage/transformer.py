@@ -8,7 +8,7 @@ attention. Reference: diffusers, models/transformers/transformer_z_image.py (arX
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -162,6 +162,27 @@ class Caption:
     rope: Table
 
 
+Hints = Mapping[int, mx.array]  # what is added after layers, by their index: (1, length, dim)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageTokens:
+    """The embedded latents of a step, before they are refined.
+
+    tokens: (1, length, dim), padded to a multiple of 32. time: (1, modulation_dim).
+    """
+
+    tokens: mx.array
+    rope: Table
+    time: mx.array
+
+    def with_caption(self, caption: Caption) -> Table:
+        """Return the rope of the sequence of image and caption."""
+        pairs = zip(self.rope, caption.rope, strict=True)
+        cosines, sines = (mx.concatenate([image, text]) for image, text in pairs)
+        return cosines, sines
+
+
 class Transformer(Network):
     """The network from latents, a time and a caption to the predicted velocity."""
 
@@ -182,7 +203,7 @@ class Transformer(Network):
 
     def caption(self, features: mx.array) -> Caption:
         """Embed and refine text features of shape (length, cap_feat_dim)."""
-        tokens = _fill(self.cap_linear(self.cap_norm(features)), self.cap_pad_token)
+        tokens = fill(self.cap_linear(self.cap_norm(features)), self.cap_pad_token)
         positions = np.zeros((tokens.shape[1], 3), dtype=np.int64)
         positions[:, 0] = np.arange(1, tokens.shape[1] + 1)
         rope = self._rope(positions)
@@ -191,40 +212,46 @@ class Transformer(Network):
         return Caption(tokens, rope)
 
     def __call__(
-        self, latents: mx.array, time: float, caption: Caption, cache: StepCache | None = None
+        self,
+        latents: mx.array,
+        time: float,
+        caption: Caption,
+        cache: StepCache | None = None,
+        hints: Hints | None = None,
     ) -> mx.array:
         """Run one forward pass.
 
         latents: (channels, height, width) in latent cells, both even; time: 1 - sigma, 0 (noise)
-        to 1 (picture). With a ``cache``, all layers but the first may be skipped. Returns the
-        velocity from noise to picture, in the same shape.
+        to 1 (picture). With a ``cache``, all layers but the first may be skipped. ``hints`` are of
+        a control network, for the same arguments. Returns the velocity from noise to picture, in
+        the same shape.
         """
         channels, height, width = latents.shape
         rows, columns = height // PATCH, width // PATCH
-        embedded = self.t_embedder(float(np.float32(time) * np.float32(self.config.t_scale)))
-        embedded = embedded.astype(latents.dtype)
-        patches = latents.reshape(channels, rows, PATCH, columns, PATCH)
-        patches = patches.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
-        image = _fill(self.x_embedder(patches), self.x_pad_token)
-        rope = self._image_rope(rows, columns, image.shape[1], caption.tokens.shape[1])
-        for block in self.noise_refiner:
-            image = block(image, rope, embedded)
-        sequence = mx.concatenate([image, caption.tokens], axis=1)
-        cosines, sines = (mx.concatenate([a, b]) for a, b in zip(rope, caption.rope, strict=True))
-
-        def run(blocks: Sequence[Block], x: mx.array) -> mx.array:
-            for block in blocks:
-                x = block(x, (cosines, sines), embedded)
-            return x
-
+        image = self.embed(latents, time, caption)
+        sequence = mx.concatenate([self.refine(image, {}), caption.tokens], axis=1)
+        rope = image.with_caption(caption)
+        run = partial(_run, rope=rope, time=image.time, hints=hints or {})
         if cache is None:
             sequence = run(self.layers, sequence)
         else:
             first, others = partial(run, self.layers[:1]), partial(run, self.layers[1:])
             sequence = cache.run(sequence, first, others)
-        patches = self.final_layer(sequence[:, : rows * columns], embedded)
+        patches = self.final_layer(sequence[:, : rows * columns], image.time)
         patches = patches.reshape(rows, columns, PATCH, PATCH, channels)
         return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
+
+    def embed(self, latents: mx.array, time: float, caption: Caption) -> ImageTokens:
+        """Embed latents and their time, as in a forward pass."""
+        _, height, width = latents.shape
+        embedded = self.t_embedder(float(np.float32(time) * np.float32(self.config.t_scale)))
+        tokens = fill(self.x_embedder(to_patches(latents)), self.x_pad_token)
+        shape = height // PATCH, width // PATCH, tokens.shape[1], caption.tokens.shape[1]
+        return ImageTokens(tokens, self._image_rope(*shape), embedded.astype(latents.dtype))
+
+    def refine(self, image: ImageTokens, hints: Hints) -> mx.array:
+        """Return refined image tokens; ``hints`` are added after the refiner's layers."""
+        return _run(self.noise_refiner, image.tokens, image.rope, image.time, hints)
 
     def _image_rope(self, rows: int, columns: int, length: int, caption: int) -> Table:
         """Return the table for image tokens at (caption + 1, row, column) and pads at (0, 0, 0)."""
@@ -251,7 +278,25 @@ class Transformer(Network):
         return name.startswith("siglip_")
 
 
-def _fill(tokens: mx.array, pad: mx.array) -> mx.array:
+def to_patches(latents: mx.array) -> mx.array:
+    """Return latents (channels, height, width) as patches (count, patch * patch * channels)."""
+    channels, height, width = latents.shape
+    rows, columns = height // PATCH, width // PATCH
+    patches = latents.reshape(channels, rows, PATCH, columns, PATCH)
+    return patches.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
+
+
+def _run(
+    blocks: Sequence[Block], x: mx.array, rope: Table, time: mx.array, hints: Hints
+) -> mx.array:
+    for index, block in enumerate(blocks):
+        x = block(x, rope, time)
+        if index in hints:
+            x = x + hints[index]
+    return x
+
+
+def fill(tokens: mx.array, pad: mx.array) -> mx.array:
     """Pad (length, dim) to (1, padded length, dim) with the pad token."""
     length, dim = tokens.shape
     missing = padded(length) - length

@@ -1,0 +1,68 @@
+"""Control networks of Z-Image: a safetensors file, or a directory of diffusers.
+
+The names are those of alibaba-pai's Z-Image-Turbo-Fun-Controlnet-Union 1.0, 2.0 and 2.1, which
+diffusers' ``ZImageControlNetModel`` (0.42) has as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.formats import diffusers, safetensors
+from clowder_aimage.formats.inventory import Inventory
+
+FORMAT = COMPONENT = diffusers.CONTROLNET
+CLASS = diffusers.CLASSES[COMPONENT]
+EMBEDDER = "control_all_x_embedder.2-1.weight"
+Shapes = Mapping[str, tuple[int, ...]]
+_FIRST, _LAYER = "control_layers.0.", re.compile(r"control_layers\.([0-9]{1,4})\..+")
+_BASE = "transformer/layers."  # whose layers control layers copy
+_EMBEDDER = "transformer/all_x_embedder.2-1.weight"
+
+
+def is_controlnet(names: Iterable[str]) -> bool:
+    """Return whether these tensor names are those of a control network."""
+    return EMBEDDER in names
+
+
+def take(path: Path) -> Inventory:
+    """Return the control network at ``path``. Raises as the formats of files and directories."""
+    found = diffusers.take_inventory(path) if path.is_dir() else safetensors.take(path)
+    return replace(found, facts={**found.facts, "format": FORMAT, "architecture": CLASS})
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """Return the number of control layers."""
+    return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
+
+
+def check_fit(shapes: Shapes, base: Shapes, what: str, model: str) -> None:
+    """Check the tensors of a control network, ``what``, against those of ``model``, ``base``.
+
+    The names of ``base`` are ``component/name``.
+
+    Raises:
+        FormatError: A shape differs, there are more control layers than layers, or ``model`` is
+            not a Z-Image.
+    """
+    for name, shape in sorted(shapes.items()):
+        own = base.get(f"{_BASE}0.{name.removeprefix(_FIRST)}")
+        if name.startswith(_FIRST) and own not in (None, shape):
+            raise _misfit(what, model, f"{name} has the shape {list(shape)}, not {list(own or ())}")
+    embedded, patches = shapes.get(EMBEDDER, ()), base.get(_EMBEDDER, ())
+    if len(patches) != 2:
+        raise _misfit(what, model, "it is not a Z-Image")
+    if len(embedded) != 2 or embedded[0] != patches[0] or embedded[1] < patches[1]:
+        least = f"at least {list(patches)}"
+        raise _misfit(what, model, f"{EMBEDDER} has the shape {list(embedded)}, not {least}")
+    layers = {name.removeprefix(_BASE).partition(".")[0] for name in base if name.startswith(_BASE)}
+    if (count := count_layers(shapes)) > len(layers):
+        raise _misfit(what, model, f"it has {count} control layers for {len(layers)} layers")
+
+
+def _misfit(what: str, model: str, why: str) -> FormatError:
+    return FormatError(f"{what} does not fit {model}: {why}", hint="it is of another base model")
