@@ -15,17 +15,13 @@ from urllib.parse import quote
 from aiohttp import web
 
 from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
-<<<<<<< HEAD
 from clowder_aimage.api.image_request import (
     EditRequest,
     ImageRequest,
     VariationRequest,
     read_request,
 )
-=======
-from clowder_aimage.api.image_request import ImageRequest, read_request
 from clowder_aimage.api.lora_field import LoraField
->>>>>>> pic
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
 from clowder_aimage.api.picture_upload import (
