@@ -14,7 +14,13 @@ from urllib.parse import quote
 
 from aiohttp import web
 
-from clowder_aimage.api import answer_stream, openai_model, openai_stream, picture_link
+from clowder_aimage.api import (
+    answer_stream,
+    openai_model,
+    openai_stream,
+    picture_link,
+    picture_output,
+)
 from clowder_aimage.api.image_request import (
     EditRequest,
     ImageRequest,
@@ -73,12 +79,13 @@ def routes(service: Service, uploads: PictureUploads) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request, its model, the AImages of its adapters by index, and its pictures."""
+    """A request, its model, the AImages of its adapters by index, its pictures and their target."""
 
     body: ImageRequest
     selected: openai_model.SelectedModel
     adapters: Mapping[int, Reference]
     pictures: KeptPictures | None
+    target: Reference | None  # to which the pictures are pushed
 
 
 class ImageRoutes:
@@ -124,6 +131,9 @@ class ImageRoutes:
             message = "missing required field: image"
             raise ApiError(400, message, code="missing_required_parameter", param="image")
         may_pull = request.get("scope") == ADMIN
+        target = picture_output.target_of(
+            body.output, service, may_push=may_pull, is_streamed=body.stream
+        )
         selected = await openai_model.choose_model(service, body, may_pull=may_pull)
         if selected.adapter is not None:
             own = LoraField(model=str(selected.adapter), strength=None)
@@ -134,7 +144,7 @@ class ImageRoutes:
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
-        work = _Work(body, selected, await body.adapters.references(service), pictures)
+        work = _Work(body, selected, await body.adapters.references(service), pictures, target)
         if not body.stream:
             return await self._whole(request, work, headers)
         dialect = openai_stream.choose(body, request.headers)
@@ -201,6 +211,10 @@ class ImageRoutes:
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
         answer = _answer(body, pictures, keep) | described(learned[-1].loras)
+        if work.target is not None:
+            answer["output"] = await picture_output.push_events(
+                self._service, work.target, pictures, body.output_format
+            )
         text = await run_generation(json.dumps, answer)
         return web.Response(text=text, content_type="application/json", headers=headers)
 
