@@ -46,8 +46,8 @@ def check_fit(shapes: Shapes, base: Shapes, what: str, model: str) -> None:
     The names of ``base`` are ``component/name``.
 
     Raises:
-        FormatError: A shape differs, there are more control layers than layers, or ``model`` is
-            not a Z-Image.
+        FormatError: A shape differs, there are no control layers or more than layers, or ``model``
+            is not a Z-Image.
     """
     for name, shape in sorted(shapes.items()):
         own = base.get(f"{_BASE}0.{name.removeprefix(_FIRST)}")
@@ -60,7 +60,7 @@ def check_fit(shapes: Shapes, base: Shapes, what: str, model: str) -> None:
         least = f"at least {list(patches)}"
         raise _misfit(what, model, f"{EMBEDDER} has the shape {list(embedded)}, not {least}")
     layers = {name.removeprefix(_BASE).partition(".")[0] for name in base if name.startswith(_BASE)}
-    if (count := count_layers(shapes)) > len(layers):
+    if not 1 <= (count := count_layers(shapes)) <= len(layers):
         raise _misfit(what, model, f"it has {count} control layers for {len(layers)} layers")
 
 
