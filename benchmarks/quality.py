@@ -10,6 +10,12 @@ float32. "Skipped" is the share of the main blocks' evaluations; "time" is the m
 scenes, of the time of a picture, in parts of that without the cache. The pictures of a scene are
 made one after another, in an order that changes from scene to scene.
 
+``--inpaint`` measures painting in place: a row for each strength, in float32. Each scene of one
+item is drawn with another one, such as a red circle, whose box and a margin of two latent cells are
+the mask; the prompt is the scene's caption, such as "a blue square". "In place" is the share of
+pictures with nothing but the right item, whose centre is within the circle around the drawn one.
+``--pictures`` writes the drawings, and the pictures of each strength.
+
 ``--lora FILE[:STRENGTH]`` measures an adapter instead, in float32: rows without and with it, of
 scenes with the ninth colour (examples/shapes/composing.py) and of the held-out scenes. The judge
 knows nine colours then, except in the last two rows.
@@ -40,22 +46,25 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.adaptation import LoadedAdapter, Use
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Digest, Reference
 
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 sys.path.insert(0, str(SHAPES))
 
 from composing import held_out_scenes, ninth_scenes  # noqa: E402
 from judge import look  # noqa: E402
-from scene import COLOURS, NINTH, RGB, Scene  # noqa: E402
+from scene import COLOURS, NINTH, RGB, Item, Scene, render  # noqa: E402
 from score import figures, score  # noqa: E402
 
 STEPS = 8
 CACHED_STEPS = (28, 8)
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+INPAINTED = 60  # scenes
+STRENGTHS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+MARGIN = 16  # pixels around an item that is painted over: two latent cells
 QUANTIZED = ("int8", "mxfp8", "int4", "nvfp4")
 PRECISIONS = ("float32", "bfloat16", *QUANTIZED)
 COLUMNS: tuple[str, ...] = (
@@ -197,6 +206,72 @@ def print_cached(pipeline: ZImagePipeline, scenes: Sequence[Scene]) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class Repainting:
+    """A scene of one item, drawn with another one; the mask covers that one."""
+
+    scene: Scene
+    drawing: Pixels
+    mask: Pixels
+
+    @classmethod
+    def of(cls, scene: Scene) -> Repainting:
+        """Return the scene with a red circle, or a blue square, in place of its item."""
+        (item,) = scene.items
+        colour = "blue" if item.colour == "red" else "red"
+        shape = "square" if item.shape == "circle" else "circle"
+        other = Item(colour, shape, item.x, item.y, item.radius)
+        mask = np.zeros((scene.height, scene.width), np.uint8)
+        reach = item.radius + MARGIN
+        rows, columns = (slice(max(0, int(at - reach)), int(at + reach)) for at in (item.y, item.x))
+        mask[rows, columns] = 255
+        return cls(scene, render(dataclasses.replace(scene, items=(other,))), mask)
+
+    def paint(self, pipeline: ZImagePipeline, seed: int, strength: float) -> Pixels:
+        """Return the picture after painting by the scene's caption."""
+        file = str(Digest.of(b""))  # of the picture; the pipeline does not read it
+        asked = dataclasses.replace(
+            request(self.scene, seed), image=file, mask=file, strength=strength
+        )
+        *_, image = pipeline.generate(asked, PictureInput(self.drawing, self.mask))
+        assert isinstance(image, Image)
+        return image.pixels
+
+    def is_in_place(self, made: Pixels) -> bool:
+        """Return whether the picture has only the scene's item, where the other one was."""
+        (item,), seen = self.scene.items, look(made)
+        away = [float(np.hypot(one.x - item.x, one.y - item.y)) for one in seen.items]
+        return score(self.scene, seen).both and max(away) <= item.radius
+
+
+def repaintings(count: int = INPAINTED) -> list[Repainting]:
+    """Return the first held-out scenes of one item, to be painted in place of others."""
+    alone = [scene for scene in held_out_scenes() if len(scene.items) == 1]
+    return [Repainting.of(scene) for scene in alone[:count]]
+
+
+def print_inpainted(pipeline: ZImagePipeline, count: int, place: Path | None) -> None:
+    """Print the table of inpainting by strength."""
+    from PIL import Image as Picture
+
+    wanted, columns = repaintings(count), ("colour", "shape", "both", "position", "size")
+    print("| strength |", " | ".join(columns), "| background | in place |")
+    print("|---" * (len(columns) + 3) + "|")
+    if place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+        for seed, one in enumerate(wanted):
+            Picture.fromarray(one.drawing).save(place / f"{seed:02}-drawn.png")
+    for strength in STRENGTHS:
+        made = [one.paint(pipeline, seed, strength) for seed, one in enumerate(wanted)]
+        found = judged([one.scene for one in wanted], made)
+        shares = [percent(found[column]["share"]) for column in (*columns, "background")]
+        right = [one.is_in_place(pixels) for one, pixels in zip(wanted, made, strict=True)]
+        print(f"| {strength} |", " | ".join(shares), f"| {percent(float(np.mean(right)))} |")
+        for seed, pixels in enumerate(made if place is not None else ()):
+            assert place is not None
+            Picture.fromarray(pixels).save(place / f"{seed:02}-{strength}.png")
+
+
 def open_adapter(pipeline: ZImagePipeline, text: str) -> Use:
     """Return the adapter of ``FILE[:STRENGTH]`` for a model."""
     named = parse_use(text, lambda name: Path(name).is_file())
@@ -238,8 +313,15 @@ def main() -> None:
     parser.add_argument("--scenes", type=int, default=None, help="only the first so many")
     parser.add_argument("--diffusers", action="store_true")
     parser.add_argument("--cache", action="store_true", help="measure the step cache")
+    parser.add_argument("--inpaint", action="store_true", help="measure painting in place")
+    parser.add_argument("--pictures", type=Path, help="with --inpaint: write pictures here")
     parser.add_argument("--lora", metavar="FILE[:STRENGTH]", help="measure an adapter")
     options = parser.parse_args()
+    if options.inpaint:
+        with tempfile.TemporaryDirectory() as store:
+            pipeline, _ = load(options.directory, "float32", ImageLayout(Path(store)))
+            print_inpainted(pipeline, options.scenes or INPAINTED, options.pictures)
+        return
     scenes = held_out_scenes()[: options.scenes]
     if options.cache:
         with tempfile.TemporaryDirectory() as place:

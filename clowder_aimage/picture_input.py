@@ -211,7 +211,7 @@ def prepare(
     if mask is not None and not (np.asarray(mask) >= 128).any():
         raise UsageError("the mask is empty: white is painted, and it has none")
     if request.expand:
-        return _expanded(request, whole)
+        return _expanded(request, whole, control)
     size = request.width, request.height
     if mask is not None and request.crop:
         return _cropped(request, whole, mask, control)
@@ -246,7 +246,7 @@ def _cropped(
     return PreparedPicture(given, finish)
 
 
-def _expanded(request: GenerateRequest, image: Picture) -> PreparedPicture:
+def _expanded(request: GenerateRequest, image: Picture, control: Picture | None) -> PreparedPicture:
     """Return a picture with the new area around it; the result has the exact size.
 
     Raises UsageError: the request's size is not that, rounded up.
@@ -266,7 +266,7 @@ def _expanded(request: GenerateRequest, image: Picture) -> PreparedPicture:
     more = [(0, down), (0, across)]
     pixels = np.pad(original, [*more, (0, 0)], mode="edge")
     mask = np.pad(np.uint8(255) * (share > 0), more, constant_values=255)
-    given = PictureInput(pixels, mask.astype(np.uint8))
+    given = PictureInput(pixels, mask.astype(np.uint8), _fitted(request, control))
     return PreparedPicture(given, lambda made: mix(made[:height, :width], original, share))
 
 

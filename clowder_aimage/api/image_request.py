@@ -54,6 +54,7 @@ _Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 _Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of=MULTIPLE)]
 
 
+_OBJECTS = ("loras", "output")  # fields that are JSON in a form
 # Fields that have no meaning without a picture
 OF_IMAGES = ("strength", "fine", "fit", "paste", "feather", "crop", "painted")
 
@@ -240,8 +241,8 @@ def read_request(
 
     Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
     """
-    if is_form and "loras" in fields:
-        fields = {**fields, "loras": _listed(fields["loras"])}
+    if is_form:
+        fields = {**fields, **{key: _parsed(key, fields[key]) for key in _OBJECTS if key in fields}}
     body = check_fields(fields, kind, defaults, is_form=is_form)
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
@@ -253,12 +254,12 @@ def read_request(
     return body
 
 
-def _listed(text: str) -> Any:
-    """Return the adapters in a field of a form, which is JSON. Raises ApiError."""
+def _parsed(name: str, text: str) -> Any:
+    """Return the JSON in a field of a form. Raises ApiError."""
     try:
-        return read_json(text.encode(), "loras")
+        return read_json(text.encode(), name)
     except FormatError as error:
-        raise wrong("loras", error.message.removeprefix("loras ")) from None
+        raise wrong(name, error.message.removeprefix(f"{name} ")) from None
 
 
 def _whole_size(text: str) -> dict[str, int | None] | None:

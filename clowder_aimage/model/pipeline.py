@@ -415,9 +415,14 @@ def _check_enlarged(request: GenerateRequest) -> None:
     _check_number("upscale", request.upscale, 0, MAX_UPSCALE)
     if 0 < request.upscale < 1:
         raise UsageError(f"upscale must be from 1 to {MAX_UPSCALE}, not {request.upscale:g}")
-    if request.upscale and (request.mask is not None or request.expand):
-        other = "expand" if request.expand else "a mask"
-        raise UsageError(f"upscale cannot be combined with {other}")
+    others = {
+        "expand": bool(request.expand),
+        "a mask": request.mask is not None,
+        "a control picture": request.control is not None,
+    }
+    for name, is_given in others.items() if request.upscale else ():
+        if is_given:
+            raise UsageError(f"upscale cannot be combined with {name}")
     if not request.expand:
         return
     if request.mask is not None:

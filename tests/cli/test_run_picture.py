@@ -65,7 +65,8 @@ def test_replay_names_an_image_that_is_missing(drawn: tuple[Aimage, Path]) -> No
     here("run", "x", "a fox", *options, "-o", "wide.png")
     digest = load_picture(here.home / "wide.png")[1]["image"]
     (here.store / "blobs" / "sha256" / digest.partition(":")[2]).unlink()
-    assert f"the image {digest} is not in the store" in here("replay", "wide.png", code=3).err
+    said = here("replay", "wide.png", code=3).err
+    assert f"pictures that the store lacks: the image {digest}" in said
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_replay_names_an_image_that_is_missing(drawn: tuple[Aimage, Path]) -> No
         (("--image", "drawn.png", "--expand", "0,0,8,0", "--size", "64x64"), "omit --size"),
         (("--image", "drawn.png", "--upscale", 2, "--mask", "alpha"), "combined with a mask"),
         (("--image", "drawn.png", "--upscale", 2, "--expand", "0,0,8,0"), "with expand"),
+        (("--image", "drawn.png", "--upscale", 2, "--control", "drawn.png"), "a control picture"),
         (("--image", "drawn.png", "--upscale", 5), "5.0 is not in the range"),
         (("--image", "drawn.png", "--strength", 1e-17), "leaves none of 8 steps"),
         (("--seeds", "1..2", "--seed", 1), "--seeds cannot be combined with --seed"),

@@ -202,3 +202,20 @@ def test_it_is_small_and_stored_as_bfloat16() -> None:
                 header = read_header(file, path.stat().st_size)
                 dtypes |= {info.dtype for info in header.tensors.values()}
     assert dtypes == {"BF16"}
+
+
+# -- painting in place
+
+
+@pytest.mark.integration
+def test_a_red_circle_becomes_a_blue_square(load: Load) -> None:
+    """Paint 12 of the 60 held-out items in place of others; the background stays as it is."""
+    pipeline, wanted = load("float32"), quality.repaintings()[::5]
+    assert len(wanted) == 12
+    made = [one.paint(pipeline, 5 * seed, 1.0) for seed, one in enumerate(wanted)]
+    right = [one.is_in_place(pixels) for one, pixels in zip(wanted, made, strict=True)]
+    assert sum(right) >= 11  # of 60 95 % are right
+    assert not any(one.is_in_place(one.drawing) for one in wanted)
+    for one, pixels in zip(wanted, made, strict=True):
+        kept = np.abs(pixels.astype(int) - one.drawing)[one.mask < 128]
+        assert not kept.size or np.median(kept) <= 6  # the mask may be the whole picture
