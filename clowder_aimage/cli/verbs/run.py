@@ -230,10 +230,10 @@ def run(
     is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
-    has_control = first.get("control") is not None
-    if has_control and remote:
-        raise UsageError("--control is not sent to a worker", hint="omit --remote")
-    is_here = has_control or any(is_file(use.model) for use in first["loras"])
+    here_only = [name for name in ("control", "expand", "upscale") if first.get(name)]
+    if here_only and remote:
+        raise UsageError(f"--{here_only[0]} is not sent to a worker", hint="omit --remote")
+    is_here = bool(here_only) or any(is_file(use.model) for use in first["loras"])
     local = local or (not remote and is_here)
     render = _renderer(reference, here, local, remote, first["loras"])
     order = _Order(values, render, _protocol(values["inline"]))
