@@ -455,6 +455,7 @@ COVERED = {
     "picture": "Pillow reads it; the facts are those of remote_worker",
     "picture_input": "Pillow reads it, after its size was read from the header",
     "image_request": "a field of a body that was bounded",
+    "seed_option": "pictures that this program made",
     **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
 DECODERS = {
