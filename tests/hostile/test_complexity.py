@@ -452,6 +452,9 @@ COVERED = {
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
     "prequantized": "a single number",
     "dequantize": "weights, bounded by their layers",
+    "picture_input": "Pillow reads it, within limits of bytes and pixels",
+    "seed_option": "pictures of this program",
+    "image_request": "a bounded field of a form, by read_json",
     "picture": "Pillow reads it; the facts are those of remote_worker",
     **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
