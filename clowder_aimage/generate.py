@@ -296,7 +296,7 @@ def _check_kind(reference: Reference, aimage: AImage) -> None:
     if kind == "diffusers":
         name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
         raise ModelError(
-            f"only {', '.join(PIPELINES)} can be run; {reference} is {str(name)[:80]}",
+            f"only {PIPELINES[0]} can be run; {reference} is {str(name)[:80]}",
             remedy="export_to_run",
             library=kind,
             reference=reference,

@@ -66,7 +66,7 @@ from clowder_aimage.cli.console.remote_worker import (
     worker,
     worker_host,
 )
-from clowder_aimage.cli.console.seed_option import contact_sheet, seed_options, seed_runs
+from clowder_aimage.cli.console.seed_option import seed_options, seed_runs
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -225,7 +225,7 @@ def run(
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
-    _check_push(values["push"], prompt)
+    _check_push(values["push"], prompt, reference)
     first = _check(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
@@ -264,7 +264,7 @@ def _read_prompt(words: tuple[str, ...]) -> str | None:
     return prompt
 
 
-def _check_push(target: Reference | None, prompt: str | None) -> None:
+def _check_push(target: Reference | None, prompt: str | None, model: Reference) -> None:
     """Reject a name to which the pictures cannot be pushed, before they are generated."""
     if target is None:
         return
@@ -272,7 +272,12 @@ def _check_push(target: Reference | None, prompt: str | None) -> None:
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
-    check_target(target, settings().connection(target.registry))
+    check_target(target, _connection(model, target))
+
+
+def _connection(*names: Reference) -> ClientOptions:
+    """Return the options for the registries of names. Raises UsageError."""
+    return settings().connection(*dict.fromkeys(filter(None, (one.registry for one in names))))
 
 
 def _standard_input() -> str:
@@ -359,6 +364,8 @@ class _Order:
                 kept.append(picture)
         paths = [str(each["path"]) for each in written]
         if self.values["sheet"]:
+            from clowder_aimage.model.picture import contact_sheet
+
             sheet = contact_sheet([(one.seed, one.data) for one in kept])
             path = output.write_sheet(sheet, options["prompt"])
             facts["sheet"] = str(path)
@@ -400,7 +407,7 @@ class _Order:
 
         target: Reference = self.values["push"]
         model = Reference.parse(str(made[0].facts["reference"])) if made[0].facts else target
-        connection = settings().connection(*{model.registry, target.registry} - {None})
+        connection = _connection(model, target)
         pictures = [MadePicture(one.data, one.seed, kind, one.facts) for one in made]
         with Progress("pushing", target) as progress:
             on_event, layout = progress.on_event, settings().layout
