@@ -268,7 +268,7 @@ def _check_push(target: Reference | None, prompt: str | None, model: Reference) 
     """Reject a name to which the pictures cannot be pushed, before they are generated."""
     if target is None:
         return
-    from clowder_aimage.picture_artifact import check_target
+    from clowder_aimage.pictures.picture_artifact import check_target
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
@@ -403,7 +403,7 @@ class _Order:
 
     def _push(self, made: list[RemotePicture], kind: str) -> dict[str, str]:
         """Push the pictures as one artifact; return its name and digest."""
-        from clowder_aimage.picture_artifact import MadePicture, push_pictures
+        from clowder_aimage.pictures.picture_artifact import MadePicture, push_pictures
 
         target: Reference = self.values["push"]
         model = Reference.parse(str(made[0].facts["reference"])) if made[0].facts else target
