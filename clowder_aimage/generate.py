@@ -39,7 +39,7 @@ from clowder_aimage.model.pipeline import (
     Step,
 )
 from clowder_aimage.oci import Descriptor, Manifest, Reference
-from clowder_aimage.picture_input import PictureInputs, PreparedPicture, TiledPicture
+from clowder_aimage.pictures.picture_input import PictureInputs, PreparedPicture, TiledPicture
 from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ def _check_kind(reference: Reference, aimage: AImage) -> None:
     if kind == "diffusers":
         name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
         raise ModelError(
-            f"only {', '.join(PIPELINES)} can be run; {reference} is {str(name)[:80]}",
+            f"only {PIPELINES[0]} can be run; {reference} is {str(name)[:80]}",
             remedy="export_to_run",
             library=kind,
             reference=reference,

@@ -28,7 +28,7 @@ from clowder_aimage.http.route import ADMIN, BODY
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.picture_input import MAX_BYTES, TYPES, InputFile, keep, white_mask
+from clowder_aimage.pictures.picture_input import MAX_BYTES, TYPES, InputFile, keep, white_mask
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures
 TIMEOUT = 120.0  # seconds for a body with pictures to arrive
@@ -93,7 +93,7 @@ class PictureUploads:
         self._count += 1
 
     def keep(self, lease: Lease, data: bytes, what: str) -> InputFile:
-        """Put a picture into the store, leased. Raises as ``picture_input.keep``."""
+        """Put a picture into the store, leased. Raises as ``pictures.picture_input.keep``."""
         store = self.service.store
         content = Descriptor("", Digest.of(data), len(data))
         lease.add(content.digest)  # before the check: another request may remove it

@@ -12,20 +12,23 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, PngImagePlugin
+from PIL import ExifTags, Image, ImageDraw, ImageFont, PngImagePlugin
 
 from clowder_aimage import __version__
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.model.pipeline import FORMATS
 from clowder_aimage.oci import read_json
 
 KEY = "aimage"
 _LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
+_THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18  # pixels of a sheet
+_PAPER, _INK = (246, 246, 244), (40, 40, 40)
 _MAX_PIXELS = 1 << 26  # 8192 by 8192, the largest picture that is made
 
 
@@ -49,6 +52,40 @@ def encode_picture(
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
+
+
+def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
+    """Return a PNG file with the pictures of seeds, reduced, above the seeds, in rows.
+
+    Raises FormatError: one is not a picture.
+    """
+    thumbnails = [_thumbnail(data) for _, data in pictures]
+    columns = math.ceil(math.sqrt(len(pictures)))
+    across = max(one.width for one in thumbnails) + _MARGIN
+    down = max(one.height for one in thumbnails) + _CAPTION + _MARGIN
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (columns * across + _MARGIN, rows * down + _MARGIN), _PAPER)
+    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
+    for index, ((seed, _), thumbnail) in enumerate(zip(pictures, thumbnails, strict=True)):
+        left, top = _MARGIN + index % columns * across, _MARGIN + index // columns * down
+        sheet.paste(thumbnail, (left, top))
+        pen.text((left, top + thumbnail.height + 1), str(seed), fill=_INK, font=font)
+    buffer = io.BytesIO()
+    sheet.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _thumbnail(data: bytes) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(io.BytesIO(data), formats=[kind.upper() for kind in FORMATS]) as image:
+                if math.prod(image.size) > _MAX_PIXELS:
+                    raise Image.DecompressionBombError
+                image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+                return image.convert("RGB")
+    except Exception:  # Pillow has no common class for what it raises for damaged files
+        raise FormatError("a picture is damaged, or too large for the sheet") from None
 
 
 def _chunks(facts: Mapping[str, Any], shape: tuple[int, ...]) -> PngImagePlugin.PngInfo:

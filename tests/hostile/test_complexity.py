@@ -372,7 +372,7 @@ def read_facts(n: int, _: Path) -> Action:
 
 
 def read_settings(n: int, _: Path) -> Action:
-    from clowder_aimage.picture_artifact import _parse
+    from clowder_aimage.pictures.picture_artifact import _parse
 
     pictures = [{"digest": digest_of(i), "seed": i} for i in range(n)]
     raw = json.dumps({"schemaVersion": 1, "settings": {}, "pictures": pictures}).encode()
@@ -428,7 +428,7 @@ CASES: dict[str, Case] = {
     "load.py": read_archive_index,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
-    "picture_artifact.py": read_settings,
+    "pictures/picture_artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
     "schema.py": lambda n, _: lambda: json_positions(index(n).decode()),
@@ -452,7 +452,13 @@ COVERED = {
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
     "prequantized": "a single number",
     "dequantize": "weights, bounded by their layers",
+    "picture_input": "Pillow reads it, within limits of bytes and pixels",
+    "seed_option": "pictures of this program",
+    "image_request": "a bounded field of a form, by read_json",
     "picture": "Pillow reads it; the facts are those of remote_worker",
+    "picture_input": "Pillow reads it, after its size was read from the header",
+    "image_request": "a field of a body that was bounded",
+    "seed_option": "pictures that this program made",
     **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
 DECODERS = {

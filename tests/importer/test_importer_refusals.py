@@ -73,9 +73,17 @@ def test_a_pipeline_without_a_class_is_refused(model: Model) -> None:
 
 
 def test_an_unknown_component_is_refused(model: Model) -> None:
-    extra = {"controlnet": ["diffusers", "ZImageControlNetModel"]}
+    extra = {"unet": ["diffusers", "UNet2DConditionModel"]}
     path = model.write("model_index.json", FILES["model_index.json"] | extra)
-    refused(model, path, "unknown components: controlnet")
+    refused(model, path, "unknown components: unet")
+
+
+@pytest.mark.parametrize("name", ["ZImageControlNetModel", "SD3ControlNetModel"])
+def test_a_controlnet_that_is_named_must_be_there_and_of_its_class(model: Model, name: str) -> None:
+    extra = {"controlnet": ["diffusers", name]}
+    model.write("model_index.json", FILES["model_index.json"] | extra)
+    is_own = name == "ZImageControlNetModel"
+    refused(model, "the controlnet is missing" if is_own else f"unsupported controlnet '{name}'")
 
 
 @pytest.mark.parametrize("component", ["tokenizer", "vae"])

@@ -16,8 +16,8 @@ import pytest
 from PIL import ExifTags, Image, PngImagePlugin
 
 from clowder_aimage import __version__
-from clowder_aimage.errors import UsageError
-from clowder_aimage.model.picture import encode_picture, load_picture
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.model.picture import contact_sheet, encode_picture, load_picture
 
 PIXELS = np.zeros((16, 32, 3), np.uint8)
 FACTS = {
@@ -164,3 +164,11 @@ def test_facts_with_a_number_of_400_digits_are_no_facts(tmp_path: Path) -> None:
     Image.fromarray(PIXELS).save(tmp_path / "x.png", pnginfo=info)
     with pytest.raises(UsageError, match="no generation settings"):
         load_picture(tmp_path / "x.png")
+
+
+def test_a_sheet_refuses_what_is_not_a_picture() -> None:
+    data = encode_picture(np.zeros((8, 8, 3), np.uint8), None)
+    assert contact_sheet([(1, data)]).startswith(b"\x89PNG")
+    for damaged in (b"", b"GIF89a", data[:45]):
+        with pytest.raises(FormatError, match="a picture is damaged"):
+            contact_sheet([(1, data), (2, damaged)])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import ssl
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from clowder_aimage.errors import (
     AImageError,
@@ -19,6 +24,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.registry import ClientOptions, web_file
+from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.reach import Reach
 from clowder_aimage.registry.web_file import InputHosts, fetch
 from tests.scripted import Answer, ScriptedRegistry
@@ -176,6 +182,47 @@ def test_a_slow_body_is_given_up(server: ScriptedRegistry, monkeypatch: pytest.M
     server.script = lambda _: Answer(200, {}, b"a picture", cut=3, hang=True)
     with pytest.raises(NetworkError):
         read(server)
+
+
+def test_a_certificate_is_verified(server: ScriptedRegistry, tmp_path: Path) -> None:
+    """Only an authority that the configuration names for the host is trusted."""
+    authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    server.wrap(context)
+    url = f"https://{server.host}/a.png"
+    with pytest.raises(NetworkError, match="cannot verify the certificate") as raised:
+        fetch(url, ClientOptions(insecure=True), limit=LIMIT)
+    assert raised.value.remedy == ""
+    known = ClientOptions(registries={server.host: HostSettings(ca_file=tmp_path / "ca.pem")})
+    assert fetch(url, known, limit=LIMIT) == b"a picture"
+    server.script = to(f"http://{server.host}/a.png")
+    with pytest.raises(ForbiddenError, match="leads to http://"):
+        fetch(url, known, limit=LIMIT, hosts=InputHosts.parse([f"http://{server.host}"]))
+
+
+def test_bytes_that_drip_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte arrives within the timeout of a read, and all of them do not."""
+    monkeypatch.setattr(web_file, "_READ_TIMEOUT", 0.2)
+    monkeypatch.setattr(web_file, "_RATE", LIMIT * 1000)
+    over = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(OSError):
+            sock.recv(65536)
+            sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n")
+            while not over.wait(0.02):
+                sock.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,), daemon=True)
+        thread.start()
+        port = listener.getsockname()[1]
+        with pytest.raises(NetworkError, match="does not answer in time"):
+            fetch(f"http://127.0.0.1:{port}/a.png", ClientOptions(), limit=LIMIT)
+        over.set()
+        thread.join(10)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,20 @@ def test_pictures_are_pushed_and_replayed(worker: LocalWorker, host: str, tmp_pa
     assert replaying("replay", f"oci://{target}#2.png").line == "equal"
 
 
+def test_run_pushes_the_pictures_of_a_worker(worker: LocalWorker, host: str) -> None:
+    here = Aimage(worker.aimage.home, worker.aimage.store)
+    here.environment.update(AIMAGE_HOST=worker.url, AIMAGE_TOKEN=INFER)
+    words = ("run", "tiny", "a fox", "--size", "32x32", "--steps", 1, "--seed", 3)
+    pushed = here(*words, "-o", "made.png", "--push", f"{host}/team/made:remote", "-q")
+    path, name = pushed.out.split()
+    assert path == "made.png"
+    there = Aimage(worker.aimage.home, worker.aimage.store)
+    assert there("replay", f"oci://{name}").line == "equal"
+    lossy = here(*words, "-o", "made.jpg", "--push", f"{host}/team/made:lossy", code=2)
+    assert "do not say by which model" in lossy.err
+    assert (here.home / "made.jpg").exists()
+
+
 @pytest.mark.parametrize(
     ("token", "fields", "status", "message"),
     [

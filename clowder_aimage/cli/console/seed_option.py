@@ -1,8 +1,7 @@
-"""Several seeds of one prompt, and a sheet of their pictures."""
+"""Several seeds of one prompt."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 
@@ -11,9 +10,6 @@ import click
 from clowder_aimage.cli.console.option import options, parsed
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import MAX_PICTURES, MAX_SEED
-
-_THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18  # pixels
-_PAPER, _INK = (246, 246, 244), (40, 40, 40)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -67,27 +63,3 @@ def seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[
             runs.append((each, 1))
         following = each + 1
     return runs
-
-
-def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
-    """Return a PNG file with the pictures of seeds, reduced, above the seeds, in rows."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    columns = next(side for side in range(1, len(pictures) + 1) if side * side >= len(pictures))
-    thumbnails = []
-    for _, data in pictures:
-        with Image.open(io.BytesIO(data)) as picture:
-            picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            thumbnails.append(picture.convert("RGB"))
-    across = max(one.width for one in thumbnails) + _MARGIN
-    down = max(one.height for one in thumbnails) + _CAPTION + _MARGIN
-    rows = -(-len(pictures) // columns)
-    sheet = Image.new("RGB", (columns * across + _MARGIN, rows * down + _MARGIN), _PAPER)
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for index, ((seed, _), thumbnail) in enumerate(zip(pictures, thumbnails, strict=True)):
-        left, top = _MARGIN + index % columns * across, _MARGIN + index // columns * down
-        sheet.paste(thumbnail, (left, top))
-        pen.text((left, top + thumbnail.height + 1), str(seed), fill=_INK, font=font)
-    buffer = io.BytesIO()
-    sheet.save(buffer, format="PNG")
-    return buffer.getvalue()

@@ -66,7 +66,7 @@ from clowder_aimage.cli.console.remote_worker import (
     worker,
     worker_host,
 )
-from clowder_aimage.cli.console.seed_option import contact_sheet, seed_options, seed_runs
+from clowder_aimage.cli.console.seed_option import seed_options, seed_runs
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -225,15 +225,15 @@ def run(
     """
     begun = time.monotonic()
     prompt = _read_prompt(words)
-    _check_push(values["push"], prompt)
+    _check_push(values["push"], prompt, reference)
     first = _check(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
-    has_control = first.get("control") is not None
-    if has_control and remote:
-        raise UsageError("--control is not sent to a worker", hint="omit --remote")
-    is_here = has_control or any(is_file(use.model) for use in first["loras"])
+    here_only = [name for name in ("control", "expand", "upscale") if first.get(name)]
+    if here_only and remote:
+        raise UsageError(f"--{here_only[0]} is not sent to a worker", hint="omit --remote")
+    is_here = bool(here_only) or any(is_file(use.model) for use in first["loras"])
     local = local or (not remote and is_here)
     render = _renderer(reference, here, local, remote, first["loras"])
     order = _Order(values, render, _protocol(values["inline"]))
@@ -264,15 +264,20 @@ def _read_prompt(words: tuple[str, ...]) -> str | None:
     return prompt
 
 
-def _check_push(target: Reference | None, prompt: str | None) -> None:
+def _check_push(target: Reference | None, prompt: str | None, model: Reference) -> None:
     """Reject a name to which the pictures cannot be pushed, before they are generated."""
     if target is None:
         return
-    from clowder_aimage.picture_artifact import check_target
+    from clowder_aimage.pictures.picture_artifact import check_target
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
-    check_target(target, settings().connection(target.registry))
+    check_target(target, _connection(model, target))
+
+
+def _connection(*names: Reference) -> ClientOptions:
+    """Return the options for the registries of names. Raises UsageError."""
+    return settings().connection(*dict.fromkeys(filter(None, (one.registry for one in names))))
 
 
 def _standard_input() -> str:
@@ -359,6 +364,8 @@ class _Order:
                 kept.append(picture)
         paths = [str(each["path"]) for each in written]
         if self.values["sheet"]:
+            from clowder_aimage.model.picture import contact_sheet
+
             sheet = contact_sheet([(one.seed, one.data) for one in kept])
             path = output.write_sheet(sheet, options["prompt"])
             facts["sheet"] = str(path)
@@ -396,11 +403,11 @@ class _Order:
 
     def _push(self, made: list[RemotePicture], kind: str) -> dict[str, str]:
         """Push the pictures as one artifact; return its name and digest."""
-        from clowder_aimage.picture_artifact import MadePicture, push_pictures
+        from clowder_aimage.pictures.picture_artifact import MadePicture, push_pictures
 
         target: Reference = self.values["push"]
         model = Reference.parse(str(made[0].facts["reference"])) if made[0].facts else target
-        connection = settings().connection(*{model.registry, target.registry} - {None})
+        connection = _connection(model, target)
         pictures = [MadePicture(one.data, one.seed, kind, one.facts) for one in made]
         with Progress("pushing", target) as progress:
             on_event, layout = progress.on_event, settings().layout
