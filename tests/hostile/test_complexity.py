@@ -456,9 +456,6 @@ COVERED = {
     "seed_option": "pictures of this program",
     "image_request": "a bounded field of a form, by read_json",
     "picture": "Pillow reads it; the facts are those of remote_worker",
-    "picture_input": "Pillow reads it, after its size was read from the header",
-    "image_request": "a field of a body that was bounded",
-    "seed_option": "pictures that this program made",
     **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
 DECODERS = {
