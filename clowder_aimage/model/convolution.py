@@ -83,12 +83,12 @@ def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
         part = image[0, 2 * start : 2 * (start + count) + 1]
         padded = np.zeros((2 * count + 1, width + 1, channels), dtype=np.float32)
         padded[: len(part), :width] = part
-        for row in range(count):
-            into = found[0, start + row]
-            for tap, (down, right, matrix) in enumerate(matrices):
-                pixels = padded[2 * row + down, right : right + width : 2][: width // 2]
-                blas.multiply(pixels, matrix, into, is_sum=tap > 0)
-            into += bias
+        into = found[0, start : start + count].reshape(-1, len(bias))
+        for tap, (down, right, matrix) in enumerate(matrices):
+            every_second = padded[down : down + 2 * count : 2, right : right + width : 2]
+            pixels = np.ascontiguousarray(every_second).reshape(-1, channels)
+            blas.multiply(pixels, matrix, into, is_sum=tap > 0)
+        into += bias
 
     on_all_cores(rows, range(0, height // 2, step), 3 * image.size, multiplies=True)
     return arrays[1]
