@@ -39,7 +39,7 @@ from clowder_aimage.model.pipeline import (
     Step,
 )
 from clowder_aimage.oci import Descriptor, Manifest, Reference
-from clowder_aimage.picture_input import PictureInputs, PreparedPicture, TiledPicture
+from clowder_aimage.pictures.picture_input import PictureInputs, PreparedPicture, TiledPicture
 from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:

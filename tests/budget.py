@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24), and the coverage of lines
-# and branches together in per cent, rounded down, which only rises. "." is the root's modules.
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24, 25), and the coverage of
+# lines and branches together in per cent, rounded down, which only rises. "." is the root's modules.
 PACKAGES = {
-    ".": (6_900, 97),
+    ".": (6_150, 97),
     "adapter": (2_300, 95),
     "api": (3_500, 95),
     "cli": (8_350, 93),
@@ -21,6 +21,7 @@ PACKAGES = {
     "model": (6_500, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
+    "pictures": (740, 95),
     "registry": (3_750, 97),
     "tensor": (1_160, 98),
 }

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from clowder_aimage import input_source
 from clowder_aimage.errors import (
     AImageError,
     ForbiddenError,
@@ -24,9 +23,10 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.input_source import InputSource
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, mediatype
+from clowder_aimage.pictures import input_source
+from clowder_aimage.pictures.input_source import InputSource
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.web_file import InputHosts
 from tests.scripted import Answer, ScriptedRegistry, serving

@@ -16,7 +16,15 @@ from PIL import Image
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import GenerateRequest, Sides, check_parameters
-from clowder_aimage.picture_input import around, decode, default_size, fit, inspect, paste, prepare
+from clowder_aimage.pictures.picture_input import (
+    around,
+    decode,
+    default_size,
+    fit,
+    inspect,
+    paste,
+    prepare,
+)
 
 FILE = f"sha256:{'0' * 64}"
 

@@ -32,7 +32,7 @@ from clowder_aimage.model.pipeline import (
     PictureEncoding,
 )
 from clowder_aimage.oci import read_json
-from clowder_aimage.picture_input import InputFile
+from clowder_aimage.pictures.picture_input import InputFile
 
 MULTIPLE = 16  # pixels
 _SAME = ("guidance_end", "cfg_normalization", "shift", "cache_threshold")  # names in both

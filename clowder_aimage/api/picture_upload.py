@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
@@ -27,7 +28,7 @@ from clowder_aimage.http.route import ADMIN, BODY
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.picture_input import MAX_BYTES, TYPES, InputFile, keep, white_mask
+from clowder_aimage.pictures.picture_input import MAX_BYTES, TYPES, InputFile, keep, white_mask
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures
 TIMEOUT = 120.0  # seconds for a body with pictures to arrive
@@ -42,6 +43,7 @@ _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, Runt
 _PIECE = 1 << 16
 
 _log = logging.getLogger("aimage.worker")
+_T = TypeVar("_T")
 Given = dict[str, str | bytes]  # the pictures of a request by field: files, or texts that name them
 
 
@@ -66,6 +68,8 @@ class PictureUploads:
         self.busy = asyncio.Semaphore(_AT_ONCE)
         self._count = 0
         self._added: set[Digest] = set()  # to the store, by requests of this worker
+        self._lock = threading.Lock()  # guards _added
+        self._endings: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def open(self, request: web.Request) -> AsyncIterator[PictureUpload]:
@@ -74,9 +78,11 @@ class PictureUploads:
         try:
             yield upload
         finally:
-            self._count -= upload.is_counted
-            if upload.is_counted:
-                await run_locking(self._end, upload)
+            if upload.is_counted:  # also if the client has disconnected, which cancels this
+                ending = asyncio.create_task(self._close(upload))
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
+                await asyncio.shield(ending)
 
     def enter(self) -> None:
         """Count a request with pictures. Raises BusyError, StoppedError."""
@@ -87,13 +93,23 @@ class PictureUploads:
         self._count += 1
 
     def keep(self, lease: Lease, data: bytes, what: str) -> InputFile:
-        """Put a picture into the store, leased. Raises as ``picture_input.keep``."""
+        """Put a picture into the store, leased. Raises as ``pictures.picture_input.keep``."""
         store = self.service.store
-        is_new = not store.exists(Descriptor("", Digest.of(data), len(data)))
+        content = Descriptor("", Digest.of(data), len(data))
+        lease.add(content.digest)  # before the check: another request may remove it
+        is_new = not store.exists(content)
         found = keep(store, lease, data, what)
-        if is_new:
-            self._added.add(found.descriptor.digest)
+        with self._lock:
+            if is_new:
+                self._added.add(content.digest)
         return found
+
+    async def _close(self, upload: PictureUpload) -> None:
+        """Wait for the threads of a request, then end it."""
+        if upload.work:
+            await asyncio.gather(*upload.work, return_exceptions=True)
+        await run_locking(self._end, upload)
+        self._count -= 1
 
     def _end(self, upload: PictureUpload) -> None:
         """End the lease of a request, and remove its pictures unless others need them."""
@@ -102,19 +118,24 @@ class PictureUploads:
             upload.lease.__exit__(None, None, None)
             if ours := [one for one in upload.kept if one.digest in self._added]:
                 Collector(store, grace=0.0).remove(ours)
-                self._added -= {one.digest for one in ours if not store.exists(one)}
+                with self._lock:
+                    self._added -= {one.digest for one in ours if not store.exists(one)}
         except AImageError as error:
             _log.warning("pictures of a request were not removed", extra={"reason": error.message})
 
 
 @dataclass(slots=True, eq=False)
 class PictureUpload:
-    """The body of a request, and its pictures in the store. ``is_form``: values are texts."""
+    """The body of a request, and its pictures in the store.
+
+    ``is_form``: values are texts. ``work`` uses the lease, and goes on if the request is cancelled.
+    """
 
     uploads: PictureUploads
     request: web.Request
     lease: Lease
     kept: list[Descriptor] = field(default_factory=list)
+    work: list[asyncio.Task[Any]] = field(default_factory=list)
     is_counted: bool = False
     is_form: bool = False
     _size: int = 0
@@ -236,11 +257,16 @@ class PictureUpload:
     async def _keep(self, name: str, value: str | bytes, painted: str) -> InputFile:
         try:
             if isinstance(value, str):
-                value = await run_io(self._read, name, value)
+                value = await self._finish(run_io(self._read, name, value))
             async with self.uploads.busy:
-                return await run_locking(self._store, name, value, painted)
+                return await self._finish(run_locking(self._store, name, value, painted))
         except AImageError as error:
             raise _refusal(error, name) from None
+
+    async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.create_task(work)
+        self.work.append(task)
+        return await asyncio.shield(task)
 
     def _read(self, name: str, text: str) -> bytes:
         if text[:5].lower() == "data:":

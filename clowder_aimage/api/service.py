@@ -28,7 +28,7 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.web_file import InputHosts
 
 if TYPE_CHECKING:
-    from clowder_aimage.input_source import InputSource
+    from clowder_aimage.pictures.input_source import InputSource
 
 BY_NODE = "node"  # pins checked by the node, which may need only some components
 
@@ -138,7 +138,7 @@ class Service:
 
         With ``may_pull`` those of any registry, unless this worker pulls nothing.
         """
-        from clowder_aimage.input_source import InputSource  # late: it imports numpy
+        from clowder_aimage.pictures.input_source import InputSource  # late: it imports numpy
 
         hosts = InputHosts.parse(self.settings.allow_inputs)
         may_pull = may_pull and self.settings.pull != NEVER

@@ -16,6 +16,7 @@ from clowder_aimage.cli.console.prompt_loop import read_prompts
 from clowder_aimage.errors import ModelError, UsageError
 
 OPTIONS = {
+    "seeds": click.Option(["--seeds"]),
     "steps": click.Option(["--steps"], type=int),
     "seed": click.Option(["--seed"], type=int, default=7),
     "size": click.Option(["--size"]),
@@ -31,6 +32,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
 
     def run(*lines: str | BaseException, fails: Exception | None = None) -> Any:
         values: dict[str, Any] = {"steps": None, "seed": 7, "size": (64, 32), "loras": ()}
+        values["seeds"] = (1, 5, 9)
         prompts: list[str] = []
         rest = iter(lines)
 
@@ -66,12 +68,13 @@ def test_set_changes_values_and_restores_defaults(
     _, values = typed("/set steps 4", "/set --seed 9", "/show")
     assert (values["steps"], values["seed"]) == (4, 9)
     shown = capsys.readouterr().err.split()
-    assert shown[shown.index("steps") + 1] == "4" and "64x32" in shown
+    assert shown[shown.index("steps") + 1] == "4" and "64x32" in shown and "1,5,9" in shown
     assert typed("/set seed 9", "/set seed", "/set size")[1] == {
         "steps": None,
         "seed": 7,
         "size": None,
         "loras": (),
+        "seeds": (1, 5, 9),
     }
 
 

@@ -105,6 +105,19 @@ def test_mistakes_are_refused(
     assert [path.name for path in here.home.glob("*.png")] == ["drawn.png"]
 
 
+@pytest.mark.parametrize("option", [("--expand", "0,0,8,0"), ("--upscale", 2)])
+def test_a_larger_picture_is_not_sent_to_a_worker(
+    drawn: tuple[Aimage, Path], option: tuple[object, ...]
+) -> None:
+    here, path = drawn
+    given = ("--image", path, *option, "--steps", 1)
+    elsewhere = Aimage(here.home, here.store, {"AIMAGE_HOST": "127.0.0.1:9"})
+    said = here("run", "x", "a fox", *given, "--remote", code=2)
+    assert f"{option[0]} is not sent to a worker" in said.err
+    elsewhere("run", "x", "a fox", *given, "-o", "made.png")  # in this process
+    assert (here.home / "made.png").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "is_ignored"),
     [

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 
+from clowder_aimage.pictures.picture_artifact import MadePicture, picture_config
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
 from tests.process import run, spawn
@@ -201,6 +202,10 @@ def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
         config = json.loads(_blob(store, manifest["config"]["digest"]))
         real += json.dumps(manifest, indent=2) + json.dumps(config, indent=2)
     real += (store / "index.json").read_text()
+    made = {"reference": "localhost:5005/team/tiny:v1", "digest": digest, "steps": 2}
+    made |= {"prompt": "a red fox in the snow", "width": 64}
+    config = json.loads(picture_config([MadePicture(b"a picture", 7, "png", made)]))
+    real += json.dumps(config, indent=2)
     printed = {_bare(line) for line in real.splitlines()}
     shown = [b for b in Document(ROOT / "docs" / "format.md").blocks if b.language == "json"]
     assert len(shown) >= 4

@@ -372,7 +372,7 @@ def read_facts(n: int, _: Path) -> Action:
 
 
 def read_settings(n: int, _: Path) -> Action:
-    from clowder_aimage.picture_artifact import _parse
+    from clowder_aimage.pictures.picture_artifact import _parse
 
     pictures = [{"digest": digest_of(i), "seed": i} for i in range(n)]
     raw = json.dumps({"schemaVersion": 1, "settings": {}, "pictures": pictures}).encode()
@@ -428,7 +428,7 @@ CASES: dict[str, Case] = {
     "load.py": read_archive_index,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
-    "picture_artifact.py": read_settings,
+    "pictures/picture_artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
     "schema.py": lambda n, _: lambda: json_positions(index(n).decode()),

@@ -13,7 +13,7 @@ from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, mix, new_area
 from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.model.pipeline import Image as Made
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from clowder_aimage.picture_input import PictureInputs, TiledPicture, enlarge, prepare
+from clowder_aimage.pictures.picture_input import PictureInputs, TiledPicture, enlarge, prepare
 from tests.model.model_blobs import FolderStore
 
 IMAGE = f"sha256:{'1' * 64}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import io
 import json
 import threading
@@ -448,6 +449,21 @@ def test_other_sources_of_pictures_need_a_permission(worker: LocalWorker) -> Non
     for text, wanted in {**sources, "oci://127.0.0.1:1/a:b": 502}.items():  # all are admins here
         status, answer = edit(worker, ("image", text, ""))
         assert (status, answer["error"]["param"]) == (wanted, "image"), answer
+
+
+def test_a_client_that_disconnects_leaves_nothing(worker: LocalWorker) -> None:
+    """At any moment: while its picture is stored, drawn, or removed."""
+    image = ("image", file(), "image/png")
+    slow = ("model", "tiny", ""), ("prompt", "a", ""), ("steps", "100", ""), ("stream", "true", "")
+    body, headers = form(image, *slow)
+    for number in range(12):
+        line = http.client.HTTPConnection(worker.host, timeout=30)
+        line.request("POST", EDITS, body, headers)
+        if number % 3 == 0:
+            line.getresponse().readline()
+        threading.Event().wait(0.01 * number)
+        line.close()
+    assert edit(worker, image)[0] == 200
 
 
 # -- load

@@ -17,8 +17,8 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_CONTROL, MAX_FEATHER, MAX_UPSCALE
 
 if TYPE_CHECKING:
-    from clowder_aimage.input_source import InputSource
-    from clowder_aimage.picture_input import InputFile
+    from clowder_aimage.pictures.input_source import InputSource
+    from clowder_aimage.pictures.picture_input import InputFile
 
 _KEY = "clowder_aimage.pictures"  # in the meta of the command's context
 _LONGEST = 200  # characters of a name in an error
@@ -108,7 +108,7 @@ class InputPictures:
         """Return the facts of a file, which is read once. Raises UsageError, NotFoundError."""
         if name not in self.files:
             with needs("reading a picture", "mlx"):
-                from clowder_aimage.picture_input import inspect
+                from clowder_aimage.pictures.picture_input import inspect
             lease = click.get_current_context().with_resource(settings().layout.lease())
             data = input_source().read(name, lease, option)
             found = inspect(data, _label(name))
@@ -118,7 +118,7 @@ class InputPictures:
 
     def keep(self, *digests: str | None) -> None:
         """Put files into the store, leased until the command ends."""
-        from clowder_aimage.picture_input import keep
+        from clowder_aimage.pictures.picture_input import keep
 
         wanted = [self.data[one] for one in digests if one in self.data]
         if wanted:
@@ -130,7 +130,7 @@ class InputPictures:
 
 def input_source() -> InputSource:
     """Return the reader of pictures for the user of this machine."""
-    from clowder_aimage.input_source import InputSource
+    from clowder_aimage.pictures.input_source import InputSource
 
     stdin = sys.stdin.buffer if sys.stdin else None
     store, connect = settings().layout, settings().connection
@@ -175,7 +175,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         digest = mask if mask == ALPHA else files.read(mask, "--mask").descriptor.digest
         parameters["mask"] = str(digest)
     if values["expand"]:
-        from clowder_aimage.picture_input import expanded_size
+        from clowder_aimage.pictures.picture_input import expanded_size
 
         if has_size:
             raise UsageError("--expand determines the size", hint="omit --size, --width, --height")

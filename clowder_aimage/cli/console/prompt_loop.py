@@ -118,5 +118,5 @@ def _shown(values: MutableMapping[str, Any], option: click.Option) -> str:
     if option.multiple:
         return " ".join(map(str, value)) or "none"
     if isinstance(value, tuple):
-        return "x".join(map(str, value))
+        return ("x" if option.name == "size" else ",").join(map(str, value))
     return "default" if value is None else str(value)

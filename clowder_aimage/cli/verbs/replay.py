@@ -94,7 +94,7 @@ def replay(
 def _load(picture: str) -> tuple[Any, dict[str, Any]]:
     """Return the pixels and the facts of a picture: a file, or one of an artifact."""
     from clowder_aimage.model.picture import load_picture, read_picture
-    from clowder_aimage.picture_artifact import settings_of
+    from clowder_aimage.pictures.picture_artifact import settings_of
 
     if not picture.lower().startswith("oci://"):
         return load_picture(Path(picture))

@@ -230,10 +230,10 @@ def run(
     is_last = prompt is not None and len(_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(_here, reference, load, precision, first, values["lora_dir"])
-    has_control = first.get("control") is not None
-    if has_control and remote:
-        raise UsageError("--control is not sent to a worker", hint="omit --remote")
-    is_here = has_control or any(is_file(use.model) for use in first["loras"])
+    here_only = [name for name in ("control", "expand", "upscale") if first.get(name)]
+    if here_only and remote:
+        raise UsageError(f"--{here_only[0]} is not sent to a worker", hint="omit --remote")
+    is_here = bool(here_only) or any(is_file(use.model) for use in first["loras"])
     local = local or (not remote and is_here)
     render = _renderer(reference, here, local, remote, first["loras"])
     order = _Order(values, render, _protocol(values["inline"]))
@@ -268,7 +268,7 @@ def _check_push(target: Reference | None, prompt: str | None, model: Reference) 
     """Reject a name to which the pictures cannot be pushed, before they are generated."""
     if target is None:
         return
-    from clowder_aimage.picture_artifact import check_target
+    from clowder_aimage.pictures.picture_artifact import check_target
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
@@ -403,7 +403,7 @@ class _Order:
 
     def _push(self, made: list[RemotePicture], kind: str) -> dict[str, str]:
         """Push the pictures as one artifact; return its name and digest."""
-        from clowder_aimage.picture_artifact import MadePicture, push_pictures
+        from clowder_aimage.pictures.picture_artifact import MadePicture, push_pictures
 
         target: Reference = self.values["push"]
         model = Reference.parse(str(made[0].facts["reference"])) if made[0].facts else target

@@ -67,23 +67,9 @@ def push_pictures(
         UnauthorizedError, NetworkError, RegistryError: It cannot be sent.
     """
     check_target(target, connection)
-    facts = pictures[0].facts
-    subject = find_model(facts, store, connection)
+    subject = find_model(pictures[0].facts, store, connection)
     layers = [picture.layer for picture in pictures]
-    config = encode(
-        {
-            "schemaVersion": 1,
-            "settings": {name: value for name, value in facts.items() if name != "seed"},
-            "pictures": [
-                {
-                    "title": layer.annotations[mediatype.TITLE],
-                    "digest": str(layer.digest),
-                    "seed": picture.seed,
-                }
-                for layer, picture in zip(layers, pictures, strict=True)
-            ],
-        }
-    )
+    config = picture_config(pictures)
     described = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
     manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, described)
     blobs = {layer.digest: one.data for layer, one in zip(layers, pictures, strict=True)}
@@ -93,6 +79,20 @@ def push_pictures(
         jobs = connection.jobs(target.registry)
         copy(source, target, repository, concurrency=jobs, on_event=on_event)
     return manifest.descriptor
+
+
+def picture_config(pictures: Sequence[MadePicture]) -> bytes:
+    """Return the config of an artifact of pictures."""
+    settings = {name: value for name, value in pictures[0].facts.items() if name != "seed"}
+    entries = [
+        {
+            "title": one.layer.annotations[mediatype.TITLE],
+            "digest": str(one.layer.digest),
+            "seed": one.seed,
+        }
+        for one in pictures
+    ]
+    return encode({"schemaVersion": 1, "settings": settings, "pictures": entries})
 
 
 def find_model(
