@@ -81,7 +81,9 @@ def test_fifty_clients_that_send_large_pictures_are_served_or_refused(worker: Lo
 
     async def send(session: Any) -> tuple[int, Any]:
         form = aiohttp.FormData({name: str(value) for name, value in BODY.items()})
-        form.add_field("image", io.BytesIO(data.getvalue()), filename="a.png", content_type="image/png")
+        form.add_field(
+            "image", io.BytesIO(data.getvalue()), filename="a.png", content_type="image/png"
+        )
         async with session.post(url, data=form) as answer:
             await answer.read()
             return answer.status, answer.headers
