@@ -294,7 +294,7 @@ def _wider(shapes: dict[str, tuple[int, int]]) -> dict[Any, Any]:
 def test_base_is_only_valid_for_adapters(model: Model, tmp_path: Path) -> None:
     store = in_memory()
     create(store, Reference.parse("base"), model.directory)
-    with pytest.raises(UsageError, match="only an adapter can have a base"):
+    with pytest.raises(UsageError, match="only an adapter or a ControlNet can have a base"):
         create(store, STYLE, model.directory, base=Reference.parse("base"))
 
 

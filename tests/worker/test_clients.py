@@ -163,6 +163,39 @@ def test_the_settings_give_a_picture(
     assert _picture(item).size == (128, 128)
 
 
+@pytest.mark.parametrize(("count", "status"), [(1, 200), (2, 400)])
+def test_open_webui_edits_a_picture(worker: Worker, count: int, status: int) -> None:
+    """The form of its ``image_edits``: one picture is ``image``, several are ``image[]``."""
+    text = PAGE.section("Open WebUI")
+    said = dict(
+        re.findall(r"^(\w+)=(.*)$", text.partition("ENABLE_IMAGE_EDIT=true")[2], re.MULTILINE)
+    )
+    assert said["IMAGE_EDIT_ENGINE"] == "openai"
+    data = io.BytesIO()
+    Image.new("RGB", (96, 64), "navy").save(data, "PNG")
+    fields = {"model": said["IMAGE_EDIT_MODEL"], "prompt": PROMPT, "response_format": "b64_json"}
+    field = "image" if count == 1 else "image[]"
+    body = b""
+    for name, value in (fields | {"n": "1"}).items():
+        body += f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+    for number in range(count):
+        place = f'Content-Disposition: form-data; name="{field}"; filename="{number}.png"'
+        body += f"--b\r\n{place}\r\nContent-Type: image/png\r\n\r\n".encode()
+        body += data.getvalue() + b"\r\n"
+    headers = {"User-Agent": "python-requests/2.32.5", "Accept": "*/*"}
+    headers["Authorization"] = f"Bearer {said['IMAGES_EDIT_OPENAI_API_KEY']}"
+    headers["Content-Type"] = "multipart/form-data; boundary=b"
+    base = said["IMAGES_EDIT_OPENAI_API_BASE_URL"].replace(DEFAULT, worker.url)
+    asked = urllib.request.Request(f"{base}/images/edits", body + b"--b--\r\n", headers)
+    found, _, answer = answer_to(asked)
+    assert found == status, answer
+    if status == 200:
+        (item,) = json.loads(answer)["data"]
+        assert _picture(item).size == (96, 64)
+    else:
+        assert json.loads(answer)["error"]["param"] == "image"
+
+
 def test_open_webui_in_a_container_gives_a_picture(worker: Worker) -> None:
     _, headers, body = open_webui()
     text = PAGE.section("Open WebUI")

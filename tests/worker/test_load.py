@@ -61,6 +61,48 @@ def test_fifty_concurrent_clients_are_served_or_refused(worker: LocalWorker) -> 
             assert value["error"]["message"]
 
 
+def peak(pid: int) -> int:
+    """Return the largest resident memory that a process has had, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_fifty_clients_that_send_large_pictures_are_served_or_refused(worker: LocalWorker) -> None:
+    """With a queue of eight, memory is that of the nine pictures that are accepted."""
+    numpy, pictures = pytest.importorskip("numpy"), pytest.importorskip("PIL.Image")
+    noise = numpy.random.default_rng(7).integers(0, 256, (1664, 1664, 3), numpy.uint8)
+    data = io.BytesIO()
+    pictures.fromarray(noise).save(data, "PNG", compress_level=0)
+    size = len(data.getvalue())
+    assert size > 8_000_000
+    other = worker.launch()
+    url = f"{other.url}/v1/images/edits"
+
+    async def send(session: Any) -> tuple[int, Any]:
+        form = aiohttp.FormData({name: str(value) for name, value in BODY.items()})
+        form.add_field(
+            "image", io.BytesIO(data.getvalue()), filename="a.png", content_type="image/png"
+        )
+        async with session.post(url, data=form) as answer:
+            await answer.read()
+            return answer.status, answer.headers
+
+    async def play() -> tuple[list[Any], int]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await send(session)  # loads the model
+            before = peak(other.process.pid)
+            return await asyncio.gather(*(send(session) for _ in range(CLIENTS))), before
+
+    found, before = asyncio.run(play())
+    statuses = [status for status, _ in found]
+    assert len(found) == CLIENTS and set(statuses) == {200, 503}, statuses
+    assert statuses.count(200) >= 9
+    assert all(int(headers["Retry-After"]) >= 1 for status, headers in found if status == 503)
+    grown = peak(other.process.pid) - before
+    assert grown < 35 * size  # nine, twice, and two that are decoded; all fifty would be a hundred
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_memory_is_constant_over_200_pictures_and_freed_after_unload(worker: LocalWorker) -> None:
     other = worker.launch()
