@@ -44,7 +44,9 @@ ADMIN_TOKEN, INFER_TOKEN = "a" * 16, "i" * 16
 TOKENS = {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER}
 NOT_THERE = [("GET", "/nothing"), ("POST", "/../etc/passwd"), ("PUT", "/metrics")]
 # POST routes that change nothing and so do not need the admin scope
-HARMLESS = {("POST", "/v1/images/generations"), ("POST", "/api/generate"), ("POST", "/api/show")}
+IMAGES = ("generations", "edits", "variations")
+HARMLESS = {("POST", "/api/generate"), ("POST", "/api/show")}
+HARMLESS |= {("POST", f"/v1/images/{name}") for name in IMAGES}
 
 
 @pytest.fixture

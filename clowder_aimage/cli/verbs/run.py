@@ -619,6 +619,7 @@ def _by_worker(
         known = {name: options[name] for name in PARAMETERS if options[name] is not None}
         _warn(GenerateRequest(**known))
     sent = {**options, "png_facts": True, "output_format": kind}
+    sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
