@@ -142,10 +142,11 @@ def fuse(
                 hint="keep the adapters beside the model instead",
             )
         config = dict(stored.aimage.properties)
-        config["fused"] = [
+        added = [
             {"name": found.name, "digest": str(found.digest), "strength": strength}
             for found, strength in uses
         ]
+        config["fused"] = [*config.get("fused", []), *added]
         layers = [changed.get(layer.name, layer) for layer in plan.layers]
         layers = [layer for layer in layers if layer.name != FUSION_FILE]
         layers.append(_fusion_file(stored, config["fused"]))
@@ -259,9 +260,14 @@ def _changes(adapters: Sequence[tuple[Adapter, float]], name: str) -> list[tuple
 def _sum(
     values: Callable[[str], Floats], name: str, changes: Sequence[tuple[Change, float]]
 ) -> Floats:
+    import numpy as np
+
     from clowder_aimage.adapter.dense import changed
 
-    return changed(values(name), changes)
+    total = changed(values(name), changes)
+    if not np.isfinite(total).all():
+        raise ModelError(f"{name[:200]} with the adapters has values that are not finite")
+    return total
 
 
 def _fused_layer(name: str, weight: Weight, compute: Callable[[], Floats]) -> PlannedLayer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,7 +217,7 @@ class AdapterFinder:
         path = os.path.expanduser(name)  # noqa: PTH111 - pathlib's raises for unknown users
         within = os.path.join(path, _WEIGHTS)  # noqa: PTH118
         path = within if os.path.isfile(within) else path  # noqa: PTH113
-        if not self.has_files or not (is_path(name) or path == within):
+        if not self.has_files or not (is_path(name) or name.endswith("/")):
             return None
         if path.endswith(PICKLED):
             message = f"{name} may contain code (pickle), which is not run"
@@ -266,6 +267,9 @@ class AdapterFinder:
             stored = self.open_stored(reference)
         except NotFoundError as error:
             error.message = f"adapter {error.message}{self._other_places()}"
+            if reference.tag and reference.tag.isdecimal():
+                error.hint = f"{reference.tag} is a tag here; a strength has a point: {use.model}.0"
+                error.remedy = ""
             raise
         return self._of(stored, use.model)
 
@@ -306,17 +310,22 @@ def own_adapter(base: AImage, files: BlobFiles, name: str) -> FoundAdapter | Non
 
 
 def resolve(
-    request: GenerateRequest, found: Sequence[FoundAdapter], *, adds_words: bool = False
+    request: GenerateRequest,
+    found: Sequence[FoundAdapter],
+    own: Sequence[FoundAdapter] = (),
+    *,
+    adds_words: bool = False,
 ) -> GenerateRequest:
     """Return a request with the digests and strengths of its adapters, as they were found.
 
-    With ``adds_words``, the trigger words that the prompt lacks are added to it.
+    With ``adds_words``, the trigger words that the prompt lacks are added to it, also those of the
+    model's ``own`` adapters.
     """
     uses = zip(found, request.loras, strict=True)
     loras = tuple(adapter.use(use.strength) for adapter, use in uses)
     prompt = request.prompt
     if adds_words:
-        prompt = ", ".join(filter(None, [prompt, *missing(prompt, found)]))
+        prompt = ", ".join(filter(None, [prompt, *missing(prompt, [*own, *found])]))
     return replace(request, loras=loras, prompt=prompt)
 
 
@@ -389,7 +398,9 @@ class AdapterSource:
                 message = f"cannot read {found.name}: {error.strerror or error}"
                 raise StoreError(message) from None
 
-        return self._cache.get(str(found.digest), read)
+        # of the weights alone for a file: another config is another adapter
+        config = json.dumps(found.config, sort_keys=True) if found.config else ""
+        return self._cache.get(f"{found.digest} {config}", read)
 
 
 def is_controlnet(aimage: AImage) -> bool:

@@ -18,6 +18,7 @@ from clowder_aimage.adapter.adapter import (
     Replacement,
 )
 
+_TINY = float(np.finfo(np.float32).tiny) ** 0.5  # of a row that is zero
 EPSILON = float(np.finfo(np.float32).eps)  # added to norms, as ComfyUI does
 
 
@@ -43,13 +44,15 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
         moved = weight + t * sums
-        return np.asarray(magnitude[:, None] * moved / norms(moved, 1)[:, None] - weight)
+        return np.asarray(
+            magnitude[:, None] * moved / np.maximum(norms(moved, 1), _TINY)[:, None] - weight
+        )
     moved = weight + sums
     if change.norm is Norm.ROWS:
-        factor = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
+        factors = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
     else:
-        factor = (magnitude / (norms(moved, 0) + EPSILON))[None]
-    return np.asarray(t * (factor * moved - weight))
+        factors = (magnitude / (norms(moved, 0) + EPSILON))[None]
+    return np.asarray(t * (factors * moved - weight))
 
 
 def difference(parts: Iterable[Linear]) -> Floats:

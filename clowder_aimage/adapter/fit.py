@@ -102,7 +102,8 @@ class AdapterFit:
         name, shape = layer.parts[part], layer.shapes[part]
         for one in target.parts:
             bias, rows = one.bias, (one.stop - one.start,)
-            if bias is None:
+            is_vector = bias not in self.shapes and len(target.shape) < 2  # of a norm
+            if bias is None or is_vector:
                 layer.fail(part, f"{one.tensor} of {self.base} is not a layer with a bias", _AGAIN)
             elif shape != target.shape[:1]:
                 raise self.misfit(name, shape, one.tensor, target.shape[:1])

@@ -32,7 +32,7 @@ from clowder_aimage.model.pipeline import (
     PictureEncoding,
 )
 from clowder_aimage.oci import read_json
-from clowder_aimage.pictures.picture_input import InputFile
+from clowder_aimage.pictures.input_file import InputFile
 
 MULTIPLE = 16  # pixels
 _SAME = ("guidance_end", "cfg_normalization", "shift", "cache_threshold")  # names in both
@@ -55,6 +55,8 @@ _Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of
 
 
 _OBJECTS = ("loras", "output")  # fields that are JSON in a form
+# Parameters of the command line that would change the picture
+UNSERVED = frozenset({"control", "controlnet", "control_strength", "expand", "upscale"})
 # Fields that have no meaning without a picture
 OF_IMAGES = ("strength", "fine", "fit", "paste", "feather", "crop", "painted")
 
@@ -247,6 +249,8 @@ def read_request(
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
         body = body.model_copy(update={"response_format": "url"})
+    if unserved := [name for name in body.ignored if name in UNSERVED]:
+        raise wrong(unserved[0], "is not supported by a worker", "unsupported_parameter")
     if body.ignored and (strict or body.strict):
         name = body.ignored[0][:60]
         message = f"unknown parameter {name!a}; it is ignored unless strict is set"

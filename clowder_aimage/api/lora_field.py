@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
-from clowder_aimage.adapter_source import OWN, resolve
+from clowder_aimage.adapter_source import OWN, own_adapters, resolve
 from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
@@ -81,11 +81,12 @@ class PromptedLoras:
 
         Raises as ``AdapterFinder.find_all``.
         """
-        if not self.uses:
+        own = [one for one, _ in own_adapters(service.store, base)] if self.has_words else []
+        if not self.uses and not own:
             return request
         request = replace(request, loras=tuple(_named(service, use) for use in self.uses))
         found = service.adapters.find_all(request, base)
-        return resolve(request, found, adds_words=self.has_words)
+        return resolve(request, found, own, adds_words=self.has_words)
 
     async def references(self, service: Service) -> Mapping[int, Reference]:
         """Return the names of AImages by the index of the adapter. Raises ApiError."""

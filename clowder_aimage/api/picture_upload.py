@@ -28,7 +28,7 @@ from clowder_aimage.http.route import ADMIN, BODY
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.pictures.picture_input import MAX_BYTES, TYPES, InputFile, keep, white_mask
+from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures
 TIMEOUT = 120.0  # seconds for a body with pictures to arrive
@@ -94,6 +94,8 @@ class PictureUploads:
 
     def keep(self, lease: Lease, data: bytes, what: str) -> InputFile:
         """Put a picture into the store, leased. Raises as ``pictures.picture_input.keep``."""
+        from clowder_aimage.pictures.picture_input import keep  # late: it imports numpy
+
         store = self.service.store
         content = Descriptor("", Digest.of(data), len(data))
         lease.add(content.digest)  # before the check: another request may remove it
@@ -108,8 +110,10 @@ class PictureUploads:
         """Wait for the threads of a request, then end it."""
         if upload.work:
             await asyncio.gather(*upload.work, return_exceptions=True)
-        await run_locking(self._end, upload)
-        self._count -= 1
+        try:
+            await run_locking(self._end, upload)
+        finally:
+            self._count -= 1
 
     def _end(self, upload: PictureUpload) -> None:
         """End the lease of a request, and remove its pictures unless others need them."""
@@ -275,6 +279,8 @@ class PictureUpload:
         return self.uploads.service.inputs(may_pull=may_pull).read(text, self.lease, name)
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
+        from clowder_aimage.pictures.picture_input import white_mask  # late: it imports numpy
+
         data = data if painted == "white" else white_mask(data, name, painted)
         found = self.uploads.keep(self.lease, data, name)
         self.kept.append(found.descriptor)

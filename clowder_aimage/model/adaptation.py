@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from clowder_aimage.adapter import dense
-from clowder_aimage.adapter.adapter import Adapter, Change, DenseChange, Replacement
+from clowder_aimage.adapter.adapter import Adapter, Change
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, prepare
+from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, prepare, size_of
 from clowder_aimage.model.backend import Linear, mx
 from clowder_aimage.model.quantized import QuantizedLinear
 
@@ -26,10 +26,17 @@ class LoadedAdapter:
     """
 
     def __init__(self, key: str, adapter: Adapter) -> None:
-        self.key, self.what, self.nbytes = key, adapter.what, adapter.nbytes
+        self.key, self.what = key, adapter.what
         self.tensors = frozenset(adapter.changes)
         self._changes = {name: list(changes) for name, changes in adapter.changes.items()}
         self._effects: dict[str, list[Effect]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the changes and effects that are kept."""
+        changes = {name: tuple(found) for name, found in self._changes.items()}
+        effects = (effect for found in self._effects.values() for effect in found)
+        return Adapter(self.what, changes).nbytes + sum(map(size_of, effects))
 
     def touches(self, prefixes: tuple[str, ...]) -> bool:
         """Return whether a changed tensor's ``component/name`` begins with one of ``prefixes``."""
@@ -116,25 +123,33 @@ class Adaptation:
         """Put the adapters into ``network``, in place of those that were there.
 
         Raises:
-            ModelError: An adapter changes a tensor that is neither a linear layer's nor a vector.
+            ModelError: An adapter changes a tensor that the network does not have as values.
         """
         if network is not self._network:
             self.release()
             self._network = network
         if self._applied == self._uses:
             return
-        for one in self._replaced:
-            one.put(one.layer)
-        self._replaced, self._applied = [], ()
+        self._undo()
         layers: dict[str, list[tuple[str, Use]]] = {}
         for use in self._uses:
             for name in self.tensors(use[0]):
                 stem, _, last = name.rpartition(".")
                 is_layer = bool(stem) and f".{last}" in (_WEIGHT, _BIAS)
                 layers.setdefault(stem if is_layer else name, []).append((name, use))
-        for name, uses in layers.items():
-            self._adapt(name, uses)
+        try:
+            for name, uses in layers.items():
+                self._adapt(name, uses)
+        except BaseException:
+            self._undo()  # the next request may have no adapters
+            raise
         self._applied = self._uses
+
+    def _undo(self) -> None:
+        """Put back what was replaced."""
+        for one in self._replaced:
+            one.put(one.layer)
+        self._replaced, self._applied = [], ()
 
     def _adapt(self, name: str, uses: list[tuple[str, Use]]) -> None:
         """Change the layer, or the parameter, called ``name``."""
@@ -164,20 +179,14 @@ class Adaptation:
         self._replaced.append(place)
 
     def _change_array(self, place: _Layer, uses: Sequence[Use], tensor: str) -> None:
-        """Change the values of a parameter that is a vector, a norm's or a pad token."""
+        """Change the values of a parameter: a norm's, a pad token, an embedding."""
         full = f"{self.component}/{tensor}"
         if not isinstance(place.layer, mx.array):
             raise ModelError(f"{uses[0][0].what}: {full[:200]} cannot be changed by an adapter")
         changes = [(change, t) for adapter, t in uses for change in adapter.changes(full)]
+        if not mx.issubdtype(place.layer.dtype, mx.floating):
+            raise ModelError(f"{uses[0][0].what}: {full[:200]} is quantized and cannot be changed")
         weight = np.array(place.layer.astype(mx.float32))
-        if not all(
-            isinstance(change, (DenseChange, Replacement)) and change.shape == weight.shape
-            for change, _ in changes
-        ):
-            raise ModelError(
-                f"{uses[0][0].what}: {full[:200]} is not a linear layer; adapters can only add to "
-                "its values, or replace them"
-            )
         place.put(mx.array(dense.changed(weight, changes)).astype(place.layer.dtype))
         self._replaced.append(place)
 

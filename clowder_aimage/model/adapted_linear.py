@@ -7,8 +7,9 @@ applied without the matrix of the change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,8 @@ from clowder_aimage.adapter.adapter import (
 from clowder_aimage.model.backend import Network, mx
 from clowder_aimage.model.operation import add_low_rank, linear
 from clowder_aimage.model.quantized import QuantizedArray, QuantizedLinear
+
+_TINY = float(np.finfo(np.float32).tiny)  # of a row that is zero: no magnitude can turn it
 
 
 class LayerInput:
@@ -118,7 +121,7 @@ class DecomposedEffect:
         if self.norm is Norm.CHANGED:
             t = np.float32(strength)
             squares = self.weight_norms + 2 * t * self.products + t * t * self.squares
-            factor = self.magnitude / np.sqrt(squares)
+            factor = self.magnitude / np.sqrt(np.maximum(squares, _TINY))
             own, other = factor - 1, factor * t
         else:
             factor = self.magnitude / self.weight_norms
@@ -180,6 +183,8 @@ def prepare(change: Change, layer: Any, dtype: mx.Dtype) -> Effect:
         return mx.array(values).astype(dtype)
 
     match change:
+        case LowRank() if change.rank * sum(change.shape) > math.prod(change.shape):
+            return MatrixEffect(typed(dense.delta(change)))
         case LowRank():
             return PairEffect(typed(change.down), typed(change.up), change.scale)
         case Hadamard():
@@ -194,6 +199,15 @@ def prepare(change: Change, layer: Any, dtype: mx.Dtype) -> Effect:
             return MatrixEffect(typed(change.values), is_whole=True)
         case Decomposed():
             return _decomposed(change, layer, dtype)
+
+
+def size_of(effect: Any) -> int:
+    """Return the bytes of the arrays of an effect."""
+    if isinstance(effect, tuple):
+        return sum(map(size_of, effect))
+    if is_dataclass(effect):
+        return sum(size_of(getattr(effect, field.name)) for field in fields(effect))
+    return int(getattr(effect, "nbytes", 0))
 
 
 def _pair(change: Hadamard) -> LowRank | None:

@@ -409,6 +409,8 @@ def _check_mask(request: GenerateRequest) -> None:
                 raise UsageError(f"{name} requires a mask")
     elif request.mask != ALPHA:
         _check_digest("mask", request.mask)
+    if request.feather and not (request.paste or request.crop):
+        raise UsageError("feather requires paste or crop: it is the width of their seam")
 
 
 def _check_enlarged(request: GenerateRequest) -> None:

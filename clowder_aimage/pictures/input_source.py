@@ -29,8 +29,8 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
+from clowder_aimage.pictures.input_file import MAX_BYTES
 from clowder_aimage.pictures.picture_artifact import has_settings
-from clowder_aimage.pictures.picture_input import MAX_BYTES
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import Reach
 from clowder_aimage.registry.web_file import InputHosts, fetch

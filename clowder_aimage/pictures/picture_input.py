@@ -20,24 +20,15 @@ from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
 from clowder_aimage.model.picture_tile import Pixels, TileGrid, mix, new_area
-from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput, Sides
+from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput
 from clowder_aimage.oci import Descriptor, Digest
+from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile
 
 Picture = Image.Image
-TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
-MAX_BYTES = 64 << 20  # of a file
-MAX_PIXELS = 1 << 26  # 8192 by 8192
+MAX_PIXELS = 1 << 25  # such as 8192 by 4096: 100 MB when it is decoded
+_STRIP = 64  # rows
 EXPANDED_MULTIPLE = 64  # a multiple of the sides of most models
 _MARGIN = 0.25  # of a mask's box, around it, when only the box is painted
-
-
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """A picture file: its digest, type, and size in pixels after rotation."""
-
-    descriptor: Descriptor
-    width: int
-    height: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,12 +86,14 @@ def decode(data: bytes, what: str) -> Picture:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise Image.DecompressionBombError
-                if getattr(image, "n_frames", 1) > 1:
-                    raise UsageError(f"{what} is animated", hint="use one of its pictures")
                 kind = str(image.format)
+                if kind == "MPO":  # a JPEG with previews behind it, as some cameras write
+                    kind = "JPEG"
+                elif getattr(image, "n_frames", 1) > 1:
+                    raise UsageError(f"{what} is animated", hint="use one of its pictures")
                 image.load()
-                upright = ImageOps.exif_transpose(image)
-                found = _in_colour(upright)
+                ImageOps.exif_transpose(image, in_place=True)
+                found = _in_colour(image)
     except UsageError:
         raise
     except Image.DecompressionBombError:  # by Pillow's own limit, above this one
@@ -114,24 +107,15 @@ def decode(data: bytes, what: str) -> Picture:
 
 
 def _in_colour(image: Picture) -> Picture:
-
     if image.mode.startswith("I"):  # 16 bits, or 32 bits with the same range
-        values = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((np.clip(values, 0, 65535) // 257).astype(np.uint8))
+        bytes_ = np.empty((image.height, image.width), np.uint8)
+        for top in range(0, image.height, _STRIP):  # whole, the values would take much memory
+            strip = image.crop((0, top, image.width, min(image.height, top + _STRIP)))
+            values = np.clip(np.asarray(strip), 0, 65535)
+            bytes_[top : top + _STRIP] = values // 257
+        image = Image.fromarray(bytes_)
     has_alpha = image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
     return image.convert("RGBA" if has_alpha else "RGB")
-
-
-def default_size(width: int, height: int, sides: Sides) -> tuple[int, int]:
-    """Return the size of a request without one: the picture's, rounded down to multiples.
-
-    A picture that is larger than the model supports is reduced, with its proportions.
-    """
-    factor = min(1.0, sides.max_width / width, sides.max_height / height)
-    multiple = sides.multiple
-    fitted = (int(side * factor) // multiple * multiple for side in (width, height))
-    across, down = (max(side, multiple) for side in fitted)
-    return across, down
 
 
 @dataclass(frozen=True, slots=True, eq=False)

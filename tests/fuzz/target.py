@@ -269,7 +269,12 @@ class Documents(Target):
     def _describe(layout: ImageLayout) -> None:
         reference = Reference.parse("x:latest")
         settings = SimpleNamespace(aliases={})
-        service: Any = SimpleNamespace(store=layout, settings=settings, reference=Reference.parse)
+        service: Any = SimpleNamespace(
+            store=layout,
+            settings=settings,
+            reference=Reference.parse,
+            adapters=SimpleNamespace(files=list),
+        )
         for each in model_list.items(layout):
             permitted(lambda one: json.dumps(ollama_routes._model(layout, one)), each)
         permitted(lambda: json.dumps(_shown(layout, reference)))

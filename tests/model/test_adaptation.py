@@ -291,16 +291,39 @@ def test_another_strength_prepares_nothing_again(
     assert module.layers[0].attention.to_q is layer.base
 
 
-def test_tensors_that_cannot_be_adapted(models: Models) -> None:
-    pipeline = models.load()
+def test_an_embedding_is_changed_too(models: Models) -> None:
     name = "text_encoder/embed_tokens.weight"
-    random = np.random.default_rng(3)
-    adapter = Adapter("words", {name: (low_rank(random, shapes()[name]),)})
-    pipeline.use_adapters([(LoadedAdapter("w", adapter), 1.0)])
-    with pytest.raises(ModelError, match=r"words: text_encoder/.*embed_tokens.* is not a linear"):
+    adapter = Adapter("words", {name: (low_rank(np.random.default_rng(3), shapes()[name]),)})
+    plain = latents(models.base)
+    assert_same(latents(models.base, (adapter, 0.7)), latents(models.load([(adapter, 0.7)])))
+    assert (latents(models.base) == plain).all()
+
+
+def test_a_refused_adapter_leaves_nothing_behind(models: Models) -> None:
+    pipeline, known = models.load(), shapes()
+    random, plain = np.random.default_rng(3), latents(pipeline)
+    changes: dict[str, tuple[Change, ...]] = {
+        name: (low_rank(random, known[name]),) for name in MATRICES
+    }
+    changes["transformer/layers.1.attention.norm_q.bias"] = (DenseChange(matrix(random, (64,))),)
+    pipeline.use_adapters([(LoadedAdapter("bad", Adapter("bad", changes)), 1.0)])
+    with pytest.raises(ModelError, match=r"bad: transformer/layers\.1\.attention\.norm_q\.bias"):
         pipeline.conditioning(REQUEST)
-    pipeline.use_adapters([])
-    pipeline.conditioning(REQUEST)
+    assert (latents(pipeline) == plain).all()
+
+
+def test_a_pair_of_a_higher_rank_than_its_layer_is_a_matrix(models: Models) -> None:
+    name = MATRICES[0]
+    pair = low_rank(np.random.default_rng(3), shapes()[name], 500)
+    adapter = Adapter("wide", {name: (pair,)})
+    loaded = LoadedAdapter("w", adapter)
+    before = loaded.nbytes
+    models.base.use_adapters([(loaded, 1.0)])
+    models.base.conditioning(REQUEST)
+    models.base.use_adapters([])
+    models.base.conditioning(REQUEST)
+    assert loaded.nbytes < before / 3
+    assert_same(latents(models.base, (adapter, 0.3)), latents(models.load([(adapter, 0.3)])))
 
 
 def test_the_cache_keeps_what_was_used_last() -> None:

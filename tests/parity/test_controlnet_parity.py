@@ -61,10 +61,13 @@ def make_controlnet(directory: Path, form: str, transformer: Any, seed: int) -> 
     refiner, has_mask = FORMS[form]
     config, rng = transformer.config, random.Random(seed)
     places = sorted({0, *rng.sample(range(config.n_layers), rng.randrange(1, config.n_layers))})
+    # version 2.0 uses the hints of the layers, of which there may be fewer
+    count = len(places) if form == "2.0" else config.n_refiner_layers
+    within = list(range(min(count, config.n_refiner_layers))) if refiner else []
     torch.manual_seed(seed)
     network = ZImageControlNetModel(
         control_layers_places=places,
-        control_refiner_layers_places=list(range(config.n_refiner_layers)) if refiner else [],
+        control_refiner_layers_places=within,
         control_in_dim=2 * config.in_channels + 1 if has_mask else config.in_channels,
         add_control_noise_refiner=refiner,
         dim=config.dim,

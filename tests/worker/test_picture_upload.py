@@ -341,7 +341,7 @@ def animated() -> bytes:
 BAD: dict[str, tuple[bytes, str]] = {
     "text": (b"a text", "not a picture"),
     "nothing": (b"", ""),
-    "huge": (huge(), "more than 67108864 pixels"),
+    "huge": (huge(), "more than 33554432 pixels"),
     "animated": (animated(), "animated"),
     "cut": (file()[:-30], "not a picture"),
     "gif": (file(kind="GIF"), "not a picture"),

@@ -17,8 +17,8 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_CONTROL, MAX_FEATHER, MAX_UPSCALE
 
 if TYPE_CHECKING:
+    from clowder_aimage.pictures.input_file import InputFile
     from clowder_aimage.pictures.input_source import InputSource
-    from clowder_aimage.pictures.picture_input import InputFile
 
 _KEY = "clowder_aimage.pictures"  # in the meta of the command's context
 _LONGEST = 200  # characters of a name in an error

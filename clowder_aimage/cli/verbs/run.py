@@ -543,8 +543,10 @@ class _LocalModel:
         given = {name: value for name, value in options.items() if name != "trigger"}
         request = GenerateRequest.for_model(model.stored.aimage, **given, n=count)
         found = self.finder.find_all(request, model.stored.aimage)
-        request = adapter_source.resolve(request, found, adds_words=options["trigger"])
-        offer(adapter_source.missing(request.prompt, found))
+        pairs = adapter_source.own_adapters(self.fetched.found.files, model.stored.aimage)
+        packed = [adapter for adapter, _ in pairs]
+        request = adapter_source.resolve(request, found, packed, adds_words=options["trigger"])
+        offer(adapter_source.missing(request.prompt, [*packed, *found]))
         input_pictures().keep(request.image, request.mask, request.control)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)

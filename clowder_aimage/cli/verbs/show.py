@@ -13,9 +13,18 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import facts, number, plain, plural, result, size, table
+from clowder_aimage.cli.console.output import (
+    facts,
+    number,
+    one_line,
+    plain,
+    plural,
+    result,
+    size,
+    table,
+)
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.content.platform import Candidate, candidates_in, one_line
+from clowder_aimage.content.platform import Candidate, candidates_in
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer

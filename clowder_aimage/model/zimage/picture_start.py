@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.flow_scheduler import Schedule
@@ -45,8 +46,18 @@ class PictureStart:
 
 
 def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> mx.array:
-    """Return 1 for each latent cell to paint: (1, height, width), by its top left pixel."""
-    return mx.array((mask[::scale, ::scale] >= 128).astype(np.float32))[None]
+    """Return 1 for each latent cell to paint: (1, height, width), by its top left pixel.
+
+    Raises:
+        UsageError: There is none.
+    """
+    painted = mask[::scale, ::scale] >= 128
+    if not painted.any():
+        raise UsageError(
+            f"the mask is too small: it covers no cell of {scale} x {scale} pixels",
+            hint="paint more of it, or use crop, which enlarges it",
+        )
+    return mx.array(painted.astype(np.float32))[None]
 
 
 def start(
