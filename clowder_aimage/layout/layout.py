@@ -89,9 +89,10 @@ class ImageLayout(ContentStore):
 
     def _check_there(self) -> None:
         """Raise StoreError if the directory existed before and is gone: it is not created again."""
+        was_there = self._was_there  # before the look: another thread may create it after
         if self.root.is_dir():
             self._was_there = True
-        elif self._was_there:
+        elif was_there:
             raise StoreError(f"the store {self.root} is gone", hint="mount it again, or restore it")
 
     def check(self) -> None:

@@ -13,18 +13,9 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import (
-    facts,
-    number,
-    one_line,
-    plain,
-    plural,
-    result,
-    size,
-    table,
-)
+from clowder_aimage.cli.console.output import facts, number, plain, plural, result, size, table
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.content.platform import Candidate, candidates_in
+from clowder_aimage.content.platform import Candidate, candidates_in, one_line
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
@@ -33,6 +24,7 @@ from clowder_aimage.layout.completeness import Completeness, check_stored, descr
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
+_WIDE = 400  # characters of the facts of adapters
 _FEW = 20  # layers that are listed by default for a model without components
 _OURS = re.compile(
     r"application/vnd\.clowder\.aimage\.(?:model|adapter)\.([a-z0-9]+)\.layer\.v1(\+\w+)?"
@@ -195,7 +187,7 @@ def _uses(config: Mapping[str, Any], key: str, name: str) -> str:
     found = config.get(key)
     uses = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     text = ", ".join(f"{one.get(name)} {one.get('strength')}" for one in uses)
-    return one_line(text) if text else ""
+    return _line(text) if text else ""
 
 
 def _adapter(facts: Mapping[str, Any]) -> str:
@@ -210,7 +202,12 @@ def _adapter(facts: Mapping[str, Any]) -> str:
         parts.append("trigger " + ", ".join(f'"{word}"' for word in words[:5]))
     parts += [f"weight {facts['weight']}"] if "weight" in facts else []
     parts += [f"of {facts['base']}"] if "base" in facts else []
-    return one_line("; ".join(parts))
+    return _line("; ".join(parts))
+
+
+def _line(text: str) -> str:
+    """Return the facts of adapters on one line."""
+    return " ".join(text.split())[:_WIDE]
 
 
 def _components(aimage: AImage) -> list[str]:
