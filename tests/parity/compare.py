@@ -34,8 +34,8 @@ def theirs(pipeline: Reference, request: GenerateRequest) -> Outputs:
     }
 
 
-def run(pipeline: Reference, request: GenerateRequest, output: str) -> Any:
-    """Run diffusers' pipeline once."""
+def run(pipeline: Any, request: GenerateRequest, output: str, **more: Any) -> Any:
+    """Run diffusers' pipeline once, with ``more`` parameters."""
     image = pipeline(
         request.prompt,
         height=request.height,
@@ -46,5 +46,6 @@ def run(pipeline: Reference, request: GenerateRequest, output: str) -> Any:
         negative_prompt=request.negative,
         generator=torch.Generator().manual_seed(request.seed),
         output_type=output,
+        **more,
     ).images[0]
     return image if output == "latent" else np.asarray(image)

@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     import torch
     from diffusers import ZImageImg2ImgPipeline, ZImageInpaintPipeline, ZImagePipeline
 
+    from tests.parity.compare import run
     from tests.parity.make_model import draw, make
 
 from PIL import Image as Picture
@@ -64,20 +65,9 @@ def random_picture(rng: random.Random, width: int, height: int) -> Picture.Image
 
 
 def theirs(pipeline: Any, request: GenerateRequest, output: str, **more: Any) -> Any:
-    found = pipeline(
-        request.prompt,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=request.guidance,
-        negative_prompt=request.negative,
-        cfg_normalization=request.cfg_normalization or False,
-        cfg_truncation=request.guidance_end,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type=output,
-        **more,
-    ).images[0]
-    return np.asarray(found).astype(int) if output == "pil" else found.numpy()
+    normalization = request.cfg_normalization or False
+    found = run(pipeline, request, output, cfg_normalization=normalization, **more)
+    return found.astype(int) if output == "pil" else found.numpy()
 
 
 def ours(both: Both, request: GenerateRequest, given: PictureInput | None) -> np.ndarray:

@@ -11,7 +11,7 @@ from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.cli.verbs.create import callbacks, print_packed, recipe_options
+from clowder_aimage.cli.verbs.create import callbacks, print_packed, recipe_options, writing
 from clowder_aimage.create import convert as convert_aimage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import Recipe
@@ -81,8 +81,7 @@ def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
             new,
             uses,
             jobs=settings().jobs,
-            on_plan=lambda plan: progress.begin(plan.size),
-            on_written=lambda written: progress.advance(written.layer.descriptor.size),
+            **writing(progress),
         )
     if made.remark:
         remark(made.remark)

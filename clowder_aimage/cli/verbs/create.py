@@ -299,8 +299,7 @@ def _with_adapters(target: Reference, base: Reference | None, loras: tuple[str, 
             target,
             uses,
             jobs=settings().jobs,
-            on_plan=lambda plan: progress.begin(plan.size),
-            on_written=lambda written: progress.advance(written.layer.descriptor.size),
+            **writing(progress),
         )
     print_packed(target, made, Recipe())
 
@@ -329,6 +328,13 @@ def callbacks(progress: Progress) -> dict[str, Any]:
     return {
         "on_survey": progress.begin,
         "on_surveyed": progress.advance,
+        **writing(progress),
+    }
+
+
+def writing(progress: Progress) -> dict[str, Any]:
+    """Return the callbacks that show the progress of writing."""
+    return {
         "on_plan": lambda plan: progress.begin(plan.size),
         "on_written": lambda written: progress.advance(written.layer.descriptor.size),
     }
