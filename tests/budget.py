@@ -21,7 +21,7 @@ PACKAGES = {
     "model": (6_500, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
-    "pictures": (740, 94),
+    "pictures": (900, 94),
     "registry": (3_750, 97),
     "tensor": (1_160, 98),
 }

@@ -14,7 +14,7 @@ from clowder_aimage.content import ContentStore, OnEvent, Overlay, copy, read_al
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, read_json
-from clowder_aimage.oci.manifest import encode
+from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry import ClientOptions, Repository
 
 MAX_CONFIG = 1 << 20  # bytes
@@ -51,6 +51,30 @@ def check_target(target: Reference, connection: ClientOptions) -> None:
         )
 
 
+def check_replaceable(target: Reference, connection: ClientOptions) -> None:
+    """Reject a tag that has other content than pictures, such as a model: it would be lost.
+
+    Raises:
+        UsageError: It has other content.
+        UnauthorizedError, NetworkError, RegistryError: The registry does not say.
+    """
+    with Repository(target, connection) as repository:
+        _check_replaceable(target, repository)
+
+
+def _check_replaceable(target: Reference, repository: Repository) -> None:
+    try:
+        content = repository.resolve(target)
+    except NotFoundError:
+        return
+    document = parse_document(read_all(repository.open(content), content), content.media_type)
+    if document.artifact_type != mediatype.AIMAGE_PICTURE:
+        raise UsageError(
+            f"{target} is not an artifact of pictures, and is not replaced by one",
+            hint="push the pictures under another tag",
+        )
+
+
 def push_pictures(
     pictures: Sequence[MadePicture],
     target: Reference,
@@ -62,7 +86,8 @@ def push_pictures(
     """Push pictures of one model as one artifact; return the descriptor of its manifest.
 
     Raises:
-        UsageError: The name has no registry host or a digest, or the pictures have no settings.
+        UsageError: The name has no registry host or a digest, or is that of other content; or the
+            pictures have no settings.
         NotFoundError: The manifest of their model is in neither the store nor a registry.
         UnauthorizedError, NetworkError, RegistryError: It cannot be sent.
     """
@@ -76,6 +101,7 @@ def push_pictures(
     documents = blobs | {manifest.digest: manifest.raw, described.digest: config}
     source = Overlay(store, manifest.descriptor, documents)
     with Repository(target, connection) as repository:
+        _check_replaceable(target, repository)
         jobs = connection.jobs(target.registry)
         copy(source, target, repository, concurrency=jobs, on_event=on_event)
     return manifest.descriptor

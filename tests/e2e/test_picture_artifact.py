@@ -180,6 +180,16 @@ def test_a_name_that_cannot_be_pushed_is_refused_at_once(
     assert not (here.home / "made.png").exists()
 
 
+def test_a_push_replaces_pictures_and_nothing_else(here: Aimage, host: str) -> None:
+    model, target = f"{host}/team/x:v1", f"{host}/team/x:again"
+    made(here, model, target)
+    made(here, model, target, "--image", picture(here.home / "a.png"))
+    before = here("resolve", model).line
+    words = ("run", model, "a fox", *SMALL, "-o", "made.png", "--push", model)
+    assert "is not an artifact of pictures" in here(*words, code=2).err
+    assert here("resolve", model).line == before
+
+
 def test_a_failed_push_keeps_the_files(here: Aimage, host: str) -> None:
     words = ("-o", "made.png", "--push", "127.0.0.1:1/team/x:v1")
     done = here("run", f"{host}/team/x:v1", "a fox", *SMALL, *words, code=1)
