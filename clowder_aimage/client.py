@@ -14,6 +14,7 @@ from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import Provenance, Recipe
+from clowder_aimage.importer.create_plan import request_defaults
 from clowder_aimage.importer.hub_model import HubName, find_model
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout, LayeredStore
@@ -212,13 +213,16 @@ def create(
     quantize: str | None = None,
     license: str | None = None,  # noqa: A002 - the field's name
     source: str | None = None,
+    steps: int | None = None,
+    guidance: float | None = None,
     progress: OnProgress | None = None,
 ) -> str:
     """Pack a model as an AImage; return its digest, which depends on the model alone.
 
     ``path`` is a directory or file, or ORG/REPO or hf://ORG/REPO of the Hugging Face hub. ``dtype``
     is f32, f16, bf16 or auto; ``quantize`` is int8, int4 and so on, for the transformer or for each
-    component (``transformer=int4,text_encoder=int8``). ``progress`` is called as ``pull`` does,
+    component (``transformer=int4,text_encoder=int8``). ``steps`` and ``guidance`` are the defaults
+    of pictures, None for those that follow from the model. ``progress`` is called as ``pull`` does,
     for each stage from zero.
 
     Raises:
@@ -244,7 +248,7 @@ def create(
         (store or Store()).layout,
         reference,
         Path(path),
-        provenance=Provenance(license, source),
+        provenance=Provenance(license, source, defaults=request_defaults(steps, guidance)),
         recipe=Recipe.parse(dtype, quantize),
         on_survey=counter.begin,
         on_surveyed=counter.advance,

@@ -16,7 +16,7 @@ PACKAGES = {
     "exporter": (1_340, 97),
     "formats": (3_150, 97),
     "http": (1_720, 87),
-    "importer": (2_850, 98),
+    "importer": (2_870, 98),
     "layout": (3_040, 96),
     "model": (6_500, 96),
     "node": (3_600, 94),

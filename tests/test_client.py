@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
 # A change here is a change for users: it needs an entry in CHANGELOG.md.
 SIGNATURES: dict[Any, str] = {
-    create: "name path * store dtype quantize license source progress",
+    create: "name path * store dtype quantize license source steps guidance progress",
     load: "name * store registry dtype progress",
     pull: "name * store registry components include progress",
     push: "name * store registry dialect progress",
@@ -207,9 +207,10 @@ def test_a_model_uses_adapters(tiny: Path, tmp_path: Path) -> None:
         ]
         with pytest.raises(NotFoundError, match="none"):
             model.generate("a", loras=["none"])
-    plain, half, same, whole, none = (one.pixels.tobytes() for one in made)
-    assert half == same and len({plain, half, whole}) == 3
-    assert none == plain
+    plain, half, same, whole, none = (one.pixels for one in made)
+    assert len({one.tobytes() for one in (plain, half, same, whole)}) == 3
+    assert (half == same).all()
+    assert abs(none.astype(int) - plain).max() <= 1  # two changes that cancel each other: rounded
     assert made[2].facts["loras"][0]["digest"] == store.digest("ink")
 
 

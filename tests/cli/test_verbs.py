@@ -73,11 +73,15 @@ def test_the_created_time_is_only_set_when_given(aimage: Callable[..., Aimage], 
         assert "--created" in here("create", "x", tiny, "--created", nonsense, code=2).err
 
 
-def test_create_stores_license_and_source(aimage: Callable[..., Aimage], tiny: Path) -> None:
+def test_create_stores_license_source_and_defaults(
+    aimage: Callable[..., Aimage], tiny: Path
+) -> None:
     here = aimage()
-    here("create", "x", tiny, "--license", "MIT", "--source", "https://example.com/model")
+    here("create", "x", tiny, "--license", "MIT", "--source", "https://example.com/model",
+         "--steps", "9", "--guidance", "4")  # fmt: skip
     config = here("show", "x", "--json").value["config"]
     assert (config["license"], config["source"]) == ("MIT", "https://example.com/model")
+    assert config["defaults"] == {"width": 64, "height": 64, "steps": 9, "guidance": 4}
 
 
 def test_show_prints_a_model(aimage: Callable[..., Aimage], tiny: Path) -> None:

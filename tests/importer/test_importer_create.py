@@ -15,9 +15,10 @@ import safetensors
 from clowder_aimage import __version__
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS
-from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.importer import CreatePlan, Provenance
 from clowder_aimage.importer.blob_writer import WrittenLayers
+from clowder_aimage.importer.create_plan import request_defaults
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
@@ -94,6 +95,35 @@ def test_the_config_describes_the_model(
     assert "dtype" not in config["components"]["tokenizer"]
     assert "license" not in config
     assert "created" not in config
+
+
+BASE = {"width": 64, "height": 64, "steps": 28, "guidance": 4}
+
+
+@pytest.mark.parametrize(
+    ("shift", "given", "defaults"),
+    [
+        (3.0, {}, {"width": 64, "height": 64}),
+        (6.0, {}, BASE),
+        (6, {"guidance": 0}, BASE | {"guidance": 0}),
+        ("6", {"steps": 9}, {"width": 64, "height": 64, "steps": 9}),
+    ],
+)
+def test_steps_and_guidance_follow_from_the_schedule_unless_they_are_given(
+    model: Model, shift: object, given: dict[str, int], defaults: dict[str, int]
+) -> None:
+    scheduler = model.read("scheduler/scheduler_config.json")
+    model.write("scheduler/scheduler_config.json", scheduler | {"shift": shift})
+    made = model.create(provenance=Provenance(defaults=given))
+    assert made.aimage.properties["defaults"] == defaults
+
+
+def test_equal_defaults_are_written_in_one_way_and_others_are_refused() -> None:
+    assert str(request_defaults(9, 4.0)) == "{'steps': 9, 'guidance': 4}"
+    assert request_defaults(None, 2.5) == {"guidance": 2.5}
+    for steps, guidance in [(0, None), (1001, None), (None, -1), (None, float("nan"))]:
+        with pytest.raises(UsageError, match="must be from"):
+            request_defaults(steps, guidance)
 
 
 def test_the_config_contains_no_path_user_or_program(

@@ -29,6 +29,7 @@ from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.create import create as create_aimage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
+from clowder_aimage.importer.create_plan import request_defaults
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
@@ -37,6 +38,8 @@ from clowder_aimage.oci import Reference, mediatype
 
 _FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
 _FORMATS += ["controlnet", "safetensors", "files"]
+
+_DEFAULT = "Default {} of pictures. [default: by the model]"
 
 recipe_options = options(
     click.option(
@@ -157,6 +160,8 @@ recipe_options = options(
     metavar="KEY=VALUE",
     help="Annotate the manifest, which changes its digest. May be repeated.",
 )
+@click.option("--steps", type=int, metavar="N", help=_DEFAULT.format("steps"))
+@click.option("--guidance", type=float, metavar="W", help=_DEFAULT.format("guidance"))
 @click.option(
     "--digest",
     "algorithm",
@@ -184,6 +189,8 @@ def create(
     source: str | None,
     created: str | None,
     annotations: tuple[str, ...],
+    steps: int | None,
+    guidance: float | None,
     algorithm: str,
     **changes: Any,
 ) -> None:
@@ -224,7 +231,13 @@ def create(
         variant,
     )
     given_annotations = dict(map(parse_annotation, annotations))
-    provenance = Provenance(license_, source, _created(created), given_annotations)
+    provenance = Provenance(
+        license_,
+        source,
+        _created(created),
+        given_annotations,
+        request_defaults(steps, guidance),
+    )
     found, origin = _found(path, form)
     with Progress("packing", reference) as progress:
         made = create_aimage(
