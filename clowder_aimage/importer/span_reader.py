@@ -22,6 +22,8 @@ class SpanReader:
         self._span = span
         self._stopped = stopped
         self._left = span.nbytes
+        self._parts = span.decoded.parts() if span.decoded else None
+        self._part = memoryview(b"")
         with self._errors():
             self._file = span.path.open("rb", buffering=0)
             self._file.seek(span.offset)
@@ -38,11 +40,23 @@ class SpanReader:
             if self._stopped.is_set():
                 raise ParallelStoppedError
             with self._errors():
-                read = self._file.readinto(buffer[count : count + self._left])
+                read = self._fill(buffer[count : count + self._left])
             if not read:
                 raise changed(self._span.path)
             count += read
             self._left -= read
+        return count
+
+    def _fill(self, buffer: memoryview) -> int:
+        if self._parts is None:
+            return self._file.readinto(buffer) or 0
+        while not self._part:
+            self._part = memoryview(next(self._parts, b"")).cast("B")
+            if not self._part:
+                return 0
+        count = min(len(buffer), len(self._part))
+        buffer[:count] = self._part[:count]
+        self._part = self._part[count:]
         return count
 
     def chunks(self, size: int) -> Iterator[memoryview]:

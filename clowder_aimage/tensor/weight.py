@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
-from clowder_aimage.tensor import Header, Quantization
+from clowder_aimage.tensor import Header, Quantization, nbytes
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that can be cast and quantized
 
 
+class TensorDecoder(Protocol):
+    """A tensor whose bytes are computed from those of a file, such as a dequantized one."""
+
+    def decode(self, start: int, stop: int, /) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of rows ``start`` to ``stop`` (of the first dimension), in order.
+
+        They are little-endian values of the tensor's dtype, in parts of a few MiB at most.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRows:
+    """Rows ``start`` to ``stop`` of a decoder's tensor."""
+
+    decoder: TensorDecoder
+    start: int
+    stop: int
+
+    def parts(self) -> Iterator[bytes | memoryview]:
+        """Yield the bytes in order."""
+        return self.decoder.decode(self.start, self.stop)
+
+
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """``nbytes`` bytes at ``offset`` of a file with the modification time ``modified`` (ns)."""
+    """``nbytes`` bytes at ``offset`` of a file with the modification time ``modified`` (ns).
+
+    With ``decoded``, the bytes are computed from the file instead.
+    """
 
     path: Path
     offset: int
     nbytes: int
     modified: int
+    decoded: DecodedRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
     """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
 
-    ``modified`` is the modification time of the file in nanoseconds.
+    ``modified`` is the modification time of the file in nanoseconds. With ``decoded``, its bytes
+    are computed from the file; ``nbytes`` is then their number, and ``offset`` has no meaning.
     """
 
     name: str
@@ -37,6 +67,7 @@ class SourceTensor:
     offset: int
     nbytes: int
     modified: int
+    decoded: DecodedRows | None = None
 
     @classmethod
     def of(
@@ -52,7 +83,28 @@ class SourceTensor:
 
     @property
     def span(self) -> FileSpan:
-        return FileSpan(self.path, self.offset, self.nbytes, self.modified)
+        return FileSpan(self.path, self.offset, self.nbytes, self.modified, self.decoded)
+
+    def decoding(self, decoder: TensorDecoder, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+        """Return the tensor of this name that ``decoder`` computes."""
+        rows = DecodedRows(decoder, 0, shape[0] if shape else 1)
+        size = nbytes(dtype, shape)
+        return replace(self, dtype=dtype, shape=shape, nbytes=size, decoded=rows)
+
+    def rows(self, name: str, start: int, stop: int) -> SourceTensor:
+        """Return rows of the first dimension as a tensor called ``name``."""
+        row = self.nbytes // self.shape[0]
+        found = replace(
+            self,
+            name=name,
+            shape=(stop - start, *self.shape[1:]),
+            offset=self.offset + start * row,
+            nbytes=(stop - start) * row,
+        )
+        if self.decoded is None:
+            return found
+        first = self.decoded.start
+        return replace(found, decoded=replace(self.decoded, start=first + start, stop=first + stop))
 
 
 class WeightReader(Enum):

@@ -6,6 +6,8 @@ import concurrent.futures
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from clowder_aimage.importer.span_reader import SpanReader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.tensor.weight import SourceTensor
 from tests.importer.valued import (
     ValuedModel,
     as_dtype,
@@ -297,3 +300,25 @@ def test_a_damaged_blob_is_not_converted(model: ValuedModel) -> None:
         convert(store, NAME, Reference.parse("new"), Recipe.parse(quantize="int8"))
     assert [name for name, _ in store.tags()] == ["m:latest"]
     assert left(model.store) == []
+
+
+class _Halves:
+    """Rows of two bytes, computed in parts that end anywhere."""
+
+    def decode(self, start: int, stop: int) -> Iterator[bytes]:
+        data = bytes(range(2 * start, 2 * stop))
+        yield from (data[:3], b"", data[3:])
+
+
+def test_rows_of_a_decoded_tensor_are_read_in_any_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    codes = SourceTensor("w", "U8", (1,), path, 0, 1, path.stat().st_mtime_ns)
+    whole = codes.decoding(_Halves(), "U8", (8, 2))
+    part = whole.rows("v", 2, 7).rows("u", 1, 4)
+    with SpanReader(part.span, threading.Event()) as reader:
+        assert b"".join(map(bytes, reader.chunks(4))) == bytes(range(6, 12))
+        reader.check_unchanged()
+    short = replace(whole, nbytes=17)
+    with SpanReader(short.span, threading.Event()) as reader, pytest.raises(ModelError):
+        reader.read()
