@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24, 25), and the coverage of
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24, 25, 26), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
     ".": (6_150, 97),
@@ -13,15 +13,15 @@ PACKAGES = {
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_400, 88),
-    "exporter": (1_340, 97),
-    "formats": (3_150, 97),
+    "exporter": (1_800, 97),
+    "formats": (3_900, 97),
     "http": (1_720, 87),
-    "importer": (2_870, 98),
+    "importer": (2_960, 98),
     "layout": (3_040, 96),
     "model": (6_500, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (900, 94),
     "registry": (3_750, 97),
-    "tensor": (1_160, 98),
+    "tensor": (1_230, 98),
 }

@@ -51,9 +51,10 @@ class SpanReader:
         if self._parts is None:
             return self._file.readinto(buffer) or 0
         while not self._part:
-            self._part = memoryview(next(self._parts, b"")).cast("B")
-            if not self._part:
+            part = next(self._parts, None)
+            if part is None:
                 return 0
+            self._part = memoryview(part).cast("B")
         count = min(len(buffer), len(self._part))
         buffer[:count] = self._part[:count]
         self._part = self._part[count:]
