@@ -8,7 +8,7 @@ PACKAGES = {
     ".": (6_150, 97),
     "adapter": (2_300, 95),
     "api": (3_500, 95),
-    "cli": (8_350, 93),
+    "cli": (8_450, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016

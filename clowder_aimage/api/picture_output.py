@@ -15,7 +15,8 @@ from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.oci import Reference
-from clowder_aimage.pictures.picture_artifact import MadePicture, check_target, push_pictures
+from clowder_aimage.pictures.made_picture import MadePicture
+from clowder_aimage.pictures.picture_artifact import check_target, push_pictures
 
 
 class OutputField(RequestBody):

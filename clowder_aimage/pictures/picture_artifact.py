@@ -6,7 +6,6 @@ docs/format.md, "Pictures". The same pictures give the same artifact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clowder_aimage.attach import build
@@ -15,27 +14,10 @@ from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import encode, parse_document
+from clowder_aimage.pictures.made_picture import MadePicture
 from clowder_aimage.registry import ClientOptions, Repository
 
 MAX_CONFIG = 1 << 20  # bytes
-_SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MadePicture:
-    """A picture file of a kind (png, jpeg, webp), its seed, and how it was made."""
-
-    data: bytes
-    seed: int
-    kind: str
-    facts: Mapping[str, Any] = field(repr=False)
-
-    @property
-    def layer(self) -> Descriptor:
-        """Return its descriptor, titled with the seed."""
-        title = f"{self.seed}.{_SUFFIXES[self.kind]}"
-        found = Descriptor.of(f"image/{self.kind}", self.data)
-        return replace(found, annotations={mediatype.TITLE: title})
 
 
 def check_target(target: Reference, connection: ClientOptions) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.cli.console import local_model
 from clowder_aimage.cli.console.later_model import LaterModel
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Digest, mediatype
@@ -153,7 +154,7 @@ def test_between_two_prompts_the_variant_is_replaced(
                 thread.join()
         make("a fox")
 
-    monkeypatch.setattr(run_verb, "_read_prompt", lambda _: None)
+    monkeypatch.setattr(run_verb, "read_prompt", lambda _: None)
     monkeypatch.setattr(run_verb, "read_prompts", prompts)
     here = aimage()
     options = ("--steps", 1, "--seed", 1, "--json", "--first", "int4")
@@ -183,8 +184,8 @@ def test_a_failed_pull_keeps_the_variant(
                 if thread.name == "aimage-pull":
                     thread.join()
 
-    monkeypatch.setattr(run_verb, "LaterModel", Failed)
-    monkeypatch.setattr(run_verb, "_read_prompt", lambda _: None)
+    monkeypatch.setattr(local_model, "LaterModel", Failed)
+    monkeypatch.setattr(run_verb, "read_prompt", lambda _: None)
     monkeypatch.setattr(run_verb, "read_prompts", prompts)
     said = aimage()("run", f"{name}:v1", "--steps", 1, "--first", "int4")
     assert said.err.count("cannot be used instead of its variant: the link is down") == 1

@@ -25,7 +25,8 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.pictures.picture_artifact import MadePicture, picture_config
+from clowder_aimage.pictures.made_picture import MadePicture
+from clowder_aimage.pictures.picture_artifact import picture_config
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
 from tests.process import run, spawn

@@ -365,7 +365,7 @@ def read_challenge(n: int, _: Path) -> Action:
 
 
 def read_facts(n: int, _: Path) -> Action:
-    from clowder_aimage.cli.console.remote_worker import facts_of
+    from clowder_aimage.cli.console.remote_picture import facts_of
 
     raw = png(n)
     return lambda: facts_of(raw)
@@ -412,7 +412,7 @@ CASES: dict[str, Case] = {
     "adapter/peft_config.py": read_peft_config,
     "adapter/adapter_file.py": read_adapter_file,
     "api/request_body.py": read_body,
-    "cli/console/remote_worker.py": read_facts,
+    "cli/console/remote_picture.py": read_facts,
     "content/tar.py": read_tar,
     "formats/gguf_header.py": read_gguf,
     "formats/lora.py": read_lora,
@@ -455,7 +455,7 @@ COVERED = {
     "picture_input": "Pillow reads it, within limits of bytes and pixels",
     "seed_option": "pictures of this program",
     "image_request": "a bounded field of a form, by read_json",
-    "picture": "Pillow reads it; the facts are those of remote_worker",
+    "picture": "Pillow reads it; the facts are those of remote_picture",
     **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
 DECODERS = {

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 from PIL import Image
 
-from clowder_aimage.cli.console.remote_worker import facts_of
+from clowder_aimage.cli.console.remote_picture import facts_of
 from clowder_aimage.engine.queued_request import ModelSlot
 from tests.lora_file import write_lora
 from tests.process import Aimage

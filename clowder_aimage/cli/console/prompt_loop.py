@@ -1,8 +1,9 @@
-"""Prompts that are read line by line from a terminal."""
+"""Prompts: one of the arguments or of stdin, or line by line from a terminal."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from clowder_aimage.cli.console.output import facts, note
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
 
+_MAX_PROMPT = 1 << 20  # bytes of stdin
 _HELP = """\
 Type a prompt to generate a picture.
 /again           generate a picture of the last prompt again
@@ -21,6 +23,33 @@ Type a prompt to generate a picture.
 /show            show the options
 /help            show this text
 /bye             end (or Ctrl-D)"""
+
+
+def read_prompt(words: tuple[str, ...]) -> str | None:
+    """Return the prompt in the arguments or on stdin; None for a terminal. Raises UsageError."""
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not words and has_terminal:
+        if not sys.stdout.isatty():
+            raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
+        return None
+    prompt = " ".join(words)
+    if words in ((), ("-",)):
+        prompt = _standard_input()
+    if not prompt.strip():
+        raise UsageError("the prompt is empty", hint="aimage run REF PROMPT")
+    return prompt
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        return ""
+    data = sys.stdin.buffer.read(_MAX_PROMPT + 1)
+    if len(data) > _MAX_PROMPT:
+        raise UsageError(f"the prompt on stdin exceeds {_MAX_PROMPT} bytes")
+    try:
+        return data.decode().strip()
+    except UnicodeDecodeError:
+        raise UsageError("the prompt on stdin is not valid UTF-8 text") from None
 
 
 def read_prompts(

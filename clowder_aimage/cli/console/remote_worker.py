@@ -1,14 +1,10 @@
-"""Requests to a worker: its address, its pictures, its lists."""
+"""Requests to a worker: its address, its lists, and options that apply to it."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import os
-import struct
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,20 +16,16 @@ from clowder_aimage.errors import (
     AccessError,
     AImageError,
     FormatError,
-    NetworkError,
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.oci import Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_PNG = b"\x89PNG\r\n\x1a\n"
-_MAGIC = {"png": _PNG, "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 _PROBE = 0.3  # seconds for a worker that nobody asked for
-_FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 
 def worker() -> WorkerClient:
@@ -136,16 +128,6 @@ def local_options(*but: str) -> list[str]:
     return given
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RemotePicture:
-    """A picture from the worker: a file and, in a PNG, its embedded facts."""
-
-    data: bytes
-    seed: int
-    index: int
-    facts: Mapping[str, Any]
-
-
 class StepBar:
     """Progress from running totals."""
 
@@ -166,137 +148,6 @@ class StepBar:
     def rename(self, task: str) -> None:
         """Set the task that is shown."""
         self._progress.rename(task)
-
-
-def pictures(
-    client: WorkerClient,
-    reference: Reference,
-    options: Mapping[str, Any],
-    count: int,
-    *,
-    on_accepted: Callable[[], None],
-) -> Generator[RemotePicture, None, None]:
-    """Request ``count`` pictures, with rising seeds, and show a bar of the steps.
-
-    Each is a request of its own: a finished picture can be kept, and other clients are served in
-    between. Closing the iterator cancels the running request. ``on_accepted`` is called when the
-    worker has accepted the first.
-
-    Raises:
-        AImageError: as ``WorkerClient``. NotFoundError: the worker has another model only.
-        FormatError: the answer is not a picture in ``output_format``.
-    """
-    with contextlib.ExitStack() as bars:
-        run = _Run(client, reference, count, options["output_format"], bars)
-        for index in range(count):
-            seed = options["seed"] + index
-            body = _request(reference, {**options, "seed": seed})
-            with contextlib.closing(client.events("/v1/images/generations", body)) as events:
-                data = run.finish(events, index, on_accepted)
-            yield RemotePicture(data, seed, index, facts_of(data))
-
-
-class _Run:
-    """Requests for pictures of one model; a pull is shown until the first step."""
-
-    def __init__(
-        self,
-        client: WorkerClient,
-        reference: Reference,
-        count: int,
-        kind: str,
-        bars: contextlib.ExitStack,
-    ) -> None:
-        self._endpoint, self._reference = client.endpoint, reference
-        self._count, self._bars, self._task, self._kind = count, bars, "", kind
-
-    def finish(
-        self,
-        events: Iterable[tuple[str, Mapping[str, Any]]],
-        index: int,
-        on_accepted: Callable[[], None],
-    ) -> bytes:
-        """Return picture ``index``; show the events until it is complete."""
-        for kind, value in events:
-            if kind == "open":
-                self._check_model(value)
-                if index == 0:
-                    on_accepted()
-            elif kind == "pull":
-                self._bar("pulling", "bytes").show(value.get("completed"), value.get("total"))
-            elif kind == "progress":
-                self._show_steps(value, index)
-            elif kind == "done":
-                return _decoded(value, self._kind)
-        raise NetworkError(
-            f"the worker at {self._endpoint} disconnected before the picture was complete"
-        )
-
-    def _check_model(self, answer: Mapping[str, Any]) -> None:
-        """Reject a response of the worker's default model; accept an alias of the worker."""
-        name, taken = str(self._reference), answer.get("x-aimage-model")
-        if taken not in (None, name) and answer.get("x-aimage-alias") != name:
-            raise NotFoundError(
-                f"{name} not found on the worker at {self._endpoint}, which would use {taken}",
-                hint=f"use {taken}, or pull yours: aimage pull --remote {name}",
-            )
-
-    def _show_steps(self, value: Mapping[str, Any], index: int) -> None:
-        # All pictures have the same number of steps
-        step, total = value.get("step"), value.get("total")
-        if type(step) is int and type(total) is int:
-            bar = self._bar("rendering", "steps")
-            bar.show(index * total + step, self._count * total)
-            bar.rename("decoding" if step == total else "rendering")
-
-    def _bar(self, task: str, unit: str) -> StepBar:
-        if task != self._task:
-            self._bars.close()
-            subject = self._reference if task == "pulling" else None
-            progress = Progress(task, subject, unit=unit)
-            self._task, self._now = task, StepBar(self._bars.enter_context(progress))
-        return self._now
-
-
-def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {_FIELDS.get(key, key): value for key, value in options.items() if value is not None}
-    if "width" in given and "height" in given:
-        given["size"] = f"{given.pop('width')}x{given.pop('height')}"
-    fixed = {"n": 1, "response_format": "b64_json"}
-    # strict: the worker refuses unknown fields
-    stream = {"stream": True, "stream_format": "ollama", "strict": True}
-    return {"model": str(reference), **given, **fixed, **stream}
-
-
-def _decoded(value: Mapping[str, Any], kind: str) -> bytes:
-    try:
-        data = base64.b64decode(value["data"][0]["b64_json"], validate=True)
-    except (LookupError, TypeError, binascii.Error):
-        data = b""
-    if not data.startswith(_MAGIC[kind]):
-        raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
-    return data
-
-
-def facts_of(png: bytes) -> dict[str, Any]:
-    """Return the generation facts in a PNG file; empty if there are none.
-
-    The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
-    "Chunk layout" and 11.3.3.4 "iTXt").
-    """
-    at = len(_PNG) if png.startswith(_PNG) else len(png)
-    while at + 8 <= len(png):
-        length, kind = struct.unpack_from(">I4s", png, at)
-        body = png[at + 8 : at + 8 + length]
-        if kind == b"iTXt" and body.startswith(b"aimage\0\0\0"):  # not compressed
-            text = body[9:].split(b"\0", 2)[-1]
-            try:
-                facts = read_json(text, "it")
-            except FormatError:
-                return {}
-            return facts if isinstance(facts, dict) else {}
-        at += 12 + length
-    return {}
 
 
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:

@@ -13,11 +13,11 @@ from typing import Any
 import click
 
 from clowder_aimage.adapter_source import OWN, find_control
+from clowder_aimage.cli.console.local_model import fetch_model, load_model, render
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.console.picture_option import input_pictures, input_source
-from clowder_aimage.cli.verbs.run import fetch_model, load_model, render
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, LoraUse, check_parameters

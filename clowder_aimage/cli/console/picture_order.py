@@ -1,0 +1,161 @@
+"""The pictures of a prompt: options become requests, and what is generated is written."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.lora_option import with_tags
+from clowder_aimage.cli.console.option import needs
+from clowder_aimage.cli.console.output import (
+    note,
+    plural,
+    remark,
+    result,
+    wants_json,
+    wants_value,
+)
+from clowder_aimage.cli.console.picture_file import PictureOutput
+from clowder_aimage.cli.console.picture_option import picture_parameters
+from clowder_aimage.cli.console.picture_view import draw_picture, open_picture
+from clowder_aimage.cli.console.pushed_picture import push_made
+from clowder_aimage.cli.console.seed_option import seed_runs
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
+
+if TYPE_CHECKING:
+    from clowder_aimage.pictures.made_picture import MadePicture
+
+# Parameters, their number, format, and a function that is called before the first picture
+Render = Callable[
+    [Mapping[str, Any], int, str, Callable[[str], None]], Generator["MadePicture", None, None]
+]
+_OPTIONS = tuple(name for name in PARAMETERS if name != "prompt")
+_OUTPUT = ("seeds", "sheet", "count", "output", "show", "inline")
+SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
+
+
+@dataclass(frozen=True, slots=True)
+class PictureOrder:
+    """The options of pictures, which may change between prompts."""
+
+    values: dict[str, Any]
+    render: Render
+    protocol: str  # for pictures in the terminal
+
+    def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
+        """Generate, write and print the pictures of a prompt; return their paths."""
+        begun = time.monotonic() if begun is None else begun
+        trigger = {"trigger": self.values["trigger"]}
+        parameters = order_parameters(self.values, prompt) | trigger
+        output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
+        kept, facts = list["MadePicture"](), dict[str, Any]()
+        runs = order_runs(self.values)
+        count = sum(each for _, each in runs)
+        for picture in self._pictures(parameters, runs, output.kind):
+            text = parameters["prompt"]
+            path = output.write(picture.data, text, picture.seed, len(written), count)
+            facts = facts or {**picture.facts}
+            if path is not None:
+                written.append({"path": str(path), "seed": picture.seed})
+                open_picture(path, self.values["show"])
+            if self.values["sheet"] or self.values["push"]:
+                kept.append(picture)
+        paths = [str(each["path"]) for each in written]
+        if self.values["sheet"]:
+            facts["sheet"] = _write_sheet(output, parameters["prompt"], kept)
+            paths.append(facts["sheet"])
+        self._report(facts | {"pictures": written}, paths, kept)
+        remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+        return tuple(paths)
+
+    def _pictures(
+        self, parameters: dict[str, Any], runs: list[tuple[int | None, int]], kind: str
+    ) -> Iterator[MadePicture]:
+        """Yield the pictures of runs of seeds; say the seed that is drawn, and the place once."""
+        is_first = True
+
+        def announce(text: str) -> None:
+            nonlocal is_first
+            if seed is None:
+                note(f"seed {parameters['seed']}")
+            if is_first:
+                remark(text)
+            is_first = False
+
+        for seed, count in runs:
+            parameters["seed"] = secrets.randbits(32) if seed is None else seed
+            with contextlib.closing(self.render(parameters, count, kind, announce)) as made:
+                yield from made
+
+    def _report(self, value: dict[str, Any], paths: list[str], kept: list[MadePicture]) -> None:
+        """Draw, push and print pictures that were written."""
+        is_stdout = PictureOutput(self.values["output"]).is_stdout
+        if not is_stdout and self.values["inline"] is not False:
+            for path in paths:
+                draw_picture(Path(path), self.protocol, is_wanted=bool(self.values["inline"]))
+        if self.values["push"]:
+            pushed = push_made(kept, self.values["push"])
+            value, paths = value | {"pushed": pushed}, [*paths, pushed["reference"]]
+        if not is_stdout:
+            result(value, paths)
+
+
+def _write_sheet(output: PictureOutput, prompt: str, pictures: list[MadePicture]) -> str:
+    """Write a sheet of pictures; return its path."""
+    from clowder_aimage.model.picture import contact_sheet
+
+    return str(output.write_sheet(contact_sheet([(p.seed, p.data) for p in pictures]), prompt))
+
+
+def order_parameters(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
+    """Return the parameters of pictures of a prompt. Raises UsageError, StoreError.
+
+    The value of an option is None if it was not given; the AImage has the default.
+    """
+    if values["negative"] is not None and not values["guidance"]:
+        raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
+    runs = order_runs(values)
+    _check_output(values, sum(count for _, count in runs))
+    parameters = {name: values[name] for name in _OPTIONS}
+    text, loras = with_tags(prompt, values["loras"], values["lora_dir"])
+    parameters |= {"prompt": text, "loras": loras, **_size(values)}
+    has_size = parameters["width"] is not None or parameters["height"] is not None
+    parameters |= picture_parameters(values, has_size=has_size)
+    given = {name: value for name, value in parameters.items() if value is not None}
+    for seed, count in runs:
+        check_parameters(GenerateRequest(**given | {"seed": seed or 0}, n=count))
+    return parameters
+
+
+def _check_output(values: Mapping[str, Any], count: int) -> None:
+    """Reject a place to which the pictures cannot be written. Raises UsageError, StoreError."""
+    output = PictureOutput(values["output"])
+    if output.is_stdout and (wants_value() or values["show"]):
+        option = "--open" if not wants_value() else "--json" if wants_json() else "--format"
+        raise UsageError(f"{option} cannot be combined with -o -")
+    output.check(count)
+    if values["sheet"]:
+        if output.is_stdout:
+            raise UsageError("--sheet cannot be combined with -o -")
+        with needs("making a sheet", "mlx"):
+            import PIL  # noqa: F401 (before pictures are generated)
+
+
+def _size(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sides of --size. Raises UsageError: they are given twice."""
+    if values["size"] is None:
+        return {}
+    if values["width"] is not None or values["height"] is not None:
+        raise UsageError("--size cannot be combined with --width or --height")
+    return dict(zip(("width", "height"), values["size"], strict=True))
+
+
+def order_runs(values: Mapping[str, Any]) -> list[tuple[int | None, int]]:
+    """Return the first seed and the number of pictures of each run. Raises UsageError."""
+    return seed_runs(values["seed"], values["seeds"] or (), values["count"])

@@ -1,0 +1,46 @@
+"""Pictures that are pushed to a registry as an artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from clowder_aimage.cli.console.option import settings
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.errors import UsageError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.pictures.made_picture import MadePicture
+    from clowder_aimage.registry import ClientOptions
+
+
+def check_push(target: Reference | None, prompt: str | None, model: Reference) -> None:
+    """Reject a name to which the pictures cannot be pushed, before they are generated."""
+    if target is None:
+        return
+    from clowder_aimage.pictures.picture_artifact import check_target
+
+    if prompt is None:
+        raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
+    check_target(target, _connection(model, target))
+
+
+def push_made(pictures: Sequence[MadePicture], target: Reference) -> dict[str, str]:
+    """Push pictures as one artifact; return its name and digest."""
+    from clowder_aimage.pictures.picture_artifact import push_pictures
+
+    facts = pictures[0].facts
+    model = Reference.parse(str(facts["reference"])) if facts else target
+    connection = _connection(model, target)
+    with Progress("pushing", target) as progress:
+        layout = settings().layout
+        sent = push_pictures(pictures, target, layout, connection, on_event=progress.on_event)
+    progress.summarize("pushed")
+    digest = str(sent.digest)
+    return {"reference": f"{connection.expand(target)}@{digest}", "digest": digest}
+
+
+def _connection(*names: Reference) -> ClientOptions:
+    """Return the options for the registries of names. Raises UsageError."""
+    return settings().connection(*dict.fromkeys(filter(None, (one.registry for one in names))))

@@ -1,0 +1,193 @@
+"""Pictures that a worker generates."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import struct
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.lora_option import to_worker
+from clowder_aimage.cli.console.output import note
+from clowder_aimage.cli.console.picture_option import to_request
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.remote_worker import StepBar
+from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
+from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, ignored_image
+from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.pictures.made_picture import MadePicture
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MAGIC = {"png": _PNG, "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
+_FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
+
+
+def generate_remotely(
+    client: WorkerClient,
+    reference: Reference,
+    place: str,
+    options: Mapping[str, Any],
+    count: int,
+    kind: str,
+    announce: Callable[[str], None],
+) -> Generator[MadePicture, None, None]:
+    """Generate the pictures in a worker."""
+    # png_facts: so that it can be replayed
+    if options["steps"] is not None:  # else the worker's model has them
+        known = {name: options[name] for name in PARAMETERS if options[name] is not None}
+        warn_ignored(GenerateRequest(**known))
+    sent = {**options, "png_facts": True, "output_format": kind}
+    sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}
+    prompt = None if options["trigger"] else options["prompt"]
+    sent["loras"] = to_worker(client, options["loras"], prompt) or None
+    sent["trigger"] = options["trigger"] or None
+    sent |= to_request(options)
+    yield from _pictures(
+        client,
+        reference,
+        sent,
+        count,
+        on_accepted=lambda: announce(f"rendering on the {place}"),
+    )
+
+
+def _pictures(
+    client: WorkerClient,
+    reference: Reference,
+    options: Mapping[str, Any],
+    count: int,
+    *,
+    on_accepted: Callable[[], None],
+) -> Generator[MadePicture, None, None]:
+    """Request ``count`` pictures, with rising seeds, and show a bar of the steps.
+
+    Each is a request of its own: a finished picture can be kept, and other clients are served in
+    between. Closing the iterator cancels the running request. ``on_accepted`` is called when the
+    worker has accepted the first.
+
+    Raises:
+        AImageError: as ``WorkerClient``. NotFoundError: the worker has another model only.
+        FormatError: the answer is not a picture in ``output_format``.
+    """
+    with contextlib.ExitStack() as bars:
+        run = _Run(client, reference, count, options["output_format"], bars)
+        for index in range(count):
+            seed = options["seed"] + index
+            body = _request(reference, {**options, "seed": seed})
+            with contextlib.closing(client.events("/v1/images/generations", body)) as events:
+                data = run.finish(events, index, on_accepted)
+            yield MadePicture(data, seed, options["output_format"], facts_of(data))
+
+
+class _Run:
+    """Requests for pictures of one model; a pull is shown until the first step."""
+
+    def __init__(
+        self,
+        client: WorkerClient,
+        reference: Reference,
+        count: int,
+        kind: str,
+        bars: contextlib.ExitStack,
+    ) -> None:
+        self._endpoint, self._reference = client.endpoint, reference
+        self._count, self._bars, self._task, self._kind = count, bars, "", kind
+
+    def finish(
+        self,
+        events: Iterable[tuple[str, Mapping[str, Any]]],
+        index: int,
+        on_accepted: Callable[[], None],
+    ) -> bytes:
+        """Return picture ``index``; show the events until it is complete."""
+        for kind, value in events:
+            if kind == "open":
+                self._check_model(value)
+                if index == 0:
+                    on_accepted()
+            elif kind == "pull":
+                self._bar("pulling", "bytes").show(value.get("completed"), value.get("total"))
+            elif kind == "progress":
+                self._show_steps(value, index)
+            elif kind == "done":
+                return _decoded(value, self._kind)
+        raise NetworkError(
+            f"the worker at {self._endpoint} disconnected before the picture was complete"
+        )
+
+    def _check_model(self, answer: Mapping[str, Any]) -> None:
+        """Reject a response of the worker's default model; accept an alias of the worker."""
+        name, taken = str(self._reference), answer.get("x-aimage-model")
+        if taken not in (None, name) and answer.get("x-aimage-alias") != name:
+            raise NotFoundError(
+                f"{name} not found on the worker at {self._endpoint}, which would use {taken}",
+                hint=f"use {taken}, or pull yours: aimage pull --remote {name}",
+            )
+
+    def _show_steps(self, value: Mapping[str, Any], index: int) -> None:
+        # All pictures have the same number of steps
+        step, total = value.get("step"), value.get("total")
+        if type(step) is int and type(total) is int:
+            bar = self._bar("rendering", "steps")
+            bar.show(index * total + step, self._count * total)
+            bar.rename("decoding" if step == total else "rendering")
+
+    def _bar(self, task: str, unit: str) -> StepBar:
+        if task != self._task:
+            self._bars.close()
+            subject = self._reference if task == "pulling" else None
+            progress = Progress(task, subject, unit=unit)
+            self._task, self._now = task, StepBar(self._bars.enter_context(progress))
+        return self._now
+
+
+def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]:
+    given = {_FIELDS.get(key, key): value for key, value in options.items() if value is not None}
+    if "width" in given and "height" in given:
+        given["size"] = f"{given.pop('width')}x{given.pop('height')}"
+    fixed = {"n": 1, "response_format": "b64_json"}
+    # strict: the worker refuses unknown fields
+    stream = {"stream": True, "stream_format": "ollama", "strict": True}
+    return {"model": str(reference), **given, **fixed, **stream}
+
+
+def _decoded(value: Mapping[str, Any], kind: str) -> bytes:
+    try:
+        data = base64.b64decode(value["data"][0]["b64_json"], validate=True)
+    except (LookupError, TypeError, binascii.Error):
+        data = b""
+    if not data.startswith(_MAGIC[kind]):
+        raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
+    return data
+
+
+def facts_of(png: bytes) -> dict[str, Any]:
+    """Return the generation facts in a PNG file; empty if there are none.
+
+    The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
+    "Chunk layout" and 11.3.3.4 "iTXt").
+    """
+    at = len(_PNG) if png.startswith(_PNG) else len(png)
+    while at + 8 <= len(png):
+        length, kind = struct.unpack_from(">I4s", png, at)
+        body = png[at + 8 : at + 8 + length]
+        if kind == b"iTXt" and body.startswith(b"aimage\0\0\0"):  # not compressed
+            text = body[9:].split(b"\0", 2)[-1]
+            try:
+                facts = read_json(text, "it")
+            except FormatError:
+                return {}
+            return facts if isinstance(facts, dict) else {}
+        at += 12 + length
+    return {}
+
+
+def warn_ignored(request: GenerateRequest) -> None:
+    """Say if the image of a request has no effect."""
+    if reason := ignored_image(request):
+        note(f"warning: {reason}")
