@@ -33,7 +33,6 @@ from clowder_aimage.model.pipeline import (
     PARAMETERS,
     GenerateRequest,
     Image,
-    PictureInput,
     Pipeline,
     PipelineEvent,
     Step,
@@ -101,15 +100,17 @@ class RunnableModel:
         self, request: GenerateRequest, picture: TiledPicture
     ) -> Generator[PipelineEvent, None, None]:
         """Yield the steps of all tiles of each picture, and the picture."""
-        height, width, _ = picture.parts[0].shape
+        pixels = picture.parts[0].pixels
+        assert pixels is not None  # noqa: S101 - enlarge sets it
+        height, width, _ = pixels.shape
         size = {"width": width, "height": height}
         count = len(picture.parts)
         for number in range(request.n):
             seed = request.seed + number
             tile = replace(request, **size, seed=seed, n=1, previews=0, upscale=0.0)
             made = []
-            for index, pixels in enumerate(picture.parts):
-                for event in self.pipeline.generate(tile, PictureInput(pixels)):
+            for index, part in enumerate(picture.parts):
+                for event in self.pipeline.generate(tile, part):
                     if isinstance(event, Step):
                         done = index * event.total + event.index
                         yield Step(done, count * event.total, number)

@@ -366,9 +366,6 @@ def _check_control(request: GenerateRequest) -> None:
         _check_text("controlnet", request.controlnet)
     strength = request.control_strength
     _check_number("control_strength", 0 if strength is None else strength, 0, MAX_CONTROL)
-    for name in ("cache_threshold", "expand", "upscale"):
-        if getattr(request, name):
-            raise UsageError(f"{name} cannot be combined with a control picture")
 
 
 def _check_picture(request: GenerateRequest) -> None:
@@ -420,7 +417,6 @@ def _check_enlarged(request: GenerateRequest) -> None:
     others = {
         "expand": bool(request.expand),
         "a mask": request.mask is not None,
-        "a control picture": request.control is not None,
     }
     for name, is_given in others.items() if request.upscale else ():
         if is_given:

@@ -122,7 +122,7 @@ def _in_colour(image: Picture) -> Picture:
 class TiledPicture:
     """The tiles of an enlarged picture, and what joins those that are made from them."""
 
-    parts: tuple[Pixels, ...]
+    parts: tuple[PictureInput, ...]
     finish: Callable[[Sequence[Pixels]], Pixels]
 
 
@@ -146,7 +146,7 @@ class PictureInputs:
             return PreparedPicture(PictureInput(control=_fitted(request, control)), lambda it: it)
         image = self._read(request.image, "image")
         if request.upscale:
-            return enlarge(request, image)
+            return enlarge(request, image, control)
         mask = None if request.mask is None else self._mask(request.mask, image)
         if control is not None and request.crop and control.size != image.size:
             raise _other_size("control picture", control, image)
@@ -250,7 +250,11 @@ def _expanded(request: GenerateRequest, image: Picture, control: Picture | None)
     more = [(0, down), (0, across)]
     pixels = np.pad(original, [*more, (0, 0)], mode="edge")
     mask = np.pad(np.uint8(255) * (share > 0), more, constant_values=255)
-    given = PictureInput(pixels, mask.astype(np.uint8), _fitted(request, control))
+    guide = _fitted(request, control)
+    if control is not None and control.size == image.size:  # else it is of the whole result
+        sides = [(top, bottom + down), (left, right + across), (0, 0)]
+        guide = np.pad(np.asarray(control.convert("RGB")), sides, mode="edge")
+    given = PictureInput(pixels, mask.astype(np.uint8), guide)
     return PreparedPicture(given, lambda made: mix(made[:height, :width], original, share))
 
 
@@ -261,12 +265,21 @@ def expanded_size(width: int, height: int, expand: Sequence[int], multiple: int)
     return -(-across // multiple) * multiple, -(-down // multiple) * multiple
 
 
-def enlarge(request: GenerateRequest, image: Picture) -> TiledPicture:
-    """Return the tiles of a picture that is enlarged by Lanczos. Raises UsageError: too large."""
+def enlarge(
+    request: GenerateRequest, image: Picture, control: Picture | None = None
+) -> TiledPicture:
+    """Return the tiles of a picture that is enlarged by Lanczos, and of its control picture.
+
+    Raises UsageError: too large.
+    """
     width, height = (round(side * request.upscale) for side in image.size)
     grid = TileGrid.cover(width, height, (request.width, request.height))
-    resized = np.asarray(_resized(image.convert("RGB"), (width, height)))
-    return TiledPicture(tuple(grid.cut(resized)), grid.join)
+    tiles = grid.cut(np.asarray(_resized(image.convert("RGB"), (width, height))))
+    guides: Sequence[Pixels | None] = [None] * len(tiles)
+    if control is not None:
+        guides = grid.cut(np.asarray(fit(control.convert("RGB"), (width, height), request.fit)))
+    pairs = zip(tiles, guides, strict=True)
+    return TiledPicture(tuple(PictureInput(tile, None, guide) for tile, guide in pairs), grid.join)
 
 
 def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:

@@ -25,6 +25,7 @@ from clowder_aimage.model.zimage.control import (
     LAYERS,
     PLAIN,
     REFINER,
+    Control,
     ControlNetConfig,
     to_input,
 )
@@ -147,6 +148,20 @@ def test_hints_are_proportional_to_the_strength(pipeline: ZImagePipeline, tmp_pa
         np.testing.assert_allclose(np.array(two[place]), 2 * np.array(hint), rtol=1e-5)
 
 
+def test_a_step_that_reuses_another_makes_no_hints(
+    pipeline: ZImagePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.use_control(stored(tmp_path, tensors()))
+    made, hints = list[float](), Control.hints
+    monkeypatch.setattr(Control, "hints", lambda *given: made.append(given[3]) or hints(*given))
+    request = replace(REQUEST, steps=4)
+    exact = picture(pipeline, request)
+    assert np.array_equal(picture(pipeline, replace(request, cache_threshold=1e-9)), exact)
+    assert len(made) == 8 and made[:4] == made[4:]
+    assert not np.array_equal(picture(pipeline, replace(request, cache_threshold=10)), exact)
+    assert made[8:] == [made[0], made[3]]  # the first step and the last
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -179,8 +194,6 @@ def test_a_model_without_one_needs_a_name(pipeline: ZImagePipeline) -> None:
         ({"controlnet": 5}, "controlnet must be text"),
         ({"control_strength": -0.1}, "control_strength must be a number from 0 to 10"),
         ({"control_strength": float("nan")}, "control_strength must be a number"),
-        ({"cache_threshold": 0.1}, "cache_threshold cannot be combined with a control picture"),
-        ({"image": FILE, "upscale": 2.0}, "upscale cannot be combined with a control picture"),
         ({"fit": "bend"}, "fit must be one of"),
     ],
 )

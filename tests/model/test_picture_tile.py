@@ -10,7 +10,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.generate import RunnableModel
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, mix, new_area
-from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Step
 from clowder_aimage.model.pipeline import Image as Made
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.pictures.picture_input import PictureInputs, TiledPicture, enlarge, prepare
@@ -84,7 +84,8 @@ def test_neighbours_overlap_by_a_quarter_at_least() -> None:
 
 def test_an_enlarged_picture_has_a_limit() -> None:
     request = GenerateRequest("a fox", 1024, 1024, image=IMAGE, upscale=4)
-    assert enlarge(request, Image.new("RGB", (64, 32))).parts[0].shape == (128, 256, 3)
+    found = enlarge(request, Image.new("RGB", (64, 32))).parts[0].pixels
+    assert found is not None and found.shape == (128, 256, 3)
     with pytest.raises(UsageError, match=f"4100 x 4100 pixels; it may have {MAX_TILED}"):
         enlarge(request, Image.new("RGB", (1025, 1025)))
 
@@ -94,6 +95,24 @@ def test_an_expanded_picture_states_its_size() -> None:
     with pytest.raises(UsageError, match="120 x 50 pixels, which the size 1024x1024") as said:
         prepare(request, Image.new("RGB", (100, 50)), None)
     assert "128x64" in str(said.value.hint)
+
+
+def test_a_control_picture_is_enlarged_and_cut_like_the_image() -> None:
+    request = GenerateRequest("a fox", 64, 64, image=IMAGE, control=IMAGE, upscale=2)
+    picture, other = Image.fromarray(noise(50, 40)), Image.new("RGB", (25, 20), "white")
+    for control, same in (picture, True), (other, False):
+        parts = enlarge(request, picture, control).parts
+        assert len(parts) == 4
+        assert all(np.array_equal(one.pixels, one.control) is same for one in parts)
+        assert {np.shape(one.control) for one in parts} == {(64, 64, 3)}
+
+
+def test_a_control_picture_of_the_image_is_expanded_and_one_of_the_result_is_not() -> None:
+    request = GenerateRequest("x", 128, 64, image=IMAGE, control=IMAGE, expand=(8, 0, 20, 0))
+    picture, whole = Image.fromarray(noise(100, 60)), Image.fromarray(noise(128, 64))
+    small = prepare(request, picture, None, picture).given
+    assert np.array_equal(small.pixels, small.control)
+    assert np.array_equal(prepare(request, picture, None, whole).given.control, np.asarray(whole))
 
 
 def test_an_expanded_picture_is_painted_outside_only() -> None:
@@ -115,7 +134,7 @@ def test_an_expanded_picture_is_painted_outside_only() -> None:
 def test_the_tiles_of_each_picture_are_its_steps(
     pipeline: ZImagePipeline, tiny: tuple[FolderStore, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiled = TiledPicture(tuple(noise(64, 32) for _ in range(3)), lambda made: np.vstack(made))
+    tiled = TiledPicture((PictureInput(noise(64, 32)),) * 3, lambda made: np.vstack(made))
     monkeypatch.setattr(PictureInputs, "open", lambda *_: tiled)
     stored = StoredAImage.__new__(StoredAImage)
     model = RunnableModel(stored, pipeline, "float32", pictures=PictureInputs(tiny[0]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -69,7 +69,7 @@ from clowder_aimage.model.zimage.picture_start import (
 )
 from clowder_aimage.model.zimage.text_encoder import TextEncoder
 from clowder_aimage.model.zimage.tokenizer import Tokenizer
-from clowder_aimage.model.zimage.transformer import Caption, Transformer, padded
+from clowder_aimage.model.zimage.transformer import Caption, Hints, Transformer, padded
 from clowder_aimage.model.zimage.vae import Vae, VaeEncoder
 
 K = TypeVar("K")
@@ -604,7 +604,9 @@ class ZImagePipeline:
 
         def direction(caption: Caption, cache: StepCache | None) -> mx.array:
             given = typed, time, caption
-            hints = control.hints(self.transformer, *given) if control else None
+            hints: Callable[[], Hints] = dict
+            if control:
+                hints = partial(control.hints, self.transformer, *given)
             return self.transformer(*given, cache, hints).astype(mx.float32)
 
         towards = direction(conditioning.positive, caches[0])

@@ -8,9 +8,8 @@ attention. Reference: diffusers, models/transformers/transformer_z_image.py (arX
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -217,26 +216,30 @@ class Transformer(Network):
         time: float,
         caption: Caption,
         cache: StepCache | None = None,
-        hints: Hints | None = None,
+        hints: Callable[[], Hints] = dict,
     ) -> mx.array:
         """Run one forward pass.
 
         latents: (channels, height, width) in latent cells, both even; time: 1 - sigma, 0 (noise)
-        to 1 (picture). With a ``cache``, all layers but the first may be skipped. ``hints`` are of
-        a control network, for the same arguments. Returns the velocity from noise to picture, in
-        the same shape.
+        to 1 (picture). With a ``cache``, all layers but the first may be skipped. ``hints`` returns
+        those of a control network, for the same arguments; they are not made if layers are skipped.
+        Returns the velocity from noise to picture, in the same shape.
         """
         channels, height, width = latents.shape
         rows, columns = height // PATCH, width // PATCH
         image = self.embed(latents, time, caption)
         sequence = mx.concatenate([self.refine(image, {}), caption.tokens], axis=1)
         rope = image.with_caption(caption)
-        run = partial(_run, rope=rope, time=image.time, hints=hints or {})
+        at = rope, image.time
+
+        def others(x: mx.array) -> mx.array:
+            found = hints()
+            return _run(self.layers[1:], _hinted(x, 0, found), *at, found, first=1)
+
         if cache is None:
-            sequence = run(self.layers, sequence)
+            sequence = others(self.layers[0](sequence, *at))
         else:
-            first, others = partial(run, self.layers[:1]), partial(run, self.layers[1:])
-            sequence = cache.run(sequence, first, others)
+            sequence = cache.run(sequence, lambda x: self.layers[0](x, *at), others)
         patches = self.final_layer(sequence[:, : rows * columns], image.time)
         patches = patches.reshape(rows, columns, PATCH, PATCH, channels)
         return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
@@ -287,13 +290,15 @@ def to_patches(latents: mx.array) -> mx.array:
 
 
 def _run(
-    blocks: Sequence[Block], x: mx.array, rope: Table, time: mx.array, hints: Hints
+    blocks: Sequence[Block], x: mx.array, rope: Table, time: mx.array, hints: Hints, first: int = 0
 ) -> mx.array:
-    for index, block in enumerate(blocks):
-        x = block(x, rope, time)
-        if index in hints:
-            x = x + hints[index]
+    for index, block in enumerate(blocks, first):
+        x = _hinted(block(x, rope, time), index, hints)
     return x
+
+
+def _hinted(x: mx.array, index: int, hints: Hints) -> mx.array:
+    return x + hints[index] if index in hints else x
 
 
 def fill(tokens: mx.array, pad: mx.array) -> mx.array:
