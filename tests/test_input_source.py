@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("numpy")
 
+from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import (
     AImageError,
     ForbiddenError,
@@ -63,8 +64,7 @@ def user(store: ImageLayout, **rest: Any) -> InputSource:
 
 
 def read(source: InputSource, text: str) -> bytes:
-    with source.store.lease() as lease:
-        return source.read(text, lease)
+    return source.read(text)
 
 
 def offer(server: ScriptedRegistry, *layers: dict[str, Any], **blobs: bytes) -> str:
@@ -148,12 +148,17 @@ def test_a_file_that_cannot_be_read_is_an_error(
 # -- artifacts
 
 
-def test_a_picture_of_an_artifact_is_kept_in_the_store(
+def test_a_picture_of_an_artifact_leaves_nothing_in_the_store(
     store: ImageLayout, server: ScriptedRegistry
 ) -> None:
-    text = offer(server, layer(CONFIG, "text/plain"), layer(PICTURE))
+    """One layer of several is fetched, and not at all if the store has it."""
+    text = f"{offer(server, layer(OTHER, title='b.png'), layer(PICTURE, title='a.png'))}#a.png"
     assert read(user(store), text) == PICTURE
-    assert store.exists(Descriptor.of("image/png", PICTURE))
+    assert [path.rpartition("/")[2] for path in server.asked("GET")][1:] == [
+        str(Digest.of(PICTURE))
+    ]
+    assert not store.root.exists()
+    store.push(Descriptor.of("image/png", PICTURE), bytes_body(PICTURE))
     mark = len(server.seen)
     assert read(user(store), text) == PICTURE
     assert all("/blobs/" not in seen.path for seen in server.seen[mark:])
@@ -190,11 +195,10 @@ def test_an_artifact_without_a_picture_is_refused(
     assert raised.value.exit_code == 5
 
 
-def test_wrong_bytes_are_refused_and_not_kept(store: ImageLayout, server: ScriptedRegistry) -> None:
+def test_wrong_bytes_are_refused(store: ImageLayout, server: ScriptedRegistry) -> None:
     text = offer(server, layer(PICTURE), **{str(Digest.of(PICTURE)): bytes(len(PICTURE))})
     with pytest.raises(VerificationError):
         read(user(store), text)
-    assert not store.exists(Descriptor.of("image/png", PICTURE))
 
 
 def test_errors_of_a_registry_are_those_of_a_pull(
@@ -214,12 +218,48 @@ def test_a_worker_pulls_from_the_registries_that_are_named(
 ) -> None:
     text = offer(server, layer(PICTURE))
     port = server.host.rpartition(":")[2]
-    for entries in ((), ("*",), (f"http://*:{port}",), ("127.0.0.1",)):
-        with pytest.raises(ForbiddenError, match="not allowed from the registry"):
+    for entries in ((), ("127.0.0.1",), (f"*:{port}",)):
+        with pytest.raises(ForbiddenError, match=r"not allowed from the registry|internal address"):
             read(InputSource(store, ClientOptions, InputHosts.parse(entries)), text)
     assert not server.seen
-    assert read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), text) == PICTURE
-    assert read(InputSource(store, ClientOptions, may_pull=True), text) == PICTURE
+    named = InputHosts.parse([server.host])
+    configured = InputSource(store, ClientOptions, registries=frozenset([server.host]))
+    for source in (InputSource(store, ClientOptions, named), configured):
+        assert read(source, text) == PICTURE
+    with pytest.raises(ForbiddenError, match="not allowed"):  # registries, not URLs
+        read(configured, f"http://{server.host}/a.png")
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "entry", "is_allowed"),
+    [
+        ("pictures.example.com", "127.0.0.1", "*.example.com", False),
+        ("pictures.example.com", "127.0.0.1", "pictures.example.com", True),
+        ("[fe80::1]", "127.0.0.1", "*", False),
+        ("169.254.169.254", "127.0.0.1", "*", False),
+        ("0x7f000001.", "127.0.0.1", "*", False),
+    ],
+)
+def test_a_pattern_means_addresses_of_the_internet(
+    store: ImageLayout,
+    server: ScriptedRegistry,
+    name: str,
+    address: str,
+    entry: str,
+    is_allowed: bool,
+) -> None:
+    """The name resolves to a private address, which is compared before anything is sent."""
+    port = server.host.rpartition(":")[2]
+    text = offer(server, layer(PICTURE)).replace("127.0.0.1", name)
+    hosts = InputHosts.parse([f"http://{entry}:{port}"])
+    addresses = {(name, int(port)): address}
+    source = InputSource(store, lambda: ClientOptions(plain_http=True, addresses=addresses), hosts)
+    if is_allowed:
+        assert read(source, text) == PICTURE
+        return
+    with pytest.raises((ForbiddenError, UsageError)):
+        read(source, text)
+    assert not server.seen
 
 
 def test_a_worker_fetches_urls_of_allowed_hosts(
@@ -228,6 +268,6 @@ def test_a_worker_fetches_urls_of_allowed_hosts(
     server.script = lambda _: Answer(200, {}, PICTURE)
     url = f"http://{server.host}/a.png"
     with pytest.raises(ForbiddenError):
-        read(InputSource(store, ClientOptions, may_pull=True), url)
+        read(InputSource(store, ClientOptions), url)
     assert read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), url) == PICTURE
     assert read(user(store), url) == PICTURE

@@ -18,6 +18,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
 from clowder_aimage.pictures.picture_input import (
     around,
+    check_mask,
     decode,
     fit,
     inspect,
@@ -194,9 +195,21 @@ def test_a_cropped_request_changes_only_its_surroundings() -> None:
     assert (result[~painted] == np.asarray(image)[~painted]).all()
 
 
-def test_an_empty_mask_is_refused() -> None:
-    with pytest.raises(UsageError, match="the mask is empty"):
-        prepare(request_of(), gradient(), Image.new("L", (6, 4), 127))
+def test_masks_that_do_not_fit_are_refused() -> None:
+    def file(*of: Any) -> bytes:
+        return file_of(Image.new(*of))
+
+    image = file("RGB", (6, 4), 9)
+    check_mask(image, file("L", (6, 4), 128))
+    check_mask(file("RGBA", (6, 4), (1, 1, 1, 0)), None)
+    for given, mask, words in (
+        (image, file("L", (6, 4), 127), "the mask is empty"),
+        (image, file("L", (4, 6), 255), "4 x 6 pixels, the image has 6 x 4"),
+        (image, None, "no transparency"),
+        (file("RGBA", (6, 4), (1, 1, 1, 255)), None, "the mask is empty"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            check_mask(given, mask)
 
 
 @pytest.mark.parametrize(

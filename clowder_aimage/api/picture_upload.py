@@ -276,7 +276,7 @@ class PictureUpload:
         if text[:5].lower() == "data:":
             _check_kind(name, text[5:100].partition(",")[0].partition(";")[0].lower())
         may_pull = self.request.get("scope") == ADMIN
-        return self.uploads.service.inputs(may_pull=may_pull).read(text, self.lease, name)
+        return self.uploads.service.inputs(may_pull=may_pull).read(text, name)
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
         from clowder_aimage.pictures.picture_input import white_mask  # late: it imports numpy

@@ -136,13 +136,22 @@ class Service:
     def inputs(self, *, may_pull: bool) -> InputSource:
         """Return the reader of pictures that requests name by URL or artifact.
 
-        With ``may_pull`` those of any registry, unless this worker pulls nothing.
+        With ``may_pull`` also those in the registries that are configured for models, unless this
+        worker pulls nothing.
         """
         from clowder_aimage.pictures.input_source import InputSource  # late: it imports numpy
 
         hosts = InputHosts.parse(self.settings.allow_inputs)
         may_pull = may_pull and self.settings.pull != NEVER
-        return InputSource(self.store, lambda: self.connection, hosts, may_pull)
+        registries = self._registries() if may_pull else frozenset[str]()
+        return InputSource(self.store, lambda: self.connection, hosts, registries)
+
+    def _registries(self) -> frozenset[str]:
+        """Return the hosts of the configuration, and those of the models in the settings."""
+        named = (self.settings.default_model, *self.settings.aliases.values(), *self.wanted)
+        models = (Reference.parse(name).registry for name in named if name is not None)
+        default = self.connection.default_registry.partition("/")[0]
+        return frozenset(filter(None, (*self.connection.registries, default, *models)))
 
     @property
     def required(self) -> Sequence[str]:

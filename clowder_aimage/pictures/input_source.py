@@ -11,13 +11,13 @@ import binascii
 import re
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
-from urllib.parse import unquote_to_bytes
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import unquote_to_bytes, urlsplit
 
-from clowder_aimage.content import ContentStore, Lease, Source, read_all
+from clowder_aimage.content import ContentStore, Source, read_all
 from clowder_aimage.content.platform import ANY, select
 from clowder_aimage.errors import (
     ForbiddenError,
@@ -28,16 +28,17 @@ from clowder_aimage.errors import (
     TooLargeError,
     UsageError,
 )
-from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
 from clowder_aimage.pictures.input_file import MAX_BYTES
-from clowder_aimage.pictures.picture_artifact import has_settings
+from clowder_aimage.pictures.picture_artifact import settings_of
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.reach import Reach
-from clowder_aimage.registry.web_file import InputHosts, fetch
+from clowder_aimage.registry.reach import OutsideError, Reach, reach_of_name
+from clowder_aimage.registry.web_file import InputHosts, fetch, forbidden
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")  # of the titles of picture layers
 _MAX_DATA = MAX_BYTES * 3  # characters of a data URL: each byte may be percent-encoded
 _MAX_LISTED = 10  # titles in an error
+_T = TypeVar("_T")
 _SCHEME = re.compile(r"(data|https?|oci|[a-z][a-z0-9+.-]*(?=://)):", re.IGNORECASE)
 
 
@@ -53,37 +54,25 @@ class PictureLayer:
         """Return its title; empty without one."""
         return self.layer.annotations.get(mediatype.TITLE, "")
 
-    @property
-    def blobs(self) -> tuple[Descriptor, ...]:
-        """Return what is kept of it: the layer, and the config if it has the settings."""
-        return (self.layer, *([self.manifest.config] if has_settings(self.manifest) else []))
-
-    @property
-    def digests(self) -> tuple[Digest, ...]:
-        """Return the digests of its blobs."""
-        return tuple(blob.digest for blob in self.blobs)
-
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """A reader of pictures that texts name.
+    """A reader of pictures that texts name, which puts nothing into the store.
 
     ``connect`` returns the options for registries and URLs. ``hosts`` are those from which the
-    operator of a worker allows pictures; None for a user who names any. ``may_pull`` permits any
-    registry, otherwise only those that ``hosts`` name. ``has_files`` permits files, and ``stdin``.
+    operator of a worker allows pictures, ``registries`` those that are configured for models; if
+    ``hosts`` is None, a user names any. ``has_files`` permits files, and ``stdin``.
     """
 
     store: ContentStore
     connect: Callable[[], ClientOptions]
     hosts: InputHosts | None = InputHosts()  # noqa: RUF009 - immutable
-    may_pull: bool = False
+    registries: frozenset[str] = frozenset()
     has_files: bool = False
     stdin: BinaryIO | None = None
 
-    def read(self, text: str, lease: Lease, what: str = "image") -> bytes:
+    def read(self, text: str, what: str = "image") -> bytes:
         """Return the bytes of a picture file, at most MAX_BYTES; ``what`` names it in errors.
-
-        A picture of an artifact is in the store afterwards, leased.
 
         Raises:
             UsageError: The text names nothing that can be read here, or one of several pictures.
@@ -101,62 +90,69 @@ class InputSource:
         if scheme in ("https", "http"):
             return fetch(text, self.connect(), limit=MAX_BYTES, hosts=self.hosts)
         if scheme == "oci":
-            layer = self.pull(text, lease).layer
-            return read_all(self.store.open(layer), layer, MAX_BYTES)
+            return self._pull(text, self._layer)
         if self.has_files and not scheme:
             return self._file(text, what)
         kinds = "a data: URL, an https: URL or an oci:// artifact"
         kinds = f"a file, {kinds}" if self.has_files else kinds
         raise UsageError(f"{what} is neither {kinds}: {text[:60]!r}")
 
-    def pull(self, text: str, lease: Lease) -> PictureLayer:
-        """Put the picture that an ``oci://`` text names into the store, leased. Raises as read."""
+    def read_made(self, text: str) -> tuple[bytes, dict[str, Any]]:
+        """Return the picture that an ``oci://`` text names, and the settings in its artifact.
+
+        They are empty without any. Raises as read.
+        """
+
+        def take(source: Source, found: PictureLayer) -> tuple[bytes, dict[str, Any]]:
+            return self._layer(source, found), settings_of(source, found.manifest, found.layer)
+
+        return self._pull(text, take)
+
+    def _layer(self, source: Source, found: PictureLayer) -> bytes:
+        try:
+            return read_all(self.store.open(found.layer), found.layer, MAX_BYTES)
+        except NotFoundError:
+            return read_all(source.open(found.layer), found.layer, MAX_BYTES)
+
+    def _pull(self, text: str, take: Callable[[Source, PictureLayer], _T]) -> _T:
+        """Return what ``take`` reads of a picture in the store, else in its registry."""
         name, mark, title = text[len("oci://") :].partition("#")
         reference = Reference.parse(name)
         chosen = title if mark else None
         try:
-            found = self._find(self.store, reference, chosen)
-        except NotFoundError:
-            pass
-        else:
-            lease.add(*found.digests)
-            if all(map(self.store.exists, found.blobs)):
-                return found
+            return take(self.store, _find(self.store, reference, chosen))
+        except NotFoundError as error:
+            missing = error
         connection = self.connect()
         reference = connection.expand(reference)
         if reference.registry is None:
-            raise NotFoundError(
-                f"{reference} not found in the store", hint="add a registry host to the name"
-            )
-        self._check_registry(reference, connection)
-        with Repository(reference, connection) as repository:
-            found = self._find(repository, reference, chosen)
-            lease.add(*found.digests)
-            for blob in found.blobs:
-                self.store.push(blob, partial(repository.open, blob))
-        return found
+            raise missing
+        connection = replace(connection, most=self._permitted(reference, connection))
+        try:
+            with Repository(reference, connection) as repository:
+                return take(repository, _find(repository, reference, chosen))
+        except OutsideError as error:
+            raise forbidden(error, str(reference), reference.registry) from None
 
-    def _find(self, source: Source, reference: Reference, title: str | None) -> PictureLayer:
-        _, document = select(source, source.resolve(reference), reference, ANY)
-        if isinstance(document, Index):
-            raise FormatError(f"{reference} is an index of indexes")
-        return picture_layer(document, reference, title)
-
-    def _check_registry(self, reference: Reference, connection: ClientOptions) -> None:
-        """Raise ForbiddenError unless pictures may be pulled from the registry of a reference."""
-        if self.may_pull or self.hosts is None:
-            return
-        host = reference.registry or ""
-        scheme = "http" if connection.uses_http(host) else "https"
-        name, _, port = host.partition(":") if "[" not in host else host.rpartition("]")
-        number = int(port.lstrip(":") or {"https": 443, "http": 80}[scheme])
-        reach = self.hosts.reach(scheme, name.strip("[]").lower(), number)
-        if reach is None or reach is Reach.INTERNET:  # a pattern: its address is not checked
+    def _permitted(self, reference: Reference, connection: ClientOptions) -> Reach:
+        """Return from where the registry of a reference may be reached. Raises ForbiddenError."""
+        if self.hosts is None:
+            return Reach.NOWHERE
+        registry = reference.registry or ""
+        scheme = "http" if connection.uses_http(registry) else "https"
+        parts = urlsplit(f"//{registry}")
+        host, port = str(parts.hostname), parts.port or {"https": 443, "http": 80}[scheme]
+        entries = (f"http://{registry}",) if registry in self.registries else ()
+        most = InputHosts.parse((*self.hosts.entries, *entries)).reach(scheme, host, port)
+        if most is None:
             raise ForbiddenError(
-                f"pictures are not allowed from the registry {host}",
+                f"pictures are not allowed from the registry {registry}",
                 remedy="allow_input",
-                host=host,
+                host=registry,
             )
+        if (reach_of_name(host) or Reach.INTERNET) > most:
+            raise ForbiddenError(f"{reference} is at an internal address")
+        return most
 
     def _file(self, name: str, what: str) -> bytes:
         try:
@@ -171,6 +167,13 @@ class InputSource:
             reason = getattr(error, "strerror", None) or error
             raise StoreError(f"{what}: cannot read {name}: {reason}") from None
         return _limited(data, what)
+
+
+def _find(source: Source, reference: Reference, title: str | None) -> PictureLayer:
+    _, document = select(source, source.resolve(reference), reference, ANY)
+    if isinstance(document, Index):
+        raise FormatError(f"{reference} is an index of indexes")
+    return picture_layer(document, reference, title)
 
 
 def picture_layer(manifest: Manifest, reference: Reference, title: str | None) -> PictureLayer:

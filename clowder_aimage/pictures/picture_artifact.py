@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from clowder_aimage.attach import build
-from clowder_aimage.content import ContentStore, OnEvent, Overlay, copy, read_all
+from clowder_aimage.content import ContentStore, OnEvent, Overlay, Source, copy, read_all
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, read_json
@@ -121,14 +121,14 @@ def find_model(
         return repository.describe(reference)
 
 
-def settings_of(store: ContentStore, manifest: Manifest, layer: Descriptor) -> dict[str, Any]:
-    """Return how a picture of an artifact was made, by the config in the store; empty without.
+def settings_of(source: Source, manifest: Manifest, layer: Descriptor) -> dict[str, Any]:
+    """Return how a picture of an artifact was made, by the config in a store; empty without.
 
     Raises FormatError, VerificationError.
     """
-    if not has_settings(manifest):
+    if not _has_settings(manifest):
         return {}
-    raw = read_all(store.open(manifest.config), manifest.config, MAX_CONFIG)
+    raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG)
     return _parse(raw, str(layer.digest))
 
 
@@ -142,7 +142,7 @@ def _parse(raw: bytes, digest: str) -> dict[str, Any]:
     return settings | {"seed": seeds[digest]}
 
 
-def has_settings(manifest: Manifest) -> bool:
+def _has_settings(manifest: Manifest) -> bool:
     """Return whether an artifact has a config with the settings of its pictures."""
     config = manifest.config
     return config.media_type == mediatype.AIMAGE_PICTURE_CONFIG and config.size <= MAX_CONFIG

@@ -27,6 +27,7 @@ from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile
 Picture = Image.Image
 MAX_PIXELS = 1 << 25  # such as 8192 by 4096: 100 MB when it is decoded
 _STRIP = 64  # rows
+_PAINTED = 128  # the least value of a mask that is painted
 EXPANDED_MULTIPLE = 64  # a multiple of the sides of most models
 _MARGIN = 0.25  # of a mask's box, around it, when only the box is painted
 
@@ -71,6 +72,26 @@ def white_mask(data: bytes, what: str, painted: str) -> bytes:
     file = io.BytesIO()
     ImageChops.invert(alpha).save(file, "PNG")
     return file.getvalue()
+
+
+def check_mask(image: bytes, mask: bytes | None) -> None:
+    """Reject a mask that does not fit an image, or is empty; None: the image's transparency."""
+    found = None if mask is None else decode(mask, "the mask")
+    _mask_of(decode(image, "the image"), found)
+
+
+def _mask_of(image: Picture, mask: Picture | None) -> Picture:
+    """Return a mask in grey whose white is painted. Raises as ``check_mask``."""
+    if mask is None:
+        if image.mode != "RGBA":
+            raise UsageError("the image has no transparency to use as a mask")
+        mask = ImageChops.invert(image.getchannel("A"))
+    if mask.size != image.size:
+        raise _other_size("mask", mask, image)
+    mask = mask.convert("L")
+    if not (np.asarray(mask) >= _PAINTED).any():
+        raise UsageError("the mask is empty: white is painted, and it has none")
+    return mask
 
 
 def decode(data: bytes, what: str) -> Picture:
@@ -147,7 +168,10 @@ class PictureInputs:
         image = self._read(request.image, "image")
         if request.upscale:
             return enlarge(request, image, control)
-        mask = None if request.mask is None else self._mask(request.mask, image)
+        mask = None
+        if request.mask is not None:
+            named = None if request.mask == ALPHA else self._read(request.mask, "mask")
+            mask = _mask_of(image, named)
         if control is not None and request.crop and control.size != image.size:
             raise _other_size("control picture", control, image)
         return prepare(request, image, mask, control)
@@ -158,16 +182,6 @@ class PictureInputs:
             return decode(path.read_bytes(), what)
         except (NotFoundError, OSError):
             raise NotFoundError(f"the {what} {digest} is not in the store") from None
-
-    def _mask(self, digest: str, image: Picture) -> Picture:
-        if digest == ALPHA:
-            if image.mode != "RGBA":
-                raise UsageError("the image has no transparency to use as a mask")
-            return ImageChops.invert(image.getchannel("A"))
-        mask = self._read(digest, "mask")
-        if mask.size != image.size:
-            raise _other_size("mask", mask, image)
-        return mask.convert("L")
 
 
 def _other_size(what: str, picture: Picture, image: Picture) -> UsageError:
@@ -190,10 +204,8 @@ def prepare(
     mask: Picture | None,
     control: Picture | None = None,
 ) -> PreparedPicture:
-    """Return a picture and its mask, fitted to the request. Raises UsageError: an empty mask."""
+    """Return a picture and its mask, fitted to the request. Raises UsageError: as ``_expanded``."""
     whole = image.convert("RGB")
-    if mask is not None and not (np.asarray(mask) >= 128).any():
-        raise UsageError("the mask is empty: white is painted, and it has none")
     if request.expand:
         return _expanded(request, whole, control)
     size = request.width, request.height
@@ -211,7 +223,7 @@ def _cropped(
     request: GenerateRequest, image: Picture, mask: Picture, control: Picture | None
 ) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
-    left, top, right, bottom = around(np.asarray(mask) >= 128, request.width / request.height)
+    left, top, right, bottom = around(np.asarray(mask) >= _PAINTED, request.width / request.height)
     box = left, top, right, bottom
     size = request.width, request.height
     given = PictureInput(
@@ -330,7 +342,7 @@ def _resized(image: Picture, size: tuple[int, int]) -> Picture:
 
 def paste(made: Pixels, original: Pixels, mask: Pixels, feather: int) -> Pixels:
     """Return ``made`` where the mask is white, else the original; ``feather`` pixels are mixed."""
-    share = (mask >= 128).astype(np.uint8) * 255
+    share = (mask >= _PAINTED).astype(np.uint8) * 255
     if feather:
         blurred = Image.fromarray(share).filter(ImageFilter.GaussianBlur(feather / 2))
         share = np.asarray(blurred)

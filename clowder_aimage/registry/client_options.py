@@ -23,7 +23,7 @@ import urllib3.util.ssl_
 from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, certificates
-from clowder_aimage.registry.reach import Boundary
+from clowder_aimage.registry.reach import Boundary, Reach
 from clowder_aimage.registry.trace import OnTrace
 from clowder_aimage.registry.transport import Addresses, set_pools
 
@@ -49,7 +49,8 @@ class ClientOptions:
     precedence over stored credentials, ``headers`` are added to each request to the registry, and
     ``client_certificate`` (a file of the certificate and one of its key, or one of both) is
     presented to it; none of them is for mirrors. ``addresses`` are connected to instead of those of
-    a host and port. ``on_exchange`` gets each request.
+    a host and port. ``most`` is from where the registry's own address may be reached.
+    ``on_exchange`` gets each request.
     """
 
     plain_http: bool | None = None
@@ -70,6 +71,7 @@ class ClientOptions:
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     client_certificate: tuple[Path, Path | None] | None = None
     addresses: Addresses = field(default_factory=dict, hash=False)
+    most: Reach = Reach.NOWHERE
     on_exchange: OnTrace | None = None
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None
@@ -101,7 +103,7 @@ class ClientOptions:
     def boundary(self, host: str) -> Boundary:
         """Return the boundary of the addresses that the registry ``host`` may lead to."""
         trusted = self.trusted_realms | self.host(host).trusted_hosts
-        return Boundary(urlsplit(f"//{host}").hostname or host, trusted)
+        return Boundary(urlsplit(f"//{host}").hostname or host, trusted, most=self.most)
 
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line overrides the configuration."""
@@ -134,7 +136,7 @@ class ClientOptions:
 
     def to_mirror(self, host: str) -> ClientOptions:
         """Return the options for a mirror, to which the command line's do not apply."""
-        there = replace(self, plain_http=None, insecure=False, ca_file=None)
+        there = replace(self, plain_http=None, insecure=False, ca_file=None, most=Reach.NOWHERE)
         return replace(there, basic_auth=None, headers={}, client_certificate=None).to(host)
 
 

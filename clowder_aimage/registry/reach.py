@@ -121,6 +121,15 @@ class Boundary:
         if found is not None and not is_here and not self._permits(found, False):
             raise OutsideError(self._home, host)
 
+    def check_proxied(self, host: str) -> None:
+        """Check a host that a proxy connects to: its address is not seen here.
+
+        Raises OutsideError; UncheckedError if only addresses of the internet may be reached.
+        """
+        self.check_name(host)
+        if host.lower() == self._home and self._most is Reach.INTERNET:
+            raise UncheckedError(self._home, host)
+
     def _reach(self) -> Reach:
         if self._own is None:  # not connected yet
             return reach_of_name(self._home) or Reach.INTERNET
@@ -147,3 +156,7 @@ class OutsideError(NetworkError):
             hint=f"if that is intended, add {host[:100]} to trustedHosts of the registry in the"
             " configuration",
         )
+
+
+class UncheckedError(OutsideError):
+    """The address of a host cannot be checked."""

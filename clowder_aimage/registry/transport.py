@@ -299,7 +299,7 @@ class Transport:
             )
             adapter.cert_verify(pool, url, verify, cert)
             if pool.proxy is not None and self._boundary is not None:
-                self._boundary.check_name(key[1])
+                self._boundary.check_proxied(key[1])
             self._routes[key] = pool, adapter.request_url(request, proxies) != request.path_url
         return self._routes[key]
 

@@ -26,7 +26,7 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.client_options import ClientOptions, open_session
-from clowder_aimage.registry.reach import Boundary, OutsideError, Reach
+from clowder_aimage.registry.reach import Boundary, OutsideError, Reach, UncheckedError
 from clowder_aimage.registry.response import OversizeError, RegistryResponse
 from clowder_aimage.registry.session import CONNECT_TIMEOUT
 from clowder_aimage.registry.transport import Transport
@@ -48,7 +48,7 @@ class InputHosts:
 
     An entry is ``HOST``, ``HOST:PORT``, ``*.DOMAIN`` or ``*``, with ``http://`` before it to allow
     HTTP. Without a port it is the default one. A host that is named may have a private address, a
-    pattern only means addresses of the internet.
+    pattern only means addresses of the internet, and behind a proxy, which hides them, no host.
     """
 
     entries: tuple[str, ...] = ()
@@ -115,12 +115,24 @@ def fetch(
                     if response.status_code not in _REDIRECTS or not location:
                         return _body(response, shown, limit)
                 url, shown = _target(url, location, first)
-            except OutsideError:
-                raise ForbiddenError(f"{shown} is at an internal address") from None
+            except OutsideError as error:
+                raise forbidden(error, shown, host) from None
             except NetworkError as error:
                 error.hint, error.remedy = "check the URL and the network", ""
                 raise
     raise NetworkError(f"{first} leads to more than {_MAX_REDIRECTS} redirects")
+
+
+def forbidden(error: OutsideError, shown: str, host: str) -> ForbiddenError:
+    """Return the error of a URL or an artifact whose address is not permitted."""
+    if isinstance(error, UncheckedError):
+        return ForbiddenError(
+            f"{shown} is read through a proxy, so that its address cannot be checked: a pattern "
+            "does not allow it",
+            remedy="allow_input",
+            host=host,
+        )
+    return ForbiddenError(f"{shown} is at an internal address")
 
 
 def redacted(url: str) -> str:

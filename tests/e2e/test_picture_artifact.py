@@ -123,6 +123,24 @@ def test_a_picture_begins_with_one_of_an_artifact(here: Aimage, host: str) -> No
     assert by_file["image"] == by_artifact["image"]
 
 
+def test_a_picture_that_is_refused_leaves_nothing(here: Aimage, host: str) -> None:
+    model = f"{host}/team/x:v1"
+    (here.home / "text.png").write_text("text")
+    picture(here.home / "image.png")
+    picture(here.home / "wide.png", "white", (40, 32))
+    words = ("attach", model, "text.png", "image.png", "wide.png", "--type", "application/x.test")
+    name = f"oci://{host}/team/x@{here(*words, '-q').line}"
+    before = sorted(here.store.rglob("*"))
+    for options, code, said in (
+        (("--image", f"{name}#text.png"), 2, "is not a picture that can be read"),
+        (("--image", f"{name}#none.png"), 3, "has no picture 'none.png'"),
+        (("--image", f"{name}#image.png", "--mask", f"{name}#wide.png"), 2, "the mask has 40 x 32"),
+        (("--image", f"{name}#image.png", "--mask", "alpha"), 2, "has no transparency"),
+    ):
+        assert said in here("run", model, "a fox", *SMALL, *options, code=code).err
+    assert sorted(here.store.rglob("*")) == before
+
+
 def test_a_replay_needs_what_the_picture_began_with(here: Aimage, host: str) -> None:
     """It is in the store, or given; otherwise its digest is named."""
     image, mask = picture(here.home / "a.png"), picture(here.home / "m.png", "white")

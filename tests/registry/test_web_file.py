@@ -110,6 +110,25 @@ def test_a_name_that_resolves_inside_is_refused(server: ScriptedRegistry) -> Non
     assert fetch(url, there, limit=LIMIT, hosts=named) == b"a picture"
 
 
+@pytest.mark.parametrize("entry", ["http://*", "http://*.example.com"])
+def test_behind_a_proxy_a_pattern_allows_no_host(
+    server: ScriptedRegistry, monkeypatch: pytest.MonkeyPatch, entry: str
+) -> None:
+    """The proxy resolves names, so that their addresses cannot be checked."""
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://{server.host}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    url, there = "http://pictures.example.com/a.png", ClientOptions()
+    with pytest.raises(ForbiddenError, match="through a proxy, so that its address") as raised:
+        fetch(url, there, limit=LIMIT, hosts=InputHosts.parse([entry]))
+    assert raised.value.facts["host"] == "pictures.example.com"
+    assert not server.seen
+    named = InputHosts.parse([entry, "http://pictures.example.com"])
+    assert fetch(url, there, limit=LIMIT, hosts=named) == b"a picture"
+    assert fetch(f"http://{server.host}/a.png", there, limit=LIMIT) == b"a picture"  # without it
+
+
 def test_a_redirect_to_a_host_that_is_not_allowed_is_refused(server: ScriptedRegistry) -> None:
     server.script = to("https://elsewhere.example/a.png")
     with pytest.raises(ForbiddenError, match=r"leads to the host https://elsewhere\.example:443"):

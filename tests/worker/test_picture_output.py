@@ -15,7 +15,12 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
+from clowder_aimage.api.service import make_service
+from clowder_aimage.engine.settings import Settings
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest, mediatype
+from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry.host_settings import HostSettings
 from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
 from tests.worker.conftest import LocalWorker, answer_to
@@ -139,6 +144,7 @@ def test_a_picture_begins_with_one_of_a_url(worker: LocalWorker, site: ScriptedR
         ("https://example.com/a.png", Answer(), 403),
         ("http://127.0.0.1:1/a.png", Answer(), 403),
         ("oci://127.0.0.1:1/team/x:v1", Answer(), 403),
+        ("oci://169.254.169.254/team/x:v1", Answer(), 403),
         ("/etc/passwd", Answer(), 400),
         ("file:///etc/passwd", Answer(), 400),
         ("-", Answer(), 400),
@@ -148,9 +154,20 @@ def test_a_picture_that_must_not_be_read_is_refused(
     worker: LocalWorker, site: ScriptedRegistry, image: str, answer: Answer, status: int
 ) -> None:
     site.script = lambda _: answer
-    found, error = ask(worker, INFER, image=image.replace("SITE", site.host))
-    assert found == status, error
-    assert error["error"]["param"] == "image"
+    for token in (INFER, ADMIN):
+        found, error = ask(worker, token, image=image.replace("SITE", site.host))
+        assert found == status, error
+        assert error["error"]["param"] == "image"
+
+
+def test_pictures_come_from_the_registries_of_the_models(tmp_path: Path) -> None:
+    """Those are of the configuration, and for clients that may pull."""
+    connection = ClientOptions(registries={"a.example": HostSettings()}, default_registry="b.io/x")
+    settings = Settings(default_model="x:v1", aliases={"y": "[::1]:5000/y:v1"}, wanted=("d.io/x",))
+    service = make_service(settings, ImageLayout(tmp_path), connection)
+    found = service.inputs(may_pull=True).registries
+    assert found == {"a.example", "b.io", "[::1]:5000", "d.io"}
+    assert not service.inputs(may_pull=False).registries
 
 
 def test_an_artifact_without_a_picture_is_refused(worker: LocalWorker, host: str) -> None:

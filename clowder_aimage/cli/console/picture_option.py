@@ -103,18 +103,26 @@ class InputPictures:
 
     data: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, InputFile] = field(default_factory=dict)
+    fitting: set[tuple[str, str]] = field(default_factory=set)  # images and masks
 
     def read(self, name: str, option: str) -> InputFile:
         """Return the facts of a file, which is read once. Raises UsageError, NotFoundError."""
         if name not in self.files:
             with needs("reading a picture", "mlx"):
                 from clowder_aimage.pictures.picture_input import inspect
-            lease = click.get_current_context().with_resource(settings().layout.lease())
-            data = input_source().read(name, lease, option)
+            data = input_source().read(name, option)
             found = inspect(data, _label(name))
             self.files[name] = found
             self.data[str(found.descriptor.digest)] = data
         return self.files[name]
+
+    def check_mask(self, image: str, mask: str) -> None:
+        """Reject a mask that does not fit an image, before either is kept. Raises UsageError."""
+        from clowder_aimage.pictures.picture_input import check_mask
+
+        if (image, mask) not in self.fitting:
+            check_mask(self.data[image], None if mask == ALPHA else self.data[mask])
+            self.fitting.add((image, mask))
 
     def keep(self, *digests: str | None) -> None:
         """Put files into the store, leased until the command ends."""
@@ -172,8 +180,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
     if image is None and control is None:
         return parameters
     if image is not None and mask is not None:
-        digest = mask if mask == ALPHA else files.read(mask, "--mask").descriptor.digest
-        parameters["mask"] = str(digest)
+        parameters["mask"] = _mask(values, parameters["image"])
     if values["expand"]:
         from clowder_aimage.pictures.picture_input import expanded_size
 
@@ -186,6 +193,15 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         parameters["width"], parameters["height"] = sides
         parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers
     return parameters
+
+
+def _mask(values: Mapping[str, Any], image: str) -> str:
+    """Return the mask of an image: a digest, or ALPHA. Raises as ``read`` and ``check_mask``."""
+    name, files = values["mask"], input_pictures()
+    found = name if name == ALPHA else str(files.read(name, "--mask").descriptor.digest)
+    if not (values["expand"] or values["upscale"]):  # refused with a mask, later
+        files.check_mask(image, found)
+    return found
 
 
 def to_request(parameters: Mapping[str, Any]) -> dict[str, Any]:

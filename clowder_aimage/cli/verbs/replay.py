@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -94,15 +95,11 @@ def replay(
 def _load(picture: str) -> tuple[Any, dict[str, Any]]:
     """Return the pixels and the facts of a picture: a file, or one of an artifact."""
     from clowder_aimage.model.picture import load_picture, read_picture
-    from clowder_aimage.pictures.picture_artifact import settings_of
 
     if not picture.lower().startswith("oci://"):
         return load_picture(Path(picture))
-    layout = settings().layout
-    lease = click.get_current_context().with_resource(layout.lease())
-    found = input_source().pull(picture, lease)
-    stated = settings_of(layout, found.manifest, found.layer)
-    pixels, facts = read_picture(layout.path(found.layer), picture)
+    data, stated = input_source().read_made(picture)
+    pixels, facts = read_picture(io.BytesIO(data), picture)
     if not (stated or facts):
         raise UsageError(f"{picture} has no generation settings")
     return pixels, stated or facts
