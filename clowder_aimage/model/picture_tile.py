@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from clowder_aimage.errors import UsageError
 
@@ -42,6 +43,23 @@ def mix(made: Pixels, original: Pixels, share: Floats) -> Pixels:
     """Return pixels (height, width, 3) of which ``share`` (height, width) is from ``made``."""
     weight = share[..., None]
     return np.asarray((made * weight + original * (1 - weight)).round(), np.uint8)
+
+
+def keep_shapes(made: Pixels, original: Pixels, cell: float) -> Pixels:
+    """Return ``made`` with the colours and shapes of a picture of its size (height, width, 3).
+
+    Of ``made`` remains what is finer than cells of ``cell`` pixels: a tile shows a part of a scene,
+    and a model draws the whole scene of the prompt into it.
+    """
+    height, width, colours = made.shape
+    fewer = max(1, round(width / cell)), max(1, round(height / cell))
+    result = np.empty_like(made)
+    for colour in range(colours):  # all at once take much memory
+        missing = original[..., colour].astype(np.float32) - made[..., colour]
+        means = Image.fromarray(missing).resize(fewer, Image.Resampling.BOX)
+        smooth = np.asarray(means.resize((width, height), Image.Resampling.BICUBIC))
+        result[..., colour] = np.clip(made[..., colour] + smooth, 0, 255).round()
+    return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps
 from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
-from clowder_aimage.model.picture_tile import Pixels, TileGrid, mix, new_area
+from clowder_aimage.model.picture_tile import Pixels, TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile
@@ -286,12 +286,19 @@ def enlarge(
     """
     width, height = (round(side * request.upscale) for side in image.size)
     grid = TileGrid.cover(width, height, (request.width, request.height))
-    tiles = grid.cut(np.asarray(_resized(image.convert("RGB"), (width, height))))
+    resized = np.asarray(_resized(image.convert("RGB"), (width, height)))
+    tiles = grid.cut(resized)
     guides: Sequence[Pixels | None] = [None] * len(tiles)
     if control is not None:
         guides = grid.cut(np.asarray(fit(control.convert("RGB"), (width, height), request.fit)))
     pairs = zip(tiles, guides, strict=True)
-    return TiledPicture(tuple(PictureInput(tile, None, guide) for tile, guide in pairs), grid.join)
+    parts = tuple(PictureInput(tile, control=guide) for tile, guide in pairs)
+    cell = 2 * request.upscale  # two pixels of the image
+
+    def finish(made: Sequence[Pixels]) -> Pixels:
+        return keep_shapes(grid.join(made), resized, cell)
+
+    return TiledPicture(parts, finish)
 
 
 def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:

@@ -94,6 +94,7 @@ def test_a_control_picture_guides_from_a_picture_and_in_a_mask(here: Aimage) -> 
     assert "the control picture has 32 x 32 pixels, the image has 48 x 32" in refused
 
 
+@pytest.mark.integration
 def test_a_control_picture_guides_a_larger_picture(here: Aimage) -> None:
     image, control = ("--image", "edges.png"), ("--control", "edges.png", "--controlnet", "union")
     for larger in ("--expand", "0,0,16,0"), ("--upscale", "2", "--steps", 4, "--size", "64x64"):

@@ -54,7 +54,7 @@ def test_upscale_keeps_the_picture_in_larger(drawn: tuple[Aimage, Path]) -> None
     here("run", "x", "a fox", *options, "--size", "64x32", "-o", "large.png")
     assert pixels(here.home / "large.png").shape == (48, 80, 3)
     _, facts = load_picture(here.home / "large.png")
-    assert (facts["upscale"], facts["strength"]) == (2, 0.3)
+    assert (facts["upscale"], facts["strength"]) == (2, 0.2)
     assert (facts["width"], facts["height"]) == (64, 32)
     assert here("replay", "large.png").out == "equal\n"
 
@@ -82,7 +82,6 @@ def test_replay_names_an_image_that_is_missing(drawn: tuple[Aimage, Path]) -> No
         (("--image", "drawn.png", "--expand", "0,0,8,0", "--size", "64x64"), "omit --size"),
         (("--image", "drawn.png", "--upscale", 2, "--mask", "alpha"), "combined with a mask"),
         (("--image", "drawn.png", "--upscale", 2, "--expand", "0,0,8,0"), "with expand"),
-        (("--image", "drawn.png", "--upscale", 2, "--control", "drawn.png"), "a control picture"),
         (("--image", "drawn.png", "--upscale", 5), "5.0 is not in the range"),
         (("--image", "drawn.png", "--strength", 1e-17), "leaves none of 8 steps"),
         (("--seeds", "1..2", "--seed", 1), "--seeds cannot be combined with --seed"),

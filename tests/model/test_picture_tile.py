@@ -9,7 +9,7 @@ from PIL import Image
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generate import RunnableModel
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, mix, new_area
+from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Step
 from clowder_aimage.model.pipeline import Image as Made
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
@@ -74,6 +74,17 @@ def test_seams_are_mixed_linearly() -> None:
     assert (row[:64] == 0).all() and (row[128:] == 240).all()
     steps = np.diff(row)
     assert steps.min() >= 0 and steps.max() <= 8  # no step is seen
+
+
+def test_what_is_made_keeps_the_shapes_of_the_picture_and_its_own_details() -> None:
+    shape = np.full((64, 96, 3), 60, np.uint8)
+    shape[16:48, 16:48] = 180
+    detail = np.where(np.indices((64, 96)).sum(0) % 2, 10, -10)[..., None]
+    made = keep_shapes((120 + detail).repeat(3, 2).astype(np.uint8), shape, 4)
+    inner = (slice(28, 36), slice(28, 36))
+    assert np.abs(made[inner] - (180 + detail[inner])).max() <= 1
+    assert np.abs(made[:, 60:] - (60 + detail[:, 60:])).max() <= 1
+    assert np.array_equal(keep_shapes(shape, shape, 6), shape)
 
 
 def test_neighbours_overlap_by_a_quarter_at_least() -> None:

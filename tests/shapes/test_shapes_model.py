@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from composing import held_out_scenes
 from judge import look
+from PIL import Image
 from score import score
 
 from benchmarks import quality
@@ -16,11 +18,13 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx, tree_flatten
 from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.pictures.picture_input import enlarge
 from clowder_aimage.tensor import read_header
 
 MODEL = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 SCENES = held_out_scenes()
 SAMPLE = range(0, 300, 10)  # seeds, and the scenes that go with them
+FILE = f"sha256:{'0' * 64}"  # of an image; the pipeline is given the picture itself
 BFLOAT16 = 0.97  # correlation with float32, at least, for each picture; all 300 keep it
 
 Load = Callable[[str], ZImagePipeline]
@@ -76,6 +80,35 @@ def test_held_out_scenes(load: Load, step: int) -> None:
         if found[name]["share"] * found[name]["of"] + spare < goal * found[name]["of"]
     }
     assert missed == {}
+
+
+@pytest.mark.integration
+def test_a_red_circle_becomes_a_blue_square_in_place(load: Load) -> None:
+    scenes = quality.repaintings(6)
+    made = [one.paint(load("float32"), seed, 1.0) for seed, one in enumerate(scenes)]
+    right = [one.is_in_place(pixels) for one, pixels in zip(scenes, made, strict=True)]
+    assert sum(right) >= 5
+    drawn = [one.is_in_place(one.drawing) for one in scenes]
+    assert not any(drawn)
+
+
+@pytest.mark.integration
+def test_an_enlarged_scene_stays_as_it_is(load: Load) -> None:
+    """Each tile is a quarter of the scene, and is made with the caption of the whole."""
+    for seed in (1, 7, 15):
+        caption = SCENES[seed].caption
+        request = GenerateRequest(caption, 64, 64, 8, seed, image=FILE, upscale=2)
+        small = quality.picture(load("float32"), quality.request(SCENES[seed], seed))
+        tiles = enlarge(request, Image.fromarray(small))
+        double = 2 * small.shape[1], 2 * small.shape[0]
+        plain = np.asarray(Image.fromarray(small).resize(double, Image.Resampling.LANCZOS))
+        tile, made = replace(request, upscale=0.0), []
+        for part in tiles.parts:
+            *_, image = load("float32").generate(tile, part)
+            made.append(image.pixels)
+        large = tiles.finish(made)
+        assert score(SCENES[seed], look(large)) == score(SCENES[seed], look(plain)), caption
+        assert 0.1 < np.abs(large.astype(int) - plain).mean() < 3
 
 
 @pytest.mark.integration

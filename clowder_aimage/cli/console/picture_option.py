@@ -45,7 +45,7 @@ picture_options = options(
         "--strength",
         type=float,
         help="Part of the steps that are done, up to 1."
-        " [default: 0.6; 1 with --mask, --expand; 0.3 with --upscale]",
+        " [default: 0.6; 1 with --mask, --expand; 0.2 with --upscale]",
     ),
     click.option("--fine", is_flag=True, help="Do all steps, from the noise level of --strength."),
     click.option(
