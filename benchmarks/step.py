@@ -58,8 +58,9 @@ def inputs(shape: Shape) -> dict[str, Any]:
 def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
     """Return the part of this project's pipeline."""
     from clowder_aimage.model.backend import mx
+    from clowder_aimage.model.flow.config import TextEncoderConfig
+    from clowder_aimage.model.flow.text_encoder import TextEncoder
     from clowder_aimage.model.zimage import config
-    from clowder_aimage.model.zimage.text_encoder import TextEncoder
     from clowder_aimage.model.zimage.transformer import Transformer
     from clowder_aimage.model.zimage.vae import Vae, VaeEncoder
 
@@ -95,7 +96,7 @@ def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
     if part == "picture":
         pixels, reader = mx.array(given["pixels"]), load("vae", VaeEncoder, config.VaeConfig)
         return lambda: evaluated(reader.encode(pixels)[0])
-    encoder = load("text_encoder", TextEncoder, config.TextEncoderConfig)
+    encoder = load("text_encoder", TextEncoder, TextEncoderConfig)
     return lambda: evaluated(encoder(mx.array(given["tokens"])))
 
 

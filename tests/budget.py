@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23, 24, 25, 26), and the coverage of
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 27), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
     ".": (6_150, 97),
@@ -18,7 +18,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (2_960, 98),
     "layout": (3_040, 96),
-    "model": (6_500, 96),
+    "model": (8_400, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (900, 94),

@@ -31,8 +31,8 @@ from clowder_aimage.formats import gguf_header, lora
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.flow.tokenizer import Tokenizer
 from clowder_aimage.model.picture import encode_picture
-from clowder_aimage.model.zimage.tokenizer import Tokenizer
 from clowder_aimage.node.spec_files import read_directory
 from clowder_aimage.oci import Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import parse_document

@@ -15,8 +15,9 @@ import numpy as np
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.model.backend import mx, tree_flatten
-from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
-from clowder_aimage.model.zimage.text_encoder import TextEncoder
+from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flow.text_encoder import TextEncoder
+from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.transformer import Transformer
 from clowder_aimage.model.zimage.vae import Vae
 from clowder_aimage.oci import mediatype

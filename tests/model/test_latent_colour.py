@@ -17,7 +17,7 @@ from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
-FLUX = VaeConfig(3, 16, (128, 256, 512, 512), 2, 32, 0.3611, 0.1159, False, False, True)
+FLUX = VaeConfig(3, 16, (128, 256, 512, 512), 2, 32, False, False, True, 0.3611, 0.1159)
 REQUEST = GenerateRequest("a fox", 32, 48, 4, previews=2)
 
 

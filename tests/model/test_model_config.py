@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
-from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler
-from clowder_aimage.model.zimage.rope import axes_table
+from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
+from clowder_aimage.model.flow.rope import axes_table
+from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields, parse_object
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clowder_aimage.model.zimage.noise import randn
+from clowder_aimage.model.flow.noise import randn
 
 FIRST = {  # seed, size: the first, middle and last values of torch.randn(size)
     (0, 1): ([0], [1.54099607]),

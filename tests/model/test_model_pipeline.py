@@ -24,6 +24,7 @@ from clowder_aimage.model.backend import (
     mx,
     tree_flatten,
 )
+from clowder_aimage.model.flow.pipeline import CACHED_TEXTS
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     MAX_SEED,
@@ -35,7 +36,7 @@ from clowder_aimage.model.pipeline import (
     to_pixels,
 )
 from clowder_aimage.model.weights import ModelWeights
-from clowder_aimage.model.zimage.pipeline import CACHED_TEXTS, ZImagePipeline
+from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.tensor import blas
 from tests.model.model_blobs import FolderStore, replace
 from tests.process import run

@@ -10,7 +10,7 @@ import pytest
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.zimage.tokenizer import MAX_TOKENS, Tokenizer
+from clowder_aimage.model.flow.tokenizer import MAX_TOKENS, Tokenizer
 from clowder_aimage.oci import mediatype
 from tests.model.model_blobs import FolderStore, replace
 

@@ -7,8 +7,8 @@ import pytest
 
 from clowder_aimage.model import operation
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow import rope
 from clowder_aimage.model.operation import attention, silu_in_place, swiglu_in_place
-from clowder_aimage.model.zimage import rope
 from clowder_aimage.tensor import blas
 
 FLOAT32_EVERYWHERE = np.concatenate([np.linspace(-130, 130, 90_001), [0, 1e30, -1e30]])

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.rope import Table
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from clowder_aimage.model.zimage.rope import Table
-from clowder_aimage.model.zimage.transformer import Block, Caption, Hints, Transformer
+from clowder_aimage.model.zimage.transformer import Block, Hints, Transformer
 
 REQUEST = GenerateRequest("a fox", 32, 32, 6, guidance=2.0, negative="a hare")
 INPUTS = (1.0, 1.04, 1.2, 1.21, 3.0, 3.001)

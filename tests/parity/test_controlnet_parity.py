@@ -144,7 +144,7 @@ def compare(
     encoded, guide = ours.inputs(request, given)
     schedule = ours.schedule(request)
     first, keep = ours._begin(request, encoded, schedule, request.seed)
-    conditioning = replace(ours.conditioning(request), control=guide)
+    conditioning = replace(ours.conditioning(request), pictures=guide)
     *_, last = ours.denoise(first, schedule, conditioning, 0.0, keep)
     expected = reference("latent").numpy()
     bound = 1e-4 * max(1.0, float(np.abs(expected).max()))

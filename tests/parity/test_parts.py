@@ -29,9 +29,9 @@ with warnings.catch_warnings():
 
 import numpy as np
 
-from clowder_aimage.model.zimage.flow_scheduler import FlowScheduler
-from clowder_aimage.model.zimage.noise import randn
-from clowder_aimage.model.zimage.tokenizer import Tokenizer
+from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
+from clowder_aimage.model.flow.noise import randn
+from clowder_aimage.model.flow.tokenizer import Tokenizer
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]

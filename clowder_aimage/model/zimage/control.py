@@ -18,15 +18,15 @@ from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import controlnet
 from clowder_aimage.model.backend import Network, mx
+from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.rope import Table
 from clowder_aimage.model.memory_budget import OffloadedModule
 from clowder_aimage.model.operation import Linear
 from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
-from clowder_aimage.model.zimage.rope import Table
 from clowder_aimage.model.zimage.transformer import (
     Block,
-    Caption,
     Hints,
     Transformer,
     fill,

@@ -7,20 +7,20 @@ attention. Reference: diffusers, models/transformers/transformer_z_image.py (arX
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
+from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
 from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
-from clowder_aimage.model.zimage.rope import Table, axes_table, rotate_pairs
 
 MULTIPLE = 32  # image and caption are each padded to a multiple of this many tokens
-FREQUENCIES = 256  # sinusoidal features of the time
 TIME_HIDDEN = 1024
 QK_EPS = 1e-5  # fixed in the reference, regardless of norm_eps
 _NAMES = {  # parts of diffusers' names, and the names used here
@@ -138,27 +138,6 @@ class TimestepEmbedder(Network):
         """Embed time, which is already scaled; returns (1, modulation_dim)."""
         features = mx.array(sinusoid(time))[None].astype(self.linear1.bias.dtype)
         return self.linear2(silu(self.linear1(features)))
-
-
-def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """Return the 256 features of a time, from float32 angles; cosines and sines are rounded once.
-
-    Two of the frequencies are rounded up, as by the float32 exponential of the reference.
-    """
-    half = FREQUENCIES // 2
-    exponents = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32)
-    frequencies = np.exp((exponents / np.float32(half)).astype(np.float64)).astype(np.float32)
-    frequencies[[12, 106]] = np.nextafter(frequencies[[12, 106]], np.float32(2))
-    angles = (np.float32(time) * frequencies).astype(np.float64)
-    return np.concatenate([np.cos(angles), np.sin(angles)]).astype(np.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Caption:
-    """A refined caption, independent of the time and computed once per prompt."""
-
-    tokens: mx.array  # (1, length, dim), padded to a multiple of 32
-    rope: Table
 
 
 Hints = Mapping[int, mx.array]  # what is added after layers, by their index: (1, length, dim)

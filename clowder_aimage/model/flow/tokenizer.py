@@ -34,7 +34,15 @@ _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 class Tokenizer:
     """A tokenizer that encodes a prompt as the only message of a chat."""
 
-    def __init__(self, backend: TokenizerBackend, template: str, config: Mapping[str, Any]):
+    def __init__(
+        self,
+        backend: TokenizerBackend,
+        template: str,
+        config: Mapping[str, Any],
+        *,
+        is_thinking: bool = True,
+    ) -> None:
+        self._is_thinking = is_thinking
         backend.truncate(MAX_TOKENS, config.get("truncation_side") or "right")
         self._backend = backend
         self._special = _special_tokens(config)
@@ -50,8 +58,8 @@ class Tokenizer:
             raise ModelError(f"the chat template cannot be read: {error}") from None
 
     @classmethod
-    def load(cls, store: BlobFiles, aimage: AImage) -> Tokenizer:
-        """Read the files below ``tokenizer/``.
+    def load(cls, store: BlobFiles, aimage: AImage, *, is_thinking: bool = True) -> Tokenizer:
+        """Read the files below ``tokenizer/``; ``is_thinking`` is an option of the template.
 
         Raises:
             ModelError: The tokenizer or chat template is missing or malformed.
@@ -61,7 +69,7 @@ class Tokenizer:
         template = _template(store, aimage, config)
         try:
             backend = _backend(store, aimage, _added_tokens(store, aimage, config))
-            return cls(backend, template, {**special, **config})
+            return cls(backend, template, {**special, **config}, is_thinking=is_thinking)
         except ModelError:
             raise
         except Exception as error:  # any field may have any type
@@ -81,7 +89,8 @@ class Tokenizer:
             "add_generation_prompt": True,
         }
         try:
-            return self._template.render({**values, **self._special, "enable_thinking": True})
+            options = {"enable_thinking": self._is_thinking}
+            return self._template.render({**values, **self._special, **options})
         except RenderError as error:
             raise ModelError(f"the chat template failed: {error.summary}") from None
 
@@ -147,7 +156,7 @@ def _template(store: BlobFiles, aimage: AImage, config: Mapping[str, Any]) -> st
     if not isinstance(found, str):
         raise ModelError(
             "the model has no chat template",
-            hint="Z-Image requires tokenizer/chat_template.jinja, or chat_template in "
+            hint="it requires tokenizer/chat_template.jinja, or chat_template in "
             "tokenizer/tokenizer_config.json",
         )
     return found

@@ -7,6 +7,7 @@ then the noise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,8 @@ import numpy.typing as npt
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.zimage.config import VaeConfig
-from clowder_aimage.model.zimage.flow_scheduler import Schedule
-from clowder_aimage.model.zimage.noise import draws
+from clowder_aimage.model.flow.flow_scheduler import Schedule
+from clowder_aimage.model.flow.noise import draws
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,12 +61,17 @@ def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> mx.array:
 
 
 def start(
-    encoded: EncodedPicture, config: VaeConfig, seed: int, schedule: Schedule
+    encoded: EncodedPicture,
+    normalize: Callable[[mx.array], mx.array],
+    seed: int,
+    schedule: Schedule,
 ) -> PictureStart:
-    """Return the start of a picture by a seed, at the first step of a schedule."""
+    """Return the start of a picture by a seed, at the first step of a schedule.
+
+    ``normalize`` scales latents as those that the transformer sees.
+    """
     sample, drawn = (mx.array(each) for each in draws(seed, encoded.means.shape, 2))
-    clean = encoded.means + encoded.deviations * sample
-    clean = (clean - config.shift_factor) * config.scaling_factor
+    clean = normalize(encoded.means + encoded.deviations * sample)
     sigma = float(schedule.sigmas[0])
     latents = sigma * drawn + (1 - sigma) * clean
     return PictureStart(latents, clean, drawn, encoded.cells)

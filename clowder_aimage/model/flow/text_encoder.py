@@ -1,7 +1,7 @@
-"""The Qwen3 or Qwen2 text encoder of Z-Image, up to its second to last hidden state.
+"""A Qwen3 or Qwen2 text encoder, up to the last hidden state that a family conditions on.
 
-Z-Image conditions on ``hidden_states[-2]``: the output of the second to last layer, before the
-final norm. So the last layer and the final norm are never built, and their weights are skipped.
+Hidden states are outputs of layers, before the final norm: layers after the last one that is used,
+and the final norm, are never built, and their weights are skipped.
 Reference: transformers, models/qwen3 and models/qwen2 (arXiv 2505.09388, 2407.10671).
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 
 from clowder_aimage.model.backend import Embedding, Network, RMSNorm, mx
+from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flow.rope import Table, rotate_halves
 from clowder_aimage.model.operation import Linear, attention, swiglu_in_place
-from clowder_aimage.model.zimage.config import TextEncoderConfig
-from clowder_aimage.model.zimage.rope import Table, rotate_halves
 
 
 class TextAttention(Network):
@@ -73,29 +73,45 @@ class DecoderLayer(Network):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def _mask(length: int, window: int | None) -> mx.array:
-    """Return True where a row sees a column: none that follow it, and only ``window`` of them."""
-    back = mx.arange(length)[:, None] - mx.arange(length)[None, :]
-    return (back >= 0) & (back < (window or length))
+def _mask(length: int, window: int | None, known: int) -> mx.array:
+    """Return True where a row sees a column: none that follow it, and only ``window`` of them.
+
+    Columns from ``known`` on are padding, which no row sees.
+    """
+    columns = mx.arange(length)[None, :]
+    back = mx.arange(length)[:, None] - columns
+    return (back >= 0) & (back < (window or length)) & (columns < known)
 
 
 class TextEncoder(Network):
-    """A network from token ids to the hidden states that Z-Image conditions on."""
+    """A network from token ids to hidden states.
 
-    def __init__(self, config: TextEncoderConfig) -> None:
+    ``outputs`` counts the layers before each state; the default is all but the last layer.
+    """
+
+    def __init__(self, config: TextEncoderConfig, outputs: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.config = config
+        self.outputs = outputs or (config.num_hidden_layers - 1,)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = [DecoderLayer(config, window) for window in config.windows[:-1]]
+        windows = config.windows[: max(self.outputs)]
+        self.layers = [DecoderLayer(config, window) for window in windows]
 
-    def __call__(self, tokens: mx.array) -> mx.array:
-        """Encode tokens: (length,) integers; returns (length, hidden)."""
-        rope = self.config.rope.table(tokens.shape[0])
-        masks = {layer.window: _mask(tokens.shape[0], layer.window) for layer in self.layers}
+    def __call__(self, tokens: mx.array, known: int | None = None) -> mx.array:
+        """Encode tokens: (length,) integers; returns (length, states * hidden).
+
+        The tokens from ``known`` on are padding.
+        """
+        length = tokens.shape[0]
+        rope = self.config.rope.table(length)
+        masks = {one.window: _mask(length, one.window, known or length) for one in self.layers}
         hidden: mx.array = self.embed_tokens(tokens[None])
-        for layer in self.layers:
+        states = {0: hidden}
+        for index, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, rope, masks[layer.window])
-        return hidden[0]
+            if index in self.outputs:
+                states[index] = hidden
+        return mx.concatenate([states[index][0] for index in self.outputs], axis=-1)
 
     @staticmethod
     def sanitize(name: str) -> str:
@@ -103,7 +119,10 @@ class TextEncoder(Network):
         return name.removeprefix("model.")
 
     def skip(self, name: str) -> bool:
-        """Return True for tensors that are not used: last layer, final norm, language head."""
-        last = len(self.layers)
+        """Return True for tensors that are not used: last layers, final norm, language head."""
         own = self.sanitize(name)
-        return own in ("norm.weight", "lm_head.weight") or bool(re.match(rf"layers\.{last}\.", own))
+        if own in ("norm.weight", "lm_head.weight"):
+            return True
+        layer = re.match(r"layers\.([0-9]{1,6})\.", own)
+        last = self.config.num_hidden_layers
+        return layer is not None and len(self.layers) <= int(layer[1]) < last

@@ -1,0 +1,37 @@
+"""The captions of a generation, and what guides it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.rope import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """An embedded text, independent of the time and computed once per prompt.
+
+    tokens: (1, length, dim).
+    """
+
+    tokens: mx.array
+    rope: Table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conditioning:
+    """The captions of a generation; ``negative`` only with guidance.
+
+    ``weight`` is that of the guidance, which is off at times after ``end``; its result is at most
+    ``normalization`` times as long as the positive velocity, if that is not 0. ``pictures`` is what
+    the family's transformer sees beside the latents: a control, or reference pictures.
+    """
+
+    positive: Caption
+    negative: Caption | None = None
+    weight: float = 0.0
+    end: float = 1.0
+    normalization: float = 0.0
+    pictures: Any = None

@@ -1,0 +1,635 @@
+"""The pipeline of all families: encode, denoise, decode.
+
+Follows the pipelines of diffusers 0.42, but makes pictures one after another. Latents are float32
+between steps, whatever the dtype of the networks. A family is a subclass: it names its networks and
+computes one direction of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.adaptation import Use
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
+from clowder_aimage.model.flow.conditioning import Caption, Conditioning
+from clowder_aimage.model.flow.config import AutoencoderConfig, TextEncoderConfig
+from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
+from clowder_aimage.model.flow.noise import randn
+from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of, start
+from clowder_aimage.model.flow.text_encoder import TextEncoder
+from clowder_aimage.model.flow.tokenizer import Tokenizer
+from clowder_aimage.model.memory_budget import (
+    MemoryBudget,
+    Module,
+    OffloadedModule,
+    Stage,
+    decoding,
+    transforming,
+)
+from clowder_aimage.model.pipeline import (
+    GenerateRequest,
+    Image,
+    PictureInput,
+    PipelineEvent,
+    Preview,
+    Sides,
+    Step,
+    StoredControlNet,
+    check_request,
+    downsample,
+    first_step,
+    previews_after,
+    to_pixels,
+    whole_steps,
+)
+from clowder_aimage.model.step_cache import StepCache
+from clowder_aimage.model.weights import ModelWeights, read_object
+
+K = TypeVar("K")
+T = TypeVar("T")
+CACHED_TEXTS = 32  # the most recently used
+CaptionKey = tuple[str, tuple[tuple[str, float], ...]]  # a text, and the adapters that touch it
+Keep = Callable[[mx.array, float], mx.array]
+Caches = tuple[StepCache | None, StepCache | None]
+_NO_CACHES: Caches = (None, None)
+_NETWORKS = ("text_encoder", "transformer", "vae")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FlowPipeline(ABC):
+    """The networks, loaded when they are used.
+
+    ``skipped`` names the tensors that were left out; ``budget`` decides which networks stay in
+    memory after use; ``weights`` are those of the components that adapters may change.
+
+    A family sets NETWORKS: text_encoder, transformer, vae, and picture_encoder, which only requests
+    with a picture need; and CAPTIONING: beginnings of names of tensors that captions depend on.
+    """
+
+    NETWORKS: ClassVar[Mapping[str, NetworkKind]]
+    CAPTIONING: ClassVar[tuple[str, ...]]
+    IS_THINKING: ClassVar[bool] = True  # the chat template's option
+
+    tokenizer: Tokenizer
+    text_encoder_module: OffloadedModule[TextEncoder, TextEncoderConfig]
+    transformer_module: OffloadedModule[Any, Any]
+    vae_module: OffloadedModule[Any, Any]
+    picture_encoder: Callable[[], OffloadedModule[Any, Any]]
+    scheduler: FlowScheduler
+    dtype: mx.Dtype
+    budget: MemoryBudget
+    skipped: tuple[str, ...] = ()
+    weights: Mapping[str, ModelWeights] = field(default_factory=dict)
+    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _tokens: dict[str, list[int]] = field(default_factory=dict)
+    _captions: dict[CaptionKey, Caption] = field(default_factory=dict)
+    _adapters: list[Use] = field(default_factory=list)
+
+    # -- a family
+
+    @staticmethod
+    @abstractmethod
+    def sides_of(transformer: Any, vae: Any) -> Sides:
+        """Return the sides that networks of these configurations support."""
+
+    @staticmethod
+    @abstractmethod
+    def check_fit(text_encoder: TextEncoderConfig, transformer: Any, vae: Any) -> None:
+        """Reject networks that do not fit together. Raises ModelError."""
+
+    @abstractmethod
+    def refuse(self, request: GenerateRequest) -> None:
+        """Reject a request with what only other families have. Raises UsageError."""
+
+    @abstractmethod
+    def weight(self, request: GenerateRequest) -> float:
+        """Return the weight of the guidance, 0 without: of positive - negative velocity."""
+
+    @abstractmethod
+    def lengths(self, request: GenerateRequest) -> tuple[int, int]:
+        """Return the most tokens of a text, and those of the transformer's sequence."""
+
+    @abstractmethod
+    def layer(self) -> tuple[int, int, int]:
+        """Return the width, the hidden channels and the heads of the transformer's layers."""
+
+    @abstractmethod
+    def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
+        """Return the shape of the latents: (channels, height, width)."""
+
+    @abstractmethod
+    def normalize(self, latents: mx.array) -> mx.array:
+        """Return latents as the encoder computes them, scaled for the transformer."""
+
+    @abstractmethod
+    def direction(
+        self,
+        latents: mx.array,
+        time: float,
+        caption: Caption,
+        pictures: Any,
+        cache: StepCache | None,
+    ) -> mx.array:
+        """Return the transformer's velocity from noise to picture, for one caption.
+
+        latents: (channels, height, width), in the dtype of the networks. time: 0 (noise) to 1
+        (picture). pictures: what ``inputs`` returned. With a ``cache``, layers may be skipped.
+        """
+
+    @abstractmethod
+    def ids(self, prompt: str) -> list[int]:
+        """Return the checked tokens of a prompt.
+
+        Raises:
+            UsageError: The prompt is too long for the model.
+            ModelError: The tokenizer does not match the text encoder.
+        """
+
+    def encode(self, prompt: str) -> mx.array:
+        """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""
+        return self.text_encoder(mx.array(self.ids(prompt)))
+
+    @abstractmethod
+    def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:
+        """Return modules that steps use beside the transformer, and the bytes of their arrays."""
+
+    @abstractmethod
+    def inputs(
+        self, request: GenerateRequest, given: PictureInput
+    ) -> tuple[EncodedPicture | None, Any]:
+        """Return the picture to begin with, and what steps see beside the latents, evaluated.
+
+        Raises as ``ModelWeights.apply`` does.
+        """
+
+    def levels(self, steps: int, tokens: int, shift: float | None) -> Schedule:
+        """Return the noise levels for a picture of ``tokens`` tokens. Raises UsageError."""
+        return self.scheduler.schedule(steps, tokens, shift)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Return whether previews are made without the decoder."""
+        return False
+
+    def draft(self, latents: mx.array) -> npt.NDArray[np.uint8]:
+        """Return a preview of latents, at half the size."""
+        return downsample(self.decode(latents))  # smaller latents could change the colours
+
+    def use_control(self, stored: StoredControlNet | None) -> None:
+        """Use a control network from now on, or the model's own.
+
+        Raises:
+            UsageError: The model has none, or its family supports none.
+            FormatError: The network is of another base model, or damaged.
+        """
+        name = "a control picture" if stored is None else f"the ControlNet {stored.name}"
+        raise UsageError(f"{name} cannot be used: the family of this model has no control networks")
+
+    # -- loading
+
+    @classmethod
+    def load(
+        cls,
+        store: BlobFiles,
+        aimage: AImage,
+        dtype: mx.Dtype,
+        *,
+        keep_quantized: bool | None = None,
+        request: GenerateRequest | None = None,
+    ) -> FlowPipeline:
+        """Check every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
+
+        The sides of the first ``request`` are checked first. Headers are read and checked; weights
+        are read when a network is used.
+
+        Raises:
+            UsageError: The model does not support the sides.
+            ModelError: Configurations or weights are invalid, or do not match each other.
+            FormatError: A blob is invalid.
+        """
+        components = ModelComponents(store, aimage, dtype, keep_quantized)
+        return cls(**cls.parts(components, request))
+
+    @classmethod
+    def parts(cls, components: ModelComponents, request: GenerateRequest | None) -> dict[str, Any]:
+        """Return the arguments of the constructor; a family may add some. Raises as ``load``."""
+        store, aimage = components.store, components.aimage
+        if request is not None:
+            kinds = cls.NETWORKS["transformer"], cls.NETWORKS["vae"]
+            cls.sides_of(*(kind.config(store, aimage) for kind in kinds)).check(request)
+        file = "scheduler/scheduler_config.json"
+        scheduler = FlowScheduler.parse(file, read_object(store, aimage, file))
+        tokenizer = Tokenizer.load(store, aimage, is_thinking=cls.IS_THINKING)
+        modules = [components.open(cls.NETWORKS[name]) for name in _NETWORKS]
+        cls.check_fit(*(module.config for module in modules))
+        text_encoder, transformer, vae = modules
+        budget = MemoryBudget(text_encoder, vae, transformer)
+        skipped = tuple(components.skipped)
+        weights = {name: components.weights[name] for name in _NETWORKS[:2]}
+
+        @cache
+        def picture_encoder() -> Module:
+            loaded = components.open(cls.NETWORKS["picture_encoder"])
+            budget.modules = (loaded, *budget.modules)
+            return loaded
+
+        return {
+            **{f"{name}_module": one for name, one in zip(_NETWORKS, modules, strict=True)},
+            "tokenizer": tokenizer,
+            "scheduler": scheduler,
+            "picture_encoder": picture_encoder,
+            "dtype": components.dtype,
+            "budget": budget,
+            "skipped": skipped,
+            "weights": weights,
+        }
+
+    @property
+    def text_encoder(self) -> TextEncoder:
+        """Return the text encoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
+        return self.text_encoder_module.get()
+
+    @property
+    def transformer(self) -> Any:
+        """Return the transformer, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
+        return self.transformer_module.get()
+
+    @property
+    def vae(self) -> Any:
+        """Return the decoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
+        return self.vae_module.get()
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that adapters may change, by ``component/name``."""
+        if not self._shapes:
+            for component, weights in self.weights.items():
+                shapes = weights.shapes().items()
+                self._shapes.update({f"{component}/{name}": shape for name, shape in shapes})
+        return self._shapes
+
+    def use_adapters(self, uses: Sequence[Use]) -> None:
+        """Use these adapters, each with a strength, and no others from now on.
+
+        They are applied when a network is used next. Captions are cached for each combination of
+        adapters that changes them. Raises, from then on, also as ``Adaptation.apply`` does.
+        """
+        self._adapters[:] = uses
+        for module in self.budget.modules:
+            if module.adaptation is not None:
+                module.adaptation.use(uses)
+
+    def _caption_key(self, text: str) -> CaptionKey:
+        """Return the key of a text's caption: adapters of the other layers do not change it."""
+        return text, tuple(
+            (adapter.key, strength)
+            for adapter, strength in self._adapters
+            if strength and adapter.touches(self.CAPTIONING)
+        )
+
+    def set_memory(
+        self,
+        policy: str,
+        memory: int | None,
+        total: int | None = None,
+        *,
+        text_encoder: str | None = None,
+        limit: int | None = None,
+        is_last: bool = False,
+    ) -> None:
+        """Set the policy of all networks, or another of the text encoder, and the budget."""
+        for module in self.budget.modules:
+            module.policy = policy
+        self.text_encoder_module.policy = text_encoder or policy
+        self.budget.set_memory(memory, limit=limit, is_last=is_last)
+        self.budget.total = total or self.budget.total
+
+    def preload(self, request: GenerateRequest) -> str:
+        """Load all networks if they can stay in memory while the request's pictures are made.
+
+        Returns what stays in memory. Raises as ``ModelWeights.apply`` does.
+        """
+        stages = self.stages(request)
+        if self.budget.keeps(stages) and not self.budget.is_last:
+            for stage in stages:
+                self.budget.use(stage)
+        return self.budget.describe(stages)
+
+    def prepare(self, request: GenerateRequest) -> None:
+        """Encode the texts of a request; they are cached. Raises as ``generate`` does."""
+        self.check(request)
+        self.conditioning(request)
+
+    @property
+    def sides(self) -> Sides:
+        """Return the supported sides."""
+        return self.sides_of(self.transformer_module.config, self.vae_module.config)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Reject a request that this model does not support. Raises UsageError."""
+        check_request(request, self.sides, self.least_memory, self.budget.total)
+        self.refuse(request)
+        for text in self.texts(request):
+            self.ids(text)
+        self.budget.check(self.stages(request))
+
+    def texts(self, request: GenerateRequest) -> list[str]:
+        """Return the texts of a request: the negative one only with guidance."""
+        return [request.prompt, *([request.negative or ""] if self.weight(request) else [])]
+
+    def least_memory(self, width: int, height: int) -> int:
+        """Return the bytes of the arrays at full size that the decoder has at the same time."""
+        config: AutoencoderConfig = self.vae_module.config
+        narrow, *wide = config.block_out_channels[:2]
+        channels = max(narrow, *wide) + 2 * narrow  # of the last block, and of a convolution in it
+        return channels * width * height * self.dtype.size
+
+    def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
+        """Return the parts of a generation, with estimates of their memory."""
+        pixels, dtype = request.width * request.height, self.dtype
+        text, layer = self.text_encoder_module.config, self.layer()
+        tokens, length = self.lengths(request)
+        sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
+        encode = transforming(*sizes, tokens, dtype)
+        denoise = transforming(*layer, length, dtype)
+        decodes = request.previews > 0 and not self.has_drafts
+        drawing = "previews" if decodes else "denoise"
+        denoise = self.budget.work(drawing, pixels, denoise)
+        if request.cache_threshold:
+            count = StepCache.ARRAYS * len(self.texts(request))
+            denoise += count * length * layer[0] * dtype.size
+        widest = self.vae_module.config.widest
+        decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
+        more, work = self.beside(request, length)
+        used, denoise = (self.transformer_module, *more), denoise + work
+        if decodes:
+            used, denoise = (*used, self.vae_module), max(denoise, decode)
+        return (
+            Stage("encode", (self.text_encoder_module,), encode),
+            Stage(drawing, used, denoise),
+            Stage("decode", (self.vae_module,), decode),
+        )
+
+    def generate(
+        self, request: GenerateRequest, given: PictureInput | None = None
+    ) -> Generator[PipelineEvent, None, None]:
+        """Yield steps, previews and pictures; closing the generator cancels the generation.
+
+        ``given`` is the picture to begin with, of the request's size.
+
+        Raises:
+            UsageError: Immediately, if this model does not support the request.
+            ModelError: Later, if the model computes values that are not finite.
+        """
+        self.check(request)
+        return self._generate(request, self.schedule(request), given)
+
+    def _generate(
+        self, request: GenerateRequest, schedule: Schedule, given: PictureInput | None
+    ) -> Generator[PipelineEvent, None, None]:
+        conditioning = self.conditioning(request)
+        encoded = None
+        if given is not None:
+            encoded, pictures = self.inputs(request, given)
+            conditioning = replace(conditioning, pictures=pictures)
+        _, denoise, decode = self.stages(request)
+        pixels = request.width * request.height
+        waiting: list[tuple[mx.array, int, int]] = []
+        for picture in range(request.n):
+            seed = request.seed + picture
+            latents, keep = self._begin(request, encoded, schedule, seed)
+            self.budget.use(denoise)
+            with self.budget.measure(denoise, pixels):
+                steps = self._steps(request, latents, schedule, conditioning, picture, keep)
+                for event, state in steps:
+                    yield event
+                    latents = state
+            waiting.append((latents, seed, picture))
+            is_last = picture == request.n - 1
+            if is_last:
+                self.budget.finish(*denoise.modules)
+            elif not self.budget.keeps((denoise, decode)):
+                continue  # the transformer is released once, not after each picture
+            self.budget.use(decode)
+            for latents, seed, number in waiting:
+                with self.budget.measure(decode, pixels):
+                    image = self.decode(latents)
+                yield Image(image, seed, number)
+            waiting.clear()
+
+    def _begin(
+        self,
+        request: GenerateRequest,
+        encoded: EncodedPicture | None,
+        schedule: Schedule,
+        seed: int,
+    ) -> tuple[mx.array, Keep]:
+        """Return the latents before the first step, and what keeps a part of them after each."""
+        if encoded is None:
+            return mx.array(self.noise(request, seed)), lambda latents, _: latents
+        begun = start(encoded, self.normalize, seed, schedule)
+        return begun.latents, begun.keep
+
+    def encoded(self, given: PictureInput) -> EncodedPicture | None:
+        """Return the distribution of the latents of the picture to begin with, if there is one."""
+        if given.pixels is None:
+            return None
+        means, deviations = self.distribution(to_values(given.pixels))
+        scale, mask = self.vae_module.config.scale, given.mask
+        return EncodedPicture(means, deviations, None if mask is None else cells_of(mask, scale))
+
+    def mode(self, values: mx.array) -> mx.array:
+        """Return the normalized mode of the latents of a picture: (channels, height, width)."""
+        return self.normalize(self.distribution(values)[0])
+
+    def distribution(self, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the means and deviations of the latents of a picture, evaluated."""
+        module, pixels = self.picture_encoder(), values.size // 3
+        guess = decoding(module.config.widest, pixels, self.dtype)
+        work = self.budget.work("picture", pixels, guess)
+        self.budget.use(stage := Stage("picture", (module,), work))
+        with self.budget.measure(stage, pixels):
+            means, deviations = module.get().encode(values.astype(self.dtype))
+            means, deviations = means.astype(mx.float32), deviations.astype(mx.float32)
+            mx.eval(means, deviations)
+        return means, deviations
+
+    def _steps(
+        self,
+        request: GenerateRequest,
+        latents: mx.array,
+        schedule: Schedule,
+        conditioning: Conditioning,
+        picture: int,
+        keep: Keep,
+    ) -> Iterator[tuple[PipelineEvent, mx.array]]:
+        """Yield the steps and previews of a picture, each with the latents after it."""
+        total = len(schedule.times)
+        previewed = sorted(previews_after(request.previews, total))
+        states = self.denoise(latents, schedule, conditioning, request.cache_threshold, keep)
+        for index, state in enumerate(states, 1):
+            before, latents = latents, state
+            yield Step(index, total, picture), latents
+            if index in previewed:
+                small = self.preview(before, latents, schedule, index - 1)
+                yield Preview(small, previewed.index(index), picture), latents
+
+    def preview(
+        self, before: mx.array, after: mx.array, schedule: Schedule, step: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return the picture predicted at step ``step`` (from 0), at half its size.
+
+        It shows the end of the straight line from ``before`` through ``after``: decoded, or
+        approximated where the factors of the VAE are known.
+        """
+        sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
+        end = float(schedule.sigmas[-1])
+        predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
+        return self.draft(predicted)
+
+    def schedule(self, request: GenerateRequest) -> Schedule:
+        """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
+        rows, columns = request.height // self.sides.multiple, request.width // self.sides.multiple
+        tokens, steps = rows * columns, request.steps
+        if request.strength is None:
+            return self.levels(steps, tokens, request.shift)
+        if request.fine:
+            whole = whole_steps(steps, request.strength)
+            return self.levels(whole, tokens, request.shift).after(whole - steps)
+        first = first_step(steps, request.strength)
+        return self.levels(steps, tokens, request.shift).after(first)
+
+    def conditioning(self, request: GenerateRequest) -> Conditioning:
+        """Return the request's texts, encoded and refined; recent ones are cached.
+
+        The text encoder is loaded for new texts only. Raises as ``encode`` does.
+        """
+        texts, (encode, denoise, _) = self.texts(request), self.stages(request)
+        keys = {text: self._caption_key(text) for text in texts}
+        found = {text: self._captions[key] for text, key in keys.items() if key in self._captions}
+        if new := [text for text in dict.fromkeys(texts) if text not in found]:
+            self.budget.use(encode)
+            features = {text: self.encode(text) for text in new}
+            mx.eval(features)  # a lazy array keeps the text encoder in memory
+            self.budget.finish(self.text_encoder_module)
+            self.budget.use(denoise)
+            found |= {text: self._refined(features[text]) for text in new}
+        captions = [
+            _cached(self._captions, keys[text], lambda key: found[key[0]]) for text in texts
+        ]
+        negative = captions[1] if captions[1:] else None
+        guidance = self.weight(request), request.guidance_end, request.cfg_normalization
+        return Conditioning(captions[0], negative, *guidance)
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text; recent ones are cached."""
+        return _cached(self._tokens, text, self.tokenizer.encode)
+
+    def _refined(self, features: mx.array) -> Caption:
+        caption: Caption = self.transformer.caption(features)
+        mx.eval(caption.tokens, *caption.rope)
+        return caption
+
+    def denoise(
+        self,
+        latents: mx.array,
+        schedule: Schedule,
+        conditioning: Conditioning,
+        threshold: float = 0.0,
+        keep: Keep = lambda latents, _: latents,
+    ) -> Iterator[mx.array]:
+        """Yield the latents after every Euler step, in float32 and evaluated.
+
+        With a ``threshold``, steps between the first and the last may reuse the work of others.
+        ``keep`` changes the latents after each step, given its noise level.
+        """
+        caches = (StepCache(threshold), StepCache(threshold)) if threshold else _NO_CACHES
+        last = len(schedule.times) - 1
+        steps = zip(schedule.times, np.diff(schedule.sigmas), strict=True)
+        for index, (time, change) in enumerate(steps):
+            used = caches if index < last else _NO_CACHES
+            velocity = self.velocity(latents, float(time), conditioning, used)
+            latents = latents - float(change) * velocity
+            latents = keep(latents, float(schedule.sigmas[index + 1]))
+            mx.eval(latents)
+            yield latents
+
+    def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
+        """Return the latents as drawn by torch, (channels, height, width)."""
+        return randn(seed, self.latent_shape(request))
+
+    def velocity(
+        self,
+        latents: mx.array,
+        time: float,
+        conditioning: Conditioning,
+        caches: Caches = _NO_CACHES,
+    ) -> mx.array:
+        """Return the predicted direction from noise to picture, in float32.
+
+        With guidance it is positive + weight * (positive - negative). ``caches`` are of the
+        positive and the negative caption.
+        """
+        typed, pictures = latents.astype(self.dtype), conditioning.pictures
+
+        def direction(caption: Caption, cache: StepCache | None) -> mx.array:
+            return self.direction(typed, time, caption, pictures, cache).astype(mx.float32)
+
+        towards = direction(conditioning.positive, caches[0])
+        if conditioning.negative is None or time > conditioning.end:
+            return towards
+        away = direction(conditioning.negative, caches[1])
+        guided = towards + conditioning.weight * (towards - away)
+        if not conditioning.normalization:
+            return guided
+        limit = conditioning.normalization * mx.linalg.norm(towards)
+        length = mx.linalg.norm(guided)
+        return mx.where(length > limit, guided * (limit / length), guided)
+
+    def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
+        """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
+        values = self.vae.decode(latents.astype(self.dtype))
+        pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
+        if not np.isfinite(pixels).all():
+            raise ModelError("the model computed NaN or infinite values")
+        return to_pixels(pixels)
+
+
+def to_values(pixels: npt.NDArray[np.uint8]) -> mx.array:
+    """Return pixels as values from -1 to 1, in float32."""
+    return mx.array(pixels).astype(mx.float32) / 127.5 - 1
+
+
+def _cached(cache: dict[K, T], key: K, make: Callable[[K], T]) -> T:
+    value = cache.pop(key) if key in cache else make(key)
+    while len(cache) >= CACHED_TEXTS:
+        del cache[next(iter(cache))]
+    cache[key] = value
+    return value
+
+
+def check_channels(text_encoder: int, required: int, vae: int, latents: int, colours: int) -> None:
+    """Reject features of a text encoder, and channels of a vae, that do not fit a transformer.
+
+    Raises:
+        ModelError: They do not fit.
+    """
+    if text_encoder != required:
+        raise ModelError(
+            f"the text encoder returns {text_encoder} features, the transformer requires {required}"
+        )
+    if vae != latents:
+        raise ModelError(f"the vae has {vae} latent channels, the transformer requires {latents}")
+    if colours != 3:
+        raise ModelError(f"the vae has {colours} output channels, pictures have 3")
