@@ -153,7 +153,12 @@ def test_a_step_that_reuses_another_makes_no_hints(
 ) -> None:
     pipeline.use_control(stored(tmp_path, tensors()))
     made, hints = list[float](), Control.hints
-    monkeypatch.setattr(Control, "hints", lambda *given: made.append(given[3]) or hints(*given))
+
+    def counted(*given: Any) -> Any:
+        made.append(given[3])
+        return hints(*given)
+
+    monkeypatch.setattr(Control, "hints", counted)
     request = replace(REQUEST, steps=4)
     exact = picture(pipeline, request)
     assert np.array_equal(picture(pipeline, replace(request, cache_threshold=1e-9)), exact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -125,7 +126,7 @@ def test_captions_pictures_and_requests_share_no_cache(
         time: float,
         caption: Caption,
         cache: StepCache | None = None,
-        hints: Hints | None = None,
+        hints: Callable[[], Hints] = dict,
     ) -> mx.array:
         used.append((id(caption), cache))
         return call(self, latents, time, caption, cache, hints)
