@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.model.pipeline import GenerateRequest
     from clowder_aimage.registry import ClientOptions
 
 
@@ -61,6 +62,10 @@ class Picture:
         return path
 
 
+if TYPE_CHECKING:
+    PictureSource = Picture | bytes | str | os.PathLike[str] | npt.ArrayLike
+
+
 class Model:
     """A loaded model. Use it on the thread that loaded it, and close it, or use ``with``."""
 
@@ -69,10 +74,12 @@ class Model:
         reference: Reference,
         loaded: RunnableModel,
         finder: AdapterFinder,
+        inputs: PictureFiles,
         lease: ExitStack,
     ) -> None:
         self.reference = reference
         self._finder = finder
+        self._inputs = inputs
         self._loaded = loaded
         self._lease = lease
 
@@ -97,57 +104,150 @@ class Model:
         negative: str | None = None,
         guidance: float | None = None,
         guidance_end: float | None = None,
+        cfg_normalization: float | None = None,
         shift: float | None = None,
         cache_threshold: float | None = None,
+        image: PictureSource | None = None,
+        mask: PictureSource | None = None,
+        strength: float | None = None,
+        fine: bool = False,
+        fit: str | None = None,
+        paste: bool = False,
+        feather: int = 0,
+        crop: bool = False,
+        expand: Sequence[int] = (),
+        upscale: float = 0.0,
+        control: PictureSource | None = None,
+        controlnet: str | None = None,
+        control_strength: float | None = None,
         loras: Sequence[str | tuple[str, float]] = (),
         count: int = 1,
         progress: OnProgress | None = None,
     ) -> list[Picture]:
         """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
 
-        What is None has the default of the model; the seed is random. ``loras`` are adapters: names
+        What is None has the default of the model; the seed is random. ``image`` begins the picture,
+        ``mask`` (or "alpha") is white where it is painted, and ``control`` guides a ControlNet: a
+        ``Picture``, the bytes of a file, an array, a path, a URL or the name of an artifact. The
+        other parameters of pictures are those of the command line. ``loras`` are adapters: names
         of AImages or files, or pairs of them and their strengths. ``progress`` is called with the
         steps done and their total.
 
         Raises:
-            UsageError: The model does not support these parameters.
-            NotFoundError: An adapter is in neither the store nor the registry.
-            FormatError: An adapter is damaged, or for another model.
+            UsageError: The model does not support these parameters, or a picture cannot be read.
+            NotFoundError: A picture does not exist, or an adapter or ControlNet is in neither the
+                store nor the registry.
+            FormatError: An adapter or ControlNet is damaged, or for another model.
         """
         from clowder_aimage.adapter_source import resolve
-        from clowder_aimage.generate import describe_picture
-        from clowder_aimage.model.pipeline import GenerateRequest, Image, LoraUse
+        from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
 
         pairs = [(one, None) if isinstance(one, str) else one for one in loras]
-        request = GenerateRequest.for_model(
-            self._loaded.stored.aimage,
-            prompt,
-            width=width,
-            height=height,
-            steps=steps,
-            negative=negative,
-            guidance=guidance,
-            guidance_end=guidance_end,
-            shift=shift,
-            cache_threshold=cache_threshold,
-            loras=tuple(LoraUse(*pair) for pair in pairs),
-            n=count,
-            seed=secrets.randbits(32) if seed is None else seed,
-        )
-        found = self._finder.find_all(request, self._loaded.stored.aimage)
-        request = resolve(request, found)
-        events = self._loaded.generate(request)
-        counter = ProgressCounter(progress)
-        counter.begin(request.steps * request.n)
+        sources = {"image": image, "mask": mask, "control": control}
+        size = {"width": width, "height": height}
+        with self._inputs.store.lease() as lease:
+            request = GenerateRequest.for_model(
+                self._loaded.stored.aimage,
+                prompt,
+                steps=steps,
+                negative=negative,
+                guidance=guidance,
+                guidance_end=guidance_end,
+                cfg_normalization=cfg_normalization,
+                shift=shift,
+                cache_threshold=cache_threshold,
+                strength=strength,
+                fine=fine,
+                paste=paste,
+                feather=feather,
+                crop=crop,
+                expand=expand,
+                upscale=upscale,
+                controlnet=controlnet,
+                control_strength=control_strength,
+                **self._inputs.keep(lease, sources, size, fit, expand, is_tiled=upscale > 0),
+                loras=tuple(LoraUse(*pair) for pair in pairs),
+                n=count,
+                seed=secrets.randbits(32) if seed is None else seed,
+            )
+            found = self._finder.find_all(request, self._loaded.stored.aimage)
+            return self._generate(resolve(request, found), ProgressCounter(progress))
+
+    def _generate(self, request: GenerateRequest, counter: ProgressCounter) -> list[Picture]:
+        from clowder_aimage.generate import describe_picture
+        from clowder_aimage.model.pipeline import Image, Step
+
+        events, total = self._loaded.generate(request), request.steps * request.n
+        counter.begin(total)
         facts = describe_picture(self.reference, self._loaded, request)
         pictures = []
         with closing(events):
             for event in events:
                 if isinstance(event, Image):
                     pictures.append(Picture(event.pixels, event.seed, facts | {"seed": event.seed}))
-                else:
+                elif isinstance(event, Step):
+                    if total != (total := event.total * request.n):  # with an image
+                        counter.begin(total)
                     counter.advance(1)
         return pictures
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFiles:
+    """The pictures that requests begin with, which are kept in ``store``."""
+
+    store: ImageLayout
+    connect: Callable[[], ClientOptions]
+
+    def keep(
+        self,
+        lease: Lease,
+        sources: Mapping[str, PictureSource | None],
+        size: Mapping[str, int | None],
+        fit: str | None,
+        expand: Sequence[int],
+        *,
+        is_tiled: bool,
+    ) -> dict[str, Any]:
+        """Keep pictures by the names of their parameters; return digests, and size and fit.
+
+        Without a size, it is the picture's, as ``own_size`` returns it. Raises UsageError, and as
+        ``InputSource.read``.
+        """
+        from clowder_aimage.model.pipeline import ALPHA
+        from clowder_aimage.pictures.input_file import own_size
+        from clowder_aimage.pictures.picture_input import check_mask, keep
+
+        found: dict[str, Any] = {**size, "fit": fit}
+        given = {name: one for name, one in sources.items() if one is not None}
+        if isinstance(mask := given.get("mask"), str) and mask == ALPHA:
+            found["mask"] = given.pop("mask")
+        data = {name: self._read(source, name) for name, source in given.items()}
+        if mask is not None and "image" in data and not (expand or is_tiled):
+            check_mask(data["image"], data.get("mask"))
+        files = {name: keep(self.store, lease, data[name], f"the {name}") for name in data}
+        found |= {name: str(file.descriptor.digest) for name, file in files.items()}
+        begun = files.get("image") or files.get("control")
+        has_size = any(side is not None for side in size.values())
+        if expand and has_size:
+            raise UsageError("expand determines the size: omit width and height")
+        if begun is not None and not (has_size or is_tiled):
+            found |= own_size(begun, expand) | {"fit": fit or "stretch"}
+        return found
+
+    def _read(self, source: PictureSource, what: str) -> bytes:
+        """Return the bytes of a picture file."""
+        from clowder_aimage.pictures.input_source import InputSource
+        from clowder_aimage.pictures.picture_input import encode_array
+
+        if isinstance(source, bytes):
+            return source
+        if isinstance(source, Picture):
+            return source.encode()
+        if isinstance(source, str | os.PathLike):
+            reader = InputSource(self.store, self.connect, hosts=None, has_files=True)
+            return reader.read(os.fspath(source), what)
+        return encode_array(source, f"the {what}")
 
 
 def load(
@@ -193,7 +293,8 @@ def load(
             loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
             loaded.preload(GenerateRequest.for_model(found.stored.aimage, ""))
             found.end()
-        return Model(reference, loaded, finder, stack.pop_all())
+        inputs = PictureFiles(layout, connect)
+        return Model(reference, loaded, finder, inputs, stack.pop_all())
 
 
 def _open(

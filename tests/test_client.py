@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import clowder_aimage
@@ -24,12 +26,15 @@ from clowder_aimage import (
     push,
 )
 from clowder_aimage.errors import NotFoundError, UsageError
+from tests.conftest import TINY
+from tests.controlnet_file import tensors, write_file
 from tests.lora_file import write_lora
 from tests.process import run
 from tests.real_registry import PASSWORD, USER, RealRegistry
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "python.md"
+Draw = Callable[..., Picture]
 # A change here is a change for users: it needs an entry in CHANGELOG.md.
 SIGNATURES: dict[Any, str] = {
     create: "name path * store dtype quantize license source steps guidance progress",
@@ -38,8 +43,9 @@ SIGNATURES: dict[Any, str] = {
     push: "name * store registry dialect progress",
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
-    Model.generate: "self prompt * width height steps seed negative guidance guidance_end shift "
-    "cache_threshold loras count progress",
+    Model.generate: "self prompt * width height steps seed negative guidance guidance_end "
+    "cfg_normalization shift cache_threshold image mask strength fine fit paste feather crop expand "
+    "upscale control controlnet control_strength loras count progress",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",
@@ -212,6 +218,85 @@ def test_a_model_uses_adapters(tiny: Path, tmp_path: Path) -> None:
     assert (half == same).all()
     assert abs(none.astype(int) - plain).max() <= 1  # two changes that cancel each other: rounded
     assert made[2].facts["loras"][0]["digest"] == store.digest("ink")
+
+
+@pytest.fixture(scope="module")
+def drawing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Draw]:
+    """Return a function that makes a picture of 48 x 32 pixels with the tiny model."""
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    place = tmp_path_factory.mktemp("drawing")
+    store = Store(place / "store")
+    create("x", TINY, store=store)
+    create("union", write_file(place / "union.safetensors", tensors()), store=store)
+    with load("x", store=store) as model:
+        yield lambda **options: model.generate("a fox", seed=1, **options)[0]
+
+
+IMAGE = np.random.default_rng(0).integers(0, 256, (34, 50, 3), np.uint8)
+MASK = np.zeros((34, 50), bool)
+MASK[:, :32] = True
+
+
+def test_a_picture_begins_with_another(drawing: Draw, tmp_path: Path) -> None:
+    seen = list[tuple[int, int]]()
+    options: Any = {"steps": 2, "strength": 0.5}
+    made = drawing(image=IMAGE, **options, progress=lambda *counts: seen.append(counts))
+    assert made.pixels.shape == (32, 48, 3) and made.facts["strength"] == 0.5
+    assert seen == [(0, 2), (0, 1), (1, 1)]
+    begun = Picture(IMAGE, 1, {})
+    for same in (begun, begun.encode(), str(begun.save(tmp_path / "a.png")), tmp_path / "a.png"):
+        assert (drawing(image=same, **options).pixels == made.pixels).all()
+    assert (drawing(image=IMAGE, **options, fine=True).pixels != made.pixels).any()
+    padded = drawing(image=IMAGE, width=32, height=32, fit="pad", **options)
+    assert padded.pixels.shape == (32, 32, 3) and padded.facts["fit"] == "pad"
+
+
+def test_a_picture_is_painted_in_a_mask(drawing: Draw) -> None:
+    options: Any = {"image": IMAGE, "mask": MASK, "steps": 1}
+    cropped = drawing(**options, crop=True, paste=True, feather=1).pixels
+    assert cropped.shape == IMAGE.shape and (cropped[:, 36:] == IMAGE[:, 36:]).all()
+    clear = np.dstack([IMAGE, np.uint8(255) * ~MASK])
+    by_alpha = drawing(image=clear, mask="alpha", steps=1)
+    assert (by_alpha.pixels == drawing(**options).pixels).all()
+    assert by_alpha.facts["mask"] == "alpha"
+
+
+def test_a_picture_becomes_larger(drawing: Draw) -> None:
+    assert drawing(image=IMAGE, steps=1, expand=(0, 0, 14, 0)).pixels.shape == (34, 64, 3)
+    large = drawing(image=IMAGE, steps=1, upscale=1.5, width=64, height=64)
+    assert large.pixels.shape == (51, 75, 3) and large.facts["upscale"] == 1.5
+
+
+def test_a_control_picture_guides(drawing: Draw) -> None:
+    options: Any = {"control": IMAGE, "controlnet": "union", "steps": 1}
+    guided, none = (drawing(**options, control_strength=one) for one in (1, 0))
+    assert guided.pixels.shape == (32, 48, 3) and (guided.pixels != none.pixels).any()
+    assert guided.facts["controlnet"].startswith("union@sha256:")
+
+
+def test_guidance_is_limited(drawing: Draw) -> None:
+    size: Any = {"width": 32, "height": 32, "steps": 1}
+    guided = drawing(**size, guidance=4, negative="a dog")
+    limited = drawing(**size, guidance=4, negative="a dog", cfg_normalization=0.5)
+    assert (guided.pixels != limited.pixels).any() and limited.facts["cfg_normalization"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"image": "no.png"}, NotFoundError, "no.png"),
+        ({"image": b"text"}, UsageError, "the image is not a picture"),
+        ({"image": np.zeros((4, 4, 3))}, UsageError, "the image is not a picture: an array of fl"),
+        ({"image": IMAGE, "mask": MASK[1:]}, UsageError, "the mask has 50 x 33 pixels"),
+        ({"mask": MASK}, UsageError, "mask requires an image"),
+        ({"image": IMAGE, "expand": (0, 0, 8, 0), "width": 64}, UsageError, "determines the size"),
+    ],
+)
+def test_pictures_that_are_refused(
+    drawing: Draw, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        drawing(**options)
 
 
 def test_a_missing_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

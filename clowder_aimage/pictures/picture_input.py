@@ -22,7 +22,7 @@ from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
 from clowder_aimage.model.picture_tile import Pixels, TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile
+from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile, expanded_size
 
 Picture = Image.Image
 MAX_PIXELS = 1 << 25  # such as 8192 by 4096: 100 MB when it is decoded
@@ -55,6 +55,19 @@ def keep(store: ContentStore, lease: Lease, data: bytes, what: str) -> InputFile
     lease.add(found.descriptor.digest)
     store.push(found.descriptor, bytes_body(data))
     return found
+
+
+def encode_array(pixels: object, what: str) -> bytes:
+    """Return an array of bytes, or of a mask's truth values, as a PNG file. Raises UsageError."""
+    values, file = np.asarray(pixels), io.BytesIO()
+    if values.dtype == np.bool_:
+        values = values.astype(np.uint8) * np.uint8(255)
+    try:
+        Image.fromarray(values).save(file, "PNG")
+    except (TypeError, OSError, ValueError):
+        shape, kind = values.shape, values.dtype
+        raise UsageError(f"{what} is not a picture: an array of {kind}, {shape}") from None
+    return file.getvalue()
 
 
 def white_mask(data: bytes, what: str, painted: str) -> bytes:
@@ -268,13 +281,6 @@ def _expanded(request: GenerateRequest, image: Picture, control: Picture | None)
         guide = np.pad(np.asarray(control.convert("RGB")), sides, mode="edge")
     given = PictureInput(pixels, mask.astype(np.uint8), guide)
     return PreparedPicture(given, lambda made: mix(made[:height, :width], original, share))
-
-
-def expanded_size(width: int, height: int, expand: Sequence[int], multiple: int) -> tuple[int, int]:
-    """Return the width and height of an expanded picture, rounded up to multiples."""
-    left, top, right, bottom = expand
-    across, down = left + width + right, top + height + bottom
-    return -(-across // multiple) * multiple, -(-down // multiple) * multiple
 
 
 def enlarge(

@@ -15,14 +15,13 @@ from clowder_aimage.cli.console.option import needs, options, parsed, settings
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_CONTROL, MAX_FEATHER, MAX_UPSCALE
+from clowder_aimage.pictures.input_file import InputFile, own_size
 
 if TYPE_CHECKING:
-    from clowder_aimage.pictures.input_file import InputFile
     from clowder_aimage.pictures.input_source import InputSource
 
 _KEY = "clowder_aimage.pictures"  # in the meta of the command's context
 _LONGEST = 200  # characters of a name in an error
-MULTIPLE = 16  # pixels, of the sides of most models
 
 
 def _expand(text: str) -> tuple[int, ...]:
@@ -181,16 +180,10 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         return parameters
     if image is not None and mask is not None:
         parameters["mask"] = _mask(values, parameters["image"])
-    if values["expand"]:
-        from clowder_aimage.pictures.picture_input import expanded_size
-
-        if has_size:
-            raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
-        size = expanded_size(found.width, found.height, values["expand"], MULTIPLE)
-        parameters["width"], parameters["height"] = size
-    elif not has_size and not values["upscale"]:
-        sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (found.width, found.height))
-        parameters["width"], parameters["height"] = sides
+    if values["expand"] and has_size:
+        raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
+    if not has_size and not values["upscale"]:
+        parameters |= own_size(found, values["expand"] or ())
         parameters["fit"] = values["fit"] or "stretch"  # by less than 16 pixels, as diffusers
     return parameters
 
