@@ -13,6 +13,7 @@ import numpy.typing as npt
 from clowder_aimage.adapter.adapter import Floats
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header
+from clowder_aimage.tensor.float_code import e4m3, e5m2
 
 _AGAIN = "download the file again"
 _TYPES = {
@@ -136,17 +137,8 @@ def _decode(data: bytes, dtype: str) -> Floats:
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E5M2":
-        return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
+        return e5m2(values)
     if dtype == "F8_E4M3":
-        return np.asarray(_e4m3()[values])
+        return e4m3(values)
     with np.errstate(over="ignore"):  # of float64; infinities are refused
         return values.astype(np.float32)
-
-
-def _e4m3() -> Floats:
-    """Return the values of all codes (OCI OFP8, E4M3): no infinities, NaN for all ones."""
-    codes = np.arange(256)
-    exponents, fractions = (codes >> 3) & 15, (codes & 7) / 8
-    values = np.where(exponents, (1 + fractions) * 2.0 ** (exponents - 7), fractions * 2.0**-6)
-    values[[127, 255]] = np.nan
-    return np.where(codes < 128, values, -values).astype(np.float32)

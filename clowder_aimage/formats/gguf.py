@@ -38,7 +38,7 @@ GUESSED = 1024  # a flag: the writer guessed the type; no meaning without a type
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class GgufModel:
     """A whole model: its files and their headers, in order."""
 
     files: tuple[model_tree.SourceFile, ...]
@@ -74,7 +74,7 @@ def take(path: Path) -> Inventory:
     with model_tree.reading(path):
         if path.is_dir():
             return _take_directory(path)
-        return _taken(_read(path), (), None)
+        return _taken(read_model(path), (), None)
 
 
 def _take_directory(root: Path) -> Inventory:
@@ -86,7 +86,7 @@ def _take_directory(root: Path) -> Inventory:
     for path in paths:
         match = PART.fullmatch(path.name)
         firsts.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
-    models = [_read(path) for path in firsts.values()]
+    models = [read_model(path) for path in firsts.values()]
     projectors = [model for model in models if model.is_projector]
     others = [model for model in models if not model.is_projector] or projectors
     if len(others) > 1:
@@ -98,7 +98,7 @@ def _take_directory(root: Path) -> Inventory:
     return _taken(others[0], beside, model_tree.read_license(root))
 
 
-def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> Inventory:
+def _taken(model: GgufModel, projectors: Sequence[GgufModel], licence: str | None) -> Inventory:
     metadata = model.metadata
     tensors = [tensor for one in (model, *projectors) for tensor in one.tensors]
     architecture = printable(metadata.get("general.architecture"))
@@ -116,7 +116,7 @@ def _taken(model: _Model, projectors: Sequence[_Model], licence: str | None) -> 
     return Inventory.of_files(FORMAT, files, facts, licence)
 
 
-def _quantization(model: _Model) -> str | None:
+def _quantization(model: GgufModel) -> str | None:
     stated = model.metadata.get("general.file_type")
     if type(stated) is int and stated != GUESSED and (known := FILES.get(stated & ~GUESSED)):
         return known
@@ -126,7 +126,7 @@ def _quantization(model: _Model) -> str | None:
     return max(sorted(count), key=lambda kind: count[kind], default=None)
 
 
-def _adapter(model: _Model) -> dict[str, Any]:
+def _adapter(model: GgufModel) -> dict[str, Any]:
     metadata = model.metadata
     path, kind = model.files[0].path, metadata.get("adapter.type")
     if kind != "lora":
@@ -152,7 +152,13 @@ def _is_up(tensor: GgufTensor) -> bool:
     return tensor.name.count(".") >= 2 and tensor.name.endswith(".lora_b") and bool(tensor.shape)
 
 
-def _read(path: Path) -> _Model:
+def read_model(path: Path) -> GgufModel:
+    """Return the headers of a file, or of all parts of a split model.
+
+    Raises:
+        FormatError: A file is not valid GGUF, a part is missing, or the parts do not fit.
+        ModelError: The number of a part is invalid.
+    """
     match = PART.fullmatch(path.name)
     paths = _parts(path, match) if match else [path]
     files, headers = [], []
@@ -163,7 +169,7 @@ def _read(path: Path) -> _Model:
             headers.append(read_header(opened, file.size))
         files.append(file)
     _check_parts(paths, headers)
-    model = _Model(tuple(files), tuple(headers))
+    model = GgufModel(tuple(files), tuple(headers))
     if not model.is_adapter:
         return model
     adapters = (replace(file, media_type=mediatype.AIMAGE_LORA) for file in files)

@@ -35,7 +35,7 @@ SCALARS = {
     number: struct.Struct(f"<{code}")
     for number, code in zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)
 }
-UINT32, BOOL, STRING, ARRAY = 4, 7, 8, 9
+UINT32, INT32, BOOL, STRING, ARRAY = 4, 5, 7, 8, 9
 # enum ggml_type: elements per block; by number: name and bytes per block
 _BLOCKS = {
     1: "0 F32 4, 1 F16 2, 24 I8 1, 25 I16 2, 26 I32 4, 27 I64 8, 28 F64 8, 30 BF16 2",
@@ -53,10 +53,13 @@ TENSORS = {
     for number, name, size in map(str.split, types.split(","))
 }
 REMOVED = frozenset({4, 5, 31, 32, 33, 36, 37, 38})  # no longer supported by any reader
+SHAPES = "comfy.gguf.orig_shape."
+"""Before a tensor's name: its shape, if rows were joined to make whole blocks (ComfyUI-GGUF)."""
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
 _KEPT = ("general.", "split.", "adapter.")
 _KEPT_END = ".context_length"
+_MAX_RANK = 8  # of such a shape
 _MAX_KEPT = 4096  # bytes of the longest string in the metadata
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 # minimal sizes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions
@@ -210,7 +213,7 @@ def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
         if not key or not key.isascii() or not key.isprintable() or key in seen:
             raise FormatError(f"at byte {place}, invalid or duplicate key: {key!r:.100}")
         seen.add(key)
-        kept = key.startswith(_KEPT) or key.endswith(_KEPT_END)
+        kept = key.startswith((*_KEPT, SHAPES)) or key.endswith(_KEPT_END)
         place, kind = cursor.position, cursor.number(_U32, "the type of a value")
         value = _value(cursor, kind, key, kept)
         if key == _ALIGNMENT and not _is_alignment(kind, value):
@@ -228,7 +231,7 @@ def _is_alignment(kind: int, value: Any) -> bool:
 
 
 def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
-    """Return the value, or None for lists and for strings that are not kept."""
+    """Return the value, or None for lists other than SHAPES, and strings that are not kept."""
     place = cursor.position
     if form := SCALARS.get(kind):
         value = cursor.number(form, f"the value of {key[:100]}")
@@ -240,9 +243,17 @@ def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
     if kind == STRING:
         return cursor.short_text(key[:100], _MAX_KEPT if kept else 0)
     if kind == ARRAY:
-        _skip_list(cursor)
-        return None
+        return _shape(cursor, key) if key.startswith(SHAPES) else _skip_list(cursor)
     raise FormatError(f"at byte {place - 4}, {key[:100]} has an unknown type: {kind}")
+
+
+def _shape(cursor: _Cursor, key: str) -> tuple[int, ...]:
+    place, kind = cursor.position, cursor.number(_U32, "the type of a list")
+    form = SCALARS[INT32]
+    count = cursor.count("values", form.size, 1 << 60)
+    if kind != INT32 or count > _MAX_RANK:
+        raise FormatError(f"at byte {place}, {key[:200]} is not a short list of INT32")
+    return tuple(cursor.number(form, key[:200]) for _ in range(count))
 
 
 def _skip_list(cursor: _Cursor, depth: int = 1) -> None:

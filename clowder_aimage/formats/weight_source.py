@@ -7,9 +7,13 @@ as something else (quantized files, GGUF) are tensors with a decoder: ``SourceTe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from clowder_aimage.formats import gguf_header, model_tree
+from clowder_aimage.formats.coded_tensor import DecodedCount
+from clowder_aimage.formats.comfy_quant import decode_quantized
+from clowder_aimage.formats.gguf_weights import read_gguf
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.tensor.weight import SourceTensor
 
@@ -19,15 +23,27 @@ class WeightSource:
     """A file, its tensors in the order of the file, and its metadata.
 
     ``is_exact`` is set if the tensors' bytes are those of the file, so that it can be given back.
+    ``decoded`` has the number of decoded tensors, by format and dtype of the values.
     """
 
     path: Path
     tensors: tuple[SourceTensor, ...]
     metadata: Mapping[str, str]
     is_exact: bool = True
+    decoded: DecodedCount = field(default_factory=dict)
 
 
 def read_source(path: Path) -> WeightSource:
-    """Return the tensors of a file. Raises FormatError: It is damaged."""
+    """Return the tensors of a file; quantized ones are decoded.
+
+    Raises:
+        FormatError: It is damaged, or is quantized in a way that is not supported.
+        UsageError: Decoding needs a package that is not installed.
+    """
+    if model_tree.start_of(path).startswith(gguf_header.MAGIC):
+        tensors, metadata, decoded = read_gguf(path)
+        return WeightSource(path, tensors, metadata, False, decoded)
     header = read_file(path)
-    return WeightSource(path, tuple(SourceTensor.of(path, header)), header.metadata)
+    found = tuple(SourceTensor.of(path, header))
+    tensors, decoded = decode_quantized(path, found, header.metadata)
+    return WeightSource(path, tensors, header.metadata, not decoded, decoded)

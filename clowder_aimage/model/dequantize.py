@@ -12,24 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.tensor import Quantization
-
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-
-
-def e4m3(values: Bytes) -> Floats:
-    """Decode OCP 8-bit floats with 4 exponent bits: no infinities, NaN has all bits set."""
-    return _E4M3[values]
-
-
-def e5m2(values: Bytes) -> Floats:
-    """Decode OCP 8-bit floats with 5 exponent bits: the upper half of a float16."""
-    return (values.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-
-
-def e8m0(values: Bytes) -> Floats:
-    """Decode powers of two. The last one is infinity as in MLX; the specification says NaN."""
-    return _E8M0[values]
+from clowder_aimage.tensor.float_code import E2M1, E4M3, E8M0, Bytes, Floats
 
 
 def unpack(codes: npt.NDArray[np.uint32], bits: int) -> Bytes:
@@ -59,8 +42,8 @@ def dequantize(
     if biases is not None:
         values = grouped.astype(np.float32) * scales[..., None] + biases[..., None]
     else:
-        table = _E4M3 if kind.bits == 8 else _E2M1
-        decode = _E4M3 if kind.name == "nvfp4" else _E8M0
+        table = E4M3 if kind.bits == 8 else E2M1
+        decode = E4M3 if kind.name == "nvfp4" else E8M0
         values = table[grouped] * decode[scales][..., None]
     values = values.reshape(found.shape)
     if global_scale is None:
@@ -76,18 +59,3 @@ def factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape + (1,) * (ndim - len(shape))
-
-
-def _e4m3_table() -> Floats:
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    value = np.where(code & 127 == 127, np.nan, value)
-    return np.where(code & 128, -value, value).astype(np.float32)
-
-
-_E4M3 = _e4m3_table()
-_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.inf).astype(np.float32)
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])

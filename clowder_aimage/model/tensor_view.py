@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError, StoreError
-from clowder_aimage.model.dequantize import dequantize, e4m3, e5m2, e8m0
+from clowder_aimage.model.dequantize import dequantize
 from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
 from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor.float_code import e4m3, e5m2, e8m0
 from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
 
 Array = npt.NDArray[Any]

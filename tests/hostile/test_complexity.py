@@ -29,7 +29,15 @@ from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
 from clowder_aimage.errors import AImageError
-from clowder_aimage.formats import gguf_header, lora, onnx_graph, savedmodel, shard_index
+from clowder_aimage.formats import (
+    comfy_quant,
+    gguf_header,
+    lora,
+    onnx_graph,
+    savedmodel,
+    shard_index,
+    weight_source,
+)
 from clowder_aimage.formats import model_tree as tree
 from clowder_aimage.formats import torchscript as script
 from clowder_aimage.importer import hub_files
@@ -258,6 +266,16 @@ def read_shards(n: int, root: Path) -> Action:
     return lambda: shard_index.read_weights(root, paths)
 
 
+def read_quantized(n: int, root: Path) -> Action:
+    names = [(f"t{i}.weight{end}", "F8_E4M3", (1,)) for i in range(n) for end in ("", "_x")]
+    layers = {f"t{i}": {"format": "float8_e4m3fn"} for i in range(n)}
+    names += [(f"t{i}.weight_scale", "F32", (1,)) for i in range(n)]
+    metadata = {comfy_quant.METADATA: json.dumps({"layers": layers})}
+    path = root / "x.safetensors"
+    path.write_bytes(encode_header(names, metadata) + bytes(6 * n))
+    return lambda: weight_source.read_source(path)
+
+
 def read_lora(n: int, root: Path) -> Action:
     names = [(f"t{i}.lora_{half}.weight", "U8", (1, 1)) for i in range(n) for half in "AB"]
     words = json.dumps({"d": {f"w{i}": 1 for i in range(n)}})
@@ -414,6 +432,7 @@ CASES: dict[str, Case] = {
     "api/request_body.py": read_body,
     "cli/console/remote_picture.py": read_facts,
     "content/tar.py": read_tar,
+    "formats/comfy_quant.py": read_quantized,
     "formats/gguf_header.py": read_gguf,
     "formats/lora.py": read_lora,
     "formats/model_tree.py": read_tree,

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.dequantize import dequantize, e4m3, e5m2, e8m0, unpack
+from clowder_aimage.model.dequantize import dequantize, unpack
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.tensor import Header, Quantization, TensorInfo, read_tensors
+from clowder_aimage.tensor.float_code import e4m3, e5m2, e8m0
 from tests.model.quantized_blobs import KINDS, judge, quantize
 
 EVERY = np.arange(256, dtype=np.uint8)

@@ -1,0 +1,118 @@
+"""Tensors that are stored as codes: quantized ones of ComfyUI and GGUF, decoded by rows.
+
+numpy is imported when values are computed: everything else is known from headers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.formats.model_tree import AGAIN
+from clowder_aimage.tensor.weight import SourceTensor
+
+if TYPE_CHECKING:
+    from clowder_aimage.tensor.float_code import Bytes, Floats
+
+FACTORS = ("F32", "F16", "BF16")  # dtypes of scales of tensors and rows
+DecodedCount = Mapping[tuple[str, str], int]
+"""The number of decoded tensors, by their format and the dtype of the values."""
+_VALUES = 256 * 1024  # that are decoded at a time
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor:
+    """A tensor of ``dtype`` and ``shape``, stored as ``codes``: a ``TensorDecoder``.
+
+    ``block`` values are ``size`` bytes. ``factors`` are a scale of the tensor, or one of each
+    row; ``scales`` those of blocks, in the order of the GPU.
+    """
+
+    codes: SourceTensor
+    format: str
+    dtype: str
+    shape: tuple[int, ...]
+    block: int = 1
+    size: int = 1
+    factors: SourceTensor | None = None
+    scales: SourceTensor | None = None
+
+    def tensor(self, name: str) -> SourceTensor:
+        """Return the tensor of values, as ``name``."""
+        return replace(self.codes, name=name).decoding(self, self.dtype, self.shape)
+
+    def decode(self, start: int, stop: int, /) -> Iterator[memoryview]:
+        """Yield the values of rows ``start`` to ``stop``. A file that became shorter ends early."""
+        import numpy as np
+
+        row = math.prod(self.shape[1:])
+        first, last = start * row, stop * row  # values
+        function, step = self._function(), max(1, _VALUES // self.block)
+        blocks = range(first // self.block, -(-last // self.block), step)
+        with self.codes.path.open("rb") as file:
+            file.seek(self.codes.offset + blocks.start * self.size)
+            for block in blocks:
+                count, place = min(step, blocks.stop - block), block * self.block
+                data = file.read(count * self.size)
+                if len(data) < count * self.size:
+                    return
+                with np.errstate(over="ignore", invalid="ignore"):
+                    values = function(np.frombuffer(data, np.uint8), place)
+                yield memoryview(values[max(first - place, 0) : last - place]).cast("B")
+
+    def _function(self) -> Callable[[Bytes, int], Any]:
+        """Return a function of codes, and the place of the first value, to values."""
+        from clowder_aimage.formats import ggml_block, scaled_code
+
+        if function := ggml_block.DECODERS.get(self.format):
+            return lambda codes, _: function(codes.reshape(-1, self.size)).reshape(-1)
+        return scaled_code.decoder(
+            self.format,
+            math.prod(self.shape[1:]),
+            self.dtype,
+            self.read_factors(),
+            self.read_scales(),
+        )
+
+    def read_factors(self) -> Floats:
+        """Return the scale of the tensor or those of its rows; one without them."""
+        import numpy as np
+
+        if self.factors is None:
+            return np.ones(1, np.float32)
+        data, dtype = read_bytes(self.factors), self.factors.dtype
+        if dtype == "BF16":
+            return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
+
+    def read_scales(self) -> Bytes:
+        """Return the scales of blocks by rows, or nothing without them."""
+        import numpy as np
+
+        from clowder_aimage.formats.scaled_code import in_rows
+
+        if self.scales is None:
+            return np.empty(0, np.uint8)
+        return in_rows(self.format, read_bytes(self.scales), *self.shape)
+
+
+def read_bytes(tensor: SourceTensor) -> bytes:
+    """Return the bytes of a tensor in its file. Raises FormatError."""
+    with tensor.path.open("rb") as file:
+        file.seek(tensor.offset)
+        data = file.read(tensor.nbytes)
+    if len(data) < tensor.nbytes:
+        raise FormatError(f"{tensor.path} was truncated while it was read", hint=AGAIN)
+    return data
+
+
+def check_numpy() -> None:
+    """Check that the package that decodes is installed. Raises UsageError."""
+    if importlib.util.find_spec("numpy") is None:
+        raise UsageError(
+            "decoding quantized weights needs the extra [mlx]", remedy="install_extra", extra="mlx"
+        )

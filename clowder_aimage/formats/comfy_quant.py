@@ -1,0 +1,238 @@
+"""Quantized weight files of ComfyUI: their layers are decoded, exactly, when they are read.
+
+A layer ``x`` is described by a tensor ``x.comfy_quant`` (JSON), or in ``_quantization_metadata`` of
+the header; older files have a tensor ``scaled_fp8``. Its weight ``x.weight`` has codes, and
+``x.weight_scale`` (older: ``x.scale_weight``) and ``x.weight_scale_2`` have scales. 8-bit floats
+without a scale are a cast. Scales of activations are left out. Values are stored as BF16 if all
+possible products are exact in it, else as F32. Sources: comfy/quant_ops.py, comfy/ops.py and
+``convert_old_quants`` in comfy/utils.py of ComfyUI.
+
+Rotated weights (convrot), formats of 4 bits with other scales, and SVDQuant (Nunchaku) are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.formats.coded_tensor import (
+    FACTORS,
+    CodedTensor,
+    DecodedCount,
+    check_numpy,
+    read_bytes,
+)
+from clowder_aimage.oci import read_json
+from clowder_aimage.tensor.weight import SourceTensor
+
+METADATA = "_quantization_metadata"
+_CONFIG, _MARKER, _WEIGHT = ".comfy_quant", "scaled_fp8", ".weight"
+_MAX_CONFIG = 4096  # bytes
+_FLOATS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+_STORED = {  # the dtypes of codes
+    "float8_e4m3fn": ("F8_E4M3", "U8"),
+    "float8_e5m2": ("F8_E5M2", "U8"),
+    "int8_tensorwise": ("I8",),
+    "mxfp8": ("F8_E4M3", "U8"),
+    "nvfp4": ("U8",),
+}
+_BLOCKS = {"mxfp8": (32, 32, ("F8_E8M0", "U8")), "nvfp4": (16, 8, ("F8_E4M3", "U8"))}
+_INPUTS = (".input_scale", ".scale_input")
+_SCALES = (".weight_scale", ".scale_weight")
+_REFUSED = {
+    ".qweight": "SVDQuant (Nunchaku) or another packed format",
+    ".wscales": "SVDQuant (Nunchaku)",
+    ".pre_quant_scale": "scales of channels before the quantization (pre_quant_scale)",
+    ".weight_scale_inv": "scales of blocks of 128 x 128 (weight_scale_inv)",
+    ".weight_s_rel": "the format asym_w4a8_int8",
+    ".weight_codebook": "the format asym_w4a8_int8",
+}
+_HINT = f"supported: {', '.join(_STORED)}, without rotation; otherwise use the unquantized model"
+_DAMAGED = "the file is damaged, or was written by a tool that this reader does not know"
+_PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # some metadata lack it
+
+
+def decode_quantized(
+    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str]
+) -> tuple[tuple[SourceTensor, ...], DecodedCount]:
+    """Return the tensors of a file, decoded if they are quantized, and the count of those.
+
+    Raises:
+        FormatError: A format is unsupported, a description or scale is invalid or missing.
+        UsageError: A package that is needed is not installed.
+    """
+    named = {tensor.name: tensor for tensor in tensors}
+    for name in named:
+        for ending, what in _REFUSED.items():
+            if name.endswith(ending):
+                raise _refused(path, name, f"has {what}, which is not supported")
+    described = _described(path, named, metadata)
+    layers = {
+        name: kind
+        for name, tensor in named.items()
+        if (kind := _FLOATS.get(tensor.dtype)) and not (name.endswith(_SCALES) or _is_marker(name))
+    } | described
+    if not layers:
+        return tuple(tensors), {}
+    check_numpy()
+    used = {name for name in named if name.endswith((_CONFIG, *_INPUTS)) or _is_marker(name)}
+    made: dict[str, CodedTensor] = {}
+    for name, kind in layers.items():
+        made[name] = _coded(named, named[name], kind, name in described)
+        parts = (made[name].factors, made[name].scales)
+        used |= {part.name for part in parts if part is not None}
+    _check_rest(path, named, used | made.keys())
+    found = tuple(
+        made[name].tensor(name) if name in made else tensor
+        for name, tensor in named.items()
+        if name not in used
+    )
+    return found, Counter((one.format, one.dtype) for one in made.values())
+
+
+def _is_marker(name: str) -> bool:
+    return name == _MARKER or name.endswith(f".{_MARKER}")
+
+
+def _described(
+    path: Path, named: Mapping[str, SourceTensor], metadata: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the formats that the file states, by the names of the weights."""
+    found = {}
+    for stem, value in _descriptions(path, named, metadata).items():
+        names = [f"{prefix}{stem}{_WEIGHT}" for prefix in _PREFIXES]
+        name = next((name for name in names if name in named), None)
+        if name is None:
+            problem = "is described as quantized, but has no weight"
+            raise FormatError(f"{path}: {stem[:200]} {problem}", hint=_DAMAGED)
+        found[name] = _format(path, stem, value)
+    return found
+
+
+def _descriptions(
+    path: Path, named: Mapping[str, SourceTensor], metadata: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the descriptions of layers, by name: those of tensors, then those of the header."""
+    found: dict[str, Any] = {}
+    for name, tensor in named.items():
+        if not name.endswith(_CONFIG):
+            continue
+        if tensor.dtype != "U8" or tensor.nbytes > _MAX_CONFIG:
+            raise FormatError(f"{tensor.path}: {name[:200]} is not a text", hint=_DAMAGED)
+        what = f"{name[:200]} in {tensor.path}"
+        found[name.removesuffix(_CONFIG)] = read_json(read_bytes(tensor), what)
+    if METADATA not in metadata:
+        return found
+    value = read_json(metadata[METADATA].encode(), f"{METADATA} in {path}")
+    layers = value.get("layers") if isinstance(value, dict) else None
+    if not isinstance(layers, dict):
+        raise FormatError(f"{path}: {METADATA} does not describe layers", hint=_DAMAGED)
+    return found | layers
+
+
+def _format(path: Path, stem: str, value: Any) -> str:
+    """Return the format in the description of a layer. Raises FormatError."""
+    settings = {"format": value} if isinstance(value, str) else value
+    kind = settings.get("format") if isinstance(settings, dict) else None
+    if not isinstance(settings, dict) or not isinstance(kind, str):
+        raise FormatError(f"{path}: the description of {stem[:200]} has no format", hint=_DAMAGED)
+    inner = settings.get("params")
+    if settings.get("convrot") or (isinstance(inner, dict) and inner.get("convrot")):
+        raise _refused(path, stem, "is rotated (convrot), which is not supported")
+    if kind not in _STORED:
+        raise _refused(path, stem, f"has the unsupported format {kind!r:.60}")
+    size = settings.get("group_size")
+    if size is not None and kind in _BLOCKS and size != _BLOCKS[kind][0]:
+        raise _refused(path, stem, f"has {kind} in groups of {size!r:.20}")
+    return kind
+
+
+def _coded(
+    named: Mapping[str, SourceTensor], codes: SourceTensor, kind: str, is_described: bool
+) -> CodedTensor:
+    if codes.dtype not in _STORED[kind]:
+        raise _unfit(codes, f"does not have codes of {kind}")
+    stem = codes.name.removesuffix(_WEIGHT)
+    words = _SCALES if stem != codes.name else ()
+    scales = [named[stem + word] for word in words if stem + word in named]
+    if len(scales) > 1 or (is_described and not scales):
+        raise _unfit(codes, "has two scales" if scales else "has no weight_scale")
+    if kind in _BLOCKS:
+        coded = _with_blocks(codes, kind, scales[0], named.get(f"{codes.name}_scale_2"))
+    else:
+        coded = CodedTensor(codes, kind, "F32", codes.shape, factors=scales[0] if scales else None)
+    _check_factors(coded)
+    return replace(coded, dtype=_dtype(coded))
+
+
+def _with_blocks(
+    codes: SourceTensor, kind: str, scales: SourceTensor, factors: SourceTensor | None
+) -> CodedTensor:
+    from clowder_aimage.formats.scaled_code import scales_shape
+
+    block, size, dtypes = _BLOCKS[kind]
+    if len(codes.shape) != 2 or not all(codes.shape) or codes.shape[1] % size:
+        raise _unfit(codes, f"is not a matrix of {kind}")
+    shape = (codes.shape[0], codes.shape[1] // size * block)
+    expected = scales_shape(kind, *shape)
+    if scales.dtype not in dtypes or scales.shape not in (expected, (math.prod(expected),)):
+        raise _unfit(scales, f"does not match the codes: {kind} needs {list(expected)}")
+    if (factors is None) == (kind == "nvfp4"):
+        raise _unfit(codes, f"has {'no' if factors is None else 'a'} weight_scale_2")
+    return CodedTensor(codes, kind, "F32", shape, block, size, factors, scales)
+
+
+def _check_factors(coded: CodedTensor) -> None:
+    """Check the scale of a tensor, or those of its rows. Raises FormatError."""
+    import numpy as np
+
+    factors, rows = coded.factors, coded.shape[:1]
+    if factors is None:
+        return
+    shapes = [(*rows, 1)] if coded.format not in _BLOCKS and len(coded.shape) == 2 else []
+    shapes += [rows] if coded.format == "int8_tensorwise" else []
+    if factors.dtype not in FACTORS or not (
+        math.prod(factors.shape) == 1 or factors.shape in shapes
+    ):
+        raise _unfit(factors, f"is not a scale of {list(coded.shape)}")
+    if not np.isfinite(coded.read_factors()).all():
+        raise _unfit(factors, "is not finite")
+
+
+def _dtype(coded: CodedTensor) -> str:
+    """Return BF16 if all products of codes and scales are exact in it, else F32."""
+    import numpy as np
+
+    from clowder_aimage.formats import scaled_code
+
+    factors, kind = coded.read_factors(), coded.format
+    if factors.size > 1:
+        return "F32"
+    values = scaled_code.table(kind, factors)
+    if coded.scales is not None:
+        values = values[np.bincount(coded.read_scales(), minlength=256) > 0]
+        if not np.isfinite(values[:, np.isfinite(scaled_code.code_values(kind))]).all():
+            raise _unfit(coded.scales, "has scales that are not finite, or too large")
+    return "BF16" if scaled_code.fits_bf16(values) else "F32"
+
+
+def _check_rest(path: Path, named: Mapping[str, SourceTensor], used: set[str]) -> None:
+    for name in named.keys() - used:
+        if name.endswith((*_SCALES, ".weight_scale_2")):
+            raise FormatError(f"{path}: {name[:200]} belongs to no quantized weight", hint=_DAMAGED)
+
+
+def _unfit(tensor: SourceTensor, problem: str) -> FormatError:
+    return FormatError(
+        f"{tensor.path}: {tensor.name[:200]} ({tensor.dtype} {list(tensor.shape)}) {problem}",
+        hint=_DAMAGED,
+    )
+
+
+def _refused(path: Path, name: str, problem: str) -> FormatError:
+    return FormatError(f"{path}: {name[:200]} {problem}", hint=_HINT)

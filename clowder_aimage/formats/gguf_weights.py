@@ -1,0 +1,74 @@
+"""Tensors of GGUF files under their own names, quantized ones decoded to float32.
+
+Dimensions are in the order of other formats: the rows first, their length last. ComfyUI-GGUF
+joins rows that are not whole blocks, and states the shape in ``comfy.gguf.orig_shape.NAME``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.formats.coded_tensor import CodedTensor, DecodedCount, check_numpy
+from clowder_aimage.formats.gguf import read_model
+from clowder_aimage.formats.gguf_header import SHAPES, TENSORS, GgufTensor
+from clowder_aimage.formats.model_tree import SourceFile
+from clowder_aimage.tensor.weight import SourceTensor
+
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetensors names them
+_BLOCKS = {name: (block, size) for name, block, size in TENSORS.values()}
+
+
+def read_gguf(path: Path) -> tuple[tuple[SourceTensor, ...], Mapping[str, str], DecodedCount]:
+    """Return the tensors of a model, its metadata that are text, and the count of decoded ones.
+
+    Raises:
+        FormatError: A file is damaged, or a tensor has a type that cannot be decoded.
+        UsageError: A package that is needed is not installed.
+    """
+    model = read_model(path)
+    metadata: dict[str, Any] = {}
+    for header in model.headers:
+        metadata |= header.metadata
+    count: Counter[tuple[str, str]] = Counter()
+    tensors = []
+    for file, header in zip(model.files, model.headers, strict=True):
+        for tensor in header.tensors:
+            shape = _shape(path, tensor, metadata)
+            if tensor.type not in _PLAIN:
+                count[tensor.type, "F32"] += 1
+            tensors.append(_tensor(file, tensor, shape))
+    texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
+    return tuple(tensors), texts, count
+
+
+def _shape(path: Path, tensor: GgufTensor, metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    stated: tuple[int, ...] | None = metadata.get(SHAPES + tensor.name)
+    if stated is None:
+        return tuple(reversed(tensor.shape))
+    if any(size < 1 for size in stated) or math.prod(stated) != tensor.elements:
+        raise FormatError(
+            f"{path}: {tensor.name} has {tensor.elements} values, which are not of the shape "
+            f"{list(stated)} that its metadata state"
+        )
+    return stated
+
+
+def _tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> SourceTensor:
+    place = (file.path, tensor.offset, tensor.nbytes, file.modified)
+    if tensor.type in _PLAIN:
+        return SourceTensor(tensor.name, tensor.type, shape, *place)
+    check_numpy()
+    from clowder_aimage.formats.ggml_block import DECODERS
+
+    if tensor.type not in DECODERS:
+        raise FormatError(
+            f"{file.path}: {tensor.name} has the type {tensor.type}, which cannot be decoded",
+            hint=f"supported: {', '.join(DECODERS)}; the file can be kept as it is",
+        )
+    codes = SourceTensor(tensor.name, "U8", (tensor.nbytes,), *place)
+    return CodedTensor(codes, tensor.type, "F32", shape, *_BLOCKS[tensor.type]).tensor(tensor.name)

@@ -1,0 +1,121 @@
+"""Arithmetic of ComfyUI's quantized weights, in float32, with numpy.
+
+A value is a code times a scale: one for the tensor or for each row (float8, int8_tensorwise), a
+power of two for 32 values (mxfp8), or a scale for 16 values times one for the tensor (nvfp4:
+``(scale_2 * scale) * code``). Each product is rounded once, to float32. Scales of blocks are in the
+order of the GPU: tiles of 128 rows and 4 columns, in which row ``32 * a + b`` is the ``a``-th
+group of 4 bytes in line ``b`` of 16 bytes. Sources: cuBLAS, "1D Block Scaling Factors Layout";
+comfy/quant_ops.py of ComfyUI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.tensor.float_code import E2M1, E4M3, E8M0, Bytes, Floats, e5m2
+
+E4M3FN, E5M2, INT8, MXFP8, NVFP4 = (
+    *("float8_e4m3fn", "float8_e5m2"),
+    *("int8_tensorwise", "mxfp8", "nvfp4"),
+)
+GROUPS = {MXFP8: 32, NVFP4: 16}  # values of a scale
+_TILE, _LINES, _WIDTH = 128, 32, 4  # rows of a tile, its lines, columns of a tile
+_CODES = np.arange(256, dtype=np.uint8)
+_ONE = np.ones(1, np.float32)
+Values = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+
+
+def code_values(kind: str) -> Floats:
+    """Return the values of all codes of a format, without scales."""
+    if kind == NVFP4:
+        return E2M1
+    if kind == INT8:
+        return _CODES.view(np.int8).astype(np.float32)
+    return e5m2(_CODES) if kind == E5M2 else E4M3
+
+
+def scale_values(kind: str, factors: Floats) -> Floats:
+    """Return the scales of a format: for each code of a scale, or each of ``factors``."""
+    if kind == MXFP8:
+        return E8M0
+    return E4M3 * factors if kind == NVFP4 else factors
+
+
+def table(kind: str, factors: Floats = _ONE) -> Floats:
+    """Return the value of each scale (rows) and each code (columns)."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return scale_values(kind, factors)[:, None] * code_values(kind)[None, :]
+
+
+def as_bf16(values: Floats) -> npt.NDArray[np.uint16]:
+    """Return the upper halves of float32 values, which are their bits in BF16 if they fit."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def fits_bf16(values: Floats) -> bool:
+    """Return whether all values but NaN are exact in BF16."""
+    bits = values.view(np.uint32)
+    return not bool((bits[~np.isnan(values)] & 0xFFFF).any())
+
+
+def scales_shape(kind: str, rows: int, columns: int) -> tuple[int, int]:
+    """Return the shape of the scales of blocks, in whole tiles."""
+    blocks = columns // GROUPS[kind]
+    return -(-rows // _TILE) * _TILE, -(-blocks // _WIDTH) * _WIDTH
+
+
+def in_rows(kind: str, scales: bytes, rows: int, columns: int) -> Bytes:
+    """Return the scales of blocks by rows, from the order of the GPU, without the padding."""
+    height, width = scales_shape(kind, rows, columns)
+    tiles = np.frombuffer(scales, np.uint8)
+    tiles = tiles.reshape(height // _TILE, width // _WIDTH, _LINES, _TILE // _LINES, _WIDTH)
+    ordered = tiles.transpose(0, 3, 2, 1, 4).reshape(height, width)
+    return ordered[:rows, : columns // GROUPS[kind]].reshape(-1)
+
+
+def decoder(
+    kind: str, columns: int, dtype: str, factors: Floats, scales: Bytes
+) -> Callable[[Bytes, int], Values]:
+    """Return a function of codes, and the place of the first value in the matrix, to values.
+
+    ``columns`` is the length of the matrix's rows, ``dtype`` F32 or BF16. ``factors`` are a scale
+    of the tensor or one for each row, ``scales`` those of blocks by rows. Codes are whole blocks.
+    """
+    if kind in GROUPS:
+        return _by_block(kind, _stored(table(kind, factors), dtype), scales)
+    if factors.size > 1:
+        return _by_row(kind, columns, factors)
+    values = _stored(table(kind, factors), dtype)
+    return lambda codes, _: values[codes]
+
+
+def _stored(values: Floats, dtype: str) -> Values:
+    flat = values.reshape(-1)
+    return as_bf16(flat) if dtype == "BF16" else flat
+
+
+def _by_row(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], Values]:
+    values = code_values(kind)
+
+    def decode(codes: Bytes, first: int) -> Values:
+        rows = np.arange(first, first + codes.size) // columns
+        return values[codes] * factors[rows]
+
+    return decode
+
+
+def _by_block(kind: str, values: Values, scales: Bytes) -> Callable[[Bytes, int], Values]:
+    group, bits = GROUPS[kind], 4 if kind == NVFP4 else 8
+
+    def decode(codes: Bytes, first: int) -> Values:
+        if kind == NVFP4:
+            codes = np.stack([codes >> 4, codes & 15], axis=-1)  # the upper half is the first value
+        codes, block = codes.reshape(-1, group), first // group
+        factors = scales[block : block + len(codes)].astype(np.uint16)
+        found: Values = values[(factors[:, None] << bits | codes).reshape(-1)]
+        return found
+
+    return decode
