@@ -131,8 +131,16 @@ class RunnableModel:
             if self.adapters:
                 self.pipeline.use_adapters(opened)
             if self.controls and request.controlnet is not None:
-                self.pipeline.use_control(self.controls.open(request.controlnet))
+                self._use_control(self.controls, request.controlnet)
             yield
+
+    def _use_control(self, controls: ControlSource, name: str) -> None:
+        """Use a control network; an error has its name as a fact."""
+        try:
+            self.pipeline.use_control(controls.open(name))
+        except AImageError as error:
+            error.facts["controlnet"] = name
+            raise
 
     def _guarded(
         self, events: Generator[PipelineEvent, None, None], picture: PreparedPicture | None = None

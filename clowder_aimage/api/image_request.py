@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
+from clowder_aimage.api.picture_field import MAX_PIXELS, MULTIPLE, PictureFields, check_pixels
 from clowder_aimage.api.picture_output import OutputField
 from clowder_aimage.api.picture_upload import KeptPictures
-from clowder_aimage.api.request_body import RequestBody, check_fields, wrong
+from clowder_aimage.api.request_body import check_fields, wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import (
-    MAX_FEATHER,
     MAX_SCALE,
     MAX_SEED,
     MAX_STEPS,
@@ -32,11 +32,8 @@ from clowder_aimage.model.pipeline import (
     PictureEncoding,
 )
 from clowder_aimage.oci import read_json
-from clowder_aimage.pictures.input_file import InputFile
 
-MULTIPLE = 16  # pixels
 _SAME = ("guidance_end", "cfg_normalization", "shift", "cache_threshold")  # names in both
-MAX_PIXELS = 3840 * 2160
 LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
 MAX_PICTURES = 10
 MAX_TEXT = 32_000  # characters of a prompt
@@ -55,17 +52,19 @@ _Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of
 
 
 _OBJECTS = ("loras", "output")  # fields that are JSON in a form
-# Parameters of the command line that would change the picture
-UNSERVED = frozenset({"control", "controlnet", "control_strength", "expand", "upscale"})
-# Fields that have no meaning without a picture
-OF_IMAGES = ("strength", "fine", "fit", "paste", "feather", "crop", "painted")
 
 
 def _flag(value: object) -> object:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
-class ImageRequest(RequestBody):
+def _no_prompt(text: str) -> str:
+    if text:
+        raise ValueError("is not accepted by variations: send it to edits")
+    return text
+
+
+class ImageRequest(PictureFields):
     """A validated request; the AImage provides the defaults of fields that are None."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -92,13 +91,6 @@ class ImageRequest(RequestBody):
     cfg_normalization: float | None = Field(None, ge=0, le=MAX_SCALE)
     shift: float | None = Field(None, ge=SHIFTS[0], le=SHIFTS[1])
     cache_threshold: float | None = Field(None, ge=0, le=MAX_THRESHOLD)
-    strength: float | None = Field(None, gt=0, le=1)
-    fine: bool = False
-    fit: Literal["crop", "pad", "stretch"] | None = None
-    paste: bool = False
-    feather: int = Field(0, ge=0, le=MAX_FEATHER)
-    crop: bool = False
-    painted: Literal["auto", "white", "transparent"] = "auto"
     quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(None, ge=0, le=100)
@@ -151,6 +143,11 @@ class ImageRequest(RequestBody):
         return tuple(name for name in ("width", "height") if getattr(self, name) is not None)
 
     @property
+    def has_size(self) -> bool:
+        """Return whether a side is given."""
+        return self.size != "auto" or bool(self.width or self.height)
+
+    @property
     def dimensions(self) -> str:
         """The size of the pictures, or "auto" if a side is left to the AImage."""
         if self.size != "auto":
@@ -163,24 +160,6 @@ class ImageRequest(RequestBody):
         quality = None if self.output_format == "png" else self.output_compression
         return PictureEncoding(self.output_format, quality, self.png_facts)
 
-    def _of_pictures(self, pictures: KeptPictures, *, has_size: bool) -> dict[str, Any]:
-        """Return the parameters of a request with pictures; without a size, it is the image's."""
-        found: dict[str, Any] = {"image": pictures.digest, "mask": pictures.mask, "fit": self.fit}
-        found |= {name: getattr(self, name) for name in ("strength", "fine", "feather")}
-        found |= {"paste": self.paste, "crop": self.crop}
-        if has_size:
-            return found
-        return found | image_size(pictures.image) | {"fit": self.fit or "stretch"}
-
-    def check_pictures(self, pictures: KeptPictures | None) -> None:
-        """Refuse fields that need an image or a mask. Raises ApiError."""
-        given = [name for name in OF_IMAGES if getattr(self, name) not in (None, False, "auto")]
-        if pictures is None and given:
-            raise wrong(given[0], "requires an image")
-        for name in ("paste", "feather", "crop"):
-            if pictures is not None and pictures.mask is None and getattr(self, name):
-                raise wrong(name, "requires a mask")
-
     def for_model(
         self, aimage: AImage, previews: int = 0, pictures: KeptPictures | None = None
     ) -> GenerateRequest:
@@ -192,8 +171,7 @@ class ImageRequest(RequestBody):
             "width": self.width,
             "height": self.height,
         }
-        if pictures is not None:
-            whole |= self._of_pictures(pictures, has_size=any(whole.values()))
+        whole |= self.of_pictures(pictures, has_size=self.has_size)
         steps = self.num_inference_steps if self.steps is None else self.steps
         parameters = GenerateRequest.for_model(
             aimage,
@@ -228,7 +206,7 @@ class VariationRequest(ImageRequest):
 
     NEEDS_PROMPT = False
 
-    prompt: _Text = ""
+    prompt: Annotated[str, AfterValidator(_no_prompt)] = ""
 
 
 def read_request(
@@ -249,8 +227,6 @@ def read_request(
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
         body = body.model_copy(update={"response_format": "url"})
-    if unserved := [name for name in body.ignored if name in UNSERVED]:
-        raise wrong(unserved[0], "is not supported by a worker", "unsupported_parameter")
     if body.ignored and (strict or body.strict):
         name = body.ignored[0][:60]
         message = f"unknown parameter {name!a}; it is ignored unless strict is set"
@@ -278,17 +254,3 @@ def _whole_size(text: str) -> dict[str, int | None] | None:
         raise wrong("size", f"must have sides that are multiples of {MULTIPLE}, not {text}")
     check_pixels("size", width, height)
     return {"width": width, "height": height}
-
-
-def image_size(image: InputFile) -> dict[str, int]:
-    """Return an image's sides, rounded down to multiples. Raises ApiError: it is too large."""
-    width, height = (max(MULTIPLE, side - side % MULTIPLE) for side in (image.width, image.height))
-    check_pixels("size", width, height)
-    return {"width": width, "height": height}
-
-
-def check_pixels(param: str, width: int, height: int) -> None:
-    """Raise ApiError if a picture exceeds the maximum size."""
-    if width * height > MAX_PIXELS:
-        given = f"{width}x{height} has {width * height}"
-        raise wrong(param, f"exceeds the maximum of {MAX_PIXELS} pixels: {given}")

@@ -23,9 +23,12 @@ from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream, ticking
-from clowder_aimage.api.image_request import MAX_TEXT, check_pixels, image_size
+from clowder_aimage.api.control_field import controlnet_error, find_controlnet
+from clowder_aimage.api.image_request import MAX_TEXT
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.picture_upload import Given, KeptPictures, PictureUploads
+from clowder_aimage.api.picture_field import PictureFields, check_pixels
+from clowder_aimage.api.picture_source import take_bare_pictures
+from clowder_aimage.api.picture_upload import KeptPictures, PictureUploads
 from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, check_fields, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
@@ -36,7 +39,13 @@ from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, Route
-from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding, Step
+from clowder_aimage.model.pipeline import (
+    GenerateRequest,
+    LoraUse,
+    PictureEncoding,
+    Step,
+    check_parameters,
+)
 from clowder_aimage.oci import Descriptor
 
 SILENCE = 10.0  # seconds of silence before an empty line is sent
@@ -58,9 +67,8 @@ class _Options(RequestBody):
     seed: Whole | None = None
 
 
-class _GenerateBody(ModelBody, _Options):
+class _GenerateBody(ModelBody, _Options, PictureFields):
     prompt: str = Field("", max_length=MAX_TEXT)
-    strength: float | None = Field(None, gt=0, le=1)
     options: _Options = _Options()
     keep_alive: Annotated[float | None, BeforeValidator(_keep_alive)] = None
     stop: bool = False
@@ -68,12 +76,12 @@ class _GenerateBody(ModelBody, _Options):
     loras: LoraFields = Field(default_factory=list)
     trigger: bool = False
 
-    def parameters(self) -> dict[str, int]:
+    def parameters(self) -> dict[str, Any]:
         """Return the sizes, steps and seed of the request or of its ``options``.
 
         A size of 0 or a negative seed counts as not given.
         """
-        found = {}
+        found = dict[str, Any]()
         for name in ("width", "height", "steps", "seed"):
             own: int | None = getattr(self, name)
             value: int | None = getattr(self.options, name) if own is None else own
@@ -94,14 +102,14 @@ class OllamaGeneration:
         service: Service,
         request: web.Request,
         body: _GenerateBody,
-        picture: KeptPictures | None,
+        pictures: KeptPictures | None,
     ) -> None:
         self._service, self._request, self._body = service, request, body
-        self._picture = picture
         self.reference = service.reference(body.reference)
-        if body.strength is not None and picture is None:
-            raise wrong("strength", "requires an image in images")
         self._parameters = body.parameters()
+        has_size = bool({"width", "height"} & self._parameters.keys())
+        body.check_pictures(pictures, has_size=has_size)
+        self._parameters |= body.of_pictures(pictures, has_size=has_size)
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
         if body.prompt and not self._adapters.prompt:
             raise ApiError(400, "prompt must not be empty", code="invalid_value", param="prompt")
@@ -158,8 +166,9 @@ class OllamaGeneration:
         has_facts = self._service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:
-            begun = picture_parameters(self._picture, self._body.strength, self._parameters)
-            request = GenerateRequest.for_model(aimage, adapters.prompt, **begun)
+            request = GenerateRequest.for_model(aimage, adapters.prompt, **self._parameters)
+            check_parameters(request)  # before the request is queued
+            request = find_controlnet(self._service, request, aimage)
             request = adapters.resolve(self._service, request, aimage)
             self._used = request.loras
             return request
@@ -185,7 +194,7 @@ class OllamaGeneration:
                     elif self._body.stream and (line := self._progress(event)) is not None:
                         await answer.write(line)
         except AImageError as error:
-            return await answer.fail(self._adapters.error(error))
+            return await answer.fail(controlnet_error(self._adapters.error(error)))
         if not self._body.stream or (has_no_picture and not answer.has_begun):
             return web.json_response(last)
         await answer.write(last or {})
@@ -219,44 +228,18 @@ class OllamaGeneration:
         )
 
 
-def picture_parameters(
-    picture: KeptPictures | None, strength: float | None, given: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the parameters ``given`` with those of a picture, whose size is the default."""
-    if picture is None:
-        return given
-    found = {"image": picture.digest, "strength": strength, **given}
-    if {"width", "height"} & given.keys():
-        return found
-    return {**found, **image_size(picture.image), "fit": "stretch"}  # by less than a multiple
-
-
 async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamResponse:
     """Respond to ``POST /api/generate``."""
     async with uploads.open(request) as upload:
         fields = await upload.fields()
-        given = _image(fields.pop("images", None))
+        given = take_bare_pictures(fields)
         body = check_fields(fields, _GenerateBody)
         if given and not body.prompt:
-            raise wrong("images", "require a prompt")
-        picture = await upload.keep(given, param="images")
-        generation = OllamaGeneration(uploads.service, request, body, picture)
+            raise wrong(next(iter(given)), "require a prompt")
+        pictures = await upload.keep(given, body.painted)
+        generation = OllamaGeneration(uploads.service, request, body, pictures)
         request["model"] = str(generation.reference)
         return await generation.answer()
-
-
-def _image(value: object) -> Given:
-    """Return the picture of the field ``images``. Raises ApiError."""
-    images = value or []
-    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
-        raise wrong("images", "must be a list of pictures in base64", "invalid_type")
-    if len(images) > 1:
-        message = f"must have one picture, not {len(images)}: models here begin with one"
-        raise wrong("images", message, "unsupported_value")
-    try:
-        return {"image": base64.b64decode(images[0], validate=True)} if images else {}
-    except ValueError:
-        raise wrong("images", "must be in base64") from None
 
 
 def routes(uploads: PictureUploads) -> list[Route]:

@@ -21,6 +21,7 @@ from clowder_aimage.api import (
     picture_link,
     picture_output,
 )
+from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.image_request import (
     EditRequest,
     ImageRequest,
@@ -30,12 +31,8 @@ from clowder_aimage.api.image_request import (
 from clowder_aimage.api.lora_field import LoraField
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
-from clowder_aimage.api.picture_upload import (
-    KeptPictures,
-    PictureUpload,
-    PictureUploads,
-    take_pictures,
-)
+from clowder_aimage.api.picture_source import IMAGE, IMAGES, take_pictures
+from clowder_aimage.api.picture_upload import KeptPictures, PictureUpload, PictureUploads
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
@@ -44,7 +41,7 @@ from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageE
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
-from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest
+from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
 # Fields of the pipeline and their names in requests
@@ -105,8 +102,6 @@ class ImageRoutes:
         """Respond with pictures that begin with another."""
         async with self._uploads.open(request) as upload:
             fields = await upload.fields(may_be_form=True)
-            if fields.get("image") is None and "images" in fields:  # as in OpenAI's JSON
-                fields["image"] = fields.pop("images")
             return await self._answer(request, upload, fields, EditRequest)
 
     async def vary(self, request: web.Request) -> web.StreamResponse:
@@ -127,7 +122,7 @@ class ImageRoutes:
         defaults = {name: getattr(service.settings, name) for name in names}
         strict = request.query.get("strict", "") in ("1", "true")
         body = read_request(fields, kind, strict=strict, is_form=upload.is_form, **defaults)
-        if kind is not ImageRequest and "image" not in given:
+        if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
             message = "missing required field: image"
             raise ApiError(400, message, code="missing_required_parameter", param="image")
         may_pull = request.get("scope") == ADMIN
@@ -140,7 +135,7 @@ class ImageRoutes:
             body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
         pictures = await upload.keep(given, body.painted)
-        body.check_pictures(pictures)
+        body.check_pictures(pictures, has_size=body.has_size)
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
@@ -180,6 +175,8 @@ class ImageRoutes:
             if not openai_model.is_runnable(aimage):
                 raise openai_model.no_pictures(selected.reference)
             parameters = body.for_model(aimage, previews, work.pictures)
+            check_parameters(parameters)  # before the request is queued
+            parameters = find_controlnet(self._service, parameters, aimage)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
             learn(parameters)
             return parameters
@@ -296,6 +293,8 @@ def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | AImageError:
     """Return the error with the request field that the pipeline or an adapter rejected."""
     if isinstance(error, AImageError) and "adapter" in error.facts:
         return body.adapters.error(error)
+    if isinstance(error, AImageError) and "controlnet" in error.facts:
+        return controlnet_error(error)
     if not isinstance(error, UsageError):
         return error
     known = {**_PARAMS, **{name: name for name in body.sides}}

@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
+from clowder_aimage.api import picture_source
+from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, KEYS, MASK, NAMES, Given
 from clowder_aimage.api.request_body import read_object, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
@@ -28,36 +30,42 @@ from clowder_aimage.http.route import ADMIN, BODY
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile
+from clowder_aimage.pictures.input_file import MAX_BYTES, InputFile
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures
 TIMEOUT = 120.0  # seconds for a body with pictures to arrive
 SHORT_TIMEOUT = 30.0  # seconds for a body without
 _MAX_PARTS = 100  # of a form
 _AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
-# Also those of clients that do not know the type of a file, or name it differently
-_FILE_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
-_NAMES = ("image", "mask")
 # What aiohttp raises for a form
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
 _PIECE = 1 << 16
 
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
-Given = dict[str, str | bytes]  # the pictures of a request by field: files, or texts that name them
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPictures:
     """The pictures of a request in the store; ``mask`` is a digest, or "alpha"."""
 
-    image: InputFile
+    image: InputFile | None = None
     mask: str | None = None
+    control: InputFile | None = None
 
     @property
-    def digest(self) -> str:
-        """The digest of the image."""
-        return str(self.image.descriptor.digest)
+    def first(self) -> InputFile:
+        """The image, else the control picture."""
+        found = self.image or self.control
+        assert found is not None  # noqa: S101 - a request without both has no pictures
+        return found
+
+    @property
+    def digests(self) -> dict[str, str | None]:
+        """The digests by the parameter of a generation."""
+        pairs = (("image", self.image), ("control", self.control))
+        found = {name: str(one.descriptor.digest) if one else None for name, one in pairs}
+        return {**found, "mask": self.mask}
 
 
 class PictureUploads:
@@ -188,7 +196,7 @@ class PictureUpload:
         async with self.uploads.busy:
             raw = b"".join(pieces)
             pieces.clear()
-            if b'"image' not in raw:  # only pictures may be as large
+            if not any(key in raw for key in KEYS):  # only pictures may be as large
                 raise too_large()
             return await run_io(read_object, raw, MAX_BODY)
 
@@ -209,7 +217,7 @@ class PictureUpload:
                     raise ValueError
                 name = part.name.removesuffix("[]")
                 value = await self._value(part, name)
-                if name in _NAMES:
+                if name in NAMES:
                     found.setdefault(name, []).append(value)
                 elif found.setdefault(name, value) is not value:
                     raise wrong(name[:60], "is given twice")
@@ -220,14 +228,14 @@ class PictureUpload:
 
     async def _value(self, part: BodyPartReader, name: str) -> str | bytes:
         kind = part.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        is_file = name in _NAMES and part.filename is not None
+        is_file = name in NAMES and part.filename is not None
         if is_file:
-            _check_kind(name, kind)
+            picture_source.check_type(name, kind)
         pieces, size = list[bytes](), 0
         while piece := await part.read_chunk(_PIECE):
             self._take(len(piece))
             size += len(piece)
-            if size > (MAX_BYTES if name in _NAMES else BODY):
+            if size > (MAX_BYTES if name in NAMES else BODY):
                 raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])
             pieces.append(bytes(piece))
         data = b"".join(pieces)
@@ -236,29 +244,34 @@ class PictureUpload:
         except UnicodeDecodeError:
             raise wrong(name[:60], "is not text in UTF-8") from None
 
-    async def keep(
-        self, given: Given, painted: str = "auto", param: str = "image"
-    ) -> KeptPictures | None:
+    async def keep(self, given: Given, painted: str = "auto") -> KeptPictures | None:
         """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
 
-        painted: what of a mask is painted, as for ``white_mask``. param: the field of the image.
+        painted: what of a mask is painted, as for ``white_mask``.
         """
         if not given:
             return None
-        if "image" not in given:
-            raise wrong("mask", "requires an image")
+        for name, values in given.items():
+            if len(values) > 1:
+                message = f"must be one picture, not {len(values)}: models here begin with one"
+                raise wrong(name, message, "unsupported_value")
+        if MASK in given and not given.keys() & {IMAGE, IMAGES}:
+            raise wrong(MASK, "requires an image")
         self._enter()
-        image = await self._keep(param, given.pop("image"), "white")
-        mask = given.pop("mask", None)
-        if mask is None or mask == ALPHA:
-            return KeptPictures(image, ALPHA if mask else None)
-        found = await self._keep("mask", mask, painted)
-        if (found.width, found.height) != (image.width, image.height):
-            size = f"{found.width} x {found.height} pixels, the image has"
-            raise wrong("mask", f"has {size} {image.width} x {image.height}", "invalid_image")
-        return KeptPictures(image, str(found.descriptor.digest))
+        image = await self._keep(given, IMAGES if IMAGES in given else IMAGE)
+        control = await self._keep(given, CONTROL)
+        if given.get(MASK) == [ALPHA]:
+            return KeptPictures(image, ALPHA, control)
+        mask = await self._keep(given, MASK, painted)
+        if mask and image and (mask.width, mask.height) != (image.width, image.height):
+            size = f"{mask.width} x {mask.height} pixels, the image has"
+            raise wrong(MASK, f"has {size} {image.width} x {image.height}", "invalid_image")
+        return KeptPictures(image, str(mask.descriptor.digest) if mask else None, control)
 
-    async def _keep(self, name: str, value: str | bytes, painted: str) -> InputFile:
+    async def _keep(self, given: Given, name: str, painted: str = "white") -> InputFile | None:
+        if name not in given:
+            return None
+        value = given.pop(name).pop()
         try:
             if isinstance(value, str):
                 value = await self._finish(run_io(self._read, name, value))
@@ -273,10 +286,14 @@ class PictureUpload:
         return await asyncio.shield(task)
 
     def _read(self, name: str, text: str) -> bytes:
-        if text[:5].lower() == "data:":
-            _check_kind(name, text[5:100].partition(",")[0].partition(";")[0].lower())
+        if isinstance(text, picture_source.BareBase64):
+            return text.decode(name)
+        kind = picture_source.declared_type(text)
+        picture_source.check_type(name, kind)
         may_pull = self.request.get("scope") == ADMIN
-        return self.uploads.service.inputs(may_pull=may_pull).read(text, name)
+        data = self.uploads.service.inputs(may_pull=may_pull).read(text, name)
+        picture_source.check_content(name, kind, data)
+        return data
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
         from clowder_aimage.pictures.picture_input import white_mask  # late: it imports numpy
@@ -285,13 +302,6 @@ class PictureUpload:
         found = self.uploads.keep(self.lease, data, name)
         self.kept.append(found.descriptor)
         return found
-
-
-def _check_kind(name: str, kind: str) -> None:
-    """Refuse a declared type that is not a picture's. Raises ApiError (415)."""
-    if kind not in _FILE_TYPES:
-        message = f"{name} has the type {kind[:60]!a}: expected image/png, image/jpeg or image/webp"
-        raise ApiError(415, message, code="unsupported_media_type", param=name)
 
 
 def _refusal(error: AImageError, name: str) -> AImageError:
@@ -304,26 +314,3 @@ def _refusal(error: AImageError, name: str) -> AImageError:
     code = "image_not_found" if isinstance(error, NotFoundError) else code
     message = found.message if found.message.startswith(name) else f"{name}: {found.message}"
     return ApiError(found.status, message, code=code, param=name, headers=found.headers)
-
-
-def take_pictures(fields: dict[str, Any]) -> Given:
-    """Remove the pictures from the fields of a body, and return them. Raises ApiError.
-
-    A picture is a text or a file, alone or in a list, or an object with ``image_url``.
-    """
-    return dict(_pictures(fields))
-
-
-def _pictures(fields: dict[str, Any]) -> Iterator[tuple[str, str | bytes]]:
-    for name in _NAMES:
-        value = fields.pop(name, None)
-        values = [one for one in (value if isinstance(value, list) else [value]) if one]
-        if len(values) > 1:
-            message = f"must be one picture, not {len(values)}: models here begin with one"
-            raise wrong(name, message, "unsupported_value")
-        for one in values:
-            text = one.get("image_url") if isinstance(one, Mapping) else one
-            if not isinstance(text, str | bytes):
-                message = "must be a picture: a data: or https: URL, an artifact, or a file"
-                raise wrong(name, message, "invalid_type")
-            yield name, text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clowder_aimage.errors import AImageError
 
 FOR_EVER = math.inf
+_UNKNOWN, _LONGEST = 5, 300  # seconds to wait
 NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"  # when an AImage is pulled
 
 
@@ -36,6 +38,29 @@ class EngineLimits:
     load_timeout: float = 300.0
     cancel_timeout: float = 30.0
     lora_dir: str | None = None
+
+
+@dataclass(slots=True)
+class Pace:
+    """The mean ``seconds`` of the requests that were served; None if there were none yet."""
+
+    seconds: float | None = None
+
+    def observe(self, seconds: float) -> None:
+        """Count a request; later ones weigh more."""
+        before = seconds if self.seconds is None else self.seconds
+        self.seconds = 0.7 * before + 0.3 * seconds
+
+    def wait(self, count: int, running: Sequence[float]) -> int:
+        """Return the seconds until ``count`` requests are served, which wait, and the running ones.
+
+        ``running``: the seconds that each will have taken, if its steps say so.
+        """
+        known = [*running, *([] if self.seconds is None else [self.seconds])]
+        if not known:
+            return _UNKNOWN
+        total = sum(known) / len(known) * (count + 1) / max(1, len(running))
+        return max(1, min(_LONGEST, math.ceil(total)))
 
 
 class BusyError(AImageError):

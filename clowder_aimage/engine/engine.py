@@ -70,7 +70,7 @@ class Engine:
         self._scheduler = ModelScheduler(store.roots, limits, metrics, self._events, clock, free)
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
-        self._average = 10.0  # seconds of a request
+        self._pace = admission.Pace()
         self._left = asyncio.Event()  # set when a request has ended
         self.is_draining = False
 
@@ -148,7 +148,8 @@ class Engine:
     def refuse(self, count: int) -> BusyError:
         """Count a refusal, because of ``count`` other requests, and return its error."""
         self.metrics.refused.inc()
-        return BusyError(count, max(1, min(300, round(self._average * (count + 1)))))
+        running = [one.seconds for one in self._requests if one.seconds]
+        return BusyError(count, self._pace.wait(count, running))
 
     async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
         self.check_room()
@@ -251,6 +252,7 @@ class Engine:
                 model.loras = parameters.loras
             elif isinstance(event, Step):
                 self.metrics.steps.observe(now - last)
+                request.count_step(event, now - begun, parameters.n)
             elif isinstance(event, ImageEvent):
                 record("decode", now - last)
                 event = replace(event, digest=str(model.digest))
@@ -272,7 +274,7 @@ class Engine:
 
     def _observe(self, model: ModelSlot, outcome: str, seconds: float) -> None:
         if outcome == "done":
-            self._average = 0.7 * self._average + 0.3 * seconds
+            self._pace.observe(seconds)
         if outcome == "cancelled":
             self.metrics.cancelled.inc()
         label = self.metrics.model(model.reference.repository)

@@ -30,6 +30,7 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Descriptor, Reference
 
 _INTERVAL = 1.0  # seconds between two reports of a load
+_FACTS = ("adapter", "controlnet")  # of errors, for the worker
 _NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 
 _log = logging.getLogger("aimage.worker")
@@ -89,8 +90,8 @@ class ModelProcess:
         except BrokenPipeError:  # the worker has exited
             raise
         except AImageError as error:
-            index = {key: error.facts[key] for key in ("adapter",) if key in error.facts}
-            self._fail(number, type(error).__name__, error.message, error.hint, **index)
+            facts = {key: error.facts[key] for key in _FACTS if key in error.facts}
+            self._fail(number, type(error).__name__, error.message, error.hint, **facts)
             self._is_stuck = isinstance(error, StuckError)
         except Exception as error:  # every error is reported to the worker
             if _lacks_memory(error):

@@ -13,7 +13,7 @@ from clowder_aimage.engine.admission import FOR_EVER, IF_MISSING, DeadlineError
 from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError
-from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding
+from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
@@ -95,7 +95,8 @@ class QueuedRequest:
     ``make`` returns the parameters once the AImage is in the store; it is None for a request that
     only loads the model. ``stage`` is one of waiting, pulling, loading, drawing. ``moved`` is set
     when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters`` are
-    the names of AImages, by the index of the adapter in the request.
+    the names of AImages, by the index of the adapter in the request. ``seconds``: what it will have
+    taken, estimated after each step; 0 before.
     """
 
     reference: Reference
@@ -112,6 +113,7 @@ class QueuedRequest:
     error: AImageError | None = None
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
+    seconds: float = 0.0
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -124,6 +126,11 @@ class QueuedRequest:
     def is_interrupted(self) -> bool:
         """Return whether the deadline has passed or the request was interrupted."""
         return self.error is not None or (self.limit is not None and self.limit.expired())
+
+    def count_step(self, step: Step, elapsed: float, pictures: int) -> None:
+        """Estimate the seconds of the request from those of its steps so far."""
+        done = step.picture * step.total + step.index
+        self.seconds = elapsed * step.total * pictures / done
 
     def timeout(self) -> asyncio.Timeout:
         """Return the context that ends at the deadline or on ``interrupt``."""

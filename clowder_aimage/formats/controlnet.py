@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import FormatError
 from clowder_aimage.formats import diffusers, safetensors
 from clowder_aimage.formats.inventory import Inventory
@@ -27,6 +28,11 @@ _EMBEDDER = "transformer/all_x_embedder.2-1.weight"
 def is_controlnet(names: Iterable[str]) -> bool:
     """Return whether these tensor names are those of a control network."""
     return EMBEDDER in names
+
+
+def is_packed_with(model: AImage) -> bool:
+    """Return whether a model has a control network of its own."""
+    return any(layer.is_tensor or layer.is_shard for layer in model.component(COMPONENT))
 
 
 def take(path: Path) -> Inventory:

@@ -19,7 +19,7 @@ from tests.real_registry import RealRegistry
 
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.engine.admission import BusyError, DeadlineError, StoppedError
+from clowder_aimage.engine.admission import BusyError, DeadlineError, Pace, StoppedError
 from clowder_aimage.engine.event import (
     ImageEvent,
     LoadingEvent,
@@ -510,3 +510,19 @@ def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: P
     assert available(tmp_path) == 600_000
     (tmp_path / "sys/fs/cgroup/a/memory.max").write_text("max\n")
     assert available(tmp_path) == 4000 * 1024
+
+
+def test_the_time_to_wait_is_that_of_the_requests_before() -> None:
+    pace = Pace()
+    assert pace.wait(8, []) == 5  # unknown
+    assert pace.wait(3, [2.0]) == 8  # by the steps of the running one
+    assert pace.wait(3, [2.0, 2.0]) == 4  # two models at once
+    pace.observe(0.5)
+    assert pace.wait(8, []) == 5
+    assert pace.wait(0, [0.01]) == 1
+    for _ in range(20):
+        pace.observe(100.0)
+    assert pace.wait(8, []) == 300
+    request = QueuedRequest(NAME)
+    request.count_step(Step(2, 4, 1), 3.0, 2)
+    assert request.seconds == 4.0

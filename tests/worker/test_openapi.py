@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.health import DESCRIPTION as FILE
 from clowder_aimage.api.image_request import read_request
-from clowder_aimage.api.picture_upload import take_pictures
+from clowder_aimage.api.picture_source import take_pictures
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
@@ -48,6 +48,8 @@ EXAMPLES: dict[str, object] = {
     "negative_prompt": "b",
 }
 EXAMPLES |= {"image": "data:image/png;base64,aGk=", "mask": "alpha"}
+EXAMPLES |= {"control": "oci://registry.example.com/edges:v1", "controlnet": "union"}
+EXAMPLES |= {"expand": "0,0,16,0", "images": ["data:image/png;base64,aGk="]}
 EXAMPLES |= {"output": {"push": "registry.example.com/team/pictures:v1"}}
 EXAMPLES |= {"width": 16, "height": 16, "loras": [{"model": "style", "strength": 0.5}]}
 
@@ -125,7 +127,11 @@ def test_every_documented_request_field_is_accepted() -> None:
     properties = DOCUMENT["components"]["schemas"]["ImageRequest"]["properties"]
     body = {name: example(name, schema) for name, schema in properties.items()}
     body |= {"num_inference_steps": body["steps"], "seed": 0, "pull": "never"}
-    assert take_pictures(body) == {name: EXAMPLES[name] for name in ("image", "mask")}
+    for name in ("images", "image"):
+        other = {key: value for key, value in body.items() if key != name}
+        assert len(take_pictures(other)) == 3
+    assert not other.keys() & {"image", "images", "mask", "control"}
+    body = other
     read = read_request(read_object(json.dumps(body | {"strict": True}).encode()))
     assert (read.steps, read.n, read.quality, read.ignored) == (1000, 10, "max", ())
     assert (

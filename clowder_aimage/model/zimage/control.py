@@ -239,8 +239,9 @@ def to_input(
 def own_controlnet(files: BlobFiles, model: AImage) -> StoredControlNet | None:
     """Return the control network that is packed with a model, or None."""
     component = controlnet.COMPONENT
-    has_one = any(layer.is_tensor or layer.is_shard for layer in model.component(component))
-    return StoredControlNet(files, model, component, component) if has_one else None
+    if not controlnet.is_packed_with(model):
+        return None
+    return StoredControlNet(files, model, component, component)
 
 
 def open_controlnet(

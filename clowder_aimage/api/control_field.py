@@ -1,0 +1,49 @@
+"""The control network of a request: an AImage in the store, or one that the model has itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from clowder_aimage.adapter_source import ControlSource
+from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.model_fetch import find
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.formats.controlnet import is_packed_with
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.model.pipeline import GenerateRequest
+
+FIELD = "controlnet"
+
+
+def find_controlnet(service: Service, request: GenerateRequest, model: AImage) -> GenerateRequest:
+    """Return a request whose control network is named with its digest. Raises ApiError."""
+    if request.control is None:
+        return request
+    if request.controlnet is None:
+        if is_packed_with(model):
+            return request
+        raise wrong(FIELD, "is required: this model has none of its own")
+    try:
+        name = str(service.reference(request.controlnet))
+        source = ControlSource(service.store, partial(find, service.store))
+        return replace(request, controlnet=source.name(name))
+    except AImageError as error:
+        error.facts[FIELD] = request.controlnet
+        raise controlnet_error(error) from None
+
+
+def controlnet_error(error: AImageError) -> AImageError:
+    """Return the response to an error of a control network; other errors unchanged."""
+    name = error.facts.get(FIELD)
+    if name is None or isinstance(error, ApiError):
+        return error
+    if isinstance(error, NotFoundError):
+        message = f"ControlNet {name[:200]!a} is not in the store of this worker; pull it first"
+        return ApiError(404, message, code="controlnet_not_found", param=FIELD)
+    if isinstance(error, UsageError | FormatError):
+        message = f"{FIELD}: {error.message.encode('ascii', 'backslashreplace').decode()}"
+        return ApiError(400, message, code="invalid_controlnet", param=FIELD)
+    return error

@@ -1,0 +1,97 @@
+"""The fields of a request that begins with a picture, or that a control picture guides."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from clowder_aimage.api.picture_upload import KeptPictures
+from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.model.pipeline import MAX_CONTROL, MAX_EXPAND, MAX_FEATHER, MAX_UPSCALE
+
+MULTIPLE = 16  # pixels
+MAX_PIXELS = 3840 * 2160
+# Fields that have no meaning without an image, a mask or a control picture
+_OF_IMAGES = ("strength", "fine", "paste", "feather", "crop", "painted", "expand", "upscale")
+_OF_MASKS = ("paste", "feather", "crop")
+_OF_CONTROLS = ("controlnet", "control_strength")
+_SAME = ("strength", "fine", *_OF_MASKS, "expand", "upscale", *_OF_CONTROLS)  # names in both
+_EXPAND = re.compile(r"[0-9]{1,5}(,[0-9]{1,5}){3}", re.ASCII)
+_Side = Annotated[int, Field(ge=0, le=MAX_EXPAND)]
+
+
+def _sides(value: object) -> object:
+    """Parse ``left,top,right,bottom``, or return a list as a tuple."""
+    if isinstance(value, str) and _EXPAND.fullmatch(value):
+        return tuple(map(int, value.split(",")))
+    if isinstance(value, list) and len(value) == 4:
+        return tuple(value)
+    raise ValueError('must be "LEFT,TOP,RIGHT,BOTTOM" in pixels, such as "0,0,256,0"')
+
+
+class PictureFields(RequestBody):
+    """The parameters of the pictures of a request; None and False are the defaults."""
+
+    strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    fine: bool = False
+    fit: Literal["crop", "pad", "stretch"] | None = None
+    paste: bool = False
+    feather: int = Field(0, ge=0, le=MAX_FEATHER)
+    crop: bool = False
+    painted: Literal["auto", "white", "transparent"] = "auto"
+    expand: Annotated[tuple[_Side, _Side, _Side, _Side], BeforeValidator(_sides)] | None = None
+    upscale: float | None = Field(None, ge=1, le=MAX_UPSCALE, allow_inf_nan=False)
+    controlnet: str | None = Field(None, min_length=1, max_length=1024)
+    control_strength: float | None = Field(None, ge=0, le=MAX_CONTROL, allow_inf_nan=False)
+
+    def check_pictures(self, pictures: KeptPictures | None, *, has_size: bool) -> None:
+        """Refuse fields that need another picture, and sizes. Raises ApiError."""
+        found = pictures or KeptPictures()
+        for names, has_one, what in (
+            (_OF_IMAGES, found.image, "an image"),
+            (_OF_MASKS, found.mask, "a mask"),
+            (_OF_CONTROLS, found.control, "a control picture"),
+            (("fit",), found.image or found.control, "an image"),
+        ):
+            given = [name for name in names if getattr(self, name) not in (None, False, "auto")]
+            if given and has_one is None:
+                raise wrong(given[0], f"requires {what}")
+        self.of_pictures(pictures, has_size=has_size)
+
+    def of_pictures(self, pictures: KeptPictures | None, *, has_size: bool) -> dict[str, Any]:
+        """Return the parameters of a request with pictures.
+
+        Without a size it is that of the image, or of the control picture; if the image is enlarged,
+        it is that of the tiles, and left to the model. Raises ApiError.
+        """
+        if pictures is None:
+            return {}
+        found = pictures.digests | {name: getattr(self, name) for name in ("fit", *_SAME)}
+        first = pictures.first
+        if self.expand is not None:
+            if has_size:
+                raise wrong("expand", "determines the size: omit size, width and height")
+            left, top, right, bottom = self.expand
+            sides = (left + first.width + right, top + first.height + bottom)
+            width, height = (-(-side // MULTIPLE) * MULTIPLE for side in sides)
+            check_pixels("expand", width, height)
+            return found | {"width": width, "height": height}
+        if self.upscale is not None:
+            sides = (round(first.width * self.upscale), round(first.height * self.upscale))
+            check_pixels("upscale", *sides)
+            return found
+        if has_size:
+            return found
+        width, height = (max(MULTIPLE, one - one % MULTIPLE) for one in (first.width, first.height))
+        check_pixels("size", width, height)
+        # stretched by less than a multiple
+        return found | {"width": width, "height": height, "fit": self.fit or "stretch"}
+
+
+def check_pixels(param: str, width: int, height: int) -> None:
+    """Raise ApiError if a picture exceeds the maximum size."""
+    if width * height > MAX_PIXELS:
+        given = f"{width}x{height} has {width * height}"
+        raise wrong(param, f"exceeds the maximum of {MAX_PIXELS} pixels: {given}")

@@ -1,0 +1,108 @@
+"""The pictures in a body: taken from its fields, and the types that they declare."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from clowder_aimage.api.request_body import wrong
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.model.pipeline import ALPHA
+from clowder_aimage.pictures.input_file import TYPES
+
+IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"
+NAMES = (IMAGE, MASK, CONTROL)  # of fields that are files in a form
+KEYS = tuple(f'"{name}'.encode() for name in NAMES)  # their beginnings in JSON; also of images
+# Also those of clients that do not know the type of a file, or name it differently
+_FILE_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
+_EMPTY = (None, "", b"")
+Given = dict[str, list[str | bytes]]  # the pictures of a request: files, or texts that name them
+
+
+class BareBase64(str):
+    """A picture in base64 without a URL around it, as in ollama's API."""
+
+    __slots__ = ()
+
+    def decode(self, name: str) -> bytes:
+        """Return the bytes of the picture. Raises ApiError."""
+        try:
+            return base64.b64decode(self, validate=True)
+        except ValueError:
+            raise wrong(name, "must be in base64") from None
+
+
+def take_pictures(fields: dict[str, Any]) -> Given:
+    """Remove the pictures from the fields of a body, and return them. Raises ApiError.
+
+    A picture is a text or a file, alone or in a list, or an object with ``image_url``.
+    """
+    found = {name: list(_taken(name, fields.pop(name, None))) for name in (*NAMES, IMAGES)}
+    if found[IMAGE] and found[IMAGES]:
+        raise wrong(IMAGES, "cannot be combined with image")
+    return {name: values for name, values in found.items() if values}
+
+
+def take_bare_pictures(fields: dict[str, Any]) -> Given:
+    """Return the pictures of a request of ollama's API, as ``take_pictures``.
+
+    They are in base64, or named by a URL or an artifact. Raises ApiError.
+    """
+    images = fields.get(IMAGES) or []
+    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+        raise wrong(IMAGES, "must be a list of pictures in base64", "invalid_type")
+    if fields.get(IMAGE):
+        raise wrong(IMAGE, "is not a field of this API: use images", "unknown_parameter")
+    return {name: list(map(_bare, values)) for name, values in take_pictures(fields).items()}
+
+
+def _bare(value: str | bytes) -> str | bytes:
+    is_named = not isinstance(value, str) or value == ALPHA or ":" in value[:20]
+    return value if is_named else BareBase64(value)
+
+
+def _taken(name: str, value: object) -> Iterator[str | bytes]:
+    values: Iterable[object] = value if isinstance(value, list) else [value]
+    for one in values:
+        if one in _EMPTY:
+            continue
+        text = one.get("image_url") if isinstance(one, Mapping) else one
+        if not isinstance(text, str | bytes):
+            message = "must be a picture: a data: or https: URL, an artifact, or a file"
+            raise wrong(name, message, "invalid_type")
+        yield text
+
+
+def declared_type(text: str) -> str:
+    """Return the type that a data: URL declares, or the empty text."""
+    is_data = text[:5].lower() == "data:"
+    return text[5:100].partition(",")[0].partition(";")[0].strip().lower() if is_data else ""
+
+
+def check_type(name: str, kind: str) -> None:
+    """Refuse a declared type that is not a picture's. Raises ApiError (415)."""
+    if kind not in _FILE_TYPES:
+        raise _other_type(
+            name, f"has the type {kind[:60]!a}: expected image/png, image/jpeg or image/webp"
+        )
+
+
+def check_content(name: str, kind: str, data: bytes) -> None:
+    """Refuse a picture of another type than it declares. Raises ApiError (415)."""
+    found = _type_of(data)
+    declared = kind.replace("image/jpg", "image/jpeg")
+    if found and declared in TYPES.values() and declared != found:
+        raise _other_type(name, f"is declared as {kind}, but its bytes are {found}")
+
+
+def _type_of(data: bytes) -> str:
+    """Return the type of a picture by its first bytes, or the empty text."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    starts = {b"\x89PNG\r\n\x1a\n": "image/png", b"\xff\xd8\xff": "image/jpeg"}
+    return next((kind for start, kind in starts.items() if data.startswith(start)), "")
+
+
+def _other_type(name: str, message: str) -> ApiError:
+    return ApiError(415, f"{name} {message}", code="unsupported_media_type", param=name)
