@@ -28,7 +28,7 @@ _VALUES = 256 * 1024  # that are decoded at a time
 class CodedTensor:
     """A tensor of ``dtype`` and ``shape``, stored as ``codes``: a ``TensorDecoder``.
 
-    ``block`` values are ``size`` bytes. ``factors`` are a scale of the tensor, or one of each
+    ``block`` values are ``size`` bytes, and decoded together. ``factors`` are a scale of the tensor, or one of each
     row; ``scales`` those of blocks, in the order of the GPU.
     """
 
@@ -70,12 +70,10 @@ class CodedTensor:
 
         if function := ggml_block.DECODERS.get(self.format):
             return lambda codes, _: function(codes.reshape(-1, self.size)).reshape(-1)
+        columns = math.prod(self.shape[1:])
+        factors, scales = self.read_factors(), self.read_scales()
         return scaled_code.decoder(
-            self.format,
-            math.prod(self.shape[1:]),
-            self.dtype,
-            self.read_factors(),
-            self.read_scales(),
+            self.format, columns, self.dtype, factors, scales, group=self.block
         )
 
     def read_factors(self) -> Floats:

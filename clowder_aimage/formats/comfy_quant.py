@@ -7,7 +7,8 @@ without a scale are a cast. Scales of activations are left out. Values are store
 possible products are exact in it, else as F32. Sources: comfy/quant_ops.py, comfy/ops.py and
 ``convert_old_quants`` in comfy/utils.py of ComfyUI.
 
-Rotated weights (convrot), formats of 4 bits with other scales, and SVDQuant (Nunchaku) are refused.
+Rotated weights are supported in int8_tensorwise. Other formats of 4 bits, and SVDQuant (Nunchaku),
+are refused.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ _REFUSED = {
     ".weight_s_rel": "the format asym_w4a8_int8",
     ".weight_codebook": "the format asym_w4a8_int8",
 }
-_HINT = f"supported: {', '.join(_STORED)}, without rotation; otherwise use the unquantized model"
+_ROTATED = "int8_convrot"
+_GROUPS = (4, 16, 64, 256, 1024)  # of rotated values
+_HINT = f"supported: {', '.join(_STORED)}; otherwise use the unquantized model"
 _DAMAGED = "the file is damaged, or was written by a tool that this reader does not know"
 _PREFIXES = ("", "model.diffusion_model.", "diffusion_model.")  # some metadata lack it
 
@@ -73,7 +76,7 @@ def decode_quantized(
                 raise _refused(path, name, f"has {what}, which is not supported")
     described = _described(path, named, metadata)
     layers = {
-        name: kind
+        name: (kind, 1)
         for name, tensor in named.items()
         if (kind := _FLOATS.get(tensor.dtype)) and not (name.endswith(_SCALES) or _is_marker(name))
     } | described
@@ -82,8 +85,9 @@ def decode_quantized(
     check_numpy()
     used = {name for name in named if name.endswith((_CONFIG, *_INPUTS)) or _is_marker(name)}
     made: dict[str, CodedTensor] = {}
-    for name, kind in layers.items():
-        made[name] = _coded(named, named[name], kind, name in described)
+    for name, (kind, group) in layers.items():
+        coded = _coded(named, named[name], kind, name in described)
+        made[name] = coded if group == 1 else _rotated(coded, group)
         parts = (made[name].factors, made[name].scales)
         used |= {part.name for part in parts if part is not None}
     _check_rest(path, named, used | made.keys())
@@ -101,8 +105,8 @@ def _is_marker(name: str) -> bool:
 
 def _described(
     path: Path, named: Mapping[str, SourceTensor], metadata: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the formats that the file states, by the names of the weights."""
+) -> dict[str, tuple[str, int]]:
+    """Return the formats that the file states, and rotated groups, by the names of the weights."""
     found = {}
     for stem, value in _descriptions(path, named, metadata).items():
         names = [f"{prefix}{stem}{_WEIGHT}" for prefix in _PREFIXES]
@@ -135,21 +139,34 @@ def _descriptions(
     return found | layers
 
 
-def _format(path: Path, stem: str, value: Any) -> str:
-    """Return the format in the description of a layer. Raises FormatError."""
+def _format(path: Path, stem: str, value: Any) -> tuple[str, int]:
+    """Return the format in the description of a layer, and the size of its rotated groups, or 1.
+
+    Raises FormatError.
+    """
     settings = {"format": value} if isinstance(value, str) else value
     kind = settings.get("format") if isinstance(settings, dict) else None
     if not isinstance(settings, dict) or not isinstance(kind, str):
         raise FormatError(f"{path}: the description of {stem[:200]} has no format", hint=_DAMAGED)
-    inner = settings.get("params")
-    if settings.get("convrot") or (isinstance(inner, dict) and inner.get("convrot")):
-        raise _refused(path, stem, "is rotated (convrot), which is not supported")
     if kind not in _STORED:
         raise _refused(path, stem, f"has the unsupported format {kind!r:.60}")
     size = settings.get("group_size")
     if size is not None and kind in _BLOCKS and size != _BLOCKS[kind][0]:
         raise _refused(path, stem, f"has {kind} in groups of {size!r:.20}")
-    return kind
+    inner = settings.get("params")
+    settings = {**(inner if isinstance(inner, dict) else {}), **settings}
+    if not settings.get("convrot"):
+        return kind, 1
+    group = settings.get("convrot_groupsize", 256)
+    if kind != "int8_tensorwise" or type(group) is not int or group not in _GROUPS:
+        raise _refused(path, stem, f"has {kind} rotated (convrot) in groups of {group!r:.20}")
+    return kind, group
+
+
+def _rotated(coded: CodedTensor, group: int) -> CodedTensor:
+    if len(coded.shape) != 2 or coded.shape[1] % group:
+        raise _unfit(coded.codes, f"is not a matrix in groups of {group}")
+    return replace(coded, format=_ROTATED, dtype="F32", block=group, size=group)
 
 
 def _coded(

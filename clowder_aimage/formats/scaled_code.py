@@ -2,8 +2,9 @@
 
 A value is a code times a scale: one for the tensor or for each row (float8, int8_tensorwise), a
 power of two for 32 values (mxfp8), or a scale for 16 values times one for the tensor (nvfp4:
-``(scale_2 * scale) * code``). Each product is rounded once, to float32. Scales of blocks are in the
-order of the GPU: tiles of 128 rows and 4 columns, in which row ``32 * a + b`` is the ``a``-th
+``(scale_2 * scale) * code``). Each product is rounded once, to float32. Groups of rotated values
+(convrot) are multiplied by the Hadamard matrix that made them, which is its own inverse: sums of
+codes are exact, and rounded once when they are scaled. Scales of blocks are in the order of the GPU: tiles of 128 rows and 4 columns, in which row ``32 * a + b`` is the ``a``-th
 group of 4 bytes in line ``b`` of 16 bytes. Sources: cuBLAS, "1D Block Scaling Factors Layout";
 comfy/quant_ops.py of ComfyUI.
 """
@@ -21,6 +22,7 @@ E4M3FN, E5M2, INT8, MXFP8, NVFP4 = (
     *("float8_e4m3fn", "float8_e5m2"),
     *("int8_tensorwise", "mxfp8", "nvfp4"),
 )
+ROTATED = "int8_convrot"  # the format of int8_tensorwise with rotated groups
 GROUPS = {MXFP8: 32, NVFP4: 16}  # values of a scale
 _TILE, _LINES, _WIDTH = 128, 32, 4  # rows of a tile, its lines, columns of a tile
 _CODES = np.arange(256, dtype=np.uint8)
@@ -32,7 +34,7 @@ def code_values(kind: str) -> Floats:
     """Return the values of all codes of a format, without scales."""
     if kind == NVFP4:
         return E2M1
-    if kind == INT8:
+    if kind in (INT8, ROTATED):
         return _CODES.view(np.int8).astype(np.float32)
     return e5m2(_CODES) if kind == E5M2 else E4M3
 
@@ -77,13 +79,16 @@ def in_rows(kind: str, scales: bytes, rows: int, columns: int) -> Bytes:
 
 
 def decoder(
-    kind: str, columns: int, dtype: str, factors: Floats, scales: Bytes
+    kind: str, columns: int, dtype: str, factors: Floats, scales: Bytes, group: int = 1
 ) -> Callable[[Bytes, int], Values]:
     """Return a function of codes, and the place of the first value in the matrix, to values.
 
     ``columns`` is the length of the matrix's rows, ``dtype`` F32 or BF16. ``factors`` are a scale
-    of the tensor or one for each row, ``scales`` those of blocks by rows. Codes are whole blocks.
+    of the tensor or one for each row, ``scales`` those of blocks by rows; ``group``
+    values are rotated together. Codes are whole blocks and groups.
     """
+    if kind == ROTATED:
+        return _by_group(columns, factors, group)
     if kind in GROUPS:
         return _by_block(kind, _stored(table(kind, factors), dtype), scales)
     if factors.size > 1:
@@ -105,6 +110,29 @@ def _by_row(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], 
         return values[codes] * factors[rows]
 
     return decode
+
+
+def _by_group(columns: int, factors: Floats, group: int) -> Callable[[Bytes, int], Values]:
+    matrix = rotation(group)
+    scales = factors / np.float32(group**0.5)  # a power of two
+
+    def decode(codes: Bytes, first: int) -> Values:
+        sums = codes.view(np.int8).astype(np.float32).reshape(-1, group) @ matrix
+        rows = (np.arange(len(sums)) * group + first) // columns
+        factor = scales[rows] if scales.size > 1 else scales
+        found: Values = (sums * factor[:, None]).reshape(-1)
+        return found
+
+    return decode
+
+
+def rotation(size: int) -> Floats:
+    """Return the regular Hadamard matrix of a power of four: symmetric, of 1 and -1."""
+    base = 1 - 2 * np.eye(4, dtype=np.float32)[::-1]
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.kron(matrix, base)
+    return matrix
 
 
 def _by_block(kind: str, values: Values, scales: Bytes) -> Callable[[Bytes, int], Values]:

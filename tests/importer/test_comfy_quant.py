@@ -107,6 +107,23 @@ def test_int8_has_a_scale_of_the_tensor_or_of_rows(shape: tuple[int, ...], tmp_p
     same(values_of(tensors["w.weight"].rows("v", 100, 130)), wanted[100:])
 
 
+@pytest.mark.parametrize("shape", [(), (ROWS, 1)])
+def test_rotated_int8_is_turned_back(shape: tuple[int, ...], tmp_path: Path) -> None:
+    scales = RANDOM.standard_normal(shape).astype("<f4")
+    entries = {
+        "w.weight": ("I8", INTEGERS),
+        "w.weight_scale": ("F32", scales),
+        "w.comfy_quant": described("int8_tensorwise", convrot=True, convrot_groupsize=16),
+    }
+    source, tensors = decoded(save(tmp_path / "x", entries))
+    h4 = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    whole = np.kron(np.eye(COLUMNS // 16), np.kron(h4, h4) / 4)  # of all groups of a row
+    wanted = INTEGERS.astype(np.float64) @ whole * scales.reshape(-1, 1).astype(np.float64)
+    assert source.decoded == {("int8_convrot", "F32"): 1}
+    same(values_of(tensors["w.weight"]), wanted)
+    same(values_of(tensors["w.weight"].rows("v", 100, 130)), wanted[100:])
+
+
 def mxfp8(scales: Array) -> dict[str, Entry]:
     return {
         "w.weight": ("F8_E4M3", CODES),
@@ -188,8 +205,18 @@ LAYER: dict[str, Entry] = {
 }
 NAN = swizzled(np.full((ROWS, COLUMNS // 32), 255, np.uint8))
 BAD: dict[str, tuple[dict[str, Entry | None], str]] = {
-    "rotated": ({"w.comfy_quant": described("int8_tensorwise", convrot=True)}, "convrot"),
+    "rotated": (
+        {
+            "w.weight": ("I8", INTEGERS),
+            "w.comfy_quant": described("int8_tensorwise", convrot=True),
+        },
+        "is not a matrix in groups of 256",
+    ),
     "rotated inside": ({"w.comfy_quant": described("nvfp4", params={"convrot": 1})}, "convrot"),
+    "odd": (
+        {"w.comfy_quant": described("int8_tensorwise", convrot=True, convrot_groupsize=[])},
+        "convrot",
+    ),
     "unknown": ({"w.comfy_quant": described("svd_w4a4")}, "unsupported format 'svd_w4a4'"),
     "no JSON": ({"w.comfy_quant": text(b"{")}, "JSON"),
     "no object": ({"w.comfy_quant": text([1])}, "has no format"),
