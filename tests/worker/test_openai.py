@@ -522,7 +522,7 @@ def test_a_full_queue_is_503_with_retry_after(live: LocalWorker, client: Any) ->
 
 
 def test_the_sdk_retries_after_a_full_queue(live: LocalWorker) -> None:
-    with begun(live.url, n=10) as answer:  # longer than the SDK waits for, as it is told
+    with begun(live.url, steps=100) as answer:  # the SDK waits for as long as it takes
         hooks = {"response": [lambda _: answer.close()]}
         with openai.OpenAI(
             base_url=f"{live.url}/v1",
