@@ -45,7 +45,7 @@ class Picture:
     facts: Mapping[str, Any] = field(repr=False)
 
     def encode(self, kind: str = "png") -> bytes:
-        """Return the bytes of a file: png (which has all facts), jpeg or webp."""
+        """Return the bytes of a file: png, jpeg or webp."""
         from clowder_aimage.model.picture import encode_picture
 
         return encode_picture(self.pixels, self.facts, kind)

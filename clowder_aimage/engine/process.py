@@ -177,6 +177,7 @@ class ModelProcess:
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.memory_budget import resident_memory
         from clowder_aimage.model.picture import encode_picture
+        from clowder_aimage.model.picture_facts import stated_facts
         from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Preview
 
         self._is_complete = True  # requests are sent when the AImage is in the store
@@ -190,9 +191,10 @@ class ModelProcess:
         with contextlib.closing(events):
             for event in self._until_cancelled(number, events):
                 if isinstance(event, Image):
-                    own = facts | {"seed": event.seed}
+                    kind, quality = encoding.kind, encoding.quality
+                    own = stated_facts(facts | {"seed": event.seed}, kind, quality)
                     stored = own if encoding.has_facts else None
-                    data = encode_picture(event.pixels, stored, encoding.kind, encoding.quality)
+                    data = encode_picture(event.pixels, stored, kind, quality)
                     names = ("seed", "picture", "width", "height")
                     size = {name: getattr(event, name) for name in names}
                     self._send("image", number, data, **size, facts=own)

@@ -1,10 +1,4 @@
-"""Picture files, which store their generation parameters.
-
-In a PNG these are JSON in an international text chunk named ``aimage`` (PNG specification,
-11.3.3.4), beside the registered keywords ``Description`` and ``Software``. ``parameters`` is text
-in the form of stable-diffusion-webui (its ``create_infotext``), which sites and viewers read. JPEG
-and WebP have this text only, in the Exif tag ``UserComment``, as stable-diffusion-webui writes it.
-"""
+"""Picture files, which store how they were made (``picture_facts``)."""
 
 from __future__ import annotations
 
@@ -13,27 +7,37 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import ExifTags, Image, ImageDraw, ImageFont, PngImagePlugin
 
-from clowder_aimage import __version__
-from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.errors import FormatError, NotFoundError, StoreError, UsageError
+from clowder_aimage.model.picture_facts import (
+    KEY,
+    QUALITIES,
+    facts_of,
+    kind_of,
+    maker_note,
+    parameters_text,
+    stated_facts,
+)
 from clowder_aimage.model.pipeline import FORMATS
-from clowder_aimage.oci import read_json
 
-KEY = "aimage"
+Pixels = npt.NDArray[np.uint8]
 _LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
 _THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18  # pixels of a sheet
 _PAPER, _INK = (246, 246, 244), (40, 40, 40)
+_TOLERANCE = 4.0  # of 255: the mean difference of equal pictures in a lossy format
+_MAX_BYTES = 256 << 20  # of a file
 _MAX_PIXELS = 1 << 26  # 8192 by 8192, the largest picture that is made
 
 
 def encode_picture(
-    pixels: npt.NDArray[np.uint8],
+    pixels: Pixels,
     facts: Mapping[str, Any] | None,
     kind: str = "png",
     quality: int | None = None,
@@ -43,12 +47,16 @@ def encode_picture(
     The file stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
     """
     options: dict[str, Any] = {}
-    if kind != "png" and quality is not None:
-        options["quality"] = quality
-    if facts is not None and kind == "png":
-        options["pnginfo"] = _chunks(facts, pixels.shape)
-    elif facts is not None:
-        options["exif"] = _exif(_parameters(facts, pixels.shape))
+    if kind in QUALITIES:
+        options["quality"] = QUALITIES[kind] if quality is None else quality
+    if facts is not None:
+        height, width, *_ = pixels.shape
+        stated, text = stated_facts(facts, kind, quality), parameters_text(facts, width, height)
+        if kind == "png":
+            options["pnginfo"] = _chunks(stated, text)
+        else:
+            limit = _LARGEST_EXIF if kind == "jpeg" else math.inf
+            options["exif"] = _exif(stated, text, limit)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
@@ -88,102 +96,120 @@ def _thumbnail(data: bytes) -> Image.Image:
         raise FormatError("a picture is damaged, or too large for the sheet") from None
 
 
-def _chunks(facts: Mapping[str, Any], shape: tuple[int, ...]) -> PngImagePlugin.PngInfo:
+def _chunks(facts: Mapping[str, Any], text: str) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
     info.add_itxt(KEY, json.dumps(facts, ensure_ascii=False))
     info.add_itxt("Description", str(facts.get("prompt", "")))
-    info.add_text("parameters", _parameters(facts, shape))
+    info.add_text("parameters", text)
     info.add_text("Software", "aimage")
     return info
 
 
-def _exif(text: str) -> bytes:
-    """Return Exif data with a comment (Exif 2.3, 4.6.5); none if it is too long for a JPEG."""
-    exif = Image.Exif()
-    exif.endian = ">"  # programs read the UTF-16 of the comment in this order
-    exif[ExifTags.Base.Software] = "aimage"
+def _exif(facts: Mapping[str, Any], text: str, limit: float) -> bytes:
+    """Return Exif data with facts and a comment (Exif 2.3, 4.6.5).
+
+    Within a limit, without the comment if both are too long, and none if the facts are.
+    """
     comment = b"UNICODE\0" + text.encode("utf-16-be", "replace")
-    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
-    data = exif.tobytes()
-    return data if len(data) <= _LARGEST_EXIF else b""
+    note = (int(ExifTags.Base.MakerNote), maker_note(facts))
+    for tags in ([note, (int(ExifTags.Base.UserComment), comment)], [note]):
+        exif = Image.Exif()
+        exif.endian = ">"  # programs read the UTF-16 of the comment in this order
+        exif[ExifTags.Base.Software] = "aimage"
+        exif.get_ifd(ExifTags.IFD.Exif).update(tags)
+        if len(data := exif.tobytes()) <= limit:
+            return data
+    return b""
 
 
-def _parameters(facts: Mapping[str, Any], shape: tuple[int, ...]) -> str:
-    """Return the facts as stable-diffusion-webui writes them."""
-    negative, end = facts.get("negative"), facts.get("guidance_end")
-    stated = {
-        "Steps": facts.get("steps"),
-        "Sampler": "Euler",  # of flow matching, the only one
-        "CFG scale": facts.get("guidance"),
-        "Guidance end": None if end == 1 else end,
-        "Cache threshold": facts.get("cache_threshold") or None,
-        "Seed": facts.get("seed"),
-        "Size": f"{shape[1]}x{shape[0]}",
-        "Model hash": str(facts.get("digest", "")).rpartition(":")[2][:10] or None,
-        "Model": str(facts.get("reference", "")).rpartition("/")[2].removesuffix(":latest") or None,
-        "Lora hashes": _lora_hashes(facts) or None,
-        "Version": f"aimage {__version__}",
-    }
-    last = ", ".join(
-        f"{key}: {_quoted(value)}" for key, value in stated.items() if value is not None
-    )
-    tags = "".join(
-        f" <lora:{use.get('model')}:{use.get('strength')}>" for use in facts.get("loras", ())
-    )
-    prompt = f"{facts.get('prompt', '')}{tags}"
-    lines = [prompt, f"Negative prompt: {negative}" if negative else "", last]
-    return "\n".join(filter(None, lines))
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPicture:
+    """The pixels (height, width, 3) of a file in a format, and its facts, empty without any."""
+
+    pixels: Pixels
+    kind: str
+    facts: dict[str, Any]
 
 
-def _lora_hashes(facts: Mapping[str, Any]) -> str:
-    """Return the names of adapters with the first digits of their digests."""
-    uses = [(use.get("model"), str(use.get("digest") or "")) for use in facts.get("loras", ())]
-    return ", ".join(f"{name}: {digest.rpartition(':')[2][:12]}" for name, digest in uses)
+def load_picture(path: Path) -> tuple[Pixels, dict[str, Any]]:
+    """Return the pixels and the facts of a file. Raises as below; UsageError: it has no facts."""
+    found = read_picture(read_file(path), str(path))
+    if not found.facts:
+        raise no_facts(str(path))
+    return found.pixels, found.facts
 
 
-def _quoted(value: object) -> str:
-    text = str(value)
-    return json.dumps(text, ensure_ascii=False) if set(text) & set(',:"\n') else text
+def read_file(path: Path) -> bytes:
+    """Return a picture file. Raises NotFoundError, UsageError (too large), StoreError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise NotFoundError(f"picture {path} not found") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}") from None
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{path} has more than {_MAX_BYTES} bytes")
+    return data
 
 
-def load_picture(path: Path) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
-    """Return the pixels (height, width, 3) of a PNG file, and its facts.
+def read_picture(data: bytes, name: str) -> StoredPicture:
+    """Return the picture in a file.
 
     Raises:
-        NotFoundError: The file does not exist.
-        UsageError: It is not a PNG, or has no facts.
+        UsageError: It is not a picture; ``name`` names it.
+        FormatError: Its Exif data is damaged.
     """
-    pixels, facts = read_picture(path, str(path))
-    if not facts:
-        raise UsageError(
-            f"{path} has no generation settings",
-            hint="only pictures that this program wrote can be replayed, if they were not edited",
-        )
-    return pixels, facts
-
-
-def read_picture(file: Path | BinaryIO, name: str) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
-    """Return the pixels of a PNG file as ``load_picture``, and its facts, empty without any.
-
-    Raises NotFoundError, UsageError with its ``name``.
-    """
+    kinds = [kind.upper() for kind in FORMATS]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(file, formats=["PNG"]) as image:
+            with Image.open(io.BytesIO(data), formats=kinds) as image:
                 if math.prod(image.size) > _MAX_PIXELS:
                     raise Image.DecompressionBombError
-                image.load()
-                texts = dict(getattr(image, "text", {}))
                 pixels = np.asarray(image.convert("RGB"))
-    except FileNotFoundError:
-        raise NotFoundError(f"picture {name} not found") from None
     except Image.DecompressionBombError:
         raise UsageError(f"{name} has more than {_MAX_PIXELS} pixels") from None
     except Exception:  # Pillow has no common class for what it raises for damaged files
-        raise UsageError(f"{name} is not a valid PNG file") from None
+        raise UsageError(f"{name} is not a valid PNG, JPEG or WebP file") from None
     try:
-        facts = read_json(texts[KEY].encode("utf-8", "surrogatepass"), KEY)
-    except (KeyError, FormatError):
-        facts = {}
-    return pixels, facts if isinstance(facts, dict) else {}
+        return StoredPicture(pixels, kind_of(data), facts_of(data))
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from None
+
+
+def no_facts(name: str) -> UsageError:
+    """Return the error of a picture without facts."""
+    return UsageError(
+        f"{name} has no generation settings",
+        hint="only pictures that this program wrote can be replayed, if they were not edited",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PictureDifference:
+    """The largest and the mean difference of values from 0 to 255, and the share that differs."""
+
+    largest: int
+    mean: float
+    share: float
+    is_equal: bool
+
+
+def compare_pictures(
+    pixels: Pixels, made: Pixels, kind: str, quality: object = None
+) -> PictureDifference | None:
+    """Compare the pixels of a file with those that were made; None if the sizes differ.
+
+    In a lossy format they are compared as files of the same quality, and may differ by _TOLERANCE:
+    other versions of its encoder round otherwise.
+    """
+    if pixels.shape != made.shape:
+        return None
+    if kind in QUALITIES:
+        used = quality if type(quality) is int and 0 <= quality <= 100 else None
+        made = read_picture(encode_picture(made, None, kind, used), "it").pixels
+    difference = np.abs(made.astype(np.int16) - pixels.astype(np.int16))
+    largest, mean = int(difference.max()), float(difference.mean())
+    is_equal = mean <= _TOLERANCE if kind in QUALITIES else not largest
+    return PictureDifference(largest, mean, float((difference > 0).mean()), is_equal)

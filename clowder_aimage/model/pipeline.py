@@ -209,7 +209,7 @@ PARAMETERS = tuple(
 class PictureEncoding:
     """The file format of pictures.
 
-    kind: one of FORMATS. quality: 0 to 100, of JPEG and WebP. has_facts: a PNG stores its
+    kind: one of FORMATS. quality: 0 to 100, of JPEG and WebP. has_facts: a file stores its
     parameters.
     """
 

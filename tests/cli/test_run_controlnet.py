@@ -54,7 +54,9 @@ def test_a_control_picture_guides_by_its_strength_and_is_replayed(here: Aimage) 
     assert here("replay", "made.png").out == "equal\n"
     digest = facts["control"].partition(":")[2]
     (here.store / "blobs" / "sha256" / digest).unlink()
-    assert f"the control sha256:{digest}" in here("replay", "made.png", code=3).err
+    said = here("replay", "made.png", code=3).err
+    assert f"the store lacks: the control picture sha256:{digest}" in said
+    assert "name it with --control SOURCE" in said
     assert here("replay", "made.png", "--control", "edges.png").out == "equal\n"
     here("replay", "made.png", "--control", "other.png", code=5)
     options = ("--control", "edges.png", "--controlnet", "union", "--control-strength")

@@ -42,7 +42,7 @@ def drawn(here: Aimage, *words: object, prompt: str = "a fox") -> bytes:
 
 
 def facts(data: bytes) -> dict[str, Any]:
-    from clowder_aimage.cli.console.remote_picture import facts_of
+    from clowder_aimage.model.picture_facts import facts_of
 
     return facts_of(data)
 

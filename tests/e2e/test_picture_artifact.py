@@ -114,6 +114,24 @@ def test_a_picture_of_an_artifact_is_replayed(here: Aimage, host: str) -> None:
     assert other("replay", f"oci://{target}#8.png").line == "equal"
 
 
+@pytest.mark.parametrize(("suffix", "kind"), [("jpg", "jpeg"), ("webp", "webp")])
+def test_a_picture_of_a_lossy_format_is_replayed(
+    here: Aimage, host: str, suffix: str, kind: str
+) -> None:
+    model, target = f"{host}/team/x:v1", f"{host}/team/pics:{suffix}"
+    path = here.home / f"fox.{suffix}"
+    here("run", model, "a fox", *SMALL, "-o", path, "--push", target)
+    manifest = json.loads(here("manifest", "fetch", target).out)
+    (layer,) = manifest["layers"]
+    assert layer["mediaType"] == f"image/{kind}"
+    assert layer["annotations"][mediatype.TITLE] == f"7.{suffix}"
+    for name in (path, f"oci://{target}"):
+        assert here("replay", name).line == "equal"
+    with Image.open(path) as image:
+        image.rotate(180).save(path, exif=image.getexif())
+    assert "differs: by up to" in here("replay", path, code=5).out
+
+
 def test_a_picture_begins_with_one_of_an_artifact(here: Aimage, host: str) -> None:
     model, target = f"{host}/team/x:v1", f"{host}/team/pics:begun"
     value = made(here, model, target)

@@ -362,8 +362,9 @@ class Pictures(Target):
         facts = damage_json(rng, self._facts) if rng.random() < 0.7 else self._facts
         text = json.dumps(facts, ensure_ascii=False).encode("utf-8", "replace").decode()
         shown = json.loads(text)
-        data = encode_picture(self._pixels, shown if isinstance(shown, dict) else {})
-        path = self.world.home / "damaged.png"
+        kind = rng.choice(("png", "jpeg", "webp"))
+        data = encode_picture(self._pixels, shown if isinstance(shown, dict) else {}, kind)
+        path = self.world.home / "damaged"
         path.write_bytes(damage_bytes(rng, data) if rng.random() < 0.6 else data)
         self.world.verb("replay", path)
 

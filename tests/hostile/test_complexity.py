@@ -383,9 +383,19 @@ def read_challenge(n: int, _: Path) -> Action:
 
 
 def read_facts(n: int, _: Path) -> Action:
-    from clowder_aimage.cli.console.remote_picture import facts_of
+    from clowder_aimage.model.picture_facts import facts_of
 
     raw = png(n)
+    return lambda: facts_of(raw)
+
+
+def read_exif(n: int, _: Path) -> Action:
+    from clowder_aimage.model.picture_facts import facts_of
+
+    tags = struct.pack("<HHII", 0x8769, 4, 1, 8) * min(n, 65_535)  # each leads to the directory
+    exif = b"II*\0" + struct.pack("<IH", 8, min(n, 65_535)) + tags
+    chunks = struct.pack("<4sI", b"VP8 ", 0) * n + struct.pack("<4sI", b"EXIF", len(exif)) + exif
+    raw = b"RIFF\0\0\0\0WEBP" + chunks
     return lambda: facts_of(raw)
 
 
@@ -430,7 +440,6 @@ CASES: dict[str, Case] = {
     "adapter/peft_config.py": read_peft_config,
     "adapter/adapter_file.py": read_adapter_file,
     "api/request_body.py": read_body,
-    "cli/console/remote_picture.py": read_facts,
     "content/tar.py": read_tar,
     "formats/comfy_quant.py": read_quantized,
     "formats/gguf_header.py": read_gguf,
@@ -445,6 +454,8 @@ CASES: dict[str, Case] = {
     "layout/digest_scan.py": lambda n, _: lambda: DigestScanner().scan("x", lambda _: index(n)),
     "layout/index.py": read_stored_index,
     "load.py": read_archive_index,
+    "model/picture_facts.py": read_facts,
+    "model/picture_facts.py Exif": read_exif,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
     "pictures/picture_artifact.py": read_settings,
@@ -474,7 +485,7 @@ COVERED = {
     "picture_input": "Pillow reads it, within limits of bytes and pixels",
     "seed_option": "pictures of this program",
     "image_request": "a bounded field of a form, by read_json",
-    "picture": "Pillow reads it; the facts are those of remote_picture",
+    "picture": "Pillow reads it; the facts are those of picture_facts",
     **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
 }
 DECODERS = {

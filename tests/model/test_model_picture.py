@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
@@ -17,7 +18,14 @@ from PIL import ExifTags, Image, PngImagePlugin
 
 from clowder_aimage import __version__
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.model.picture import contact_sheet, encode_picture, load_picture
+from clowder_aimage.model.picture import (
+    compare_pictures,
+    contact_sheet,
+    encode_picture,
+    load_picture,
+    read_picture,
+)
+from clowder_aimage.model.picture_facts import QUALITIES, facts_of
 
 PIXELS = np.zeros((16, 32, 3), np.uint8)
 FACTS = {
@@ -97,10 +105,74 @@ def test_jpeg_and_webp_have_the_parameters_where_the_web_ui_writes_them(kind: st
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
-def test_a_prompt_too_long_for_a_jpeg_leaves_the_picture_readable(kind: str) -> None:
-    data = encode_picture(PIXELS, FACTS | {"prompt": "x" * 40_000}, kind)
-    with Image.open(io.BytesIO(data)) as image:
-        assert image.size == (32, 16) and not image.getexif()
+def test_jpeg_and_webp_have_the_facts_and_their_quality(kind: str, tmp_path: Path) -> None:
+    path, facts = tmp_path / "x", FACTS | {"prompt": "二つの円"}
+    for quality, used in ((None, QUALITIES[kind]), (30, 30)):
+        path.write_bytes(encode_picture(PIXELS, facts, kind, quality))
+        assert load_picture(path)[1] == facts | {"quality": used}
+    with Image.open(path) as image:  # other programs keep them
+        image.save(tmp_path / "y", kind, exif=image.getexif())
+    assert load_picture(tmp_path / "y")[1] == facts | {"quality": 30}
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_facts_too_long_for_a_jpeg_leave_the_picture_readable(kind: str) -> None:
+    """The comment, in UTF-16, is left out first."""
+    for length, has_comment, has_facts in ((40_000, False, True), (70_000, False, False)):
+        facts = FACTS | {"prompt": "x" * length}
+        data = encode_picture(PIXELS, facts, kind)
+        assert bool(facts_of(data)) == (has_facts or kind == "webp")
+        with Image.open(io.BytesIO(data)) as image:
+            assert image.size == (32, 16)
+            comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
+        assert bool(comment) == (has_comment or kind == "webp")
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_pictures_of_a_lossy_format_are_compared_as_files(kind: str) -> None:
+    draw = np.random.default_rng(3)
+    noise = draw.integers(0, 256, (32, 32, 3), np.uint8)
+    read = read_picture(encode_picture(noise, FACTS, kind, 20), "it")
+    assert np.abs(read.pixels.astype(int) - noise).mean() > 4
+    same = compare_pictures(read.pixels, noise, kind, 20)
+    assert same is not None and (same.is_equal, same.largest) == (True, 0)
+    changed = noise.copy()
+    changed[:16] = 0
+    for other, quality in ((changed, 20), (noise, 95)):
+        found = compare_pictures(read.pixels, other, kind, quality)
+        assert found is not None and not found.is_equal
+    near = compare_pictures(noise, np.clip(noise, 1, 254), "png")
+    assert near is not None and (near.is_equal, near.largest) == (False, 1)
+    assert compare_pictures(noise, noise[:16], "png") is None
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "webp"])
+def test_damaged_exif_data_is_an_error_of_ours(kind: str) -> None:
+    data = encode_picture(PIXELS, FACTS, kind)
+    start = data.index(b"MM\0*")
+    draw, damaged = random.Random(5), 0
+    for _ in range(200):
+        changed = bytearray(data)
+        changed[start + draw.randrange(120)] = draw.randrange(256)
+        try:
+            facts_of(bytes(changed))
+        except FormatError as error:
+            damaged += error.exit_code == 5
+    assert damaged
+    for end in range(start, start + 100, 7):
+        with contextlib.suppress(FormatError):
+            assert facts_of(data[:end]) == {}
+
+
+def test_compressed_facts_of_a_png_are_read() -> None:
+    info = PngImagePlugin.PngInfo()
+    info.add_itxt("aimage", json.dumps(FACTS), "en", "facts", zip=True)
+    bomb = PngImagePlugin.PngInfo()
+    bomb.add_itxt("aimage", json.dumps({"x": "x" * (2 << 20)}), zip=True)
+    for chunks, facts in ((info, FACTS), (bomb, {})):
+        buffer = io.BytesIO()
+        Image.fromarray(PIXELS).save(buffer, "PNG", pnginfo=chunks)
+        assert facts_of(buffer.getvalue()) == facts
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])

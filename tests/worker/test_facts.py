@@ -17,10 +17,10 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.cli.console.remote_picture import facts_of
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import load_picture
+from clowder_aimage.model.picture_facts import facts_of
 from clowder_aimage.oci import Reference
 from tests.model.model_oracle import CASES
 from tests.process import Aimage

@@ -21,8 +21,8 @@ import numpy as np
 import safetensors.numpy
 from PIL import Image
 
-from clowder_aimage.cli.console.remote_picture import facts_of
 from clowder_aimage.engine.queued_request import ModelSlot
+from clowder_aimage.model.picture_facts import facts_of
 from tests.lora_file import write_lora
 from tests.process import Aimage
 from tests.worker.conftest import LocalWorker, answer_to

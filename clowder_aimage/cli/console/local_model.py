@@ -100,6 +100,7 @@ class LocalModel:
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.backend import SLOW
         from clowder_aimage.model.picture import encode_picture
+        from clowder_aimage.model.picture_facts import stated_facts
 
         if self.later is not None and self.later.is_done:
             self._replace(self.later)
@@ -123,7 +124,7 @@ class LocalModel:
                 remark("warning: this takes many times longer than with OpenBLAS; to install it:")
                 remark(f"  {install_command('mlx')}")
             for picture in render(begun, request):
-                own = facts | {"seed": picture.seed}
+                own = stated_facts(facts | {"seed": picture.seed}, kind, None)
                 data = encode_picture(picture.pixels, own, kind)
                 yield MadePicture(data, picture.seed, kind, own)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import struct
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,14 @@ from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import StepBar
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
+from clowder_aimage.model.picture_facts import facts_of, kind_of
 from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, ignored_image
-from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_PNG = b"\x89PNG\r\n\x1a\n"
-_MAGIC = {"png": _PNG, "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 _FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 
@@ -81,7 +79,7 @@ def _pictures(
             body = _request(reference, {**options, "seed": seed})
             with contextlib.closing(client.events("/v1/images/generations", body)) as events:
                 data = run.finish(events, index, on_accepted)
-            yield MadePicture(data, seed, options["output_format"], facts_of(data))
+            yield MadePicture(data, seed, options["output_format"], _facts(data))
 
 
 class _Run:
@@ -161,30 +159,17 @@ def _decoded(value: Mapping[str, Any], kind: str) -> bytes:
         data = base64.b64decode(value["data"][0]["b64_json"], validate=True)
     except (LookupError, TypeError, binascii.Error):
         data = b""
-    if not data.startswith(_MAGIC[kind]):
+    if kind_of(data) != kind:
         raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
     return data
 
 
-def facts_of(png: bytes) -> dict[str, Any]:
-    """Return the generation facts in a PNG file; empty if there are none.
-
-    The text chunk ``aimage`` of ``model.picture``, read without Pillow (PNG specification, 5.3
-    "Chunk layout" and 11.3.3.4 "iTXt").
-    """
-    at = len(_PNG) if png.startswith(_PNG) else len(png)
-    while at + 8 <= len(png):
-        length, kind = struct.unpack_from(">I4s", png, at)
-        body = png[at + 8 : at + 8 + length]
-        if kind == b"iTXt" and body.startswith(b"aimage\0\0\0"):  # not compressed
-            text = body[9:].split(b"\0", 2)[-1]
-            try:
-                facts = read_json(text, "it")
-            except FormatError:
-                return {}
-            return facts if isinstance(facts, dict) else {}
-        at += 12 + length
-    return {}
+def _facts(data: bytes) -> dict[str, Any]:
+    """Return the facts of a picture; empty if it has none that can be read."""
+    try:
+        return facts_of(data)
+    except FormatError:
+        return {}
 
 
 def warn_ignored(request: GenerateRequest) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +22,9 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, LoraUse, check_parameters
 from clowder_aimage.oci import Descriptor, Digest, Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.picture import StoredPicture
 
 
 @verb
@@ -42,18 +44,19 @@ def replay(
 ) -> int:
     """Generate PICTURE again from the facts in it, and compare the two.
 
-    PICTURE is a PNG file, or oci://HOST/REPO:TAG[#TITLE]. What it began with is read from the
-    store, else --image, --mask and --control name it as for 'aimage run'; its digest must be that
-    in PICTURE.
+    PICTURE is a PNG, JPEG or WebP file, or oci://HOST/REPO:TAG[#TITLE]. What it began with is read
+    from the store, else --image, --mask and --control name it as for 'aimage run'; its digest must
+    be that in PICTURE.
 
     The AImage and its adapters are pulled by their digests if the store lacks them. --lora names
     other adapters, with the strengths of those in the picture unless it has its own. The exit code
-    is 5 if the pictures differ.
+    is 5 if the pictures differ, for JPEG and WebP by more than these formats lose.
     """
     with needs("running a model", "mlx"):
-        import numpy as np
+        from clowder_aimage.model.picture import compare_pictures
 
-    pixels, facts = _load(picture)
+    read = _read(picture)
+    facts = read.facts
     reference = _reference(picture, facts)
     request = _request(picture, facts)
     _note_registry(picture, reference)
@@ -74,35 +77,41 @@ def replay(
     dtype = None if dtype is None else str(dtype)
     model = load_model(fetched, request, dtype=dtype, finder=finder)
     (rendered,) = render(fetched.watch(model.generate(request)), request)
-    again = rendered.pixels
-    if again.shape != pixels.shape:
-        height, width, *_ = again.shape
+    kind, quality = read.kind, facts.get("quality")
+    found = compare_pictures(read.pixels, rendered.pixels, kind, quality)
+    if found is None:
+        height, width, *_ = rendered.pixels.shape
         raise VerificationError(f"{picture} was resized: expected {width}x{height}")
-    difference = np.abs(again.astype(np.int16) - pixels.astype(np.int16))
-    largest, share = int(difference.max()), float((difference > 0).mean())
     value = {
         "picture": picture,
         "digest": str(model.stored.descriptor.digest),
-        "equal": largest == 0,
-        "largestDifference": largest,
-        "differingShare": share,
+        "equal": found.is_equal,
+        "largestDifference": found.largest,
+        "meanDifference": found.mean,
+        "differingShare": found.share,
     }
-    text = f"differs: by up to {largest}/255, in {share:.2%} of the values"
-    result(value, text if largest else "equal")
-    return VerificationError.exit_code if largest else 0
+    text = f"differs: by up to {found.largest}/255, in {found.share:.2%} of the values"
+    if found.is_equal:
+        words = f" within the losses of {kind.upper()}: by {found.mean:.2f}/255 on average"
+        text = f"equal{words if found.largest else ''}"
+    result(value, text)
+    return 0 if found.is_equal else VerificationError.exit_code
 
 
-def _load(picture: str) -> tuple[Any, dict[str, Any]]:
-    """Return the pixels and the facts of a picture: a file, or one of an artifact."""
-    from clowder_aimage.model.picture import load_picture, read_picture
+def _read(picture: str) -> StoredPicture:
+    """Return a picture, of a file or of an artifact, and how it was made."""
+    from clowder_aimage.model.picture import no_facts, read_file, read_picture
 
-    if not picture.lower().startswith("oci://"):
-        return load_picture(Path(picture))
-    data, stated = input_source().read_made(picture)
-    pixels, facts = read_picture(io.BytesIO(data), picture)
-    if not (stated or facts):
-        raise UsageError(f"{picture} has no generation settings")
-    return pixels, stated or facts
+    data, stated = b"", dict[str, Any]()
+    if picture.lower().startswith("oci://"):
+        data, stated = input_source().read_made(picture)
+    else:
+        data = read_file(Path(picture))
+    read = read_picture(data, picture)
+    if not (stated or read.facts):
+        raise no_facts(picture)
+    own = {name: read.facts[name] for name in ("quality",) if name in read.facts}
+    return replace(read, facts={**stated, **own} if stated else read.facts)
 
 
 def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, str | None]) -> None:
@@ -130,12 +139,15 @@ def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, str | 
             files.keep(digest)
         elif has_file:
             lease.add(Digest.parse(digest))
-            missing += [] if _is_stored(layout, digest) else [f"the {name} {digest}"]
+            missing += [] if _is_stored(layout, digest) else [name]
     if missing:
-        options = " and ".join(f"--{one.split()[1]} FILE" for one in missing)
+        role = {"control": "control picture"}
+        named = (f"the {role.get(name, name)} {getattr(request, name)}" for name in missing)
+        options = " and ".join(f"--{name} SOURCE" for name in missing)
+        them = "them" if missing[1:] else "it"
         raise NotFoundError(
-            f"{picture} began with pictures that the store lacks: {' and '.join(missing)}",
-            hint=f"name them with {options}",
+            f"{picture} began with pictures that the store lacks: {' and '.join(named)}",
+            hint=f"name {them} with {options}: a file, a URL or an artifact",
         )
 
 

@@ -219,7 +219,7 @@ def spell(field: str) -> str:
 @click.option(
     "--png-facts/--no-png-facts",
     default=None,
-    help="Write prompt, seed and other facts into PNG files. [default: yes]",
+    help="Write prompt, seed and other facts into picture files. [default: yes]",
 )
 @click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
 @click.option(
