@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import UsageError
+from clowder_aimage.formats.coded_tensor import CodedTensor, DecodedCount
 from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, reason_to_keep
 from clowder_aimage.tensor import Quantization, nbytes
 from clowder_aimage.tensor.tensor_blob import BIAS, SCALE
@@ -149,6 +150,7 @@ class WeightReport:
     parameters: int = 0
     quantized: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cast: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    decoded: DecodedCount = field(default_factory=dict)
     saved: int = 0
     ignored: int = 0
 
@@ -167,9 +169,17 @@ def report(
         sum(decision.weight.elements for decision in decisions),
         {name: facts for name, facts in quantized.items() if isinstance(facts, dict)},
         Counter((d.weight.dtype, d.dtype) for d in decisions if d.is_cast and not d.result),
+        _decoded(decisions),
         sum(d.weight.nbytes - d.nbytes for d in decisions if d.changes),
         ignored,
     )
+
+
+def _decoded(decisions: Iterable[WeightDecision]) -> DecodedCount:
+    """Return the number of tensors that are decoded, by format and dtype of the values."""
+    rows = (part.tensor.decoded for decision in decisions for part in decision.weight.parts)
+    found = (one.decoder for one in rows if one is not None)
+    return Counter((one.format, one.dtype) for one in found if isinstance(one, CodedTensor))
 
 
 def describe_component(
@@ -180,7 +190,11 @@ def describe_component(
         return dict(known)
     facts = quantization(decisions)
     described = {**known, "tensors": len(decisions), **totals(decisions)}
-    return described | ({"quantization": facts} if facts else {})
+    formats = Counter[str]()
+    for (kind, _), count in _decoded(decisions).items():
+        formats[kind] += count
+    decoded = {"decoded": dict(sorted(formats.items()))} if formats else {}
+    return described | decoded | ({"quantization": facts} if facts else {})
 
 
 def whole_model(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:

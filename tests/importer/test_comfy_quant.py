@@ -250,7 +250,7 @@ BAD: dict[str, tuple[dict[str, Entry | None], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_other_files_are_refused(case: str, tmp_path: Path) -> None:
+def test_other_quantized_files_are_refused(case: str, tmp_path: Path) -> None:
     changes, message = BAD[case]
     entries = {name: entry for name, entry in {**LAYER, **changes}.items() if entry is not None}
     with pytest.raises(FormatError, match=message):

@@ -76,7 +76,7 @@ def test_rows_that_were_joined_have_their_shape_again(tmp_path: Path) -> None:
     ],
     ids=["product", "negative", "long", "type", "IQ2_XXS", "short"],
 )
-def test_other_files_are_refused(raw: bytes, message: str, tmp_path: Path) -> None:
+def test_other_types_are_refused(raw: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(raw)
     with pytest.raises(FormatError, match=message):
         read_source(tmp_path / "x")

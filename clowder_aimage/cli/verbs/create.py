@@ -384,8 +384,13 @@ def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
         {"from": source, "to": target, "tensors": count}
         for (source, target), count in sorted(report.cast.items())
     ]
+    decoded = [
+        {"from": kind, "to": dtype, "tensors": count}
+        for (kind, dtype), count in sorted(report.decoded.items())
+    ]
     changes = {
         "quantization": dict(report.quantized),
+        "decoded": decoded,
         "cast": cast,
         "saved": report.saved,
         "ignored": report.ignored,
@@ -400,6 +405,7 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
         f"{value['reference']}: {_what(value)}, {size(value['size'])}; {there['layers']} of "
         f"{len(packed.layers)} blobs ({size(there['size'])}) were in the store already",
         *(_quantized(name, facts) for name, facts in packed.report.quantized.items()),
+        *_decoded(packed.report, recipe),
         *_cast(packed.report, recipe),
     ]
     if saved := packed.report.saved:
@@ -432,6 +438,14 @@ def _quantized(component: str, facts: Mapping[str, Any]) -> str:
         return line
     most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
     return f"{line}; not quantized: {', '.join(f'{count} ({why})' for why, count in most)}"
+
+
+def _decoded(report: WeightReport, recipe: Recipe) -> Iterator[str]:
+    for (kind, dtype), count in sorted(report.decoded.items()):
+        loss = ", without loss" if dtype == "BF16" else ""
+        yield f"{plural(count, 'tensor')} decoded from {kind} to {dtype}{loss}"
+    if recipe.dtype is None and any(dtype == "F32" for _, dtype in report.decoded):
+        yield "--dtype bf16 would round the decoded values, and take half of the space"
 
 
 def _cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
