@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clowder_aimage.formats import gguf_header, model_tree
-from clowder_aimage.formats.coded_tensor import DecodedCount
-from clowder_aimage.formats.comfy_quant import decode_quantized
-from clowder_aimage.formats.gguf_weights import read_gguf
+from clowder_aimage.formats.codes.coded_tensor import DecodedCount
+from clowder_aimage.formats.codes.comfy_quant import decode_quantized
+from clowder_aimage.formats.codes.gguf_weights import read_gguf
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.tensor.weight import SourceTensor
 

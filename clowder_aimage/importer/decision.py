@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.formats.coded_tensor import CodedTensor, DecodedCount
+from clowder_aimage.formats.codes.coded_tensor import CodedTensor, DecodedCount
 from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, reason_to_keep
 from clowder_aimage.tensor import Quantization, nbytes
 from clowder_aimage.tensor.tensor_blob import BIAS, SCALE

@@ -30,7 +30,6 @@ from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
 from clowder_aimage.errors import AImageError
 from clowder_aimage.formats import (
-    comfy_quant,
     gguf_header,
     lora,
     onnx_graph,
@@ -40,6 +39,7 @@ from clowder_aimage.formats import (
 )
 from clowder_aimage.formats import model_tree as tree
 from clowder_aimage.formats import torchscript as script
+from clowder_aimage.formats.codes import comfy_quant
 from clowder_aimage.importer import hub_files
 from clowder_aimage.layout.digest_scan import DigestScanner
 from clowder_aimage.layout.index import read_index
@@ -441,7 +441,7 @@ CASES: dict[str, Case] = {
     "adapter/adapter_file.py": read_adapter_file,
     "api/request_body.py": read_body,
     "content/tar.py": read_tar,
-    "formats/comfy_quant.py": read_quantized,
+    "formats/codes/comfy_quant.py": read_quantized,
     "formats/gguf_header.py": read_gguf,
     "formats/lora.py": read_lora,
     "formats/model_tree.py": read_tree,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats.comfy_quant import METADATA
+from clowder_aimage.formats.codes.comfy_quant import METADATA
 from clowder_aimage.formats.weight_source import WeightSource, read_source
 from clowder_aimage.tensor.weight import SourceTensor
 from tests.importer.coded_file import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats.coded_tensor import CodedTensor, DecodedCount, check_numpy
+from clowder_aimage.formats.codes.coded_tensor import CodedTensor, DecodedCount, check_numpy
 from clowder_aimage.formats.gguf import read_model
 from clowder_aimage.formats.gguf_header import SHAPES, TENSORS, GgufTensor
 from clowder_aimage.formats.model_tree import SourceFile
@@ -63,7 +63,7 @@ def _tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> Sou
     if tensor.type in _PLAIN:
         return SourceTensor(tensor.name, tensor.type, shape, *place)
     check_numpy()
-    from clowder_aimage.formats.ggml_block import DECODERS
+    from clowder_aimage.formats.codes.ggml_block import DECODERS
 
     if tensor.type not in DECODERS:
         raise FormatError(

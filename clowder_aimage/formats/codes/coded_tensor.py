@@ -66,7 +66,7 @@ class CodedTensor:
 
     def _function(self) -> Callable[[Bytes, int], Any]:
         """Return a function of codes, and the place of the first value, to values."""
-        from clowder_aimage.formats import ggml_block, scaled_code
+        from clowder_aimage.formats.codes import ggml_block, scaled_code
 
         if function := ggml_block.DECODERS.get(self.format):
             return lambda codes, _: function(codes.reshape(-1, self.size)).reshape(-1)
@@ -91,7 +91,7 @@ class CodedTensor:
         """Return the scales of blocks by rows, or nothing without them."""
         import numpy as np
 
-        from clowder_aimage.formats.scaled_code import in_rows
+        from clowder_aimage.formats.codes.scaled_code import in_rows
 
         if self.scales is None:
             return np.empty(0, np.uint8)

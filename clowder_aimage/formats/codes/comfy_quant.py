@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats.coded_tensor import (
+from clowder_aimage.formats.codes.coded_tensor import (
     FACTORS,
     CodedTensor,
     DecodedCount,
@@ -190,7 +190,7 @@ def _coded(
 def _with_blocks(
     codes: SourceTensor, kind: str, scales: SourceTensor, factors: SourceTensor | None
 ) -> CodedTensor:
-    from clowder_aimage.formats.scaled_code import scales_shape
+    from clowder_aimage.formats.codes.scaled_code import scales_shape
 
     block, size, dtypes = _BLOCKS[kind]
     if len(codes.shape) != 2 or not all(codes.shape) or codes.shape[1] % size:
@@ -225,7 +225,7 @@ def _dtype(coded: CodedTensor) -> str:
     """Return BF16 if all products of codes and scales are exact in it, else F32."""
     import numpy as np
 
-    from clowder_aimage.formats import scaled_code
+    from clowder_aimage.formats.codes import scaled_code
 
     factors, kind = coded.read_factors(), coded.format
     if factors.size > 1:
