@@ -44,8 +44,8 @@ SIGNATURES: dict[Any, str] = {
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
     Model.generate: "self prompt * width height steps seed negative guidance guidance_end "
-    "cfg_normalization shift cache_threshold image mask strength fine fit paste feather crop expand "
-    "upscale control controlnet control_strength loras count progress",
+    "cfg_normalization shift cache_threshold image mask strength fine fit paste feather crop "
+    "expand upscale control controlnet control_strength loras count progress",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",
