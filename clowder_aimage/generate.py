@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -78,8 +78,16 @@ class RunnableModel:
         return describe()
 
     def preload(self, request: GenerateRequest) -> str:
-        """Load what can stay in memory for such requests; return it in words. Raises ModelError."""
+        """Load what can stay in memory for such requests; return it in words.
+
+        Raises ModelError, and UsageError for a wrong mask.
+        """
         with self._adapted(request):
+            if self.pictures and request.mask is not None:  # opened again by generate
+                with suppress(NotFoundError):  # it may be kept later
+                    picture = self.pictures.open(request)
+                    given = picture.given if isinstance(picture, PreparedPicture) else None
+                    self.pipeline.check(request, given)
             return self.pipeline.preload(request)
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:

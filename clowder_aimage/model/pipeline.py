@@ -289,8 +289,8 @@ class Pipeline(Protocol):
         """
         ...
 
-    def check(self, request: GenerateRequest) -> None:
-        """Reject a request that this model does not support. Raises UsageError."""
+    def check(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
+        """Reject a request, or its picture, that this model does not support. Raises UsageError."""
         ...
 
     def preload(self, request: GenerateRequest) -> str:

@@ -140,6 +140,17 @@ def test_an_image_that_is_ignored_is_said_before_the_model_is_loaded(
         assert said.index("image is ignored") < said.index("rendering")
 
 
+def test_a_mask_without_a_cell_is_refused_before_the_load(drawn: tuple[Aimage, Path]) -> None:
+    here, path = drawn
+    mask = np.zeros((24, 40), np.uint8)
+    mask[1:6, 1:6] = 255  # beside the first pixels of cells
+    Image.fromarray(mask).save(here.home / "mask.png")
+    options = ("--image", path, "--mask", "mask.png", "--seeds", "1..2", "--local", "-v")
+    said = here("run", "x", "a fox", *options, code=2).err
+    assert "the mask is too small: it covers no cell of 8 x 8 pixels" in said
+    assert "memory:" not in said  # which is said after a load
+
+
 def test_seeds_make_a_picture_each_and_a_sheet(stocked: Callable[[], Aimage]) -> None:
     here = stocked()
     small = ("--size", "32x48", "--steps", 1, "--local")

@@ -30,6 +30,7 @@ from clowder_aimage.model.pipeline import (
     MAX_SEED,
     GenerateRequest,
     Image,
+    PictureInput,
     Preview,
     Step,
     previews_after,
@@ -42,6 +43,7 @@ from tests.model.model_blobs import FolderStore, replace
 from tests.process import run
 
 Model = tuple[FolderStore, AImage]
+FILE = f"sha256:{'0' * 64}"  # of an image; the pipeline is given the picture itself
 SMALL = GenerateRequest("a fox", 32, 32, 2)
 
 
@@ -374,6 +376,30 @@ def test_a_limit_that_is_too_low_is_refused_with_the_least(tiny: Model) -> None:
     assert found is not None
     held.set_memory("auto", None, limit=int(found[1]) << 20)
     assert made(held, SMALL)
+
+
+def test_the_encoder_of_pictures_is_counted_for_requests_with_one(tiny: Model) -> None:
+    held, request = opened(tiny), dataclasses.replace(SMALL, image=FILE)
+    held.set_memory("keep", None)
+    plain, more = (int(held.preload(one).split()[-2]) for one in (SMALL, request))
+    encoder = held.picture_encoder()
+    assert encoder.is_loaded and encoder.policy == "keep" and more >= plain
+    modules = sum(module.size for module in held.budget.modules)
+    work = max(stage.work for stage in held.stages(SMALL))
+    held.set_memory("auto", 1)
+    held.budget.memory = int(held.budget._own + work + modules - encoder.size)
+    assert held.budget.keeps(held.stages(SMALL))
+    assert not held.budget.keeps([*held._picture_stages(request), *held.stages(request)])
+
+
+def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: Model) -> None:
+    held, request = opened(tiny), dataclasses.replace(SMALL, image=FILE, mask=FILE)
+    mask = np.zeros((32, 32), np.uint8)
+    mask[1:8, 1:8] = 255  # between the pixels that stand for cells
+    given = PictureInput(np.zeros((32, 32, 3), np.uint8), mask)
+    with pytest.raises(UsageError, match="covers no cell of 8 x 8 pixels"):
+        held.generate(request, given)
+    assert loaded(held) == [] and not held.picture_encoder().is_loaded
 
 
 def test_memory_budget_learns_from_pictures(tiny: Model) -> None:

@@ -89,6 +89,7 @@ class LocalModel:
         request = GenerateRequest.for_model(aimage, **self.first)
         check_parameters(request)  # the steps may be the model's
         warn_ignored(request)
+        input_pictures().keep(request.image, request.mask)  # a wrong mask is refused before a load
         self._loaded = [self.load_model(fetched, request)]
         self.fetched = fetched
 

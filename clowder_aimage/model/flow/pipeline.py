@@ -241,6 +241,7 @@ class FlowPipeline(ABC):
         @cache
         def picture_encoder() -> Module:
             loaded = components.open(cls.NETWORKS["picture_encoder"])
+            loaded.policy = transformer.policy
             budget.modules = (loaded, *budget.modules)
             return loaded
 
@@ -320,7 +321,7 @@ class FlowPipeline(ABC):
 
         Returns what stays in memory. Raises as ``ModelWeights.apply`` does.
         """
-        stages = self.stages(request)
+        stages = *self._picture_stages(request), *self.stages(request)
         if self.budget.keeps(stages) and not self.budget.is_last:
             for stage in stages:
                 self.budget.use(stage)
@@ -336,13 +337,18 @@ class FlowPipeline(ABC):
         """Return the supported sides."""
         return self.sides_of(self.transformer_module.config, self.vae_module.config)
 
-    def check(self, request: GenerateRequest) -> None:
-        """Reject a request that this model does not support. Raises UsageError."""
+    def check(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
+        """Reject a request that this model does not support. Raises UsageError.
+
+        ``given`` is the picture of a request with an image.
+        """
         check_request(request, self.sides, self.least_memory, self.budget.total)
         self.refuse(request)
         for text in self.texts(request):
             self.ids(text)
-        self.budget.check(self.stages(request))
+        if given is not None and given.mask is not None:
+            cells_of(given.mask, self.vae_module.config.scale)
+        self.budget.check((*self._picture_stages(request), *self.stages(request)))
 
     def texts(self, request: GenerateRequest) -> list[str]:
         """Return the texts of a request: the negative one only with guidance."""
@@ -381,6 +387,16 @@ class FlowPipeline(ABC):
             Stage("decode", (self.vae_module,), decode),
         )
 
+    def _picture_stages(self, request: GenerateRequest) -> list[Stage]:
+        """Return the stage that encodes the pictures of a request, if it has any."""
+        has_pictures = request.image is not None or request.control is not None
+        return [self._encoding(request.width * request.height)] if has_pictures else []
+
+    def _encoding(self, pixels: int) -> Stage:
+        module = self.picture_encoder()
+        guess = decoding(module.config.widest, pixels, self.dtype)
+        return Stage("picture", (module,), self.budget.work("picture", pixels, guess))
+
     def generate(
         self, request: GenerateRequest, given: PictureInput | None = None
     ) -> Generator[PipelineEvent, None, None]:
@@ -392,7 +408,7 @@ class FlowPipeline(ABC):
             UsageError: Immediately, if this model does not support the request.
             ModelError: Later, if the model computes values that are not finite.
         """
-        self.check(request)
+        self.check(request, given)
         return self._generate(request, self.schedule(request), given)
 
     def _generate(
@@ -455,12 +471,10 @@ class FlowPipeline(ABC):
 
     def distribution(self, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the means and deviations of the latents of a picture, evaluated."""
-        module, pixels = self.picture_encoder(), values.size // 3
-        guess = decoding(module.config.widest, pixels, self.dtype)
-        work = self.budget.work("picture", pixels, guess)
-        self.budget.use(stage := Stage("picture", (module,), work))
+        pixels = values.size // 3
+        self.budget.use(stage := self._encoding(pixels))
         with self.budget.measure(stage, pixels):
-            means, deviations = module.get().encode(values.astype(self.dtype))
+            means, deviations = self.picture_encoder().get().encode(values.astype(self.dtype))
             means, deviations = means.astype(mx.float32), deviations.astype(mx.float32)
             mx.eval(means, deviations)
         return means, deviations
