@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -52,6 +53,10 @@ class _Server(ThreadingHTTPServer):
         pass  # ignore clients that disconnect
 
 
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -98,14 +103,16 @@ class _Handler(BaseHTTPRequestHandler):
 class ScriptedRegistry:
     """Runs ``script`` for every request and records the requests."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, address: str = "127.0.0.1") -> None:
         self.script = script
         self.seen: list[Seen] = []
         self.released = threading.Event()
         self.flooded = 0  # bytes of floods sent
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        kind = _Server6 if ":" in address else _Server
+        self._server = kind((address, 0), _Handler)
         self._server.registry = self
-        self.host = f"127.0.0.1:{self._server.server_address[1]}"
+        name = f"[{address}]" if ":" in address else address
+        self.host = f"{name}:{self._server.server_address[1]}"
 
     def wrap(self, context: ssl.SSLContext) -> None:
         """Use TLS."""

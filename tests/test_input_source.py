@@ -230,6 +230,23 @@ def test_a_worker_pulls_from_the_registries_that_are_named(
         read(configured, f"http://{server.host}/a.png")
 
 
+def test_a_registry_may_be_an_ipv6_address(store: ImageLayout) -> None:
+    try:
+        found = ScriptedRegistry(lambda _: Answer(404), "::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with found.running() as server:
+        text = offer(server, layer(PICTURE, title="a.png"))
+        assert text.startswith("oci://[::1]:")
+        for entry, is_allowed in ((server.host, True), ("[::1]", False), ("[::2]:5000", False)):
+            source = InputSource(store, ClientOptions, InputHosts.parse([entry]))
+            if is_allowed:
+                assert read(source, f"{text}#a.png") == PICTURE
+            else:
+                with pytest.raises(ForbiddenError, match=r"from the registry \[::1\]:"):
+                    read(source, text)
+
+
 @pytest.mark.parametrize(
     ("name", "address", "entry", "is_allowed"),
     [
