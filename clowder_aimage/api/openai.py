@@ -126,7 +126,7 @@ class ImageRoutes:
             message = "missing required field: image"
             raise ApiError(400, message, code="missing_required_parameter", param="image")
         may_pull = request.get("scope") == ADMIN
-        target = picture_output.target_of(
+        target = await picture_output.target_of(
             body.output, service, may_push=may_pull, is_streamed=body.stream
         )
         selected = await openai_model.choose_model(service, body, may_pull=may_pull)

@@ -16,7 +16,11 @@ from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
-from clowder_aimage.pictures.picture_artifact import check_target, push_pictures
+from clowder_aimage.pictures.picture_artifact import (
+    check_replaceable,
+    check_target,
+    push_pictures,
+)
 
 
 class OutputField(RequestBody):
@@ -25,12 +29,13 @@ class OutputField(RequestBody):
     push: Annotated[str, Field(max_length=1024)]
 
 
-def target_of(
+async def target_of(
     output: OutputField | None, service: Service, *, may_push: bool, is_streamed: bool
 ) -> Reference | None:
     """Return the name to push pictures to, checked before they are made; None without one.
 
-    Raises ApiError: 403 without the scope, 400 for a name that cannot be pushed to, or a stream.
+    Raises ApiError: 403 without the scope, 400 for a name that cannot be pushed to, or a stream;
+    502 if the registry is at fault.
     """
     if output is None:
         return None
@@ -43,8 +48,11 @@ def target_of(
     try:
         target = Reference.parse(output.push)
         check_target(target, service.connection)
+        await run_io(partial(check_replaceable, target, service.connection))
     except UsageError as error:
         raise ApiError(400, error.message, code="invalid_value", param="output") from None
+    except AImageError as error:
+        raise registry_error(error) from None
     return target
 
 

@@ -181,9 +181,12 @@ def test_pictures_come_from_the_registries_of_the_models(tmp_path: Path) -> None
     assert not service.inputs(may_pull=False).registries
 
 
-def test_an_artifact_without_a_picture_is_refused(worker: LocalWorker, host: str) -> None:
+def test_a_model_is_neither_a_picture_nor_replaced_by_one(worker: LocalWorker, host: str) -> None:
     here = worker.aimage
     here("tag", "tiny", f"{host}/team/tiny:v1")
     here("push", f"{host}/team/tiny:v1")
     status, answer = ask(worker, image=f"oci://{host}/team/tiny:v1")
     assert (status, answer["error"]["param"]) == (422, "image"), answer
+    status, answer = ask(worker, output={"push": f"{host}/team/tiny:v1"}, model="absent")
+    assert (status, answer["error"]["param"]) == (400, "output"), answer  # before all else
+    assert "is not an artifact of pictures" in answer["error"]["message"]
