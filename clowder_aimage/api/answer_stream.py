@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -38,6 +38,12 @@ def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
 def comment(text: str) -> bytes:
     """Return a comment line, which clients ignore."""
     return f": {' '.join(text.split())}\n\n".encode()
+
+
+def warning_header(warnings: Iterable[str]) -> dict[str, str]:
+    """Return the header with sentences about what has no effect; none without one."""
+    text = "; ".join(warnings)
+    return {"X-Aimage-Warning": text.encode("ascii", "backslashreplace").decode()} if text else {}
 
 
 async def ticking(
@@ -129,11 +135,13 @@ class EventStream:
 class NdjsonStream:
     """A response of JSON lines, as in ollama's API.
 
-    An error before the first line determines the status of the response.
+    An error before the first line determines the status of the response. ``headers`` are sent with
+    the first line.
     """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
+        self.headers = {"Content-Type": "application/x-ndjson"}
         self._response: web.StreamResponse | None = None
 
     @property
@@ -144,7 +152,7 @@ class NdjsonStream:
     async def write(self, value: Mapping[str, Any]) -> None:
         """Send a line without delay."""
         if self._response is None:
-            self._response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+            self._response = web.StreamResponse(headers=self.headers)
             await self._response.prepare(self._request)
         line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         await self._response.write(line.encode() + b"\n")

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.picture_field import MAX_PIXELS, MULTIPLE, PictureFields, check_pixels
+from clowder_aimage.api.picture_field import MAX_PIXELS, PictureFields, check_pixels
 from clowder_aimage.api.picture_output import OutputField
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import check_fields, wrong
@@ -32,6 +32,7 @@ from clowder_aimage.model.pipeline import (
     PictureEncoding,
 )
 from clowder_aimage.oci import read_json
+from clowder_aimage.pictures.input_file import MULTIPLE
 
 _SAME = ("guidance_end", "cfg_normalization", "shift", "cache_threshold")  # names in both
 LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI

@@ -22,7 +22,7 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.answer_stream import NdjsonStream, ticking
+from clowder_aimage.api.answer_stream import NdjsonStream, ticking, warning_header
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.image_request import MAX_TEXT
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
@@ -39,6 +39,7 @@ from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, Route
+from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
     LoraUse,
@@ -116,6 +117,7 @@ class OllamaGeneration:
         self._is_admin = request.get("scope") == ADMIN
         self._begun = time.monotonic_ns()
         self._used: tuple[LoraUse, ...] = ()
+        self._warnings: list[str] = []
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
@@ -171,6 +173,7 @@ class OllamaGeneration:
             request = find_controlnet(self._service, request, aimage)
             request = adapters.resolve(self._service, request, aimage)
             self._used = request.loras
+            self._warnings[:] = without_effect(request, self._body.model_fields_set)
             return request
 
         events = self._service.engine.generate(
@@ -192,11 +195,12 @@ class OllamaGeneration:
                     if isinstance(event, ImageEvent):
                         last = self._finished(event)
                     elif self._body.stream and (line := self._progress(event)) is not None:
+                        answer.headers.update(warning_header(self._warnings))
                         await answer.write(line)
         except AImageError as error:
             return await answer.fail(controlnet_error(self._adapters.error(error)))
         if not self._body.stream or (has_no_picture and not answer.has_begun):
-            return web.json_response(last)
+            return web.json_response(last, headers=warning_header(self._warnings))
         await answer.write(last or {})
         return await answer.end()
 

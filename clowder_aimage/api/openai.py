@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -41,6 +41,7 @@ from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageE
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
@@ -76,13 +77,17 @@ def routes(service: Service, uploads: PictureUploads) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A request, its model, the AImages of its adapters by index, its pictures and their target."""
+    """A request, its model, the AImages of its adapters by index, its pictures and their target.
+
+    ``warnings`` are sentences about fields that have no effect, once the parameters are known.
+    """
 
     body: ImageRequest
     selected: openai_model.SelectedModel
     adapters: Mapping[int, Reference]
     pictures: KeptPictures | None
     target: Reference | None  # to which the pictures are pushed
+    warnings: list[str] = field(default_factory=list)
 
 
 class ImageRoutes:
@@ -146,7 +151,7 @@ class ImageRoutes:
         stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
         previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
         events = self._events(work, stream_form.learn, previews)
-        return await _streamed(request, body, stream_form, events, headers)
+        return await _streamed(request, work, stream_form, events, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
         """Respond with the picture of a link."""
@@ -179,6 +184,7 @@ class ImageRoutes:
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
             learn(parameters)
+            work.warnings[:] = without_effect(parameters, body.model_fields_set)
             return parameters
 
         how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
@@ -207,6 +213,7 @@ class ImageRoutes:
             raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
+        headers |= answer_stream.warning_header(work.warnings)
         answer = _answer(body, pictures, keep) | described(learned[-1].loras)
         if work.target is not None:
             answer["output"] = await picture_output.push_events(
@@ -250,7 +257,7 @@ def _headers(body: ImageRequest, reference: Reference) -> dict[str, str]:
 
 async def _streamed(
     request: web.Request,
-    body: ImageRequest,
+    work: _Work,
     stream_form: ImageStream,
     events: AsyncGenerator[Event, None],
     headers: dict[str, str],
@@ -259,11 +266,12 @@ async def _streamed(
 
     An error before the first event determines the status; a later one is sent as an event.
     """
-    stream = answer_stream.EventStream(request, headers)
+    stream, body = answer_stream.EventStream(request, headers), work.body
     async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
         try:
             async for event in coming:
                 if not stream.response.prepared:
+                    stream.response.headers.update(answer_stream.warning_header(work.warnings))
                     await stream.open()
                 if event is None:
                     await stream.keep_alive()

@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.model.pipeline import MAX_CONTROL, MAX_EXPAND, MAX_FEATHER, MAX_UPSCALE
+from clowder_aimage.pictures.input_file import own_size
 
-MULTIPLE = 16  # pixels
 MAX_PIXELS = 3840 * 2160
 # Fields that have no meaning without an image, a mask or a control picture
 _OF_IMAGES = ("strength", "fine", "paste", "feather", "crop", "painted", "expand", "upscale")
@@ -70,24 +70,17 @@ class PictureFields(RequestBody):
             return {}
         found = pictures.digests | {name: getattr(self, name) for name in ("fit", *_SAME)}
         first = pictures.first
-        if self.expand is not None:
-            if has_size:
-                raise wrong("expand", "determines the size: omit size, width and height")
-            left, top, right, bottom = self.expand
-            sides = (left + first.width + right, top + first.height + bottom)
-            width, height = (-(-side // MULTIPLE) * MULTIPLE for side in sides)
-            check_pixels("expand", width, height)
-            return found | {"width": width, "height": height}
+        if self.expand is not None and has_size:
+            raise wrong("expand", "determines the size: omit size, width and height")
         if self.upscale is not None:
             sides = (round(first.width * self.upscale), round(first.height * self.upscale))
             check_pixels("upscale", *sides)
             return found
         if has_size:
             return found
-        width, height = (max(MULTIPLE, one - one % MULTIPLE) for one in (first.width, first.height))
-        check_pixels("size", width, height)
-        # stretched by less than a multiple
-        return found | {"width": width, "height": height, "fit": self.fit or "stretch"}
+        size = own_size(first, self.expand or ())
+        check_pixels("size" if self.expand is None else "expand", **size)
+        return found | size | {"fit": self.fit or "stretch"}  # by less than a multiple
 
 
 def check_pixels(param: str, width: int, height: int) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_directory, write_file
 from tests.process import Aimage
-from tests.worker.conftest import LocalWorker
+from tests.worker.conftest import LocalWorker, answer_to
 from tests.worker.test_picture_upload import (
     EDITS,
     GENERATIONS,
@@ -195,3 +197,38 @@ def test_a_variation_has_no_prompt(worker: LocalWorker) -> None:
     assert (status, param) == (400, "prompt")
     body, headers = form(("image", file(), "image/png"), ("model", "tiny", ""), ("prompt", "", ""))
     assert send(worker, VARIATIONS, body, **headers)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"image": url_of(file()), "strength": 1}, ["strength 1 with steps 2 begins"]),
+        ({"guidance_end": 0.5}, ["guidance_end has no effect without guidance"]),
+        (
+            {"control": url_of(file()), "controlnet": "union", "control_strength": 0,
+             "cfg_normalization": 1},
+            ["cfg_normalization has no effect", "control_strength 0 ignores the control picture"],
+        ),
+        ({"image": url_of(file()), "strength": 0.5}, []),
+    ],
+)  # fmt: skip
+def test_a_header_names_what_has_no_effect(
+    worker: LocalWorker, fields: dict[str, Any], words: list[str]
+) -> None:
+    for more in {"stream": False}, {"stream": True}, {"stream": True, "partial_images": 1}:
+        body = json.dumps(SMALL | {"size": "32x32"} | fields | more).encode()
+        asked = urllib.request.Request(worker.url + GENERATIONS, body)
+        status, headers, answer = answer_to(asked)
+        assert status == 200, answer
+        said = headers["X-Aimage-Warning"] or ""
+        assert all(one in said for one in words) and said.count(";") >= len(words) - 1
+        assert bool(said) == bool(words)
+
+
+def test_a_header_of_ollamas_api_names_what_has_no_effect(worker: LocalWorker) -> None:
+    bare = url_of(file()).partition(",")[2]
+    for stream in (False, True):
+        fields = SMALL | {"images": [bare], "strength": 1, "stream": stream}
+        asked = urllib.request.Request(f"{worker.url}/api/generate", json.dumps(fields).encode())
+        status, headers, _ = answer_to(asked)
+        assert status == 200 and "the image is ignored" in headers["X-Aimage-Warning"]
