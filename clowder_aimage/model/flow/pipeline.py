@@ -1,8 +1,9 @@
 """The pipeline of all families: encode, denoise, decode.
 
-Follows the pipelines of diffusers 0.42, but makes pictures one after another. Latents are float32
-between steps, whatever the dtype of the networks. A family is a subclass: it names its networks and
-computes one direction of them.
+Follows the pipelines of diffusers 0.42, but makes pictures, and both directions of guidance, one
+after another: on a CPU two at once took 0.93 of the time of two, with twice the memory. Latents are
+float32 between steps, whatever the dtype of the networks. A family is a subclass: it names its
+networks and computes one direction of them.
 """
 
 from __future__ import annotations
