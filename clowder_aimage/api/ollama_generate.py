@@ -13,7 +13,7 @@ import base64
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any
@@ -103,14 +103,13 @@ class OllamaGeneration:
         service: Service,
         request: web.Request,
         body: _GenerateBody,
+        parameters: dict[str, Any],
         pictures: KeptPictures | None,
     ) -> None:
         self._service, self._request, self._body = service, request, body
         self.reference = service.reference(body.reference)
-        self._parameters = body.parameters()
-        has_size = bool({"width", "height"} & self._parameters.keys())
-        body.check_pictures(pictures, has_size=has_size)
-        self._parameters |= body.of_pictures(pictures, has_size=has_size)
+        self._parameters = parameters
+        self._parameters |= body.of_pictures(pictures, has_size=_has_size(self._parameters))
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
         if body.prompt and not self._adapters.prompt:
             raise ApiError(400, "prompt must not be empty", code="invalid_value", param="prompt")
@@ -232,6 +231,10 @@ class OllamaGeneration:
         )
 
 
+def _has_size(parameters: Mapping[str, Any]) -> bool:
+    return bool({"width", "height"} & parameters.keys())
+
+
 async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamResponse:
     """Respond to ``POST /api/generate``."""
     async with uploads.open(request) as upload:
@@ -240,8 +243,10 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
         body = check_fields(fields, _GenerateBody)
         if given and not body.prompt:
             raise wrong(next(iter(given)), "require a prompt")
+        parameters = body.parameters()
+        body.check_given(given, has_size=_has_size(parameters))
         pictures = await upload.keep(given, body.painted)
-        generation = OllamaGeneration(uploads.service, request, body, pictures)
+        generation = OllamaGeneration(uploads.service, request, body, parameters, pictures)
         request["model"] = str(generation.reference)
         return await generation.answer()
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -130,6 +131,7 @@ class ImageRoutes:
         if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
             message = "missing required field: image"
             raise ApiError(400, message, code="missing_required_parameter", param="image")
+        body.check_given(given, has_size=body.has_size)
         may_pull = request.get("scope") == ADMIN
         target = await picture_output.target_of(
             body.output, service, may_push=may_pull, is_streamed=body.stream
@@ -140,7 +142,7 @@ class ImageRoutes:
             body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
         pictures = await upload.keep(given, body.painted)
-        body.check_pictures(pictures, has_size=body.has_size)
+        body.of_pictures(pictures, has_size=body.has_size)  # before a model is pulled
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
@@ -214,7 +216,10 @@ class ImageRoutes:
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
         headers |= answer_stream.warning_header(work.warnings)
-        answer = _answer(body, pictures, keep) | described(learned[-1].loras)
+        has_links = body.response_format == "url"
+        encode = partial(_answer, body, pictures, keep)
+        answer = encode() if has_links else await run_generation(encode)  # links stay in the loop
+        answer |= described(learned[-1].loras)
         if work.target is not None:
             answer["output"] = await picture_output.push_events(
                 self._service, work.target, pictures, body.output_format

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, MASK
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.model.pipeline import MAX_CONTROL, MAX_EXPAND, MAX_FEATHER, MAX_UPSCALE
@@ -46,19 +48,23 @@ class PictureFields(RequestBody):
     controlnet: str | None = Field(None, min_length=1, max_length=1024)
     control_strength: float | None = Field(None, ge=0, le=MAX_CONTROL, allow_inf_nan=False)
 
-    def check_pictures(self, pictures: KeptPictures | None, *, has_size: bool) -> None:
-        """Refuse fields that need another picture, and sizes. Raises ApiError."""
-        found = pictures or KeptPictures()
-        for names, has_one, what in (
-            (_OF_IMAGES, found.image, "an image"),
-            (_OF_MASKS, found.mask, "a mask"),
-            (_OF_CONTROLS, found.control, "a control picture"),
-            (("fit",), found.image or found.control, "an image"),
+    def check_given(self, names: Collection[str], *, has_size: bool) -> None:
+        """Refuse fields that need other pictures than those with ``names``. Raises ApiError."""
+        has_image = bool({IMAGE, IMAGES} & {*names})
+        for fields, has_one, what in (
+            (_OF_IMAGES, has_image, "an image"),
+            (_OF_MASKS, MASK in names, "a mask"),
+            (_OF_CONTROLS, CONTROL in names, "a control picture"),
+            (("fit",), has_image or CONTROL in names, "an image"),
         ):
-            given = [name for name in names if getattr(self, name) not in (None, False, "auto")]
-            if given and has_one is None:
+            given = [name for name in fields if getattr(self, name) not in (None, False, "auto")]
+            if given and not has_one:
                 raise wrong(given[0], f"requires {what}")
-        self.of_pictures(pictures, has_size=has_size)
+        for name in ("expand", "upscale"):
+            if MASK in names and getattr(self, name) is not None:
+                raise wrong(name, "cannot be combined with a mask")
+        if self.expand is not None and has_size:
+            raise wrong("expand", "determines the size: omit size, width and height")
 
     def of_pictures(self, pictures: KeptPictures | None, *, has_size: bool) -> dict[str, Any]:
         """Return the parameters of a request with pictures.
@@ -70,8 +76,6 @@ class PictureFields(RequestBody):
             return {}
         found = pictures.digests | {name: getattr(self, name) for name in ("fit", *_SAME)}
         first = pictures.first
-        if self.expand is not None and has_size:
-            raise wrong("expand", "determines the size: omit size, width and height")
         if self.upscale is not None:
             sides = (round(first.width * self.upscale), round(first.height * self.upscale))
             check_pixels("upscale", *sides)

@@ -260,13 +260,15 @@ class PictureUpload:
         self._enter()
         image = await self._keep(given, IMAGES if IMAGES in given else IMAGE)
         control = await self._keep(given, CONTROL)
-        if given.get(MASK) == [ALPHA]:
-            return KeptPictures(image, ALPHA, control)
-        mask = await self._keep(given, MASK, painted)
-        if mask and image and (mask.width, mask.height) != (image.width, image.height):
-            size = f"{mask.width} x {mask.height} pixels, the image has"
-            raise wrong(MASK, f"has {size} {image.width} x {image.height}", "invalid_image")
-        return KeptPictures(image, str(mask.descriptor.digest) if mask else None, control)
+        if image is None or MASK not in given:
+            return KeptPictures(image, None, control)
+        mask = None if given[MASK] == [ALPHA] else await self._keep(given, MASK, painted)
+        try:
+            async with self.uploads.busy:
+                await self._finish(run_io(self._check_mask, image, mask))
+        except AImageError as error:
+            raise _refusal(error, MASK) from None
+        return KeptPictures(image, str(mask.descriptor.digest) if mask else ALPHA, control)
 
     async def _keep(self, given: Given, name: str, painted: str = "white") -> InputFile | None:
         if name not in given:
@@ -294,6 +296,13 @@ class PictureUpload:
         data = self.uploads.service.inputs(may_pull=may_pull).read(text, name)
         picture_source.check_content(name, kind, data)
         return data
+
+    def _check_mask(self, image: InputFile, mask: InputFile | None) -> None:
+        from clowder_aimage.pictures.picture_input import check_mask  # late: it imports numpy
+
+        path = self.uploads.service.store.path
+        painted = path(mask.descriptor).read_bytes() if mask else None
+        check_mask(path(image.descriptor).read_bytes(), painted)
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
         from clowder_aimage.pictures.picture_input import white_mask  # late: it imports numpy

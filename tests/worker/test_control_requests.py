@@ -175,7 +175,7 @@ def test_pictures_are_expanded_and_enlarged(worker: LocalWorker) -> None:
         ({"upscale": 2, "mask": "alpha"}, "upscale"),
         ({"upscale": 4, "image": url_of(file((1600, 1600)))}, "upscale"),
         ({"strength": 1e-17}, "strength"),
-        ({"feather": 4, "mask": "alpha"}, "feather"),
+        ({"feather": 4, "mask": url_of(file(mode="L"))}, "feather"),
         ({"images": [url_of(file())] * 2, "image": None}, "images"),
         ({"images": [{"file_id": "file-1"}], "image": None}, "images"),
         ({"images": [url_of(file())]}, "images"),

@@ -340,6 +340,28 @@ def test_ollama_begins_with_the_first_image(worker: LocalWorker) -> None:
     assert status == 400 and "images require a prompt" in answer["error"]
 
 
+def test_base64_is_decoded_outside_of_the_event_loop(
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    decode = base64.b64decode
+
+    def noted(*given: Any, **options: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return decode(*given, **options)
+
+    url = url_of(file())
+    with monkeypatch.context() as patch:
+        patch.setattr(base64, "b64decode", noted)
+        for path, fields in (
+            ("/api/generate", {"images": [url.partition(",")[2]], "mask": "?"}),
+            (EDITS, {"image": url, "mask": url_of(b"")}),
+        ):
+            status, _ = send(worker, path, {"model": "tiny", "prompt": "a dog", **fields})
+            assert status == 400
+    assert len(threads) == 4 and worker._thread not in threads
+
+
 # -- bad input
 
 
