@@ -28,8 +28,8 @@ _VALUES = 256 * 1024  # that are decoded at a time
 class CodedTensor:
     """A tensor of ``dtype`` and ``shape``, stored as ``codes``: a ``TensorDecoder``.
 
-    ``block`` values are ``size`` bytes, and decoded together. ``factors`` are a scale of the tensor, or one of each
-    row; ``scales`` those of blocks, in the order of the GPU.
+    ``block`` values are ``size`` bytes, and decoded together. ``factors`` are a scale of the
+    tensor, or one of each row; ``scales`` those of blocks, in the order of the GPU.
     """
 
     codes: SourceTensor

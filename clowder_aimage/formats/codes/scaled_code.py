@@ -2,11 +2,14 @@
 
 A value is a code times a scale: one for the tensor or for each row (float8, int8_tensorwise), a
 power of two for 32 values (mxfp8), or a scale for 16 values times one for the tensor (nvfp4:
-``(scale_2 * scale) * code``). Each product is rounded once, to float32. Groups of rotated values
-(convrot) are multiplied by the Hadamard matrix that made them, which is its own inverse: sums of
-codes are exact, and rounded once when they are scaled. Scales of blocks are in the order of the GPU: tiles of 128 rows and 4 columns, in which row ``32 * a + b`` is the ``a``-th
-group of 4 bytes in line ``b`` of 16 bytes. Sources: cuBLAS, "1D Block Scaling Factors Layout";
-comfy/quant_ops.py of ComfyUI.
+``(scale_2 * scale) * code``). Each product is rounded once, to float32.
+
+Rotated groups (convrot) are multiplied by the Hadamard matrix that made them, which is its own
+inverse: sums of codes are exact, and rounded once when they are scaled.
+
+Scales of blocks are in the order of the GPU: tiles of 128 rows and 4 columns, in which row
+``32 * a + b`` is the ``a``-th group of 4 bytes in line ``b`` of 16 bytes. Sources: cuBLAS, "1D
+Block Scaling Factors Layout"; comfy/quant_ops.py of ComfyUI.
 """
 
 from __future__ import annotations
