@@ -23,7 +23,7 @@ from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.formats.diffusers import PIPELINES
+from clowder_aimage.formats.diffusers import MAIN_PIPELINES
 from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.backend import describe, dtype_name
@@ -313,7 +313,7 @@ def _check_kind(reference: Reference, aimage: AImage) -> None:
     if kind == "diffusers":
         name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
         raise ModelError(
-            f"only {PIPELINES[0]} can be run; {reference} is {str(name)[:80]}",
+            f"only {' and '.join(MAIN_PIPELINES)} can be run; {reference} is {str(name)[:80]}",
             remedy="export_to_run",
             library=kind,
             reference=reference,
@@ -387,6 +387,7 @@ def _facts(request: GenerateRequest) -> Iterator[str]:
         **dict.fromkeys(_OF_IMAGES, request.image is None),
         **dict.fromkeys(_OF_CONTROL, request.control is None),
         "fit": request.image is None and request.control is None,
+        "references": not request.references,
         "loras": True,
     }
     for name in PARAMETERS:

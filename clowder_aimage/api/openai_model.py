@@ -18,26 +18,26 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, StoreError, UsageError
+from clowder_aimage.formats.diffusers import FAMILIES
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
-FAMILY = "z-image"
 _PARTS = {"text_encoder", "transformer", "vae"}
 _MAX_NAMED = 10  # models in a message
 _MAX_KNOWN = 4096  # cached manifests
 
 
 def is_runnable(aimage: AImage) -> bool:
-    """Return whether the AImage belongs to the supported family of image models.
+    """Return whether the AImage belongs to a family of image models that can be run.
 
     An AImage of another tool may lack its family; then its components are checked.
     """
     properties = aimage.properties
     if "family" in properties:
-        return bool(properties["family"] == FAMILY)
+        return bool(properties["family"] in FAMILIES)
     return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
 
 

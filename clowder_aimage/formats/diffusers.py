@@ -25,7 +25,13 @@ MODEL_INDEX = "model_index.json"
 CONTROLNET = "controlnet"  # which a pipeline may have
 _WEIGHTED = ("text_encoder", "transformer", "vae", CONTROLNET)
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
-PIPELINES = ("ZImagePipeline", "ZImageControlNetPipeline", "ZImageControlNetInpaintPipeline")
+Z_IMAGE, FLUX2 = "z-image", "flux2"
+FAMILIES = (Z_IMAGE, FLUX2)
+MAIN_PIPELINES = {"ZImagePipeline": Z_IMAGE, "Flux2KleinPipeline": FLUX2}
+PIPELINES = MAIN_PIPELINES | {  # that can be run, and their families
+    "ZImageControlNetPipeline": Z_IMAGE,
+    "ZImageControlNetInpaintPipeline": Z_IMAGE,
+}
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 # classes whose config.json comes without weights
 _WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler")
@@ -42,12 +48,18 @@ _FILES = {
     "vae": ("config.json",),
     CONTROLNET: ("config.json",),
 }
-CLASSES = {
+CLASSES = {  # of Z-Image's components
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "transformer": "ZImageTransformer2DModel",
     "vae": "AutoencoderKL",
     CONTROLNET: "ZImageControlNetModel",
 }
+_FAMILY_CLASSES = {  # where they differ
+    Z_IMAGE: CLASSES,
+    FLUX2: CLASSES | {"transformer": "Flux2Transformer2DModel", "vae": "AutoencoderKLFlux2"},
+}
+# A distilled model takes 4 steps without guidance; the base model has those of its card.
+_FLUX2_DEFAULTS = {True: {"steps": 4}, False: {"steps": 50, "guidance": 4}}
 
 
 def take_inventory(directory: Path, variant: str = "") -> Inventory:
@@ -66,7 +78,9 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         return _any_pipeline(directory, pipeline, index, variant)
     model_tree.list_directory(directory, directory, model_tree.PICKLED)
     # a missing component is [null, null]
-    has_control = CONTROLNET in index or (directory / CONTROLNET).is_dir()
+    family = PIPELINES[pipeline]
+    classes, is_distilled = _FAMILY_CLASSES[family], index.get("is_distilled") is True
+    has_control = family == Z_IMAGE and (CONTROLNET in index or (directory / CONTROLNET).is_dir())
     names = (*COMPONENTS, *([CONTROLNET] if has_control else []))
     if unknown := sorted(key for key in index if key not in names and _is_part(index[key])):
         raise ModelError(
@@ -74,11 +88,14 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
             hint=f"the components of {pipeline} are {', '.join(COMPONENTS)}",
         )
     return Inventory(
-        family="z-image",
+        family=family,
         pipeline=pipeline,
-        components=tuple(_component(directory, name, index.get(name), variant) for name in names),
+        components=tuple(
+            _component(directory, name, index.get(name), variant, classes) for name in names
+        ),
         files=(_file(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
+        defaults=_FLUX2_DEFAULTS[is_distilled] if family == FLUX2 else {},
     )
 
 
@@ -205,15 +222,17 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
     return model_tree.read_object(directory, directory / MODEL_INDEX)
 
 
-def _component(root: Path, name: str, entry: object, variant: str) -> Component:
+def _component(
+    root: Path, name: str, entry: object, variant: str, classes: Mapping[str, str]
+) -> Component:
     if name == CONTROLNET and entry is None:  # it was put beside a pipeline
-        entry = ["diffusers", CLASSES[name]]
+        entry = ["diffusers", classes[name]]
     if not isinstance(entry, list) or not _is_part(entry):
         raise ModelError(f"{root / MODEL_INDEX}: the entry of the {name} is missing or invalid")
-    if entry[1] != CLASSES.get(name, entry[1]):
+    if entry[1] != classes.get(name, entry[1]):
         raise ModelError(
             f"{root / MODEL_INDEX}: unsupported {name} {entry[1][:80]!r}",
-            hint=f"expected {CLASSES[name]}",
+            hint=f"expected {classes[name]}",
         )
     directory = _directory(root, name)
     paths = model_tree.list_directory(root, directory, model_tree.PICKLED)

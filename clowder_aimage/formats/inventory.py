@@ -34,7 +34,8 @@ class Inventory:
     """The input of a plan.
 
     ``family`` and ``pipeline`` are empty except for diffusers directories; ``facts`` are properties
-    of the AImage config (schemas/aimage-config.schema.json) that the format states.
+    of the AImage config (schemas/aimage-config.schema.json) that the format states;
+    ``defaults`` are those of requests that it states.
     """
 
     family: str
@@ -43,6 +44,7 @@ class Inventory:
     files: tuple[SourceFile, ...]
     license: str | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_files(

@@ -204,12 +204,12 @@ def _size(component: str, layers: Sequence[PlannedLayer]) -> int:
     return sum(layer.size for layer in layers if layer.name.startswith(f"{component}/"))
 
 
-def _defaults(inventory: Inventory) -> dict[str, int]:
+def _defaults(inventory: Inventory) -> dict[str, Any]:
     """Return the defaults of requests that follow from the configurations of a model."""
     configs = {component.name: component.config for component in inventory.components}
     size = configs.get("vae", {}).get("sample_size")
     shift = configs.get("scheduler", {}).get("shift")
-    found: dict[str, int] = {}
+    found = dict(inventory.defaults)
     if isinstance(size, int) and size > 0 and size % 16 == 0:
         found |= {"width": size, "height": size}
     if inventory.family == "z-image" and isinstance(shift, int | float) and shift >= _BASE_SHIFT:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
-from clowder_aimage.formats.diffusers import PIPELINES
+from clowder_aimage.formats.diffusers import FLUX2, PIPELINES, Z_IMAGE
 from clowder_aimage.model.backend import compute_dtype
+from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline
 from clowder_aimage.model.weights import read_object
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+
+_KINDS: dict[str, type[FlowPipeline]] = {Z_IMAGE: ZImagePipeline, FLUX2: Flux2KleinPipeline}
 
 
 def load_pipeline(
@@ -39,6 +43,5 @@ def load_pipeline(
             f"unsupported pipeline in model_index.json: {name!r:.80}",
             hint=f"supported: {', '.join(PIPELINES)}",
         )
-    return ZImagePipeline.load(
-        store, aimage, chosen, keep_quantized=keep_quantized, request=request
-    )
+    kind = _KINDS[PIPELINES[name]]
+    return kind.load(store, aimage, chosen, keep_quantized=keep_quantized, request=request)

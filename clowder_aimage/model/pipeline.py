@@ -40,19 +40,22 @@ MAX_UPSCALE = 4
 FITS = ("crop", "pad", "stretch")
 ALPHA = "alpha"  # the mask that is the transparency of the image
 MAX_STRENGTH = 100  # of an adapter, also negative
+MAX_REFERENCES = 4
+REFERENCE_PIXELS = 1024 * 1024  # of a reference picture; larger ones are scaled down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureInput:
-    """The picture that a request begins with, at its size, its mask, and the control picture.
+    """The picture that a request begins with, at its size, its mask, and other pictures.
 
     pixels, control: RGB (height, width, 3), uint8. mask: (height, width), uint8; from 128 on it is
-    painted.
+    painted. references: RGB of any size.
     """
 
     pixels: npt.NDArray[np.uint8] | None = None
     mask: npt.NDArray[np.uint8] | None = None
     control: npt.NDArray[np.uint8] | None = None
+    references: tuple[npt.NDArray[np.uint8], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +86,9 @@ class GenerateRequest:
     """Parameters of a generation, passed between processes as ``dataclasses.asdict``.
 
     width, height: pixels. steps: denoising steps. seed: of the first picture; each further picture
-    uses the next seed. guidance: 0 disables classifier-free guidance; w adds w times the
-    difference between prompt and ``negative`` (None: the empty text). guidance_end: guidance is
+    uses the next seed. guidance: the scale of classifier-free guidance, as in the family's
+    reference: 0 disables it; w adds w times the difference between prompt and ``negative`` (None:
+    the empty text), or w - 1 times (FLUX.2). guidance_end: guidance is
     off at steps that begin after this part of the way from noise (0) to picture (1). shift:
     replaces the model's own shift of the noise schedule. cache_threshold: a step reuses the work
     of an earlier one if the first block of the transformer changes its result by less than this
@@ -99,9 +103,9 @@ class GenerateRequest:
     the result, rounded up to what the model supports. upscale: the factor by which the image is
     enlarged, then improved in tiles of the size; 0 does not. control: digest of a picture file that
     guides a control network; controlnet: the network's reference, None for the model's own;
-    control_strength: a factor of its hints. loras: adapters,
-    whose changes are added, also as objects of their fields. n: number of pictures. previews:
-    number of previews of each picture.
+    control_strength: a factor of its hints. references: digests of picture files that the model
+    edits or combines. loras: adapters, whose changes are added, also as objects of their fields.
+    n: number of pictures. previews: number of previews of each picture.
     """
 
     prompt: str
@@ -128,6 +132,7 @@ class GenerateRequest:
     control: str | None = None
     controlnet: str | None = None
     control_strength: float | None = None
+    references: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
     n: int = 1
     previews: int = 0
@@ -137,6 +142,7 @@ class GenerateRequest:
         uses = tuple(LoraUse(**use) if isinstance(use, dict) else use for use in uses)
         object.__setattr__(self, "loras", uses)
         object.__setattr__(self, "expand", tuple(self.expand))
+        object.__setattr__(self, "references", tuple(self.references))
         if self.image is not None and self.strength is None:
             is_painted = self.mask is not None or bool(self.expand)
             default = UPSCALE_STRENGTH if self.upscale else STRENGTH
@@ -351,6 +357,12 @@ def check_parameters(request: GenerateRequest) -> None:
     _check_loras(request.loras)
     _check_picture(request)
     _check_control(request)
+    if len(request.references) > MAX_REFERENCES:
+        raise UsageError(
+            f"references must be at most {MAX_REFERENCES} pictures, not {len(request.references)}"
+        )
+    for reference in request.references:
+        _check_digest("references", reference)
     if request.fit not in FITS:
         raise UsageError(f"fit must be one of {', '.join(FITS)}, not {request.fit!r:.40}")
 

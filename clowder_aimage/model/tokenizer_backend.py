@@ -95,6 +95,11 @@ class TokenizerBackend:
         with _quiet("the tokenizer cannot be read"):
             self._backend.enable_truncation(count, direction=side)
 
+    def find(self, token: str) -> int | None:
+        """Return the id of a token, or None."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``.
 

@@ -208,7 +208,7 @@ EMPTY = {
         $ aimage create sd15 sd
         sha256:...
         $ aimage run --local sd15 a fox # exit code 1
-        ! aimage: only ZImagePipeline can be run; sd15:latest is StableDiffusionPipeline
+        ! aimage: only ZImagePipeline and Flux2KleinPipeline can be run; sd15:latest is StableDiffusionPipeline
         ! export it and run it with diffusers: aimage export sd15:latest DIR
         $ aimage export sd15 sd15
         sd15
@@ -225,7 +225,7 @@ EMPTY = {
         $ aimage create vae sd/vae
         sha256:...
         $ aimage run --local vae a fox # exit code 1
-        ! aimage: only ZImagePipeline can be run; vae:latest is AutoencoderKL
+        ! aimage: only ZImagePipeline and Flux2KleinPipeline can be run; vae:latest is AutoencoderKL
         $ aimage export vae vae
         vae
         $ diff -r sd/vae vae

@@ -165,7 +165,7 @@ def test_run_names_what_it_can_run(aimage: Callable[..., Aimage], tmp_path: Path
     run = aimage("store")
     run("create", "one", write(tmp_path / "sd", FILES, shards()))
     said = run("run", "--local", "one", "a cat", code=1).err
-    assert "only ZImagePipeline can be run; one:latest is StableDiffusionXLPipeline" in said
+    assert "Flux2KleinPipeline can be run; one:latest is StableDiffusionXLPipeline" in said
     assert "run it with diffusers: aimage export one:latest DIR" in said
 
 
@@ -212,4 +212,4 @@ def test_run_names_the_class_of_a_component(aimage: Callable[..., Aimage], tmp_p
     run = aimage("store")
     run("create", "one", write(tmp_path / "sd", FILES, shards()) / "unet")
     said = run("run", "--local", "one", "a cat", code=1).err
-    assert "only ZImagePipeline can be run; one:latest is UNet2DConditionModel" in said
+    assert "Flux2KleinPipeline can be run; one:latest is UNet2DConditionModel" in said

@@ -139,7 +139,7 @@ def make(directory: Path, seed: int = 0, dims: Dims | None = None) -> ZImagePipe
         transformer=_transformer(dims),
     )
     for network in (pipeline.vae, pipeline.text_encoder, pipeline.transformer):
-        _randomise(network)
+        randomise(network)
         network.to(dims.dtype)
     pipeline.save_pretrained(directory, max_shard_size=dims.max_shard_size)
     return reference(directory)
@@ -231,7 +231,7 @@ def _vae(dims: Dims) -> AutoencoderKL:
 
 
 @torch.no_grad()
-def _randomise(network: torch.nn.Module) -> None:
+def randomise(network: torch.nn.Module) -> None:
     """Set random norms (1 + 0.2 N), biases (0.1 N) and pad tokens (0.5 N).
 
     The inputs of some norms are small enough for their epsilon to matter.

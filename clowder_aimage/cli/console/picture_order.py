@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Render = Callable[
     [Mapping[str, Any], int, str, Callable[[str], None]], Generator["MadePicture", None, None]
 ]
-_OPTIONS = tuple(name for name in PARAMETERS if name != "prompt")
+_OPTIONS = tuple(name for name in PARAMETERS if name not in ("prompt", "references"))
 _OUTPUT = ("seeds", "sheet", "count", "output", "show", "inline")
 SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
 

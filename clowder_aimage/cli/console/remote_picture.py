@@ -37,7 +37,7 @@ def generate_remotely(
     """Generate the pictures in a worker."""
     # png_facts: so that it can be replayed
     if options["steps"] is not None:  # else the worker's model has them
-        known = {name: options[name] for name in PARAMETERS if options[name] is not None}
+        known = {name: options[name] for name in PARAMETERS if options.get(name) is not None}
         warn_ignored(GenerateRequest(**known))
     sent = {**options, "png_facts": True, "output_format": kind}
     sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}

@@ -91,10 +91,12 @@ class FlowScheduler:
         fields.finish()
         return scheduler
 
-    def schedule(self, steps: int, image_tokens: int, shift: float | None = None) -> Schedule:
+    def schedule(
+        self, steps: int, image_tokens: int, shift: float | None = None, mu: float | None = None
+    ) -> Schedule:
         """Return the noise levels of ``steps`` steps for a picture of ``image_tokens`` tokens.
 
-        ``shift`` replaces the static shift of the model.
+        ``shift`` replaces the static shift of the model, ``mu`` the one by picture size.
 
         Raises:
             UsageError: ``shift`` is given but the model shifts by picture size.
@@ -103,7 +105,7 @@ class FlowScheduler:
         if shift is not None and self.dynamic:
             raise UsageError("this model derives its shift from the picture size; omit shift")
         with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
-            found = self._levels(steps, image_tokens, shift)
+            found = self._levels(steps, image_tokens, shift, mu)
             is_noise = (found.sigmas >= 0) & (found.sigmas <= _MOST)  # false for NaN
             if is_noise.all() and np.isfinite(found.times).all():
                 return found
@@ -111,10 +113,12 @@ class FlowScheduler:
             "the scheduler gives no noise levels from 0 to 1 for these steps and this size"
         )
 
-    def _levels(self, steps: int, image_tokens: int, shift: float | None) -> Schedule:
+    def _levels(
+        self, steps: int, image_tokens: int, shift: float | None, mu: float | None
+    ) -> Schedule:
         sigmas = _linspace(1.0, 1.0 / steps, steps)
         if self.dynamic:
-            sigmas = self._shift_by_size(sigmas, image_tokens)
+            sigmas = self._shift_by(self._mu(image_tokens) if mu is None else mu, sigmas)
         else:
             factor = np.float32(self.shift if shift is None else shift)
             sigmas = factor * sigmas / (1 + (factor - np.float32(1)) * sigmas)
@@ -129,10 +133,12 @@ class FlowScheduler:
         end = np.float32(1 if self.invert else 0)
         return Schedule(np.append(sigmas, end), times)
 
-    def _shift_by_size(self, sigmas: Floats, tokens: int) -> Floats:
+    def _mu(self, tokens: int) -> float:
         span = self.max_image_seq_len - self.base_image_seq_len  # not zero: see parse
         slope = (self.max_shift - self.base_shift) / span
-        mu = tokens * slope + self.base_shift - slope * self.base_image_seq_len
+        return tokens * slope + self.base_shift - slope * self.base_image_seq_len
+
+    def _shift_by(self, mu: float, sigmas: Floats) -> Floats:
         factor = np.float32(math.exp(mu) if self.time_shift_type == "exponential" else mu)
         return (factor / (factor + (1 / sigmas - 1))).astype(np.float32)
 

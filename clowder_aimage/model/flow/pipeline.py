@@ -39,6 +39,7 @@ from clowder_aimage.model.memory_budget import (
     transforming,
 )
 from clowder_aimage.model.pipeline import (
+    REFERENCE_PIXELS,
     GenerateRequest,
     Image,
     PictureInput,
@@ -148,7 +149,6 @@ class FlowPipeline(ABC):
         (picture). pictures: what ``inputs`` returned. With a ``cache``, layers may be skipped.
         """
 
-    @abstractmethod
     def ids(self, prompt: str) -> list[int]:
         """Return the checked tokens of a prompt.
 
@@ -156,6 +156,10 @@ class FlowPipeline(ABC):
             UsageError: The prompt is too long for the model.
             ModelError: The tokenizer does not match the text encoder.
         """
+        tokens = self.tokens(prompt)
+        if max(tokens) >= self.text_encoder_module.config.vocab_size:
+            raise ModelError("the tokenizer returned tokens that the text encoder does not have")
+        return tokens
 
     def encode(self, prompt: str) -> mx.array:
         """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""
@@ -351,6 +355,11 @@ class FlowPipeline(ABC):
             cells_of(given.mask, self.vae_module.config.scale)
         self.budget.check((*self._picture_stages(request), *self.stages(request)))
 
+    @staticmethod
+    def area(request: GenerateRequest) -> int:
+        """Return the pixels that a step sees: of the picture and of reference pictures, at most."""
+        return request.width * request.height + len(request.references) * REFERENCE_PIXELS
+
     def texts(self, request: GenerateRequest) -> list[str]:
         """Return the texts of a request: the negative one only with guidance."""
         return [request.prompt, *([request.negative or ""] if self.weight(request) else [])]
@@ -364,7 +373,7 @@ class FlowPipeline(ABC):
 
     def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
         """Return the parts of a generation, with estimates of their memory."""
-        pixels, dtype = request.width * request.height, self.dtype
+        pixels, area, dtype = request.width * request.height, self.area(request), self.dtype
         text, layer = self.text_encoder_module.config, self.layer()
         tokens, length = self.lengths(request)
         sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
@@ -372,7 +381,7 @@ class FlowPipeline(ABC):
         denoise = transforming(*layer, length, dtype)
         decodes = request.previews > 0 and not self.has_drafts
         drawing = "previews" if decodes else "denoise"
-        denoise = self.budget.work(drawing, pixels, denoise)
+        denoise = self.budget.work(drawing, area, denoise)
         if request.cache_threshold:
             count = StepCache.ARRAYS * len(self.texts(request))
             denoise += count * length * layer[0] * dtype.size
@@ -427,7 +436,7 @@ class FlowPipeline(ABC):
             seed = request.seed + picture
             latents, keep = self._begin(request, encoded, schedule, seed)
             self.budget.use(denoise)
-            with self.budget.measure(denoise, pixels):
+            with self.budget.measure(denoise, self.area(request)):
                 steps = self._steps(request, latents, schedule, conditioning, picture, keep)
                 for event, state in steps:
                     yield event

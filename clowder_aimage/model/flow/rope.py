@@ -1,14 +1,15 @@
-"""Rotary position embeddings: one axis in halves (Qwen), three axes in pairs (Z-Image).
+"""Rotary position embeddings: one axis in halves (Qwen), several axes in pairs (Z-Image, FLUX.2).
 
-Angles are computed as in the references: in float64 rounded to float32 (Z-Image) or in float32
-(Qwen). Cosines and sines are computed once per length on the CPU, so that all devices use the
-same tables. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071).
+Angles are computed as in the references: in float64 (FLUX.2), rounded to float32 (Z-Image), or in
+float32 (Qwen). Cosines and sines are computed once per length on the CPU, so that all devices use
+the same tables. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv 2309.00071).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,8 @@ Floats = npt.NDArray[np.float32]
 MIN_THETA = 1.001  # the logarithm of the base is a divisor
 
 
-def table(angles: Floats, scale: float = 1.0) -> Table:
-    """Return cosine and sine of float32 angles, each rounded once, times ``scale``."""
+def table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
+    """Return cosine and sine of angles, each rounded once, times ``scale``."""
     exact = angles.astype(np.float64)
     cosines = np.cos(exact).astype(np.float32) * np.float32(scale)
     sines = np.sin(exact).astype(np.float32) * np.float32(scale)
@@ -87,13 +88,23 @@ def _turn(turns: npt.NDArray[np.complex64], *arrays: npt.NDArray[np.complex64]) 
         pairs *= turns
 
 
-def axes_table(positions: npt.NDArray[np.int64], axes_dims: tuple[int, ...], theta: float) -> Table:
-    """Return tables (length, sum(axes_dims) / 2) for positions of shape (length, axes)."""
+def axes_table(
+    positions: npt.NDArray[np.int64],
+    axes_dims: tuple[int, ...],
+    theta: float,
+    *,
+    is_exact: bool = False,
+) -> Table:
+    """Return tables (length, sum(axes_dims) / 2) for positions of shape (length, axes).
+
+    Angles are rounded to float32, unless ``is_exact``.
+    """
     angles = []
     for axis, dim in enumerate(axes_dims):
         frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
         angles.append(np.outer(positions[:, axis].astype(np.float64), frequencies))
-    return table(np.concatenate(angles, axis=1).astype(np.float32))
+    joined = np.concatenate(angles, axis=1)
+    return table(joined if is_exact else joined.astype(np.float32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from clowder_aimage.tensor.config_fields import parse_object
 
 MAX_TOKENS = 512
 FOLDER = "tokenizer"
+_PAD = "<|endoftext|>"  # of Qwen
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -46,6 +47,7 @@ class Tokenizer:
         backend.truncate(MAX_TOKENS, config.get("truncation_side") or "right")
         self._backend = backend
         self._special = _special_tokens(config)
+        self._pad = self._special.get("pad_token", _PAD)
         try:
             self._template = SandboxedTemplate(
                 template,
@@ -74,6 +76,14 @@ class Tokenizer:
             raise
         except Exception as error:  # any field may have any type
             raise ModelError(f"the tokenizer cannot be read: {error}") from error
+
+    @property
+    def padding(self) -> int:
+        """Return the token that texts are padded with. Raises ModelError: there is none."""
+        found = self._backend.find(self._pad)
+        if found is None:
+            raise ModelError(f"the tokenizer has no token {self._pad[:80]!r} for padding")
+        return found
 
     def render(self, prompt: str) -> str:
         """Return the prompt in the model's chat template, with the generation prompt.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
@@ -106,6 +106,11 @@ class ZImagePipeline(FlowPipeline):
         check_channels(found[0], features, found[1], latents, vae.out_channels)
 
     def refuse(self, request: GenerateRequest) -> None:
+        if request.references:
+            raise UsageError(
+                "this model does not see reference pictures",
+                hint="give the picture as the image to begin with",
+            )
         if request.control is not None and request.controlnet is None:
             self.use_control(None)
 
@@ -220,6 +225,4 @@ class ZImagePipeline(FlowPipeline):
                 f"the prompt is too long: {len(tokens)} tokens and padding exceed {positions} "
                 "positions"
             )
-        if max(tokens) >= self.text_encoder_module.config.vocab_size:
-            raise ModelError("the tokenizer returned tokens that the text encoder does not have")
-        return tokens
+        return super().ids(prompt)

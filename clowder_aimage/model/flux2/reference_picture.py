@@ -1,0 +1,58 @@
+"""Reference pictures in the sizes that FLUX.2 sees them: at most a megapixel, cut to whole latents.
+
+Source: diffusers, pipelines/flux2/image_processor.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.pipeline import REFERENCE_PIXELS
+
+_LEAST = 64  # pixels of a side
+_RATIO = 8  # of the sides, at most
+
+Pixels = npt.NDArray[np.uint8]
+
+
+def reference_size(width: int, height: int) -> tuple[int, int]:
+    """Return the size to which a picture is scaled: its own, unless it is above a megapixel.
+
+    Raises:
+        UsageError: It is too small or too narrow.
+    """
+    if min(width, height) < _LEAST:
+        raise UsageError(
+            f"a reference picture has {width} x {height} pixels: each side must have at least "
+            f"{_LEAST}"
+        )
+    if max(width, height) > _RATIO * min(width, height):
+        raise UsageError(
+            f"a reference picture has {width} x {height} pixels: one side may be at most {_RATIO} "
+            "times the other"
+        )
+    if width * height <= REFERENCE_PIXELS:
+        return width, height
+    scale = math.sqrt(REFERENCE_PIXELS / (width * height))
+    return int(width * scale), int(height * scale)
+
+
+def fit_reference(pixels: Pixels, multiple: int) -> Pixels:
+    """Return a picture (height, width, 3), scaled down and cut to multiples of ``multiple``.
+
+    Raises:
+        UsageError: It is too small or too narrow.
+    """
+    height, width, _ = pixels.shape
+    size = reference_size(width, height)
+    if size != (width, height):
+        picture = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
+        pixels = np.asarray(picture)
+    width, height = (side // multiple * multiple for side in size)
+    left, top = (size[0] - width) // 2, (size[1] - height) // 2
+    return pixels[top : top + height, left : left + width]

@@ -1,0 +1,282 @@
+"""FLUX.2's diffusion transformer: text and picture in two streams, then in one.
+
+In blocks of two streams, text and picture have projections of their own and see each other; blocks
+of one stream compute attention and a feed-forward network at the same time. The time modulates all
+blocks of a kind alike. Reference: diffusers, models/transformers/transformer_flux2.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
+from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
+from clowder_aimage.model.flux2.config import AXES, TransformerConfig
+from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
+from clowder_aimage.model.step_cache import StepCache
+
+_APART = 10  # between the positions of reference pictures
+Positions = npt.NDArray[np.int64]
+Modulation = list[mx.array]  # shift, scale and gate of each part of a block: (1, 1, dim)
+Streams = tuple[mx.array, mx.array]  # text and picture
+
+
+class JointAttention(Network):
+    """Attention between two streams, with normed queries and keys and rotary positions."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        dim, self.heads, self.scale = config.dim, config.heads, config.head_dim**-0.5
+        self.to_q, self.to_k, self.to_v = (Linear(dim, dim, bias=False) for _ in range(3))
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = (
+            Linear(dim, dim, bias=False) for _ in range(3)
+        )
+        self.norm_q, self.norm_k, self.norm_added_q, self.norm_added_k = (
+            RMSNorm(config.head_dim, eps=config.eps) for _ in range(4)
+        )
+        self.to_out, self.to_add_out = (Linear(dim, dim, bias=False) for _ in range(2))
+
+    def __call__(self, text: mx.array, image: mx.array, rope: Table) -> Streams:
+        """Apply the layer to streams (1, length, dim); returns the same shapes."""
+
+        def split(projected: mx.array) -> mx.array:
+            return projected.reshape(1, projected.shape[1], self.heads, -1)
+
+        def join(*streams: mx.array) -> mx.array:
+            return mx.concatenate(list(streams), axis=1)
+
+        queries = join(
+            self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(image)))
+        )
+        keys = join(
+            self.norm_added_k(split(self.add_k_proj(text))), self.norm_k(split(self.to_k(image)))
+        )
+        values = join(split(self.add_v_proj(text)), split(self.to_v(image)))
+        queries, keys = rotate_pairs([queries, keys], rope)
+        mixed = attention(queries, keys, values, self.scale)
+        words, length = text.shape[1], mixed.shape[1]
+        mixed = mixed.reshape(1, length, -1)
+        return self.to_add_out(mixed[:, :words]), self.to_out(mixed[:, words:])
+
+
+class FeedForward(Network):
+    """SwiGLU feed-forward network, both of whose inputs are one projection."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.linear_in = Linear(config.dim, 2 * config.ffn_dim, bias=False)
+        self.linear_out = Linear(config.ffn_dim, config.dim, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.linear_out(swiglu_in_place(*mx.split(self.linear_in(x), 2, axis=-1)))
+
+
+class DoubleBlock(Network):
+    """A block of two streams."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config.dim, eps=config.eps, affine=False)
+        self.attn = JointAttention(config)
+        self.ff, self.ff_context = FeedForward(config), FeedForward(config)
+
+    def __call__(
+        self, streams: Streams, rope: Table, modulations: tuple[Modulation, Modulation]
+    ) -> Streams:
+        """Apply the block; ``modulations`` are of text and picture."""
+        normed = [
+            self.norm(x) * (1 + scale) + shift
+            for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
+        ]
+        mixed = self.attn(normed[0], normed[1], rope)
+        networks = self.ff_context, self.ff
+        found = []
+        for x, change, modulation, network in zip(
+            streams, mixed, modulations, networks, strict=True
+        ):
+            _, _, gate, shift, scale, last_gate = modulation
+            x = x + gate * change
+            found.append(x + last_gate * network(self.norm(x) * (1 + scale) + shift))
+        return found[0], found[1]
+
+
+class ParallelAttention(Network):
+    """Attention and a SwiGLU network of the same input, with common projections."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        dim, hidden = config.dim, config.ffn_dim
+        self.dim, self.heads, self.scale = dim, config.heads, config.head_dim**-0.5
+        self.to_qkv_mlp_proj = Linear(dim, 3 * dim + 2 * hidden, bias=False)
+        self.norm_q, self.norm_k = (RMSNorm(config.head_dim, eps=config.eps) for _ in range(2))
+        self.to_out = Linear(dim + hidden, dim, bias=False)
+
+    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+        """Apply the layer to x: (1, length, dim); returns the same shape."""
+        _, length, dim = x.shape
+        places = [dim, 2 * dim, 3 * dim]
+        queries, keys, values, hidden = mx.split(self.to_qkv_mlp_proj(x), places, axis=-1)
+        queries, keys, values = (
+            one.reshape(1, length, self.heads, -1) for one in (queries, keys, values)
+        )
+        queries, keys = rotate_pairs([self.norm_q(queries), self.norm_k(keys)], rope)
+        mixed = attention(queries, keys, values, self.scale).reshape(1, length, dim)
+        hidden = swiglu_in_place(*mx.split(hidden, 2, axis=-1))
+        return self.to_out(mx.concatenate([mixed, hidden], axis=-1))
+
+
+class SingleBlock(Network):
+    """A block of one stream: the text, then the picture."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config.dim, eps=config.eps, affine=False)
+        self.attn = ParallelAttention(config)
+
+    def __call__(self, x: mx.array, rope: Table, modulation: Modulation) -> mx.array:
+        """Apply the block to x: (1, length, dim); returns the same shape."""
+        shift, scale, gate = modulation
+        return x + gate * self.attn(self.norm(x) * (1 + scale) + shift, rope)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceTokens:
+    """Latents of reference pictures: (length, channels), and their positions (length, 4)."""
+
+    tokens: mx.array
+    positions: Positions
+
+    @classmethod
+    def of(cls, pictures: Sequence[mx.array]) -> ReferenceTokens:
+        """Return the tokens of latents (channels, height, width), whose sizes may differ."""
+        sizes = [picture.shape[1:] for picture in pictures]
+        places = [_grid(_APART * k, *size) for k, size in enumerate(sizes, 1)]
+        tokens = mx.concatenate([to_tokens(picture) for picture in pictures])
+        return cls(tokens, np.concatenate(places))
+
+
+class Transformer(Network):
+    """The network from latents, a time and a caption to the velocity from picture to noise."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config, dim = config, config.dim
+        self.time_linear_1 = Linear(FREQUENCIES, dim, bias=False)
+        self.time_linear_2 = Linear(dim, dim, bias=False)
+        self.double_stream_modulation_img = Linear(dim, 6 * dim, bias=False)
+        self.double_stream_modulation_txt = Linear(dim, 6 * dim, bias=False)
+        self.single_stream_modulation = Linear(dim, 3 * dim, bias=False)
+        self.x_embedder = Linear(config.in_channels, dim, bias=False)
+        self.context_embedder = Linear(config.joint_attention_dim, dim, bias=False)
+        self.transformer_blocks = [DoubleBlock(config) for _ in range(config.num_layers)]
+        self.single_transformer_blocks = [
+            SingleBlock(config) for _ in range(config.num_single_layers)
+        ]
+        self.norm = LayerNorm(dim, eps=config.eps, affine=False)
+        self.norm_out = Linear(dim, 2 * dim, bias=False)
+        self.proj_out = Linear(dim, config.in_channels, bias=False)
+
+    def caption(self, features: mx.array) -> Caption:
+        """Embed text features of shape (length, joint_attention_dim)."""
+        positions = np.zeros((len(features), AXES), dtype=np.int64)
+        positions[:, AXES - 1] = np.arange(len(features))
+        return Caption(self.context_embedder(features[None]), self._rope(positions))
+
+    def __call__(
+        self,
+        latents: mx.array,
+        sigma: float,
+        caption: Caption,
+        references: ReferenceTokens | None = None,
+        cache: StepCache | None = None,
+    ) -> mx.array:
+        """Run one forward pass.
+
+        latents: (channels, height, width). sigma: 1 (noise) to 0 (picture). With a ``cache``, all
+        blocks but the first may be skipped. Returns the velocity, in the shape of the latents.
+        """
+        channels, height, width = latents.shape
+        tokens, positions = to_tokens(latents), _grid(0, height, width)
+        if references is not None:
+            tokens = mx.concatenate([tokens, references.tokens.astype(tokens.dtype)])
+            positions = np.concatenate([positions, references.positions])
+        pairs = zip(caption.rope, self._rope(positions), strict=True)
+        cosines, sines = (mx.concatenate(list(pair)) for pair in pairs)
+        time = silu(self._time(sigma).astype(latents.dtype))
+        x = mx.concatenate([caption.tokens, self.x_embedder(tokens[None])], axis=1)
+        words = caption.tokens.shape[1]
+        x = self._run(x, words, (cosines, sines), time, cache)
+        scale, shift = mx.split(self.norm_out(time)[:, None], 2, axis=-1)
+        x = self.norm(x[:, words : words + height * width]) * (1 + scale) + shift
+        return self.proj_out(x)[0].T.reshape(channels, height, width)
+
+    def _time(self, sigma: float) -> mx.array:
+        features = mx.array(sinusoid(float(np.float32(sigma) * np.float32(1000))))[None]
+        return self.time_linear_2(silu(self.time_linear_1(features.astype(self._dtype))))
+
+    @property
+    def _dtype(self) -> mx.Dtype:
+        return self.transformer_blocks[0].attn.norm_q.weight.dtype
+
+    def _run(
+        self, x: mx.array, words: int, rope: Table, time: mx.array, cache: StepCache | None
+    ) -> mx.array:
+        """Run all blocks; the first ``words`` tokens of x are the text."""
+
+        def modulation(network: Linear, count: int) -> Modulation:
+            return list(mx.split(network(time)[:, None], count, axis=-1))
+
+        text = modulation(self.double_stream_modulation_txt, 6)
+        image = modulation(self.double_stream_modulation_img, 6)
+        single = modulation(self.single_stream_modulation, 3)
+
+        def double(blocks: Sequence[DoubleBlock], x: mx.array) -> mx.array:
+            streams = x[:, :words], x[:, words:]
+            for block in blocks:
+                streams = block(streams, rope, (text, image))
+            return mx.concatenate(list(streams), axis=1)
+
+        def others(x: mx.array) -> mx.array:
+            x = double(self.transformer_blocks[1:], x)
+            for block in self.single_transformer_blocks:
+                x = block(x, rope, single)
+            return x
+
+        def first(x: mx.array) -> mx.array:
+            return double(self.transformer_blocks[:1], x)
+
+        return others(first(x)) if cache is None else cache.run(x, first, others)
+
+    def _rope(self, positions: Positions) -> Table:
+        return axes_table(positions, self.config.axes_dims, self.config.rope_theta, is_exact=True)
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a diffusers tensor."""
+        name = name.replace("time_guidance_embed.timestep_embedder.linear_", "time_linear_")
+        return name.replace(".to_out.0.", ".to_out.").replace(".linear.", ".")
+
+    @staticmethod
+    def skip(_: str) -> bool:
+        """Return False: all tensors are used."""
+        return False
+
+
+def to_tokens(latents: mx.array) -> mx.array:
+    """Return latents (channels, height, width) as tokens (height * width, channels)."""
+    return latents.reshape(len(latents), -1).T
+
+
+def _grid(picture: int, height: int, width: int) -> Positions:
+    """Return the positions of the latents of a picture, row by row."""
+    positions = np.zeros((height * width, AXES), dtype=np.int64)
+    positions[:, 0] = picture
+    positions[:, 1] = np.repeat(np.arange(height), width)
+    positions[:, 2] = np.tile(np.arange(width), height)
+    return positions
