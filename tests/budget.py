@@ -22,6 +22,6 @@ PACKAGES = {
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (900, 94),
-    "registry": (3_750, 97),
+    "registry": (3_800, 97),
     "tensor": (1_290, 98),
 }

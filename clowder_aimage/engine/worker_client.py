@@ -110,11 +110,13 @@ class WorkerClient:
     ) -> Generator[tuple[str, dict[str, Any]], None, None]:
         """Yield the type and JSON data of server-sent events as they arrive; else as ``lines``.
 
-        The first event is ``open`` with the header fields of the reply in lower case. Source: HTML
-        Living Standard, 9.2.6 "Interpreting an event stream".
+        The first event is ``open`` with the header fields of the reply in lower case, with a
+        line for each repeated one. Source: HTML Living Standard, 9.2.6 "Interpreting an event
+        stream".
         """
         with self._request("POST", path, body, _SILENCE) as response:
-            yield "open", {name.lower(): text for name, text in response.getheaders()}
+            names = {name.lower() for name, _ in response.getheaders()}
+            yield "open", {each: "\n".join(response.headers.get_all(each, ())) for each in names}
             kind, data = "message", list[bytes]()
             for line in self._read(response):
                 name, _, text = line.partition(b":")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clowder_aimage.oci import Descriptor
 
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
+# Those that a picture may be declared as; clients may not know the type, or name it differently
+DECLARED_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 MAX_BYTES = 64 << 20  # of a file
 MULTIPLE = 16  # pixels, of the sides of most models
+MAX_AREA = 2048 * 2048  # pixels that are made of a larger picture, unless a size is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,28 @@ class InputFile:
 
 
 def own_size(picture: InputFile, expand: Sequence[int] = ()) -> dict[str, int]:
-    """Return the sides of a request for a picture: rounded down, or up if it is expanded."""
+    """Return the sides of a request for a picture: rounded down, or up if it is expanded.
+
+    Larger ones are reduced in proportion, to an area of at most MAX_AREA, unless it is expanded.
+    """
     width, height = picture.width, picture.height
     if expand:
         width, height = expanded_size(width, height, expand, MULTIPLE)
+    elif (factor := math.sqrt(MAX_AREA / (width * height))) < 1:
+        width, height = int(width * factor), int(height * factor)
     sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (width, height))
     return dict(zip(("width", "height"), sides, strict=True))
+
+
+def reduction(picture: InputFile) -> str:
+    """Return that a picture of ``own_size`` is reduced, in words; empty if it is not."""
+    if picture.width * picture.height <= MAX_AREA:
+        return ""
+    size = own_size(picture)
+    return (
+        f"has {picture.width} x {picture.height} pixels, and is reduced to "
+        f"{size['width']}x{size['height']}"
+    )
 
 
 def expanded_size(width: int, height: int, expand: Sequence[int], multiple: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
-from clowder_aimage.pictures.input_file import MAX_BYTES
+from clowder_aimage.pictures.input_file import DECLARED_TYPES, MAX_BYTES
 from clowder_aimage.pictures.picture_artifact import settings_of
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import OutsideError, Reach, reach_of_name
@@ -220,6 +220,9 @@ def _data(text: str, what: str) -> bytes:
     head, comma, body = text.partition(",")
     if not comma or len(head) > 1000:
         raise UsageError(f"{what} is not a valid data: URL", hint="expected data:image/png;base64,")
+    kind = head[len("data:") :].partition(";")[0].strip().lower()
+    if kind not in DECLARED_TYPES:
+        raise UsageError(f"{what} has the type {kind[:60]!a}", hint="use a PNG, JPEG or WebP file")
     data = unquote_to_bytes(body) if "%" in body or not body.isascii() else body.encode()
     if head.lower().endswith(";base64"):
         try:

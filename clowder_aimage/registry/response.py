@@ -90,7 +90,8 @@ class RegistryResponse:
         except (OSError, HTTPError) as error:
             if is_overdue(error):
                 raise overdue(self.host) from error
-            raise BrokenOffError(f"the response of {self.host} ended early: {error}") from error
+            message = f"the response of {self.host} ended early{_ending(error)}"
+            raise BrokenOffError(message) from error
         finally:
             self.raw.close()
 
@@ -133,6 +134,16 @@ class RegistryResponse:
     def close(self) -> None:
         """Close the connection."""
         self.raw.close()
+
+
+def _ending(error: Exception) -> str:
+    """Return where a body ended, or why."""
+    cause = error.__cause__
+    if not isinstance(cause, http.client.IncompleteRead):
+        return f": {error}"
+    partial: Any = cause.partial  # a number in urllib3's subclass
+    count = partial if isinstance(partial, int) else len(partial)
+    return f", after {count} bytes" + (f" of {count + cause.expected}" if cause.expected else "")
 
 
 def is_overdue(error: BaseException) -> bool:

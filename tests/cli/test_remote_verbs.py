@@ -107,6 +107,36 @@ def test_run_omits_options_that_were_not_given(at: Callable[[ScriptedWorker], Ai
     assert f"rendering on the worker at http://{worker.host}" in said.err.splitlines()
 
 
+def test_run_sends_pictures_and_shows_warnings(at: Callable[[ScriptedWorker], Aimage]) -> None:
+    def script(asked: Asked) -> Says:
+        return Says(drawing(asked).pieces, headers={"X-Aimage-Warning": "the image is reduced"})
+
+    with ScriptedWorker(script).running() as worker:
+        here = at(worker)
+        Image.new("L", (40, 24), 200).save(here.home / "a.png")
+        control = ("--control", "a.png", "--controlnet", "team/union:v1", "--control-strength", 0.5)
+        said = here("run", "x", "a fox", "--seed", 5, "-n", 2, *control, "-o", "b.png")
+        image = ("--image", "a.png", "--seed", 5, "-o", "b.png")
+        here("run", "x", "a fox", *image, "--expand", "8,0,16,4")
+        here("run", "x", "a fox", *image, "--upscale", 2, "--size", "64x64")
+        here("run", "x", "a fox", *image, "--mask", "a.png")
+        url = f"data:;base64,{base64.b64encode((here.home / 'a.png').read_bytes()).decode()}"
+    pictures = ("control", "controlnet", "control_strength", "image", "mask", "painted", "expand")
+    names = (*pictures, "upscale", "size", "width", "height", "fit")
+    sent = [{name: each.value.get(name) for name in names} for each in worker.asked]
+    guided = {"control": url, "controlnet": "team/union:v1", "control_strength": 0.5}
+    own = {"size": "32x16", "fit": "stretch"}
+    missing = dict.fromkeys(names)
+    assert sent == [
+        missing | guided | own,
+        missing | guided | own,
+        missing | {"image": url, "expand": "8,0,16,4", "fit": "stretch"},
+        missing | {"image": url, "upscale": 2.0, "size": "64x64"},
+        missing | {"image": url, "mask": url, "painted": "white"} | own,
+    ]
+    assert said.err.splitlines().count("warning: the image is reduced") == 1
+
+
 def test_run_writes_the_worker_s_bytes(at: Callable[[ScriptedWorker], Aimage]) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)

@@ -404,6 +404,7 @@ def test_prompts_are_read_on_a_terminal(at: Callable[[ScriptedWorker], Aimage]) 
             "/set width many\n",
             "/set depth 3\n",
             "/set negative a red box\n",
+            "/set guidance 0\n",
             "refused\n",
             "/set guidance 2\n",
             "/set cache-threshold 0.1\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from PIL import Image
 
 from clowder_aimage.model.picture import load_picture
+from tests.conftest import TINY
 from tests.process import Aimage
 
 SIZE = ("--size", "32x32", "--steps", 4, "--seed", 3, "--local")
@@ -104,17 +106,78 @@ def test_mistakes_are_refused(
     assert [path.name for path in here.home.glob("*.png")] == ["drawn.png"]
 
 
-@pytest.mark.parametrize("option", [("--expand", "0,0,8,0"), ("--upscale", 2)])
-def test_a_larger_picture_is_not_sent_to_a_worker(
-    drawn: tuple[Aimage, Path], option: tuple[object, ...]
+@pytest.fixture
+def refusing(aimage: Callable[[], Aimage]) -> Aimage:
+    """Return a command line with a store that does not exist, and files that are refused."""
+    here = aimage()
+    values = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    Image.fromarray(values).save(here.home / "a.png")
+    Image.new("L", (40, 24)).save(here.home / "black.png")
+    Image.new("L", (24, 40), 255).save(here.home / "other.png")
+    (here.home / "text.png").write_text("a fox")
+    (here.home / "folder").mkdir()
+    return here
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--image", "text.png"), 2, "--image: text.png is not a picture that can be read"),
+        (("--image", "none.png"), 3, "--image: there is no file none.png"),
+        (("--image", "folder"), 2, "--image: folder is a directory, not a picture"),
+        (("--image", ""), 2, "--image names no picture"),
+        (("--image", "a.png", "--mask", "other.png"), 2, "--mask: other.png: the mask has 24 x 40"),
+        (("--image", "a.png", "--mask", "black.png"), 2, "--mask: black.png: the mask is empty"),
+        (
+            ("--image", "a.png", "--mask", "alpha"),
+            2,
+            "--mask: a.png: the image has no transparency",
+        ),
+        (("--control", "text.png"), 2, "--control: text.png is not a picture"),
+        (
+            ("--image", "a.png", "--mask", "a.png", "--control", "other.png", "--crop"),
+            2,
+            "--control: other.png has 24 x 40 pixels, the image has 40 x 24",
+        ),
+        (("--image", "-", "--mask", "-"), 2, "--image and --mask read stdin"),
+        (("--image", "-", "--password-stdin"), 2, "--image and --password-stdin read stdin"),
+        (("--image", "data:text/html;base64,PNG"), 2, "--image has the type 'text/html'"),
+    ],
+)
+def test_pictures_are_refused_by_their_names_before_anything_is_stored(
+    refusing: Aimage, options: tuple[object, ...], code: int, message: str
 ) -> None:
-    here, path = drawn
-    given = ("--image", path, *option, "--steps", 1)
-    elsewhere = Aimage(here.home, here.store, {"AIMAGE_HOST": "127.0.0.1:9"})
-    said = here("run", "x", "a fox", *given, "--remote", code=2)
-    assert f"{option[0]} is not sent to a worker" in said.err
-    elsewhere("run", "x", "a fox", *given, "-o", "made.png")  # in this process
-    assert (here.home / "made.png").exists()
+    if "text/html" in str(options):
+        data = base64.b64encode((refusing.home / "a.png").read_bytes()).decode()
+        options = ("--image", f"data:text/html;base64,{data}")
+    said = refusing("run", "x", "a fox", *options, "--local", code=code)
+    assert message in said.err.replace("\n", " ")
+    assert not refusing.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [((), "the prompt is missing"), (("-",), "PROMPT and --image read stdin")],
+)
+def test_a_picture_on_stdin_is_not_the_prompt(
+    refusing: Aimage, words: tuple[str, ...], message: str
+) -> None:
+    assert message in refusing("run", "x", *words, "--image", "-", code=2).err
+
+
+def test_a_large_photograph_is_reduced_and_said(drawn: tuple[Aimage, Path]) -> None:
+    here, _ = drawn
+    Image.new("L", (6000, 1000), 90).save(here.home / "wide.png")
+    Image.new("L", (6000, 1000), 255).save(here.home / "white.png")
+    base = ("--image", "wide.png", "--control-strength", 1, "--local")  # refused after the check
+    reduced = "--image: wide.png has 6000 x 1000 pixels, and is reduced to 5008x832; --size sets"
+    for options, is_said in (
+        ((), True),
+        (("--size", "64x32"), False),
+        (("--mask", "white.png", "--crop"), False),
+        (("--upscale", 2), False),
+    ):
+        assert (reduced in here("run", "x", "a fox", *base, *options, code=2).err) == is_said
 
 
 @pytest.mark.parametrize(
@@ -177,3 +240,17 @@ def test_a_sheet_is_beside_the_named_file(stocked: Callable[[], Aimage]) -> None
     said = here("run", "x", "foxes", *small, "--seeds", "1,3", "--sheet", "-o", "a.jpg")
     assert said.out.split() == ["a-1.jpg", "a-2.jpg", "a-sheet.png"]
     assert {path.name for path in here.home.glob("a*")} == {"a-1.jpg", "a-2.jpg", "a-sheet.png"}
+
+
+def test_options_of_guidance_without_guidance_are_said(stocked: Callable[[], Aimage]) -> None:
+    here = stocked()
+    small = ("--size", "32x32", "--steps", 1, "--seed", 1, "--local", "-o", "a.png")
+    said = here("run", "x", "a fox", *small, "--cfg-truncation", 0.5, "--cfg-normalization", 1).err
+    assert "warning: guidance_end has no effect without guidance" in said
+    assert "warning: cfg_normalization has no effect without guidance" in said
+    assert "--negative requires" in here("run", "x", "a", *small, "--negative", "b", code=2).err
+    here("create", "guided", TINY, "--guidance", 2)
+    given = ("--negative", "red", "--cfg-normalization", 1)
+    assert "no effect" not in here("run", "guided", "a fox", *small, *given).err
+    off = here("run", "guided", "a fox", *small, *given, "--guidance", 0, code=2)
+    assert "--negative requires --guidance above 0" in off.err

@@ -54,6 +54,13 @@ def test_a_file_is_fetched_without_credentials(server: ScriptedRegistry) -> None
     assert not {"authorization", "x-secret"} & {name.lower() for name in seen.headers}
 
 
+def test_a_body_that_ends_early_is_said_in_words(server: ScriptedRegistry) -> None:
+    server.script = lambda _: Answer(200, {}, b"a picture of circles", cut=9)
+    with pytest.raises(NetworkError) as raised:
+        read(server)
+    assert raised.value.message.endswith("ended early, after 9 bytes of 20")
+
+
 def test_a_redirect_is_followed_on_its_host(server: ScriptedRegistry) -> None:
     server.script = lambda seen: (
         Answer(200, {}, b"there") if seen.path == "/b" else Answer(307, {"Location": "b"})

@@ -15,19 +15,20 @@ import click
 from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.later_model import LaterModel
 from clowder_aimage.cli.console.lora_option import adapter_finder, offer
+from clowder_aimage.cli.console.named_picture import named_pictures
 from clowder_aimage.cli.console.option import needs, settings
-from clowder_aimage.cli.console.output import is_verbose, note, remark, size
-from clowder_aimage.cli.console.picture_option import input_pictures
+from clowder_aimage.cli.console.output import is_verbose, note, note_once, remark, size
+from clowder_aimage.cli.console.picture_order import Render, check_guidance
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.remote_picture import warn_ignored
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
 
 if TYPE_CHECKING:
     from clowder_aimage.adapter_source import AdapterFinder
-    from clowder_aimage.cli.console.picture_order import Render
+    from clowder_aimage.dialect import AImage
     from clowder_aimage.generate import FetchedAImage, RunnableModel
     from clowder_aimage.model.pipeline import Image, PipelineEvent
     from clowder_aimage.registry import ClientOptions
@@ -86,10 +87,8 @@ class LocalModel:
         aimage = fetched.found.stored.aimage
         weights = sum(layer.descriptor.size for layer in aimage.layers if layer.is_tensor)
         fetched.progress.remark(f"loading {size(weights)}")
-        request = GenerateRequest.for_model(aimage, **self.first)
-        check_parameters(request)  # the steps may be the model's
-        warn_ignored(request)
-        input_pictures().keep(request.image, request.mask)  # a wrong mask is refused before a load
+        request = _to_request(aimage, self.first)
+        named_pictures().keep(request.image, request.mask)  # a wrong mask is refused before a load
         self._loaded = [self.load_model(fetched, request)]
         self.fetched = fetched
 
@@ -109,13 +108,13 @@ class LocalModel:
             self.load(self.fetched)
         (model,) = self._loaded
         given = {name: value for name, value in options.items() if name != "trigger"}
-        request = GenerateRequest.for_model(model.stored.aimage, **given, n=count)
+        request = _to_request(model.stored.aimage, {**given, "n": count})
         found = self.finder.find_all(request, model.stored.aimage)
         pairs = adapter_source.own_adapters(self.fetched.found.files, model.stored.aimage)
         packed = [adapter for adapter, _ in pairs]
         request = adapter_source.resolve(request, found, packed, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, [*packed, *found]))
-        input_pictures().keep(request.image, request.mask, request.control)
+        named_pictures().keep(request.image, request.mask, request.control)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
@@ -142,6 +141,17 @@ class LocalModel:
         else:
             note(f"{self.reference} has been pulled and is used instead of its variant")
         self.later = None
+
+
+def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateRequest:
+    """Return a request with the defaults of an AImage. Raises UsageError."""
+    request = GenerateRequest.for_model(aimage, **parameters)
+    check_parameters(request)  # the steps may be the model's
+    check_guidance(parameters, request.guidance)
+    given = [name for name, value in parameters.items() if value is not None]
+    for warning in without_effect(request, given):
+        note_once(f"warning: {warning}")
+    return request
 
 
 def pack_hint(directory: str) -> str:

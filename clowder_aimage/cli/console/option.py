@@ -118,20 +118,30 @@ _ELSEWHERE = {
 }
 
 
+_SECTIONS = ("Options", "Picture options", "Registry options")  # of a help text
+
+
 class _ConnectionOption(click.Option):
     """An option of connections to registries."""
 
+    section = "Registry options"
+
+
+class PictureOption(click.Option):
+    """An option for pictures that a picture begins with."""
+
+    section = "Picture options"
+
 
 class _Exemplified(click.Command):
-    """A command with examples in its help, and the options of connections in a section."""
+    """A command with examples in its help, and its options in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Options": [], "Registry options": []}
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                is_about = isinstance(param, _ConnectionOption)
-                sections["Registry options" if is_about else "Options"].append(record)
+                sections[getattr(param, "section", _SECTIONS[0])].append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor
 
 META = "clowder_aimage.cli."  # key prefix for the common options of a command line
+_SAID = "clowder_aimage.said"  # in the meta of the command's context
 _LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromkeys(
     ("start", "skip", "done", "request"), "debug"
 )
@@ -66,6 +67,14 @@ def plain(descriptor: Descriptor) -> dict[str, Any]:
 def note(text: str) -> None:
     """Print a message to stderr, with ``--json`` as an event."""
     click.echo(event("note", message=text) if wants_json() else printable(text), err=True)
+
+
+def note_once(text: str) -> None:
+    """Print a message as ``note``, unless the command has printed it."""
+    said: set[str] = click.get_current_context().meta.setdefault(_SAID, set())
+    if text not in said:
+        said.add(text)
+        note(text)
 
 
 def waiting(what: str, pid: int | None) -> tuple[str, int | None]:

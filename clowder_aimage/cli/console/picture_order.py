@@ -118,8 +118,8 @@ def order_parameters(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
 
     The value of an option is None if it was not given; the AImage has the default.
     """
-    if values["negative"] is not None and not values["guidance"]:
-        raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
+    if values["guidance"] is not None:  # else the model may have one
+        check_guidance(values, values["guidance"])
     runs = order_runs(values)
     _check_output(values, sum(count for _, count in runs))
     parameters = {name: values[name] for name in _OPTIONS}
@@ -131,6 +131,12 @@ def order_parameters(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     for seed, count in runs:
         check_parameters(GenerateRequest(**given | {"seed": seed or 0}, n=count))
     return parameters
+
+
+def check_guidance(parameters: Mapping[str, Any], guidance: float) -> None:
+    """Reject a negative text without guidance. Raises UsageError."""
+    if parameters["negative"] is not None and not guidance:
+        raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
 
 
 def _check_output(values: Mapping[str, Any], count: int) -> None:

@@ -9,19 +9,19 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.lora_option import to_worker
-from clowder_aimage.cli.console.output import note
+from clowder_aimage.cli.console.output import note_once
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import StepBar
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
 from clowder_aimage.model.picture_facts import facts_of, kind_of
-from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, ignored_image
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
+_WARNING = "x-aimage-warning"
 _FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 
@@ -36,22 +36,14 @@ def generate_remotely(
 ) -> Generator[MadePicture, None, None]:
     """Generate the pictures in a worker."""
     # png_facts: so that it can be replayed
-    if options["steps"] is not None:  # else the worker's model has them
-        known = {name: options[name] for name in PARAMETERS if options.get(name) is not None}
-        warn_ignored(GenerateRequest(**known))
     sent = {**options, "png_facts": True, "output_format": kind}
     sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
     sent |= to_request(options)
-    yield from _pictures(
-        client,
-        reference,
-        sent,
-        count,
-        on_accepted=lambda: announce(f"rendering on the {place}"),
-    )
+    where = f"rendering on the {place}"
+    yield from _pictures(client, reference, sent, count, on_accepted=lambda: announce(where))
 
 
 def _pictures(
@@ -106,6 +98,8 @@ class _Run:
         for kind, value in events:
             if kind == "open":
                 self._check_model(value)
+                for warning in value.get(_WARNING, "").splitlines():
+                    note_once(f"warning: {warning}")
                 if index == 0:
                     on_accepted()
             elif kind == "pull":
@@ -170,9 +164,3 @@ def _facts(data: bytes) -> dict[str, Any]:
         return facts_of(data)
     except FormatError:
         return {}
-
-
-def warn_ignored(request: GenerateRequest) -> None:
-    """Say if the image of a request has no effect."""
-    if reason := ignored_image(request):
-        note(f"warning: {reason}")

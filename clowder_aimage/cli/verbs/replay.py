@@ -15,9 +15,9 @@ import click
 from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.local_model import fetch_model, load_model, render
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
+from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
 from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result
-from clowder_aimage.cli.console.picture_option import input_pictures, input_source
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, LoraUse, check_parameters
@@ -122,7 +122,8 @@ def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, str | 
         VerificationError: One that is given is another one.
         NotFoundError: One is neither given nor in the store.
     """
-    files, layout, missing = input_pictures(), settings().layout, list[str]()
+    check_stdin([f"--{name}" for name, source in given.items() if source == "-"])
+    files, layout, missing = named_pictures(), settings().layout, list[str]()
     lease = click.get_current_context().with_resource(layout.lease())
     for name, source in given.items():
         digest = getattr(request, name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import click
 from clowder_aimage.adapter_source import OWN
 from clowder_aimage.cli.console.local_model import load_model, open_model, pack_hint
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
+from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
     connection_options,
     parse_reference,
     parsed,
     remote_option,
+    settings,
     verb,
 )
 from clowder_aimage.cli.console.output import remark, wants_value
@@ -47,7 +50,6 @@ from clowder_aimage.cli.console.seed_option import seed_options
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import LoraUse
 from clowder_aimage.oci import Reference
 
 
@@ -172,18 +174,17 @@ def run(
     with --remote.
     """
     begun = time.monotonic()
+    _check_stdin(words, values)
     prompt = read_prompt(words)
     check_push(values["push"], prompt, reference)
     first = order_parameters(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None and len(order_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(open_model, reference, load, precision, first, values["lora_dir"])
-    here_only = [name for name in ("control", "expand", "upscale") if first.get(name)]
-    if here_only and remote:
-        raise UsageError(f"--{here_only[0]} is not sent to a worker", hint="omit --remote")
-    is_here = bool(here_only) or any(is_file(use.model) for use in first["loras"])
-    local = local or (not remote and is_here)
-    render = _renderer(reference, here, local, remote, first["loras"])
+    is_here = any(is_file(use.model) for use in first["loras"])
+    names = [use.model for use in first["loras"] if not use.model.startswith(OWN)]
+    names += [first["controlnet"]] if first["controlnet"] else []
+    render = _renderer(reference, here, local or (not remote and is_here), remote, names)
     order = PictureOrder(values, render, view_protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
@@ -197,14 +198,27 @@ def run(
     read_prompts(order.make, values, options)
 
 
+def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
+    """Reject several that read stdin: the prompt, pictures, the password. Raises UsageError."""
+    readers = [f"--{name}" for name in ("image", "mask", "control") if values[name] == "-"]
+    if readers and not words:
+        raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
+    readers += ["--password-stdin"] if settings().password_stdin else []
+    is_typed = not words and sys.stdin is not None and sys.stdin.isatty()
+    check_stdin([*(["PROMPT"] if words in ((), ("-",)) and not is_typed else []), *readers])
+
+
 def _renderer(
     reference: Reference,
     here: Callable[[], Render],
     local: bool,
     remote: bool,
-    loras: Iterable[LoraUse],
+    others: Sequence[str],
 ) -> Render:
-    """Return the function that generates pictures: in a worker, or in this process by ``here``."""
+    """Return the function that generates pictures: in a worker, or in this process by ``here``.
+
+    ``others`` are the AImages that are used with the model.
+    """
     if local and remote:
         raise UsageError("--local cannot be combined with --remote")
     but = (*SETTABLE, "push", "local")
@@ -213,11 +227,10 @@ def _renderer(
         refuse_options(f"omit it, or {other} to generate the picture in this process", but=but)
         client = worker()
         return partial(generate_remotely, client, reference, f"worker at {client.endpoint}")
-    names = (use.model for use in loras if not use.model.startswith(OWN))
     if (
         not local
         and not local_options(*but)
-        and (found := default_worker(reference, map(parse_reference, names)))
+        and (found := default_worker(reference, map(parse_reference, others)))
     ):
         client, has_same = found
         if has_same or prefers_worker():

@@ -1,0 +1,120 @@
+"""The picture files that options name: read once, checked, and kept in the store when used."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clowder_aimage.cli.console.option import needs, settings
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.pipeline import ALPHA
+
+if TYPE_CHECKING:
+    from clowder_aimage.pictures.input_file import InputFile
+    from clowder_aimage.pictures.input_source import InputSource
+
+_KEY = "clowder_aimage.pictures"  # in the meta of the command's context
+_LONGEST = 200  # characters of a name in an error
+
+
+@dataclass(slots=True)
+class NamedPictures:
+    """The picture files of a command by their digests, and by the names that were given."""
+
+    data: dict[str, bytes] = field(default_factory=dict)
+    files: dict[str, InputFile] = field(default_factory=dict)
+    fitting: set[tuple[str, str]] = field(default_factory=set)  # images and masks
+
+    def read(self, name: str, option: str) -> InputFile:
+        """Return the facts of a file, which is read once.
+
+        Raises UsageError, NotFoundError, and as ``InputSource.read``.
+        """
+        if name not in self.files:
+            _check_name(name, option)
+            with needs("reading a picture", "mlx"):
+                from clowder_aimage.pictures.picture_input import inspect
+            data = input_source().read(name, option)
+            found = inspect(data, f"{option}: {picture_label(name)}")
+            self.files[name] = found
+            self.data[str(found.descriptor.digest)] = data
+        return self.files[name]
+
+    def read_mask(self, name: str, image: str) -> str:
+        """Return the mask of an image: its digest, or ALPHA. Raises as ``read``.
+
+        Raises UsageError: it does not fit the image, or nothing is painted by it.
+        """
+        from clowder_aimage.pictures.picture_input import check_mask
+
+        is_file, picture = name != ALPHA, self.read(image, "--image")
+        mask = str(self.read(name, "--mask").descriptor.digest) if is_file else ALPHA
+        digest = str(picture.descriptor.digest)
+        if (digest, mask) not in self.fitting:
+            try:
+                check_mask(self.data[digest], self.data[mask] if is_file else None)
+            except UsageError as error:
+                label = picture_label(name if is_file else image)
+                raise UsageError(f"--mask: {label}: {error.message}", hint=error.hint) from None
+            self.fitting.add((digest, mask))
+        return mask
+
+    def keep(self, *digests: str | None) -> None:
+        """Put files into the store, leased until the command ends."""
+        from clowder_aimage.pictures.picture_input import keep
+
+        wanted = [self.data[one] for one in digests if one in self.data]
+        if wanted:
+            layout = settings().layout
+            lease = click.get_current_context().with_resource(layout.lease())
+            for data in wanted:
+                keep(layout, lease, data, "the picture")
+
+
+def _check_name(name: str, option: str) -> None:
+    """Reject a name that is not that of a picture, as far as it says. Raises UsageError."""
+    if not name:
+        raise UsageError(f"{option} names no picture")
+    is_directory = False
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a URL, or ~ of nobody
+        is_directory = Path(name).expanduser().is_dir()
+    if is_directory:
+        raise UsageError(f"{option}: {name} is a directory, not a picture")
+    if name == "-" and sys.stdin is not None and sys.stdin.isatty():
+        raise UsageError(f"{option}: stdin is a terminal", hint="name a file, or use a pipe")
+
+
+def check_stdin(readers: Sequence[str]) -> None:
+    """Reject several options that read stdin. Raises UsageError."""
+    if len(readers) > 1:
+        names = f"{', '.join(readers[:-1])} and {readers[-1]}"
+        raise UsageError(f"{names} read stdin, which can be read once", hint="name files")
+
+
+def input_source() -> InputSource:
+    """Return the reader of pictures for the user of this machine."""
+    from clowder_aimage.pictures.input_source import InputSource
+
+    stdin = sys.stdin.buffer if sys.stdin else None
+    store, connect = settings().layout, settings().connection
+    return InputSource(store, connect, hosts=None, has_files=True, stdin=stdin)
+
+
+def picture_label(name: str) -> str:
+    """Return the name of a picture in messages."""
+    if name == "-":
+        return "the picture on stdin"
+    return name if len(name) < _LONGEST else f"{name[:40]}..."
+
+
+def named_pictures() -> NamedPictures:
+    """Return the picture files of the command that runs."""
+    meta = click.get_current_context().meta
+    found: NamedPictures = meta.setdefault(_KEY, NamedPictures())
+    return found
