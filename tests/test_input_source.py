@@ -17,6 +17,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import (
     AImageError,
     ForbiddenError,
+    NetworkError,
     NoPictureError,
     NotFoundError,
     TooLargeError,
@@ -228,6 +229,16 @@ def test_a_worker_pulls_from_the_registries_that_are_named(
         assert read(source, text) == PICTURE
     with pytest.raises(ForbiddenError, match="not allowed"):  # registries, not URLs
         read(configured, f"http://{server.host}/a.png")
+
+
+def test_a_registry_that_is_too_slow_does_not_hold_a_worker(
+    store: ImageLayout, server: ScriptedRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_source, "_PATIENCE", -1.0)
+    text = offer(server, layer(PICTURE))
+    with pytest.raises(NetworkError, match="did not arrive in time"):
+        read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), text)
+    assert read(user(store), text) == PICTURE
 
 
 def test_a_registry_may_be_an_ipv6_address(store: ImageLayout) -> None:

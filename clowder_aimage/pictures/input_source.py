@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,9 +20,12 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from clowder_aimage.content import ContentStore, Source, read_all
 from clowder_aimage.content.platform import ANY, select
+from clowder_aimage.content.store import Reader
+from clowder_aimage.content.verified_reader import SourceReader
 from clowder_aimage.errors import (
     ForbiddenError,
     FormatError,
+    NetworkError,
     NoPictureError,
     NotFoundError,
     StoreError,
@@ -38,6 +42,8 @@ from clowder_aimage.registry.web_file import InputHosts, fetch, forbidden
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")  # of the titles of picture layers
 _MAX_DATA = MAX_BYTES * 3  # characters of a data URL: each byte may be percent-encoded
 _MAX_LISTED = 10  # titles in an error
+_PATIENCE = 30.0  # seconds for a picture of an artifact, in a worker
+_RATE = 1 << 20  # bytes per second in addition, as of a URL
 _T = TypeVar("_T")
 _SCHEME = re.compile(r"(data|https?|oci|[a-z][a-z0-9+.-]*(?=://)):", re.IGNORECASE)
 
@@ -112,7 +118,10 @@ class InputSource:
         try:
             return read_all(self.store.open(found.layer), found.layer, MAX_BYTES)
         except NotFoundError:
-            return read_all(source.open(found.layer), found.layer, MAX_BYTES)
+            reader = source.open(found.layer)
+        if self.hosts is not None:  # a registry of strangers must not hold a worker
+            reader = _TimedReader(reader, _PATIENCE + found.layer.size / _RATE)
+        return read_all(reader, found.layer, MAX_BYTES)
 
     def _pull(self, text: str, take: Callable[[Source, PictureLayer], _T]) -> _T:
         """Return what ``take`` reads of a picture in the store, else in its registry."""
@@ -167,6 +176,19 @@ class InputSource:
             reason = getattr(error, "strerror", None) or error
             raise StoreError(f"{what}: cannot read {name}: {reason}") from None
         return _limited(data, what)
+
+
+class _TimedReader(SourceReader):
+    """A stream that ends with an error after some seconds."""
+
+    def __init__(self, source: Reader, seconds: float) -> None:
+        super().__init__(source)
+        self._until = time.monotonic() + seconds
+
+    def _fill(self, view: memoryview) -> int:
+        if time.monotonic() > self._until:
+            raise NetworkError("the picture did not arrive in time")
+        return self._source.readinto(view)
 
 
 def _find(source: Source, reference: Reference, title: str | None) -> PictureLayer:
