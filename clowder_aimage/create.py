@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from clowder_aimage.adapter.fit import Shapes
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import controlnet, lora
+from clowder_aimage.formats.family_model import LikeModel
 from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.importer import (
@@ -31,6 +34,7 @@ from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
+    StoredAImage,
     hold,
     inflate,
     read_aimage,
@@ -50,6 +54,7 @@ def create(
     *,
     form: ModelForm = AS_FOUND,
     base: Reference | None = None,
+    like: Reference | None = None,
     dialect: str = DEFAULT,
     algorithm: str = "sha256",
     provenance: Provenance | None = None,
@@ -65,8 +70,9 @@ def create(
     The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.
     ``algorithm`` hashes the layers and the config; the manifest always uses sha256, for registries.
     ``base`` is the model of an adapter or a ControlNet: an AImage in the store, which becomes its
-    subject. If the recipe depends on values, ``on_survey`` is called with the number of bytes to
-    scan before planning, and ``on_surveyed`` with the bytes of each tensor.
+    subject. ``like`` is one that has what an image model in another layout lacks. If the recipe
+    depends on values, ``on_survey`` is called with the number of bytes to scan before planning, and
+    ``on_surveyed`` with the bytes of each tensor.
 
     Raises:
         ModelError: it is not a model that can be packed, and nothing was written; or a file changed
@@ -74,18 +80,20 @@ def create(
         UsageError: the form or the recipe does not fit the model, or needs a missing package.
         FormatError: it is damaged, is quantized in an unknown way, has an adapter for another model
             or a provenance that the config's schema does not allow; nothing was written.
-        NotFoundError: the base is not in the store.
+        NotFoundError: the base or ``like`` is not in the store.
         StoreError, NoSpaceError: the store cannot be written; complete blobs stay.
     """
     recipe = recipe or Recipe()
     recipe.check_tools()
     chosen = DIALECTS[dialect]
-    inventory = take(path, form)
-    weights = {component.name: component.weights for component in inventory.components}
-    shapes = {layer_name(name, one.name): one.shape for name in weights for one in weights[name]}
-    _check(inventory, shapes, "the model")
-    exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
     with store.lease() as lease:
+        if like is not None:
+            form = replace(form, like=_like(store, like, lease))
+        inventory = take(path, form)
+        weights = {component.name: component.weights for component in inventory.components}
+        shapes = {layer_name(n, one.name): one.shape for n in weights for one in weights[n]}
+        _check(inventory, shapes, "the model")
+        exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
         plan = make_plan(
             inventory,
             chosen,
@@ -99,6 +107,33 @@ def create(
         check_config(plan)
         on_plan(plan)
         return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
+
+
+def _like(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:
+    """Return the model in the store that completes another one."""
+    stored = _open(store, reference, lease)
+    aimage = stored.aimage
+    layers = read_stored(store, aimage, _configured(store, aimage))
+
+    def read(name: str) -> bytes:
+        layer = aimage.layer(name)
+        if layer.descriptor.size > MAX_JSON:
+            raise ModelError(f"{reference}: {name} is too large for a JSON file")
+        with store.open(layer.descriptor) as file:
+            return file.read(layer.descriptor.size)
+
+    family = str(aimage.properties.get("family", ""))
+    return LikeModel(str(reference), family, tuple(layers), read)
+
+
+def _open(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+    """Return a complete AImage whose layers are leased."""
+    hold(store, reference, lease)
+    stored = read_aimage(store, reference)
+    lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
+    require_complete(store, reference, stored)
+    inflate(store, stored)
+    return stored
 
 
 def convert(
@@ -132,13 +167,9 @@ def convert(
         raise UsageError("the conversion changes nothing", remedy="nothing_to_convert")
     recipe.check_tools()
     with store.lease() as lease:
-        hold(store, reference, lease)
-        stored = read_aimage(store, reference)
-        lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
-        require_complete(store, reference, stored)
+        stored = _open(store, reference, lease)
         if is_attached and stored.dialect.name != DEFAULT:
             raise UsageError(f"the dialect {stored.dialect.name} has no variants")
-        inflate(store, stored)
         layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
         exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
         found = stored.descriptor if is_attached else None

@@ -14,7 +14,8 @@ PACKAGES = {
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_400, 88),
     "exporter": (1_800, 97),
-    "formats": (4_200, 97),
+    "family": (880, 95),
+    "formats": (4_700, 97),
     "http": (1_720, 87),
     "importer": (2_960, 98),
     "layout": (3_040, 96),

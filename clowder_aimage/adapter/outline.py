@@ -1,7 +1,4 @@
-"""The layers of Z-Image by name, for adapters whose base is not there: shapes are the adapter's.
-
-Names: diffusers, models/transformers/transformer_z_image.py; transformers, Qwen3.
-"""
+"""The layers of Z-Image by name, for adapters whose base is not there: shapes are the adapter's."""
 
 from __future__ import annotations
 
@@ -10,31 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from clowder_aimage.adapter.adapter_layer import AdapterLayer, Shape
 from clowder_aimage.adapter.target import TargetTable
+from clowder_aimage.family.image_family import Z_IMAGE
 
-NAME = "Z-Image"
-_MATRIX, _VECTOR = (3, 3), (3,)  # places for shapes
-_BLOCKS = ("layers", "noise_refiner", "context_refiner")
-_MATRICES = (
-    *(f"attention.to_{part}" for part in ("q", "k", "v", "out.0")),
-    *(f"feed_forward.w{part}" for part in (1, 2, 3)),
-    "adaLN_modulation.0",
-)
-_NORMS = (
-    *("attention.norm_q", "attention.norm_k", "attention_norm1", "attention_norm2"),
-    *("ffn_norm1", "ffn_norm2"),
-)
-_OTHERS = (
-    *("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2", "all_x_embedder.2-1"),
-    *("all_final_layer.2-1.linear", "all_final_layer.2-1.adaLN_modulation.1"),
-)
-_BIASED = (*_OTHERS, "adaLN_modulation.0")
-_TEXT_MATRICES = (
-    *(f"self_attn.{part}_proj" for part in "qkvo"),
-    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-)
-_TEXT_NORMS = (
-    *("self_attn.q_norm", "self_attn.k_norm", "input_layernorm", "post_attention_layernorm"),
-)
+NAME = Z_IMAGE.title
 _NUMBER = re.compile(r"[0-9]+")
 _MOST = 255  # the number of a block
 
@@ -68,17 +43,8 @@ def outline_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
 
 
 def _names(count: int) -> Iterator[tuple[str, Shape]]:
-    for block in (f"{name}.{number}" for name in _BLOCKS for number in range(count)):
-        yield from ((f"transformer/{block}.{name}.weight", _MATRIX) for name in _MATRICES)
-        yield from ((f"transformer/{block}.{name}.weight", _VECTOR) for name in _NORMS)
-        yield f"transformer/{block}.adaLN_modulation.0.bias", _VECTOR
-    for name in _OTHERS:
-        yield f"transformer/{name}.weight", _MATRIX
-        yield f"transformer/{name}.bias", _VECTOR
-    yield "transformer/cap_embedder.0.weight", _VECTOR
-    yield from ((f"transformer/{name}_pad_token", _MATRIX) for name in ("x", "cap"))
-    yield "text_encoder/model.embed_tokens.weight", _MATRIX
-    for number in range(count):
-        block = f"text_encoder/model.layers.{number}"
-        yield from ((f"{block}.{name}.weight", _MATRIX) for name in _TEXT_MATRICES)
-        yield from ((f"{block}.{name}.weight", _VECTOR) for name in _TEXT_NORMS)
+    """Yield the names of all tensors that adapters change; lengths are placeholders."""
+    for component in Z_IMAGE.components:
+        if component.name != "vae":
+            shapes = component.shapes(component.widest(count))
+            yield from ((f"{component.name}/{name}", (3,) * len(s)) for name, s in shapes.items())

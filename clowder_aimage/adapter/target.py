@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from clowder_aimage.family.image_family import original_module
+
 _NETWORK = (
     r"base_model\.model\.|model\.diffusion_model\.|diffusion_model\.|(?:transformer|unet)[._]|"
     r"lora_(?:unet|transformer)_|lycoris_"
@@ -22,11 +24,6 @@ _PREFIX = re.compile(
 _FRONT = re.compile(_NETWORK)
 _DEPTH = 6  # prefixes of one name
 _BARE = re.compile(r"(to_out|adaLN_modulation)\.[0-9]+$")
-_ORIGINAL = (  # parts of diffusers' names, and of the original ones
-    (re.compile(r"^all_(x_embedder|final_layer)\.[0-9]+-[0-9]+"), r"\1"),
-    (re.compile(r"attention\.to_out\.0$"), "attention.out"),
-    (re.compile(r"attention\.norm_([qk])$"), r"attention.\1_norm"),
-)
 _FUSED = ("qkv", "to_qkv")
 _WEIGHT = ".weight"
 
@@ -122,13 +119,6 @@ def spellings(module: str) -> set[str]:
     found = {module, original_module(module)}
     found |= {_BARE.sub(r"\1", name) for name in found}
     return found | {f"model.{name}" for name in found} | {n.removeprefix("model.") for n in found}
-
-
-def original_module(module: str) -> str:
-    """Return the name of a layer in the original code, given diffusers' name."""
-    for pattern, theirs in _ORIGINAL:
-        module = pattern.sub(theirs, module)
-    return module
 
 
 def dotted_module(stem: str) -> str:

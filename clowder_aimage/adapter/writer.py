@@ -37,8 +37,9 @@ from clowder_aimage.adapter.names import (
 from clowder_aimage.adapter.outline import NAME, outline_shapes
 from clowder_aimage.adapter.peft_config import METADATA
 from clowder_aimage.adapter.reader import MatchedAdapter, match_adapter
-from clowder_aimage.adapter.target import LayerTarget, original_module
+from clowder_aimage.adapter.target import LayerTarget
 from clowder_aimage.errors import UsageError
+from clowder_aimage.family.image_family import original_module
 from clowder_aimage.tensor import encode_header
 
 _ROWS = (UP, UP_BIAS, DIFF, DIFF_BIAS, SET, SET_BIAS, MAGNITUDE, DORA_SCALE, HADA[0], HADA[2])

@@ -15,6 +15,7 @@ from clowder_aimage.adapter.names import (
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import (
     controlnet,
+    family_model,
     gguf,
     gguf_header,
     lora,
@@ -24,6 +25,7 @@ from clowder_aimage.formats import (
     torchscript,
 )
 from clowder_aimage.formats.diffusers import MODEL_INDEX, component_class, is_component
+from clowder_aimage.formats.family_weights import has_transformer, is_transformer
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
@@ -32,8 +34,8 @@ CHECKPOINT = "safetensors"  # a lone file of weights
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
 _KNOWN = (
-    "a diffusers, Transformers, PEFT or TensorFlow SavedModel directory, or a GGUF, ONNX, "
-    "TorchScript or safetensors file (a checkpoint or LoRA)"
+    "a diffusers, Transformers, PEFT or TensorFlow SavedModel directory, a directory of ComfyUI, "
+    "MLX or mflux, or a GGUF, ONNX, TorchScript or safetensors file (a checkpoint or LoRA)"
 )
 
 
@@ -95,7 +97,9 @@ def _detect_safetensors(path: Path) -> str:
         raise _unknown(path) from None
     if controlnet.is_controlnet(names):
         return controlnet.FORMAT
-    return LORA if is_lora(names) else CHECKPOINT
+    if is_lora(names):
+        return LORA
+    return family_model.FORMAT if is_transformer(names) else CHECKPOINT
 
 
 def is_lora(names: Iterable[str]) -> bool:
@@ -138,6 +142,8 @@ def _detect_directory(root: Path) -> str:
         return controlnet.FORMAT if component_class(root) == controlnet.CLASS else DIFFUSERS
     if fits:
         return fits[0]
+    if has_transformer(root):
+        return family_model.FORMAT
     # exporters put the models of a repository into a separate directory
     if any(path.suffix.lower() == onnx.ENDING for path in model_tree.walk(root)):
         return onnx.FORMAT

@@ -93,7 +93,7 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         components=tuple(
             _component(directory, name, index.get(name), variant, classes) for name in names
         ),
-        files=(_file(directory, directory / MODEL_INDEX),),
+        files=(file_of(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
         defaults=_FLUX2_DEFAULTS[is_distilled] if family == FLUX2 else {},
     )
@@ -154,7 +154,7 @@ def _any_pipeline(root: Path, pipeline: str, index: Mapping[str, Any], variant: 
         family="",
         pipeline=pipeline,
         components=components,
-        files=(_file(root, root / MODEL_INDEX),),
+        files=(file_of(root, root / MODEL_INDEX),),
         license=model_tree.read_license(root),
         facts={"format": "diffusers"},
     )
@@ -172,7 +172,7 @@ def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Com
     every = {path.name: path for path in model_tree.list_directory(top, directory)}
     paths = [every[one] for one in sorted(of_variant(every, variant))]
     texts = [p for p in paths if p.suffix in TEXTS and ".index." not in p.name]
-    files = tuple(_file(root, path) for path in texts)
+    files = tuple(file_of(root, path) for path in texts)
     has_config = "config.json" in every
     config = model_tree.read_object(top, directory / "config.json") if has_config else {}
     if not any(path.suffix == ".safetensors" for path in paths):
@@ -245,8 +245,15 @@ def _component(
     file = "scheduler_config.json" if name == "scheduler" else "config.json"
     config = model_tree.read_object(root, directory / file) if name != "tokenizer" else {}
     weights, ignored = read_quantized(directory, tensors, config)
-    layers = tuple(_file(root, path) for path in paths if path.name in _FILES[name])
+    layers = tuple(file_of(root, path) for path in paths if path.name in _FILES[name])
     return Component(name, entry[0], entry[1], weights, layers, config, ignored)
+
+
+def tokenizer_files(root: Path) -> tuple[model_tree.SourceFile, ...]:
+    """Return the files of ``root/tokenizer`` that a pipeline reads. Raises ModelError."""
+    paths = model_tree.list_directory(root, root / "tokenizer", model_tree.PICKLED)
+    _check_tokenizer(root, {path.name for path in paths})
+    return tuple(file_of(root, path) for path in paths if path.name in _FILES["tokenizer"])
 
 
 def _check_tokenizer(root: Path, names: set[str]) -> None:
@@ -263,7 +270,8 @@ def _check_tokenizer(root: Path, names: set[str]) -> None:
         raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
 
 
-def _file(root: Path, path: Path) -> model_tree.SourceFile:
+def file_of(root: Path, path: Path) -> model_tree.SourceFile:
+    """Return a file of the model in ``root``; JSON is checked. Raises ModelError, FormatError."""
     top = model_tree.home(root)
     model_tree.check_inside(top, path)
     if path.suffix == ".json":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.formats.model_tree import SourceFile
+from clowder_aimage.formats.stored_weights import StoredLayer
 from clowder_aimage.tensor.weight import Weight
 
 _MAX_TEXT = 1024
@@ -17,7 +18,8 @@ class Component:
     """A component of a pipeline, with its class and library as in model_index.json.
 
     A Transformers model is a single component without a name. ``ignored`` are the names of tensors
-    that are left out.
+    that are left out. ``stored`` are layers of another AImage that it shares; their weights are
+    among ``weights``. Without a class it is not a part of the pipeline.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Component:
     files: tuple[SourceFile, ...]
     config: Mapping[str, Any]
     ignored: tuple[str, ...] = ()
+    stored: tuple[StoredLayer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ _BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
 class SourceFile:
     """A file that is stored unchanged as a layer.
 
-    ``size`` is in bytes; ``modified`` is the modification time in nanoseconds.
+    ``size`` is in bytes; ``modified`` is the modification time in nanoseconds. ``data`` is the
+    content of a file that is not on disk.
     """
 
     name: str
@@ -42,6 +43,12 @@ class SourceFile:
     size: int
     modified: int
     media_type: str = mediatype.AIMAGE_FILE
+    data: bytes | None = None
+
+    @classmethod
+    def made(cls, name: str, data: bytes) -> SourceFile:
+        """Return a file that is not on disk."""
+        return cls(name, Path(name), len(data), 0, data=data)
 
 
 def source_file(

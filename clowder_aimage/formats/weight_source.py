@@ -1,6 +1,6 @@
 """Tensors of one weight file in any format, under the names that the file has for them.
 
-Layouts of whole models (``image_layout.py``) are read through this module. Values that are stored
+Layouts of image models (``family_weights.py``) are read through this module. Values that are stored
 as something else (quantized files, GGUF) are tensors with a decoder: ``SourceTensor.decoding``.
 """
 
@@ -16,6 +16,8 @@ from clowder_aimage.formats.codes.comfy_quant import decode_quantized
 from clowder_aimage.formats.codes.gguf_weights import read_gguf
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.tensor.weight import SourceTensor
+
+ENDINGS = (".safetensors",)  # of the files that a directory is searched for
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats.inventory import Inventory
+from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import unpacked
 from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
 from clowder_aimage.importer import planned_layer
@@ -117,7 +117,7 @@ def make_plan(
     ]
     for component in inventory.components:
         layers += [planned_layer.file_layer(file) for file in component.files]
-        layers += planned_layer.tensor_layers(component.name, decided[component.name])
+        layers += _component_layers(component, decided[component.name])
     layers.sort(key=lambda layer: layer.name)
     config = _config(inventory, decided, layers, provenance)
     ignored = sum(len(component.ignored) for component in inventory.components)
@@ -125,6 +125,16 @@ def make_plan(
     plan = CreatePlan(tuple(layers), encode(config), algorithm, summary, subject)
     _check(plan, dialect)
     return plan
+
+
+def _component_layers(
+    component: Component, decisions: Sequence[WeightDecision]
+) -> list[PlannedLayer]:
+    stored = {weight.name for one in component.stored for weight in one.weights}
+    own = [decision for decision in decisions if decision.weight.name not in stored]
+    by_weight = {(component.name, decision.weight.name): decision for decision in decisions}
+    kept = [_plan(one, by_weight) for one in component.stored]
+    return planned_layer.tensor_layers(component.name, own) + kept
 
 
 def _decide_all(
@@ -183,7 +193,7 @@ def _config(
             )
             | {"size": _size(c.name, layers)}
             for c in inventory.components
-            if c.name
+            if c.name and c.class_name
         },
     }
     if provenance.defaults and not inventory.family:

@@ -161,7 +161,9 @@ def report(
     """Return the report on the decisions, by component, and the resulting config."""
     decisions = [decision for members in decided.values() for decision in members]
     quantized = {
-        name: config["components"][name].get("quantization") if name else quantization(members)
+        name: config["components"].get(name, {}).get("quantization")
+        if name
+        else quantization(members)
         for name, members in decided.items()
     }
     return WeightReport(

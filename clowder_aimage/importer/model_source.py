@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
-from clowder_aimage.formats import controlnet, lora, model_tree, transformers, whole_files
+from clowder_aimage.formats import (
+    controlnet,
+    family_model,
+    lora,
+    model_tree,
+    transformers,
+    whole_files,
+)
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, TRANSFORMERS, detect
 from clowder_aimage.formats.diffusers import take_inventory
 from clowder_aimage.formats.inventory import Inventory
@@ -21,7 +28,10 @@ from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
-FORMATS = (DIFFUSERS, TRANSFORMERS, CHECKPOINT, controlnet.FORMAT, *WHOLE, whole_files.FORMAT)
+FORMATS = (
+    *(DIFFUSERS, family_model.FORMAT, TRANSFORMERS, CHECKPOINT, controlnet.FORMAT),
+    *(*WHOLE, whole_files.FORMAT),
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")
 
@@ -57,7 +67,7 @@ class ModelForm:
     ``format`` is one of FORMATS, or detected; with ``whole_files`` no file is divided into tensors,
     and any file or directory is packed. ``compression`` applies to files that stay whole.
     ``adapters`` maps names to paths; ``extras`` are additional layers. ``variant`` is one of a
-    diffusers pipeline's weights, such as fp16.
+    diffusers pipeline's weights, such as fp16. ``like`` completes an image model.
     """
 
     format: str | None = None
@@ -66,6 +76,7 @@ class ModelForm:
     adapters: tuple[tuple[str, Path], ...] = ()
     extras: tuple[ExtraFile, ...] = ()
     variant: str = ""
+    like: family_model.LikeModel | None = None
 
 
 def parse_adapter(text: str) -> tuple[str, Path]:
@@ -99,6 +110,10 @@ def _take(path: Path, form: ModelForm) -> Inventory:
     kind, inventory = _whole(path, form) if form.whole_files else _known(path, form)
     if form.variant and (kind != DIFFUSERS or form.whole_files):
         raise UsageError(f"only a diffusers pipeline has variants; {path} is packed as {kind}")
+    if form.like is not None and kind != family_model.FORMAT:
+        raise UsageError(
+            f"only an image model in another layout can be completed; {path} is packed as {kind}"
+        )
     if form.compression and inventory.components:
         raise UsageError(
             "tensors cannot be compressed: it would save little space, and they could not be "
@@ -135,6 +150,8 @@ def _whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
 def _inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     if kind == DIFFUSERS:
         return take_inventory(path, form.variant)
+    if kind == family_model.FORMAT:
+        return family_model.take(path, form.like)
     if kind == TRANSFORMERS:
         return transformers.take(path)
     if kind == whole_files.FORMAT:

@@ -160,6 +160,8 @@ def layer_name(component: str, name: str) -> str:
 
 def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
     """Return the layer of a file, optionally compressed (one of mediatype.COMPRESSIONS)."""
+    if file.data is not None:
+        return PlannedLayer(file.name, file.media_type, file.data, (), compression=compression)
     piece = CopyPiece(FileSpan(file.path, 0, file.size, file.modified))
     return PlannedLayer(file.name, file.media_type, b"", (piece,), compression=compression)
 

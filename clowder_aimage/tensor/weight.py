@@ -91,6 +91,10 @@ class SourceTensor:
         size = nbytes(dtype, shape)
         return replace(self, dtype=dtype, shape=shape, nbytes=size, decoded=rows)
 
+    def called(self, name: str, shape: tuple[int, ...]) -> SourceTensor:
+        """Return the same values under another name, in a shape of as many elements."""
+        return replace(self, name=name, shape=shape)
+
     def rows(self, name: str, start: int, stop: int) -> SourceTensor:
         """Return rows of the first dimension as a tensor called ``name``."""
         row = self.nbytes // self.shape[0]

@@ -36,7 +36,16 @@ from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_ada
 from clowder_aimage.importer.ollama_store import adopt
 from clowder_aimage.oci import Reference, mediatype
 
-_FORMATS = ["diffusers", "transformers", "gguf", "onnx", "torchscript", "savedmodel", "lora"]
+_FORMATS = [
+    "diffusers",
+    "image-model",
+    "transformers",
+    "gguf",
+    "onnx",
+    "torchscript",
+    "savedmodel",
+    "lora",
+]
 _FORMATS += ["controlnet", "safetensors", "files"]
 
 _DEFAULT = "Default {} of pictures. [default: by the model]"
@@ -112,6 +121,13 @@ recipe_options = options(
     help="The base model of an adapter or a ControlNet: an AImage in the store.",
 )
 @click.option(
+    "--like",
+    type=stored_reference,
+    metavar="REF",
+    help="An AImage in the store that has what files of ComfyUI, MLX or mflux lack: tokenizer, "
+    "configs, other components.",
+)
+@click.option(
     "--from",
     "from_",
     type=stored_reference,
@@ -180,6 +196,7 @@ def create(
     compress: str | None,
     adapters: tuple[str, ...],
     base: Reference | None,
+    like: Reference | None,
     from_: Reference | None,
     loras: tuple[str, ...],
     layers: tuple[str, ...],
@@ -196,8 +213,8 @@ def create(
 ) -> None:
     """Pack the model at PATH (default: here) as the AImage NAME.
 
-    PATH is a directory or a file: diffusers, Transformers, safetensors, GGUF, ONNX, TorchScript,
-    SavedModel or a LoRA adapter. --whole-files packs anything else.
+    PATH is a directory or a file: diffusers, ComfyUI, MLX, mflux, Transformers, safetensors, GGUF,
+    ONNX, TorchScript, SavedModel or a LoRA adapter. --whole-files packs anything else.
 
     PATH may also be a model of the Hugging Face hub: ORG/REPO or
     hf://ORG/REPO[@REVISION][/FILE]. It is fetched if the Hugging Face cache lacks it.
@@ -246,6 +263,7 @@ def create(
             found,
             form=form,
             base=base,
+            like=like,
             dialect="custom" if manifest_type == "custom" else dialect,
             algorithm=algorithm,
             provenance=replace(provenance, source=source or origin),

@@ -1,0 +1,223 @@
+"""The families of image models, and the components that tensors belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.family import zimage_config, zimage_names
+from clowder_aimage.family.component_names import ComponentNames, NamedComponent, find_component
+from clowder_aimage.family.zimage_names import MFLUX, MLX, ORIGINAL
+
+LAYOUTS = ("diffusers", "comfyui", "comfyui-all-in-one", "mlx", "mflux")
+TRANSFORMER, TOKENIZER, SCHEDULER = "transformer", "tokenizer", "scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPart:
+    """A component in a file of a layout: the dialect of its names, and what is before them."""
+
+    component: str
+    dialect: str
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutFile:
+    """A weight file of a layout. With ``shard``, it is divided into files of as many bytes."""
+
+    name: str
+    parts: tuple[LayoutPart, ...]
+    shard: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFamily:
+    """A family: its components with tensors, its own files, and its layouts.
+
+    ``index`` is its ``model_index.json``, ``scheduler`` the config of its scheduler. ``refused``
+    has patterns of tensor names, and what the file is that has them. ``layouts`` maps a layout to
+    its weight files; ``configs`` maps it to the names of the components' configs, where it has
+    some. ``agreements`` are pairs of component and field, of which the first is the second one
+    times a factor.
+    """
+
+    name: str
+    title: str
+    index: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
+    components: tuple[ComponentNames, ...]
+    refused: tuple[tuple[str, str], ...]
+    layouts: Mapping[str, tuple[LayoutFile, ...]]
+    configs: Mapping[str, str]
+    agreements: tuple[tuple[tuple[str, str], tuple[str, str], int], ...]
+
+    def component(self, name: str) -> ComponentNames:
+        """Return the component called ``name``."""
+        return next(one for one in self.components if one.name == name)
+
+    def class_of(self, component: str) -> tuple[str, str]:
+        """Return library and class of a component."""
+        library, name = self.index[component]
+        return library, name
+
+
+QWEN3 = ComponentNames(
+    name="text_encoder",
+    library="transformers",
+    class_name="Qwen3Model",
+    marks=(
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+    ),
+    dialects=zimage_names.TEXT_ENCODER,
+    prefix=r"(?:text_encoders\.[^.]+\.|text_encoder\.)?(?:transformer\.)?",
+    shapes=zimage_names.text_encoder_shapes,
+    configure=zimage_config.text_encoder_config,
+    widest=zimage_config.widest_text_encoder,
+    sizes=(
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads"),
+    ),
+    extras=r"(?:model\.)?rotary_emb\.inv_freq|lm_head\.weight|logit_scale",
+    base="model.",
+)
+VAE = ComponentNames(
+    name="vae",
+    library="diffusers",
+    class_name="AutoencoderKL",
+    marks=(
+        "encoder.conv_in.weight",
+        "decoder.conv_in.weight",
+        "decoder.up_blocks.0.resnets.0.conv1.weight",
+        "decoder.mid_block.resnets.0.conv1.weight",
+        "decoder.mid_block.attentions.0.to_q.weight",
+    ),
+    dialects=zimage_names.VAE,
+    prefix=r"(?:vae\.|first_stage_model\.)?",
+    shapes=zimage_names.vae_shapes,
+    configure=zimage_config.vae_config,
+    widest=zimage_config.widest_vae,
+    check=zimage_config.check_vae,
+    sizes=(
+        *("block_out_channels", "layers_per_block", "latent_channels"),
+        *("in_channels", "out_channels"),
+    ),
+)
+_DIT = ComponentNames(
+    name=TRANSFORMER,
+    library="diffusers",
+    class_name="ZImageTransformer2DModel",
+    marks=(
+        "all_x_embedder.2-1.weight",
+        "all_final_layer.2-1.adaLN_modulation.1.weight",
+        "cap_embedder.1.weight",
+        "noise_refiner.0.attention.norm_k.weight",
+        "layers.0.adaLN_modulation.0.weight",
+        "t_embedder.mlp.0.weight",
+    ),
+    dialects=zimage_names.TRANSFORMER,
+    prefix=r"(?:model\.)?(?:diffusion_model\.)?(?:transformer\.)?",
+    shapes=zimage_names.transformer_shapes,
+    configure=zimage_config.transformer_config,
+    widest=zimage_config.widest_transformer,
+    check=zimage_config.check_transformer,
+    extras=r"norm_final\.weight",
+    spared=("x_pad_token", "cap_pad_token"),
+    sizes=("dim", "n_heads", "n_layers", "n_refiner_layers", "cap_feat_dim", "in_channels"),
+)
+Z_IMAGE = ImageFamily(
+    name="z-image",
+    title="Z-Image",
+    index={
+        "_class_name": "ZImagePipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Qwen3Model"],
+        "tokenizer": ["transformers", "Qwen2Tokenizer"],
+        "transformer": ["diffusers", "ZImageTransformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    },
+    scheduler=zimage_config.SCHEDULER,
+    components=(_DIT, QWEN3, VAE),
+    refused=(
+        (r"dec_net\.cond_embed", "a variant that computes pixels without a VAE"),
+        (r"siglip_(embedder|refiner)|siglip_pad_token", "Z-Image-Omni, which reads pictures"),
+        (r"\.(qweight|wscales|smooth_factor)$", "quantized by Nunchaku (SVDQuant)"),
+    ),
+    layouts={
+        "comfyui": (
+            LayoutFile(
+                "diffusion_models/z_image.safetensors", (LayoutPart(TRANSFORMER, ORIGINAL),)
+            ),
+            LayoutFile(
+                "text_encoders/qwen_3_4b.safetensors", (LayoutPart("text_encoder", "diffusers"),)
+            ),
+            LayoutFile("vae/ae.safetensors", (LayoutPart("vae", ORIGINAL),)),
+        ),
+        "comfyui-all-in-one": (
+            LayoutFile(
+                "checkpoints/z_image.safetensors",
+                (
+                    LayoutPart(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
+                    LayoutPart("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
+                    LayoutPart("vae", ORIGINAL, "vae."),
+                ),
+            ),
+        ),
+        "mlx": (
+            LayoutFile("weights.safetensors", (LayoutPart(TRANSFORMER, MLX),)),
+            LayoutFile("text_encoder.safetensors", (LayoutPart("text_encoder", "diffusers"),)),
+            LayoutFile("vae.safetensors", (LayoutPart("vae", MLX),)),
+        ),
+        "mflux": (
+            LayoutFile("transformer", (LayoutPart(TRANSFORMER, MFLUX),), 2 << 30),
+            LayoutFile("text_encoder", (LayoutPart("text_encoder", "bare"),), 2 << 30),
+            LayoutFile("vae", (LayoutPart("vae", MFLUX),), 2 << 30),
+        ),
+    },
+    agreements=(
+        ((TRANSFORMER, "cap_feat_dim"), ("text_encoder", "hidden_size"), 1),
+        ((TRANSFORMER, "in_channels"), ("vae", "latent_channels"), 1),
+    ),
+    configs={"mlx": "{}_config.json", "mflux": "{}/config.json"},
+)
+FAMILIES = (Z_IMAGE,)
+
+
+def recognise(names: Iterable[str]) -> list[NamedComponent]:
+    """Return the components that tensors of these names belong to."""
+    names = tuple(names)
+    every = {part: None for family in FAMILIES for part in family.components}
+    found = (find_component(part, names) for part in every)
+    return [one for one in found if one is not None]
+
+
+def family_of(components: Iterable[ComponentNames]) -> ImageFamily | None:
+    """Return the family of a transformer among components, or None."""
+    known = set(components)
+    for family in FAMILIES:
+        if family.component(TRANSFORMER) in known:
+            return family
+    return None
+
+
+def refusal(names: Iterable[str]) -> str | None:
+    """Return what a file with tensors of these names is, if no pipeline here can use it."""
+    names = tuple(names)
+    for family in FAMILIES:
+        for pattern, what in family.refused:
+            if any(re.search(pattern, name) for name in names):
+                return what
+    return None
+
+
+def original_module(module: str) -> str:
+    """Return the name of a transformer's layer in the original code, given diffusers' name."""
+    for family in FAMILIES:
+        table = family.component(TRANSFORMER).dialects[ORIGINAL]
+        if (name := table.rename_module(module)) != module:
+            return name
+    return module

@@ -1,0 +1,213 @@
+"""Names and shapes of Z-Image's tensors, in all layouts.
+
+Sources of the names: diffusers' ``transformer_z_image.py`` and ``single_file_utils.py``, ComfyUI's
+``comfy/utils.py`` (``z_image_to_diffusers``), Z-Image-Turbo-MLX, mflux's ``z_image`` models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from clowder_aimage.family.name_table import NameTable, TensorChange
+
+Named = Iterator[tuple[str, tuple[int, ...]]]
+ORIGINAL, MLX, MFLUX = "original", "mlx", "mflux"
+_END = r"(?=\.|$)"
+
+TRANSFORMER = {
+    "diffusers": NameTable(),
+    ORIGINAL: NameTable(
+        renames=(
+            (r"^all_(x_embedder|final_layer)\.[0-9]+-[0-9]+", r"\1"),
+            (rf"attention\.to_out\.0{_END}", "attention.out"),
+            (rf"attention\.norm_([qk]){_END}", r"attention.\1_norm"),
+        ),
+        stacked=(("attention.qkv", tuple(f"attention.to_{part}" for part in "qkv")),),
+    ),
+    MLX: NameTable(
+        renames=(
+            (r"^all_(x_embedder|final_layer)\.[0-9]+-[0-9]+", r"\1"),
+            (rf"(to_out|adaLN_modulation)\.[01]{_END}", r"\1"),
+            (rf"^(t_embedder\.mlp|cap_embedder)\.([012]){_END}", r"\1.layers.\2"),
+        )
+    ),
+    MFLUX: NameTable(
+        renames=(
+            (rf"^t_embedder\.mlp\.0{_END}", "t_embedder.linear1"),
+            (rf"^t_embedder\.mlp\.2{_END}", "t_embedder.linear2"),
+            (rf"^(all_final_layer\..*adaLN_modulation)\.1{_END}", r"\1.0"),
+        )
+    ),
+}
+TEXT_ENCODER = {
+    "diffusers": NameTable(),
+    "bare": NameTable(renames=((r"^model\.", ""),)),
+}
+
+_CONVOLUTIONS = ((r"\.weight$", TensorChange.CHANNELS_LAST),)
+_LEVELS = 4  # of every VAE with these names
+VAE = {
+    "diffusers": NameTable(),
+    ORIGINAL: NameTable(
+        renames=(
+            (r"down_blocks\.([0-9]+)\.resnets\.", r"down.\1.block."),
+            (r"down_blocks\.([0-9]+)\.downsamplers\.0\.", r"down.\1.downsample."),
+            *(
+                (rf"up_blocks\.{level}\.resnets\.", f"up.{_LEVELS - 1 - level}.block.")
+                for level in range(_LEVELS)
+            ),
+            *(
+                (rf"up_blocks\.{level}\.upsamplers\.0\.", f"up.{_LEVELS - 1 - level}.upsample.")
+                for level in range(_LEVELS)
+            ),
+            (r"mid_block\.resnets\.0\.", "mid.block_1."),
+            (r"mid_block\.resnets\.1\.", "mid.block_2."),
+            (r"mid_block\.attentions\.0\.group_norm", "mid.attn_1.norm"),
+            (r"mid_block\.attentions\.0\.to_([qkv])", r"mid.attn_1.\1"),
+            (r"mid_block\.attentions\.0\.to_out\.0", "mid.attn_1.proj_out"),
+            (r"conv_norm_out", "norm_out"),
+            (r"conv_shortcut", "nin_shortcut"),
+        ),
+        changes=((r"mid_block\.attentions\.0\.to_.*\.weight$", TensorChange.UNIT_KERNEL),),
+    ),
+    MLX: NameTable(
+        renames=(
+            (r"(down_blocks|up_blocks)\.([0-9]+)\.resnets\.", r"\1.\2.layers."),
+            (r"(down_blocks\.[0-9]+)\.downsamplers\.0\.", r"\1.layers.2."),
+            (r"(up_blocks\.[0-9]+)\.upsamplers\.0\.", r"\1.layers.3."),
+            (r"mid_block\.resnets\.1\.", "mid_block.layers.2."),
+            (r"mid_block\.resnets\.0\.", "mid_block.layers.0."),
+            (r"mid_block\.attentions\.0\.", "mid_block.layers.1."),
+            (r"to_out\.0", "to_out"),
+        ),
+        changes=_CONVOLUTIONS,
+    ),
+    MFLUX: NameTable(
+        renames=(
+            (r"^encoder\.conv_(in|out)\.", r"encoder.conv_\1.conv2d."),
+            (r"^decoder\.conv_(in|out)\.", r"decoder.conv_\1.conv."),
+            (r"conv_norm_out\.", "conv_norm_out.norm."),
+        ),
+        changes=_CONVOLUTIONS,
+    ),
+}
+
+
+def transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a transformer."""
+    dim, width = config["dim"], min(config["dim"], 256)
+    text, patch, middle = config["cap_feat_dim"], 4 * config["in_channels"], 1024
+    shapes = {
+        **_linear("all_x_embedder.2-1", dim, patch),
+        **_linear("all_final_layer.2-1.linear", patch, dim),
+        **_linear("all_final_layer.2-1.adaLN_modulation.1", dim, width),
+        "cap_embedder.0.weight": (text,),
+        **_linear("cap_embedder.1", dim, text),
+        **_linear("t_embedder.mlp.0", middle, 256),
+        **_linear("t_embedder.mlp.2", width, middle),
+        "x_pad_token": (1, dim),
+        "cap_pad_token": (1, dim),
+    }
+    refiners = config["n_refiner_layers"]
+    counts = {"layers": config["n_layers"], "noise_refiner": refiners, "context_refiner": refiners}
+    for kind, count in counts.items():
+        for number in range(count):
+            block = f"{kind}.{number}"
+            shapes |= _block(block, dim, dim // config["n_heads"])
+            if kind != "context_refiner":
+                shapes |= _linear(f"{block}.adaLN_modulation.0", 4 * dim, width)
+    return shapes
+
+
+def _block(block: str, dim: int, head: int) -> dict[str, tuple[int, ...]]:
+    hidden = int(dim / 3 * 8)
+    square = {f"attention.to_{part}": (dim, dim) for part in ("q", "k", "v", "out.0")}
+    others = {
+        **{f"attention.norm_{part}": (head,) for part in "qk"},
+        **{f"{name}_norm{number}": (dim,) for name in ("attention", "ffn") for number in (1, 2)},
+        **{f"feed_forward.w{number}": (hidden, dim) for number in (1, 3)},
+        "feed_forward.w2": (dim, hidden),
+    }
+    return {f"{block}.{name}.weight": shape for name, shape in (square | others).items()}
+
+
+def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+
+
+def text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a Qwen3 decoder without its output layer."""
+    size, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    block = {
+        "self_attn.q_proj": (query, size),
+        **{f"self_attn.{part}_proj": (key, size) for part in "kv"},
+        "self_attn.o_proj": (size, query),
+        **{f"self_attn.{part}_norm": (head,) for part in "qk"},
+        **{f"mlp.{part}_proj": (inner, size) for part in ("gate", "up")},
+        "mlp.down_proj": (size, inner),
+        "input_layernorm": (size,),
+        "post_attention_layernorm": (size,),
+    }
+    shapes = {"embed_tokens": (config["vocab_size"], size), "norm": (size,)}
+    for number in range(config["num_hidden_layers"]):
+        shapes |= {f"layers.{number}.{name}": shape for name, shape in block.items()}
+    return {f"model.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of an ``AutoencoderKL`` without convolutions between."""
+    channels, layers = list(config["block_out_channels"]), config["layers_per_block"]
+    latent, last = config["latent_channels"], len(channels) - 1
+    shapes = dict(_ends("encoder", channels[0], channels[-1], config["in_channels"], 2 * latent))
+    shapes |= dict(_ends("decoder", channels[-1], channels[0], latent, config["out_channels"]))
+    for side in ("encoder", "decoder"):
+        shapes |= dict(_middle(f"{side}.mid_block", channels[-1]))
+    for level, width in enumerate(channels):
+        before = channels[max(level - 1, 0)]
+        name = f"encoder.down_blocks.{level}"
+        shapes |= dict(_resnets(name, before, width, layers))
+        if level < last:
+            shapes |= dict(_convolution(f"{name}.downsamplers.0.conv", width, width))
+        above = channels[min(last, last - level + 1)]
+        name, width = f"decoder.up_blocks.{level}", channels[last - level]
+        shapes |= dict(_resnets(name, above, width, layers + 1))
+        if level < last:
+            shapes |= dict(_convolution(f"{name}.upsamplers.0.conv", width, width))
+    return shapes
+
+
+def _ends(side: str, first: int, last: int, before: int, after: int) -> Named:
+    yield from _convolution(f"{side}.conv_in", first, before)
+    yield from _convolution(f"{side}.conv_out", after, last)
+    yield from _norm(f"{side}.conv_norm_out", last)
+
+
+def _middle(name: str, width: int) -> Named:
+    yield from _resnets(name, width, width, 2)
+    attention = f"{name}.attentions.0"
+    yield from _norm(f"{attention}.group_norm", width)
+    for part in ("to_q", "to_k", "to_v", "to_out.0"):
+        yield from _linear(f"{attention}.{part}", width, width).items()
+
+
+def _resnets(name: str, before: int, width: int, count: int) -> Named:
+    for number in range(count):
+        block, start = f"{name}.resnets.{number}", before if number == 0 else width
+        yield from _norm(f"{block}.norm1", start)
+        yield from _convolution(f"{block}.conv1", width, start)
+        yield from _norm(f"{block}.norm2", width)
+        yield from _convolution(f"{block}.conv2", width, width)
+        if start != width:
+            yield from _convolution(f"{block}.conv_shortcut", width, start, 1)
+
+
+def _convolution(name: str, after: int, before: int, side: int = 3) -> Named:
+    yield f"{name}.weight", (after, before, side, side)
+    yield f"{name}.bias", (after,)
+
+
+def _norm(name: str, width: int) -> Named:
+    yield f"{name}.weight", (width,)
+    yield f"{name}.bias", (width,)
