@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.family.component_names import ComponentNames
 from clowder_aimage.family.image_family import SCHEDULER, TOKENIZER, ImageFamily, family_of
 from clowder_aimage.formats import model_tree
@@ -61,9 +61,10 @@ def take(path: Path, like: LikeModel | None = None) -> Inventory:
     """Return the inventory of a file or directory.
 
     Raises:
-        ModelError: It is incomplete, or the shapes fit no config of its family.
-        FormatError: A file is damaged, or mixes several models.
-        UsageError: A component is there twice.
+        ModelError: A file cannot be read.
+        FormatError: A file is damaged or incomplete, or files mix several models.
+        UsageError: A component is there twice, or is missing and ``like`` has none; the shapes fit
+            no config of the family.
     """
     found: dict[str, FamilyWeights] = {}
     for one in read_family(path):
@@ -83,7 +84,7 @@ class _FamilyModel:
     ) -> None:
         family = family_of(one.component for one in found.values())
         if family is None:
-            raise ModelError(f"{path} has no transformer of a known image model", remedy="like")
+            raise UsageError(f"{path} has no transformer of a known image model", remedy="like")
         if like is not None and like.family != family.name:
             raise UsageError(f"{like.name} is not a {family.title} model, and cannot complete it")
         self._path = path
@@ -129,13 +130,13 @@ class _FamilyModel:
         return str(library), str(class_name)
 
     def _check_complete(self) -> None:
-        """Check that each component is somewhere. Raises ModelError."""
+        """Check that each component is somewhere. Raises UsageError."""
         names = [one.name for one in self._family.components if one.name not in self._found]
         if self._root is None or not (self._root / TOKENIZER).is_dir():
             names.append(TOKENIZER)
         missing = [name for name in names if self._like is None or not self._like.part(name)]
         if missing:
-            raise ModelError(
+            raise UsageError(
                 f"{self._path} lacks {', '.join(missing)}",
                 hint=f"another {self._family.title} model can complete it",
                 remedy="like",
@@ -164,7 +165,7 @@ class _FamilyModel:
         return Component(component.name, library, class_name, weights, files, config, stored=spared)
 
     def _spared(self, found: FamilyWeights) -> tuple[StoredLayer, ...]:
-        """Return tensors that the converter left out, from the other model. Raises ModelError."""
+        """Return tensors that the converter left out, from the other model. Raises UsageError."""
         name, shapes = found.component.name, found.shapes
         missing = [one for one in found.component.spared if one not in shapes]
         if not missing or not shapes:
@@ -172,7 +173,7 @@ class _FamilyModel:
         stored = self._like.part(name) if self._like else ()
         there = [one for one in stored if one.layer.name.removeprefix(f"{name}/") in missing]
         if len(there) < len(missing):
-            raise ModelError(
+            raise UsageError(
                 f"{found.path} cannot be restored: the program that wrote it left out "
                 f"{' and '.join(missing)}, which are parameters of the model",
                 hint="the original model can complete it",
@@ -181,7 +182,7 @@ class _FamilyModel:
         return tuple(there)
 
     def _config(self, found: FamilyWeights) -> bytes:
-        """Return the config.json of a component. Raises ModelError."""
+        """Return the config.json of a component. Raises UsageError."""
         component, shapes = found.component, found.shapes
         derived = component.configure(shapes)
         _check_shapes(found.path, self._family, component.shapes(derived), shapes)
@@ -192,7 +193,7 @@ class _FamilyModel:
             ):
                 return data
         if (why := component.check(derived)) is not None:
-            raise ModelError(
+            raise UsageError(
                 f"{found.path}: the shapes fit no config of {self._family.title}: {why}",
                 hint="a model of the same shapes can complete it",
                 remedy="like",
@@ -257,7 +258,7 @@ class _FamilyModel:
             names = [one.layer.name for one in stored]
             data = {name.rpartition("/")[2]: self._like.read(name) for name in names}
         if (count := token_count(data)) > rows:
-            raise ModelError(
+            raise FormatError(
                 f"the tokenizer has {count} tokens, and the text encoder {rows}: they belong to "
                 "different models"
             )
@@ -301,12 +302,12 @@ def _check_shapes(
 ) -> None:
     """Compare the tensors of a component with those of the config that follows from them."""
     if missing := [name for name in expected if name not in shapes]:
-        raise ModelError(f"{path} lacks {counted(missing)}", hint=model_tree.AGAIN)
+        raise FormatError(f"{path} lacks {counted(missing)}", hint=model_tree.AGAIN)
     if others := [name for name in shapes if name not in expected]:
         raise FormatError(f"{path}: {counted(others)} of no part of {family.title}")
     for name, shape in shapes.items():
         if shape != expected[name]:
-            raise ModelError(
+            raise FormatError(
                 f"{path}: the shapes fit no config of {family.title}: {name} is {list(shape)}, "
                 f"and the other tensors require {list(expected[name])}"
             )
@@ -315,10 +316,10 @@ def _check_shapes(
 def _check_agreement(
     path: Path, family: ImageFamily, configs: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Check that components work together. Raises ModelError."""
+    """Check that components work together. Raises UsageError."""
     for (one, key), (other, theirs), factor in family.agreements:
         if configs[one].get(key) != factor * configs[other].get(theirs, 0):
-            raise ModelError(
+            raise FormatError(
                 f"{path}: the {one} and the {other} belong to different models: {key} is "
                 f"{configs[one].get(key)}, {theirs} is {configs[other].get(theirs)}"
             )

@@ -53,17 +53,21 @@ def read_family(path: Path) -> list[FamilyWeights]:
     """Return the components in a file, or in all weight files below a directory.
 
     Raises:
-        ModelError: A file belongs to no known model, or is a variant that cannot be used.
-        FormatError: A file is damaged, or has tensors that belong to nothing.
+        ModelError: A file cannot be read.
+        FormatError: A file is damaged, belongs to no known model or to a variant that cannot be
+            used, or has tensors that belong to nothing.
     """
     return [found for group in _groups(path) for found in _components(group)]
 
 
 def has_transformer(path: Path) -> bool:
-    """Return whether a directory has weights of an image model in a layout that is known."""
+    """Return whether a directory has weights of an image model in a layout that is known.
+
+    Raises FormatError: A weight file is damaged.
+    """
     try:
         groups = _groups(path)
-    except (ModelError, FormatError):
+    except ModelError:  # an error about the whole directory is more specific
         return False
     return any(is_transformer(_names(group)) for group in groups)
 
@@ -92,12 +96,12 @@ def _names(group: Sequence[WeightSource]) -> list[str]:
 def _components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
     path, names = group[0].path, _names(group)
     if what := refusal(names):
-        raise ModelError(
+        raise FormatError(
             f"{path} cannot be run: it is {what}", hint="use the model that it was made from"
         )
     named = recognise(names)
     if not named:
-        raise ModelError(
+        raise FormatError(
             f"{path} contains no part of a known image model",
             hint="keep only the files of one model in the directory",
         )

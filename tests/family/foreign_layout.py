@@ -121,7 +121,9 @@ def mlx_vae() -> Tensors:
         name = name.replace("mid_block.resnets.1", "mid_block.layers.2")
         name = name.replace("mid_block.resnets.0", "mid_block.layers.0")
         name = name.replace("mid_block.attentions.0", "mid_block.layers.1")
-        name = name.replace(".downsamplers.0.", ".layers.2.").replace(".upsamplers.0.", ".layers.3.")
+        name = name.replace(".downsamplers.0.", ".layers.2.").replace(
+            ".upsamplers.0.", ".layers.3."
+        )
         made[name.replace(".resnets.", ".layers.").replace("to_out.0", "to_out")] = _last(value)
     return made
 
@@ -182,8 +184,9 @@ def mlx(root: Path) -> Path:
 def mflux(root: Path) -> Path:
     parts: dict[str, Callable[[], Tensors]] = {
         "transformer": mflux_transformer,
-        "text_encoder": lambda: component("text_encoder")
-        | {"rotary_emb.inv_freq": np.ones(16, np.uint16)},
+        "text_encoder": lambda: (
+            component("text_encoder") | {"rotary_emb.inv_freq": np.ones(16, np.uint16)}
+        ),
         "vae": mflux_vae,
     }
     known = {"quantization_level": "None", "mflux_version": "0.24.0"}

@@ -29,12 +29,15 @@ from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
 from clowder_aimage.errors import AImageError
+from clowder_aimage.family import zimage_names
 from clowder_aimage.formats import (
+    family_weights,
     gguf_header,
     lora,
     onnx_graph,
     savedmodel,
     shard_index,
+    tokenizer_size,
     weight_source,
 )
 from clowder_aimage.formats import model_tree as tree
@@ -435,6 +438,20 @@ def check_document(n: int, _: Path) -> Action:
 
 
 # the modules that decode bytes from outside, and documents for each
+def read_blocks(n: int, place: Path) -> Action:
+    size = {"dim": 8, "n_heads": 1, "cap_feat_dim": 1, "in_channels": 1, "n_refiner_layers": 1}
+    shapes = zimage_names.transformer_shapes({**size, "n_layers": n})
+    tensors = [(name, "BF16", (0, *shape[1:])) for name, shape in shapes.items()]
+    (place / "x.safetensors").write_bytes(encode_header(tensors))
+    return lambda: family_weights.read_family(place / "x.safetensors")
+
+
+def count_tokens(n: int, _: Path) -> Action:
+    vocabulary = {"model": {"vocab": {str(i): i for i in range(n)}}, "added_tokens": [{"id": n}]}
+    data = {"tokenizer.json": json.dumps(vocabulary).encode()}
+    return lambda: tokenizer_size.token_count(data)
+
+
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
@@ -442,7 +459,9 @@ CASES: dict[str, Case] = {
     "api/request_body.py": read_body,
     "content/tar.py": read_tar,
     "formats/codes/comfy_quant.py": read_quantized,
+    "formats/family_weights.py": read_blocks,
     "formats/gguf_header.py": read_gguf,
+    "formats/tokenizer_size.py": count_tokens,
     "formats/lora.py": read_lora,
     "formats/model_tree.py": read_tree,
     "formats/model_tree.py card": read_card,
@@ -480,6 +499,7 @@ COVERED = {
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
     **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
+    "family_model": "small files, by model_tree and read_json",
     "prequantized": "a single number",
     "dequantize": "weights, bounded by their layers",
     "picture_input": "Pillow reads it, within limits of bytes and pixels",
