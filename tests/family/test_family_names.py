@@ -12,7 +12,8 @@ from clowder_aimage.family.component_names import ComponentNames, find_component
 from clowder_aimage.family.image_family import Z_IMAGE
 from clowder_aimage.family.name_table import TensorChange, TensorPlace
 from clowder_aimage.family.tensor_change import restore
-from clowder_aimage.model.zimage.config import TextEncoderConfig, TransformerConfig, VaeConfig
+from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.tensor.weight import SourceTensor
 
 # the sizes of Z-Image-Turbo (zimage.md: 521 tensors, 6,154,908,736 parameters; 398; 244)
