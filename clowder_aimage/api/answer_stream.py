@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from typing import Any, TypeVar
 
 from aiohttp import web
+from multidict import CIMultiDict
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.api_error import api_error
@@ -40,10 +41,10 @@ def comment(text: str) -> bytes:
     return f": {' '.join(text.split())}\n\n".encode()
 
 
-def warning_header(warnings: Iterable[str]) -> dict[str, str]:
-    """Return the header with sentences about what has no effect; none without one."""
-    text = "; ".join(warnings)
-    return {"X-Aimage-Warning": text.encode("ascii", "backslashreplace").decode()} if text else {}
+def add_warnings(headers: CIMultiDict[str], warnings: Iterable[str]) -> None:
+    """Add a header for each sentence about what has no effect."""
+    for text in dict.fromkeys(warnings):
+        headers.add("X-Aimage-Warning", text.encode("ascii", "backslashreplace").decode())
 
 
 async def ticking(
@@ -141,7 +142,7 @@ class NdjsonStream:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self.headers = {"Content-Type": "application/x-ndjson"}
+        self.headers = CIMultiDict({"Content-Type": "application/x-ndjson"})
         self._response: web.StreamResponse | None = None
 
     @property

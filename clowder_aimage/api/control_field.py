@@ -12,7 +12,7 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.formats.controlnet import is_packed_with
-from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.api_error import ApiError, api_error
 from clowder_aimage.model.pipeline import GenerateRequest
 
 FIELD = "controlnet"
@@ -37,13 +37,12 @@ def find_controlnet(service: Service, request: GenerateRequest, model: AImage) -
 
 def controlnet_error(error: AImageError) -> AImageError:
     """Return the response to an error of a control network; other errors unchanged."""
-    name = error.facts.get(FIELD)
-    if name is None or isinstance(error, ApiError):
+    if FIELD not in error.facts or isinstance(error, ApiError):
         return error
+    found = api_error(error)
+    message = f"{FIELD}: {found.message.encode('ascii', 'backslashreplace').decode()}"
     if isinstance(error, NotFoundError):
-        message = f"ControlNet {name[:200]!a} is not in the store of this worker; pull it first"
         return ApiError(404, message, code="controlnet_not_found", param=FIELD)
     if isinstance(error, UsageError | FormatError):
-        message = f"{FIELD}: {error.message.encode('ascii', 'backslashreplace').decode()}"
         return ApiError(400, message, code="invalid_controlnet", param=FIELD)
     return error

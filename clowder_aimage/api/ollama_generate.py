@@ -22,7 +22,7 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.answer_stream import NdjsonStream, ticking, warning_header
+from clowder_aimage.api.answer_stream import NdjsonStream, add_warnings, ticking
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.image_request import MAX_TEXT
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
@@ -194,12 +194,15 @@ class OllamaGeneration:
                     if isinstance(event, ImageEvent):
                         last = self._finished(event)
                     elif self._body.stream and (line := self._progress(event)) is not None:
-                        answer.headers.update(warning_header(self._warnings))
+                        if not answer.has_begun:
+                            add_warnings(answer.headers, self._warnings)
                         await answer.write(line)
         except AImageError as error:
             return await answer.fail(controlnet_error(self._adapters.error(error)))
         if not self._body.stream or (has_no_picture and not answer.has_begun):
-            return web.json_response(last, headers=warning_header(self._warnings))
+            response = web.json_response(last)
+            add_warnings(response.headers, self._warnings)
+            return response
         await answer.write(last or {})
         return await answer.end()
 

@@ -215,7 +215,6 @@ class ImageRoutes:
             raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
-        headers |= answer_stream.warning_header(work.warnings)
         has_links = body.response_format == "url"
         encode = partial(_answer, body, pictures, keep)
         answer = encode() if has_links else await run_generation(encode)  # links stay in the loop
@@ -225,7 +224,9 @@ class ImageRoutes:
                 self._service, work.target, pictures, body.output_format
             )
         text = await run_generation(json.dumps, answer)
-        return web.Response(text=text, content_type="application/json", headers=headers)
+        response = web.Response(text=text, content_type="application/json", headers=headers)
+        answer_stream.add_warnings(response.headers, work.warnings)
+        return response
 
     def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:
         """Return a function that keeps a picture and returns its URL on this host."""
@@ -276,7 +277,7 @@ async def _streamed(
         try:
             async for event in coming:
                 if not stream.response.prepared:
-                    stream.response.headers.update(answer_stream.warning_header(work.warnings))
+                    answer_stream.add_warnings(stream.response.headers, work.warnings)
                     await stream.open()
                 if event is None:
                     await stream.keep_alive()

@@ -33,7 +33,7 @@ from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
 _EXPOSED = (
     "X-Request-Id, X-Aimage-Model, X-Aimage-Digest, X-Aimage-Alias, X-Aimage-Seed, "
-    "X-Aimage-Ignored, Retry-After"
+    "X-Aimage-Ignored, X-Aimage-Warning, Retry-After"
 )
 MAX_BODY = 16 * BODY
 BODY_TIMEOUT = 30.0  # seconds for a request's body to arrive
