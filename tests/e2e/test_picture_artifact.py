@@ -20,6 +20,7 @@ from clowder_aimage.validate import check, validate_layout
 from tests.conftest import TINY
 from tests.process import Aimage, run
 from tests.real_registry import RealRegistry
+from tests.scripted import Answer, ScriptedRegistry
 
 SMALL = ("--steps", 2, "--seed", 7, "--size", "32x32", "--local")
 PICTURE = mediatype.AIMAGE_PICTURE
@@ -205,6 +206,7 @@ def test_the_config_is_valid_and_names_the_inputs(here: Aimage, host: str) -> No
         (("--push", "pictures:v1"), 2, "has no registry host"),
         (("--push", "HOST/team/x@sha256:" + "0" * 64), 2, "pushed by tag"),
         (("--push", "HOST/Team/x"), 2, "invalid"),
+        (("--push", "127.0.0.1:1/team/x:v1"), 1, "127.0.0.1:1"),
     ],
 )
 def test_a_name_that_cannot_be_pushed_is_refused_at_once(
@@ -221,15 +223,16 @@ def test_a_push_replaces_pictures_and_nothing_else(here: Aimage, host: str) -> N
     made(here, model, target)
     made(here, model, target, "--image", picture(here.home / "a.png"))
     before = here("resolve", model).line
-    words = ("run", model, "a fox", *SMALL, "-o", "made.png", "--push", model)
-    assert "is not an artifact of pictures" in here(*words, code=2).err
+    words = ("run", "none:v1", "a fox", *SMALL, "-o", "made.png", "--push", model)
+    assert "is not an artifact of pictures" in here(*words, code=2).err  # before all else
     assert here("resolve", model).line == before
 
 
 def test_a_failed_push_keeps_the_files(here: Aimage, host: str) -> None:
-    words = ("-o", "made.png", "--push", "127.0.0.1:1/team/x:v1")
-    done = here("run", f"{host}/team/x:v1", "a fox", *SMALL, *words, code=1)
-    assert "127.0.0.1:1" in done.err
+    with ScriptedRegistry(lambda _: Answer(404)).running() as server:  # it takes no uploads
+        words = ("-o", "made.png", "--push", f"{server.host}/team/x:v1")
+        done = here("run", f"{host}/team/x:v1", "a fox", *SMALL, *words, code=3)
+    assert server.host in done.err
     assert Image.open(io.BytesIO((here.home / "made.png").read_bytes())).size == (32, 32)
 
 

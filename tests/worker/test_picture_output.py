@@ -19,11 +19,11 @@ from clowder_aimage.api.service import make_service
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.picture_facts import facts_of
-from clowder_aimage.oci import Digest, mediatype
+from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings
 from tests.process import Aimage
-from tests.scripted import Answer, ScriptedRegistry
+from tests.scripted import Answer, ScriptedRegistry, serving
 from tests.worker.conftest import LocalWorker, answer_to
 
 GENERATIONS = "/v1/images/generations"
@@ -169,6 +169,25 @@ def test_a_picture_that_must_not_be_read_is_refused(
         found, error = ask(worker, token, image=image.replace("SITE", site.host))
         assert found == status, error
         assert error["error"]["param"] == "image"
+
+
+def test_pictures_of_artifacts_leave_nothing_in_the_store(
+    worker: LocalWorker, site: ScriptedRegistry
+) -> None:
+    def blobs() -> set[str]:
+        return {path.name for path in (worker.aimage.store / "blobs" / "sha256").iterdir()}
+
+    before, data = blobs(), first(ask(worker)[1])
+    name = f"oci://{site.host}/team/made:v1"
+    for content, status in ((data, 200), (b"text", 400)):
+        layers = [Descriptor.of("image/png", content).to_json()]
+        config = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, b"{}").to_json()
+        manifest = {"schemaVersion": 2, "config": config, "layers": layers}
+        served = {str(Digest.of(each)): each for each in (content, b"{}")}
+        site.script = serving(json.dumps(manifest).encode(), served)
+        found, answer = ask(worker, INFER, image=name, strength=0.5)
+        assert found == status, answer
+    assert blobs() == before
 
 
 def test_pictures_come_from_the_registries_of_the_models(tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ def check_push(target: Reference | None, prompt: str | None, model: Reference) -
     """Reject a name to which the pictures cannot be pushed, before they are generated."""
     if target is None:
         return
-    from clowder_aimage.pictures.picture_artifact import check_target
+    from clowder_aimage.pictures.picture_artifact import check_replaceable, check_target
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
-    check_target(target, _connection(model, target))
+    connection = _connection(model, target)
+    check_target(target, connection)
+    check_replaceable(target, connection)
 
 
 def push_made(pictures: Sequence[MadePicture], target: Reference) -> dict[str, str]:
