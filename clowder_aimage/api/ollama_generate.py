@@ -39,7 +39,6 @@ from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, Route
-from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
     LoraUse,
@@ -108,8 +107,9 @@ class OllamaGeneration:
     ) -> None:
         self._service, self._request, self._body = service, request, body
         self.reference = service.reference(body.reference)
-        self._parameters = parameters
-        self._parameters |= body.of_pictures(pictures, has_size=_has_size(self._parameters))
+        has_size = _has_size(parameters)
+        self._parameters = parameters | body.of_pictures(pictures, has_size=has_size)
+        self._warn = partial(body.warnings, pictures=pictures, has_size=has_size)
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
         if body.prompt and not self._adapters.prompt:
             raise ApiError(400, "prompt must not be empty", code="invalid_value", param="prompt")
@@ -172,7 +172,7 @@ class OllamaGeneration:
             request = find_controlnet(self._service, request, aimage)
             request = adapters.resolve(self._service, request, aimage)
             self._used = request.loras
-            self._warnings[:] = without_effect(request, self._body.model_fields_set)
+            self._warnings[:] = self._warn(request)
             return request
 
         events = self._service.engine.generate(

@@ -42,7 +42,6 @@ from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageE
 from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
-from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
@@ -186,7 +185,7 @@ class ImageRoutes:
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
             learn(parameters)
-            work.warnings[:] = without_effect(parameters, body.model_fields_set)
+            work.warnings[:] = body.warnings(parameters, work.pictures, has_size=body.has_size)
             return parameters
 
         how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}

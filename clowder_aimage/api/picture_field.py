@@ -11,8 +11,15 @@ from pydantic import BeforeValidator, Field
 from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, MASK
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import RequestBody, wrong
-from clowder_aimage.model.pipeline import MAX_CONTROL, MAX_EXPAND, MAX_FEATHER, MAX_UPSCALE
-from clowder_aimage.pictures.input_file import own_size
+from clowder_aimage.model.no_effect import without_effect
+from clowder_aimage.model.pipeline import (
+    MAX_CONTROL,
+    MAX_EXPAND,
+    MAX_FEATHER,
+    MAX_UPSCALE,
+    GenerateRequest,
+)
+from clowder_aimage.pictures.input_file import own_size, reduction
 
 MAX_PIXELS = 3840 * 2160
 # Fields that have no meaning without an image, a mask or a control picture
@@ -69,8 +76,8 @@ class PictureFields(RequestBody):
     def of_pictures(self, pictures: KeptPictures | None, *, has_size: bool) -> dict[str, Any]:
         """Return the parameters of a request with pictures.
 
-        Without a size it is that of the image, or of the control picture; if the image is enlarged,
-        it is that of the tiles, and left to the model. Raises ApiError.
+        Without a size it is the ``own_size`` of the image, or of the control picture; if the image
+        is enlarged, it is that of the tiles, and left to the model. Raises ApiError.
         """
         if pictures is None:
             return {}
@@ -85,6 +92,17 @@ class PictureFields(RequestBody):
         size = own_size(first, self.expand or ())
         check_pixels("size" if self.expand is None else "expand", **size)
         return found | size | {"fit": self.fit or "stretch"}  # by less than a multiple
+
+    def warnings(
+        self, request: GenerateRequest, pictures: KeptPictures | None, *, has_size: bool
+    ) -> list[str]:
+        """Return sentences about fields without effect, and about a picture that is reduced."""
+        found = without_effect(request, self.model_fields_set)
+        is_whole = has_size or self.expand or self.upscale or self.crop
+        if pictures is not None and not is_whole and (reduced := reduction(pictures.first)):
+            name = IMAGE if pictures.image else CONTROL
+            found.append(f"{name} {reduced}; size sets another size")
+        return found
 
 
 def check_pixels(param: str, width: int, height: int) -> None:

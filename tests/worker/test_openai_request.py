@@ -20,11 +20,14 @@ from clowder_aimage.api.image_request import (
     read_request,
 )
 from clowder_aimage.api.openai import _with_param
+from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
+from clowder_aimage.oci import Descriptor
+from clowder_aimage.pictures.input_file import InputFile
 
 
 def read(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ImageRequest:
@@ -181,6 +184,20 @@ def test_invalid_fields_are_refused_by_name(field: str, value: object, code: str
     assert (error.status, error.param, error.code) == (400, field, code)
     assert len(error.message) < 200
     error.message.encode("ascii")
+
+
+def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
+    photo = InputFile(Descriptor.of("image/png", b""), 4000, 3000)
+    pictures = KeptPictures(photo)
+    for wish, said in (
+        (read(), "image has 4000 x 3000 pixels, and is reduced to 2352x1760; size sets another"),
+        (read(width=64), ""),
+        (read(crop=True), ""),
+    ):
+        request = wish.for_model(aimage(), pictures=pictures)
+        found = wish.warnings(request, pictures, has_size=wish.has_size)
+        assert len(found) == bool(said) and all(one.startswith(said) for one in found)
+    assert read().for_model(aimage(), pictures=pictures).width == 2352
 
 
 def test_the_largest_seed_depends_on_the_number_of_pictures() -> None:
