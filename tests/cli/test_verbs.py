@@ -82,6 +82,7 @@ def test_create_stores_license_source_and_defaults(
     config = here("show", "x", "--json").value["config"]
     assert (config["license"], config["source"]) == ("MIT", "https://example.com/model")
     assert config["defaults"] == {"width": 64, "height": 64, "steps": 9, "guidance": 4}
+    assert "defaults    width 64, height 64, steps 9, guidance 4\n" in here("show", "x").out
 
 
 def test_show_prints_a_model(aimage: Callable[..., Aimage], tiny: Path) -> None:

@@ -158,6 +158,9 @@ def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> l
         dtype = config.get("dtype", "")
         pairs.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
     pairs += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
+    if isinstance(defaults := config.get("defaults"), dict):
+        text = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        pairs.append(("defaults", one_line(text)))
     if config.get("pickled"):
         pairs.append(("pickled", "yes: loading it runs its code"))
     pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
