@@ -43,6 +43,19 @@ TRANSFORMER = {
 TEXT_ENCODER = {
     "diffusers": NameTable(),
     "bare": NameTable(renames=((r"^model\.", ""),)),
+    "gguf": NameTable(  # llama.cpp, gguf-py/gguf/tensor_mapping.py
+        renames=(
+            (r"^model\.layers\.", "blk."),
+            (r"^model\.embed_tokens", "token_embd"),
+            (r"^model\.norm", "output_norm"),
+            (r"input_layernorm", "attn_norm"),
+            (r"post_attention_layernorm", "ffn_norm"),
+            (r"self_attn\.o_proj", "attn_output"),
+            (r"self_attn\.([qkv])_proj", r"attn_\1"),
+            (r"self_attn\.([qk])_norm", r"attn_\1_norm"),
+            (r"mlp\.(gate|up|down)_proj", r"ffn_\1"),
+        )
+    ),
 }
 
 _CONVOLUTIONS = ((r"\.weight$", TensorChange.CHANNELS_LAST),)

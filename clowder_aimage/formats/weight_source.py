@@ -17,7 +17,7 @@ from clowder_aimage.formats.codes.gguf_weights import read_gguf
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.tensor.weight import SourceTensor
 
-ENDINGS = (".safetensors",)  # of the files that a directory is searched for
+ENDINGS = (".safetensors", ".gguf")  # of the files that a directory is searched for
 
 
 @dataclass(frozen=True, slots=True)

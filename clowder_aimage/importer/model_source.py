@@ -127,6 +127,8 @@ def _take(path: Path, form: ModelForm) -> Inventory:
 
 def _known(path: Path, form: ModelForm) -> tuple[str, Inventory]:
     kind = form.format or detect(path)
+    if kind == "gguf" and form.format is None and form.like is not None:
+        kind = family_model.FORMAT  # GGUF stays one layer unless there is a model to complete it
     return kind, _inventory(path, kind, form)
 
 

@@ -127,7 +127,10 @@ class PlannedLayer:
 
     @property
     def is_computed(self) -> bool:
-        return any(isinstance(piece, ComputedPiece) for piece in self.pieces)
+        return any(
+            isinstance(piece, ComputedPiece) or piece.span.decoded is not None
+            for piece in self.pieces
+        )
 
     def layer(self, digest: Digest, size: int | None = None) -> Layer:
         """Return the layer with this digest, and this size if it is compressed."""

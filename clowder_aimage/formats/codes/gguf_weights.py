@@ -20,6 +20,7 @@ from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.tensor.weight import SourceTensor
 
 _PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetensors names them
+_ROW = "_pad_token"  # ends the names of matrices of one row, which stable-diffusion.cpp writes flat
 _BLOCKS = {name: (block, size) for name, block, size in TENSORS.values()}
 
 
@@ -49,7 +50,8 @@ def read_gguf(path: Path) -> tuple[tuple[SourceTensor, ...], Mapping[str, str], 
 def _shape(path: Path, tensor: GgufTensor, metadata: Mapping[str, Any]) -> tuple[int, ...]:
     stated: tuple[int, ...] | None = metadata.get(SHAPES + tensor.name)
     if stated is None:
-        return tuple(reversed(tensor.shape))
+        rows = (1,) if tensor.name.endswith(_ROW) and len(tensor.shape) == 1 else ()
+        return (*rows, *reversed(tensor.shape))
     if any(size < 1 for size in stated) or math.prod(stated) != tensor.elements:
         raise FormatError(
             f"{path}: {tensor.name} has {tensor.elements} values, which are not of the shape "
