@@ -231,6 +231,26 @@ def test_a_worker_pulls_from_the_registries_that_are_named(
         read(configured, f"http://{server.host}/a.png")
 
 
+def test_behind_a_proxy_a_pattern_allows_no_registry(
+    store: ImageLayout, server: ScriptedRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, f"http://{server.host}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    text = offer(server, layer(PICTURE)).replace(server.host, "pictures.example.com")
+    for entry, is_allowed in (("http://*.example.com", False), ("http://pictures.example.com", True)):
+        source = InputSource(
+            store, lambda: ClientOptions(plain_http=True), InputHosts.parse([entry])
+        )
+        if is_allowed:
+            assert read(source, text) == PICTURE
+            continue
+        with pytest.raises(ForbiddenError, match="through a proxy"):
+            read(source, text)
+        assert not server.seen
+
+
 def test_a_registry_that_is_too_slow_does_not_hold_a_worker(
     store: ImageLayout, server: ScriptedRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
