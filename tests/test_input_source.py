@@ -239,7 +239,10 @@ def test_behind_a_proxy_a_pattern_allows_no_registry(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     text = offer(server, layer(PICTURE)).replace(server.host, "pictures.example.com")
-    for entry, is_allowed in (("http://*.example.com", False), ("http://pictures.example.com", True)):
+    for entry, is_allowed in (
+        ("http://*.example.com", False),
+        ("http://pictures.example.com", True),
+    ):
         source = InputSource(
             store, lambda: ClientOptions(plain_http=True), InputHosts.parse([entry])
         )
