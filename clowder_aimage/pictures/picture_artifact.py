@@ -38,10 +38,12 @@ def check_replaceable(target: Reference, connection: ClientOptions) -> None:
 
     Raises:
         UsageError: It has other content.
-        UnauthorizedError, NetworkError, RegistryError: The registry does not say.
+        UnauthorizedError, NetworkError, RegistryError: The registry does not say, or accepts no
+            upload.
     """
     with Repository(target, connection) as repository:
         _check_replaceable(target, repository)
+        repository.check_push()
 
 
 def _check_replaceable(target: Reference, repository: Repository) -> None:

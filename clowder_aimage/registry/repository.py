@@ -24,7 +24,7 @@ from clowder_aimage.registry.mount import MountOrigins
 from clowder_aimage.registry.response import RegistryResponse, deletion_failure, failure
 from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import ACCEPT, Session
-from clowder_aimage.registry.upload import upload
+from clowder_aimage.registry.upload import check_permission, upload
 
 STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
 MAX_REFERRERS = 1000
@@ -206,6 +206,10 @@ class Repository(Target, AbstractContextManager["Repository"]):
         with VerifyingReader(body(), content) as reader:
             raw = reader.readall() or b""
         self._put_manifest(content, raw, reference)
+
+    def check_push(self) -> None:
+        """Raise what a push would, as far as the registry says it of an upload that is begun."""
+        check_permission(self._session)
 
     def tag_names(self) -> list[str]:
         """Return all tags of the repository in the registry's order (end-8a, end-8b)."""

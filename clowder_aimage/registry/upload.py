@@ -7,6 +7,7 @@ restarted. After a 413 (from the registry or a proxy) smaller bodies are sent.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -38,6 +39,18 @@ def upload(session: Session, content: Descriptor, body: Body, origins: MountOrig
     """
     one = _Upload(session, content, body, origins)
     retrying(one.attempt, progress=lambda: (one.furthest, session.chunk))
+
+
+def check_permission(session: Session) -> None:
+    """Begin an upload, and cancel it. Raises as ``upload``: the registry does not accept one."""
+    begun = session.request("POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"})
+    if begun.status_code != 202:
+        raise failure(begun, "an upload")
+    begun.finish()
+    if location := begun.headers.get("Location"):
+        url = session.join(location, begun.url)
+        with contextlib.suppress(AImageError):  # not all registries cancel uploads
+            session.request("DELETE", url, actions="pull,push").finish()
 
 
 class _Upload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import shutil
@@ -13,14 +14,15 @@ import pytest
 
 pytest.importorskip("mlx")
 
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.validate import check, validate_layout
 from tests.conftest import TINY
-from tests.process import Aimage, run
+from tests.process import PROGRAM, Aimage, run
 from tests.real_registry import RealRegistry
-from tests.scripted import Answer, ScriptedRegistry
+from tests.scripted import Answer, ScriptedRegistry, Seen
+from tests.scripted_worker import Says, ScriptedWorker, event
 
 SMALL = ("--steps", 2, "--seed", 7, "--size", "32x32", "--local")
 PICTURE = mediatype.AIMAGE_PICTURE
@@ -228,12 +230,51 @@ def test_a_push_replaces_pictures_and_nothing_else(here: Aimage, host: str) -> N
     assert here("resolve", model).line == before
 
 
-def test_a_failed_push_keeps_the_files(here: Aimage, host: str) -> None:
-    with ScriptedRegistry(lambda _: Answer(404)).running() as server:  # it takes no uploads
-        words = ("-o", "made.png", "--push", f"{server.host}/team/x:v1")
-        done = here("run", f"{host}/team/x:v1", "a fox", *SMALL, *words, code=3)
-    assert server.host in done.err
-    assert Image.open(io.BytesIO((here.home / "made.png").read_bytes())).size == (32, 32)
+@pytest.mark.parametrize("refused", ["GET", "POST", "PUT"])
+def test_a_push_that_a_registry_refuses_is_found_early_if_it_says_so(
+    here: Aimage, host: str, refused: str
+) -> None:
+    """A push that fails later keeps the files."""
+
+    def script(seen: Seen) -> Answer:
+        if seen.method == refused:
+            return Answer(403, {}, b"{}")
+        if seen.method in ("GET", "HEAD"):
+            return Answer(404)
+        return Answer(202, {"Location": "/v2/team/x/blobs/uploads/1"})
+
+    with ScriptedRegistry(script).running() as registry:
+        words = ("-o", "made.png", "--push", f"{registry.host}/team/x:v1")
+        failed = here("run", f"{host}/team/x:v1", "a fox", *SMALL, *words, code=4).err
+    assert registry.host in failed
+    assert (here.home / "made.png").exists() == (refused == "PUT") == ("rendering" in failed)
+    begun = [seen.method for seen in registry.seen][:3]
+    assert begun == (["GET", "POST", "DELETE"] if refused == "PUT" else begun)
+
+
+def test_the_name_of_pushed_pictures_is_on_stderr_if_stdout_has_the_picture(
+    here: Aimage, host: str
+) -> None:
+    """Also with ``-q``: it is the result."""
+    name, target = f"{host}/team/x:v1", f"{host}/team/pics:stdout"
+    facts = {"reference": name, "digest": here("resolve", name).line, "seed": 7}
+    buffer, info = io.BytesIO(), PngImagePlugin.PngInfo()
+    info.add_itxt("aimage", json.dumps(facts))
+    Image.new("RGB", (16, 16)).save(buffer, "PNG", pnginfo=info)
+    sent = {"data": [{"b64_json": base64.b64encode(buffer.getvalue()).decode()}]}
+    with ScriptedWorker(lambda _: Says([event("done", sent)])).running() as worker:
+        words = ("run", name, "a fox", "--seed", "7", "-q", "-o", "-", "--push", target)
+        environment = here.env() | {"AIMAGE_HOST": worker.host}
+        ended = run([*PROGRAM, *words], env=environment, cwd=here.home)
+    assert ended.stdout == buffer.getvalue()
+    assert ended.stderr.decode() == f"{target}@{here('resolve', target).line}\n"
+
+
+def test_an_unreachable_registry_is_found_early(here: Aimage, host: str) -> None:
+    words = ("-o", "made.png", "--push", "127.0.0.1:1/team/x:v1")
+    done = here("run", f"{host}/team/x:v1", "a fox", *SMALL, *words, code=1)
+    assert "127.0.0.1:1" in done.err
+    assert not (here.home / "made.png").exists()
 
 
 @pytest.mark.integration

@@ -102,6 +102,8 @@ class PictureOrder:
         if self.values["push"]:
             pushed = push_made(kept, self.values["push"])
             value, paths = value | {"pushed": pushed}, [*paths, pushed["reference"]]
+            if is_stdout:  # which has the picture
+                note(pushed["reference"])
         if not is_stdout:
             result(value, paths)
 

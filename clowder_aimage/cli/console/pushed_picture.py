@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 
-def check_push(target: Reference | None, prompt: str | None, model: Reference) -> None:
-    """Reject a name to which the pictures cannot be pushed, before they are generated."""
-    if target is None:
-        return
+def check_push(target: Reference, prompt: str | None, model: Reference) -> None:
+    """Reject a name to which pictures cannot be pushed, before they are generated.
+
+    The registry is asked, also whether it accepts uploads. Raises as ``check_replaceable``.
+    """
     from clowder_aimage.pictures.picture_artifact import check_replaceable, check_target
 
     if prompt is None:

@@ -176,8 +176,9 @@ def run(
     begun = time.monotonic()
     _check_stdin(words, values)
     prompt = read_prompt(words)
-    check_push(values["push"], prompt, reference)
     first = order_parameters(values, prompt or "") | {"n": values["count"]}
+    if values["push"] is not None:
+        check_push(values["push"], prompt, reference)
     is_last = prompt is not None and len(order_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(open_model, reference, load, precision, first, values["lora_dir"])
