@@ -245,7 +245,7 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
         given = take_bare_pictures(fields)
         body = check_fields(fields, _GenerateBody)
         if given and not body.prompt:
-            raise wrong(next(iter(given)), "require a prompt")
+            raise wrong(next(iter(given)), "cannot be used without a prompt")
         parameters = body.parameters()
         body.check_given(given, has_size=_has_size(parameters))
         pictures = await upload.keep(given, body.painted)

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -184,7 +184,7 @@ class ImageRoutes:
             check_parameters(parameters)  # before the request is queued
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
-            learn(parameters)
+            learn(replace(parameters, **body.finished_size(work.pictures)))
             work.warnings[:] = body.warnings(parameters, work.pictures, has_size=body.has_size)
             return parameters
 

@@ -84,14 +84,26 @@ class PictureFields(RequestBody):
         found = pictures.digests | {name: getattr(self, name) for name in ("fit", *_SAME)}
         first = pictures.first
         if self.upscale is not None:
-            sides = (round(first.width * self.upscale), round(first.height * self.upscale))
-            check_pixels("upscale", *sides)
+            check_pixels("upscale", **self.finished_size(pictures))
             return found
         if has_size:
             return found
         size = own_size(first, self.expand or ())
         check_pixels("size" if self.expand is None else "expand", **size)
         return found | size | {"fit": self.fit or "stretch"}  # by less than a multiple
+
+    def finished_size(self, pictures: KeptPictures | None) -> dict[str, Any]:
+        """Return the sides of the result if they are not those of the request."""
+        image = None if pictures is None else pictures.image
+        if image is None:
+            return {}
+        if self.expand is not None:
+            left, top, right, bottom = self.expand
+            return {"width": left + image.width + right, "height": top + image.height + bottom}
+        if self.upscale is not None or self.crop:
+            factor = self.upscale or 1
+            return {"width": round(image.width * factor), "height": round(image.height * factor)}
+        return {}
 
     def warnings(
         self, request: GenerateRequest, pictures: KeptPictures | None, *, has_size: bool

@@ -12,8 +12,8 @@ from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.pictures.input_file import TYPES
 
 IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"
-NAMES = (IMAGE, MASK, CONTROL)  # of fields that are files in a form
-KEYS = tuple(f'"{name}'.encode() for name in NAMES)  # their beginnings in JSON; also of images
+NAMES = (IMAGE, IMAGES, MASK, CONTROL)  # of fields that are files in a form
+KEYS = tuple(f'"{name}"'.encode() for name in NAMES)  # in JSON
 # Also those of clients that do not know the type of a file, or name it differently
 _FILE_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 _EMPTY = (None, "", b"")
@@ -38,7 +38,7 @@ def take_pictures(fields: dict[str, Any]) -> Given:
 
     A picture is a text or a file, alone or in a list, or an object with ``image_url``.
     """
-    found = {name: list(_taken(name, fields.pop(name, None))) for name in (*NAMES, IMAGES)}
+    found = {name: list(_taken(name, fields.pop(name, None))) for name in NAMES}
     if found[IMAGE] and found[IMAGES]:
         raise wrong(IMAGES, "cannot be combined with image")
     return {name: values for name, values in found.items() if values}

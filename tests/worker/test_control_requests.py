@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import urllib.request
 from collections.abc import Iterator
@@ -160,6 +161,21 @@ def test_pictures_are_expanded_and_enlarged(worker: LocalWorker) -> None:
     enlarged = drawn(worker, EDITS, upscale=1.5, strength=0.5, size="64x64", **image)
     with Image.open(io.BytesIO(enlarged)) as picture:
         assert picture.size == (96, 72)
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [({"expand": "0,0,5,0"}, "69x48"), ({"crop": True, "mask": url_of(file(mode="L"))}, "64x48")],
+)
+def test_previews_state_the_size_of_the_finished_picture(
+    worker: LocalWorker, fields: dict[str, Any], size: str
+) -> None:
+    more = {"image": url_of(file()), "stream": True, "partial_images": 1, "stream_format": "openai"}
+    body = json.dumps(SMALL | more | fields | ({"size": "32x32"} if "mask" in fields else {}))
+    asked = urllib.request.Request(worker.url + EDITS, body.encode())
+    status, _, answer = answer_to(asked)
+    sizes = re.findall(r'"size": "([0-9x]+)"', answer.decode())
+    assert (status, sizes) == (200, [size] * 2), answer[:500]
 
 
 @pytest.mark.parametrize(

@@ -227,13 +227,14 @@ def test_forms_and_json_give_the_same_picture(worker: LocalWorker) -> None:
     fields |= {"image": url_of(file()), "mask": url_of(white)}
     answers = [
         edit(worker, ("image[]", file(), "image/png"), ("mask", white, "image/png")),
+        edit(worker, ("images", file(), "image/png"), ("mask", white, "image/png")),
         edit(worker, ("image", url_of(file()), ""), ("mask", url_of(white), "")),
         send(worker, EDITS, fields),
         send(worker, GENERATIONS, fields),
         send(worker, EDITS, {**fields, "image": None, "images": [{"image_url": fields["image"]}]}),
         send(worker, GENERATIONS, {**fields, "image": None, "images": [fields["image"]]}),
     ]
-    assert [status for status, _ in answers] == [200] * 6, answers
+    assert [status for status, _ in answers] == [200] * 7, answers
     found = {pixels(pictures(answer)[0]) for _, answer in answers}
     assert len(found) == 1
     status, other = send(worker, GENERATIONS, {**fields, "mask": None})
@@ -337,7 +338,7 @@ def test_ollama_begins_with_the_first_image(worker: LocalWorker) -> None:
     status, answer = send(worker, "/api/generate", body | {"mask": mask})
     assert status == 400 and "mask requires an image" in answer["error"]
     status, answer = send(worker, "/api/generate", given | {"model": "tiny"})
-    assert status == 400 and "images require a prompt" in answer["error"]
+    assert status == 400 and "images cannot be used without a prompt" in answer["error"]
 
 
 def test_base64_is_decoded_outside_of_the_event_loop(
