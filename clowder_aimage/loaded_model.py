@@ -62,6 +62,8 @@ class Picture:
         return path
 
 
+_SINGLE = ("image", "mask", "control")  # pictures of a request; others are references
+
 if TYPE_CHECKING:
     PictureSource = Picture | bytes | str | os.PathLike[str] | npt.ArrayLike
 
@@ -120,6 +122,7 @@ class Model:
         control: PictureSource | None = None,
         controlnet: str | None = None,
         control_strength: float | None = None,
+        references: Sequence[PictureSource] = (),
         loras: Sequence[str | tuple[str, float]] = (),
         count: int = 1,
         progress: OnProgress | None = None,
@@ -127,11 +130,11 @@ class Model:
         """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
 
         What is None has the default of the model; the seed is random. ``image`` begins the picture,
-        ``mask`` (or "alpha") is white where it is painted, and ``control`` guides a ControlNet: a
-        ``Picture``, the bytes of a file, an array, a path, a URL or the name of an artifact. The
-        other parameters of pictures are those of the command line. ``loras`` are adapters: names
-        of AImages or files, or pairs of them and their strengths. ``progress`` is called with the
-        steps done and their total.
+        ``mask`` (or "alpha") is white where it is painted, ``control`` guides a ControlNet, and
+        ``references`` are edited by models that can: each a ``Picture``, the bytes of a file, an
+        array, a path, a URL or the name of an artifact. The other parameters of pictures are those
+        of the command line. ``loras`` are adapters: names of AImages or files, or pairs of them and
+        their strengths. ``progress`` is called with the steps done and their total.
 
         Raises:
             UsageError: The model does not support these parameters, or a picture cannot be read.
@@ -144,6 +147,7 @@ class Model:
 
         pairs = [(one, None) if isinstance(one, str) else one for one in loras]
         sources = {"image": image, "mask": mask, "control": control}
+        sources |= {f"reference {number}": one for number, one in enumerate(references, 1)}
         size = {"width": width, "height": height}
         with self._inputs.store.lease() as lease:
             request = GenerateRequest.for_model(
@@ -214,8 +218,8 @@ class PictureFiles:
         Without a size, it is the picture's, as ``own_size`` returns it. Raises UsageError, and as
         ``InputSource.read``.
         """
-        from clowder_aimage.model.pipeline import ALPHA
-        from clowder_aimage.pictures.input_file import own_size
+        from clowder_aimage.model.pipeline import ALPHA, REFERENCE_PIXELS
+        from clowder_aimage.pictures.input_file import MAX_AREA, own_size
         from clowder_aimage.pictures.picture_input import check_mask, keep
 
         found: dict[str, Any] = {**size, "fit": fit}
@@ -226,13 +230,16 @@ class PictureFiles:
         if mask is not None and "image" in data and not (expand or is_tiled):
             check_mask(data["image"], data.get("mask"))
         files = {name: keep(self.store, lease, data[name], f"the {name}") for name in data}
-        found |= {name: str(file.descriptor.digest) for name, file in files.items()}
-        begun = files.get("image") or files.get("control")
+        digests = {name: str(file.descriptor.digest) for name, file in files.items()}
+        single = {name: digests.pop(name) for name in _SINGLE if name in digests}
+        found |= {**single, "references": tuple(digests.values())}
+        first = [name for name in ("image", "control", *digests) if name in files][:1]
         has_size = any(side is not None for side in size.values())
         if expand and has_size:
             raise UsageError("expand determines the size: omit width and height")
-        if begun is not None and not (has_size or is_tiled):
-            found |= own_size(begun, expand) | {"fit": fit or "stretch"}
+        for name in [] if has_size or is_tiled else first:
+            most = MAX_AREA if name in _SINGLE else REFERENCE_PIXELS
+            found |= own_size(files[name], expand, most) | {"fit": fit or "stretch"}
         return found
 
     def _read(self, source: PictureSource, what: str) -> bytes:

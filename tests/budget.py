@@ -5,7 +5,7 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 27), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_200, 97),
+    ".": (6_250, 97),
     "adapter": (2_300, 95),
     "api": (3_700, 95),
     "cli": (8_450, 93),

@@ -45,7 +45,7 @@ SIGNATURES: dict[Any, str] = {
     Registry: "host * username password plain_http insecure ca_file",
     Model.generate: "self prompt * width height steps seed negative guidance guidance_end "
     "cfg_normalization shift cache_threshold image mask strength fine fit paste feather crop "
-    "expand upscale control controlnet control_strength loras count progress",
+    "expand upscale control controlnet control_strength references loras count progress",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",
@@ -288,6 +288,8 @@ def test_guidance_is_limited(drawing: Draw) -> None:
         ({"image": b"text"}, UsageError, "the image is not a picture"),
         ({"image": np.zeros((4, 4, 3))}, UsageError, "the image is not a picture: an array of fl"),
         ({"image": IMAGE, "mask": MASK[1:]}, UsageError, "the mask has 50 x 33 pixels"),
+        ({"references": [IMAGE]}, UsageError, "reference"),
+        ({"references": [b"text"]}, UsageError, "the reference 1 is not a picture"),
         ({"mask": MASK}, UsageError, "mask requires an image"),
         ({"image": IMAGE, "expand": (0, 0, 8, 0), "width": 64}, UsageError, "determines the size"),
     ],

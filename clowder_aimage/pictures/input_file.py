@@ -25,15 +25,17 @@ class InputFile:
     height: int
 
 
-def own_size(picture: InputFile, expand: Sequence[int] = ()) -> dict[str, int]:
+def own_size(
+    picture: InputFile, expand: Sequence[int] = (), most: int = MAX_AREA
+) -> dict[str, int]:
     """Return the sides of a request for a picture: rounded down, or up if it is expanded.
 
-    Larger ones are reduced in proportion, to an area of at most MAX_AREA, unless it is expanded.
+    Larger ones are reduced in proportion, to an area of ``most`` pixels, unless it is expanded.
     """
     width, height = picture.width, picture.height
     if expand:
         width, height = expanded_size(width, height, expand, MULTIPLE)
-    elif (factor := math.sqrt(MAX_AREA / (width * height))) < 1:
+    elif (factor := math.sqrt(most / (width * height))) < 1:
         width, height = int(width * factor), int(height * factor)
     sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (width, height))
     return dict(zip(("width", "height"), sides, strict=True))

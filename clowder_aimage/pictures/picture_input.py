@@ -173,6 +173,10 @@ class PictureInputs:
             UsageError: A file is not a picture, or the mask does not fit it or is empty.
             NotFoundError: A file is not in the store.
         """
+        if request.references:
+            read = (self._read(one, "reference").convert("RGB") for one in request.references)
+            given = PictureInput(references=tuple(map(np.asarray, read)))
+            return PreparedPicture(given, lambda made: made)
         if request.image is None and request.control is None:
             return None
         control = None if request.control is None else self._read(request.control, "control")

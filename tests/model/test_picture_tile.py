@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.generate import RunnableModel
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Step
 from clowder_aimage.model.pipeline import Image as Made
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from clowder_aimage.pictures.picture_input import PictureInputs, TiledPicture, enlarge, prepare
+from clowder_aimage.pictures.picture_input import (
+    PictureInputs,
+    PreparedPicture,
+    TiledPicture,
+    enlarge,
+    prepare,
+)
 from tests.model.model_blobs import FolderStore
 
 IMAGE = f"sha256:{'1' * 64}"
@@ -142,6 +152,21 @@ def test_an_expanded_picture_is_painted_outside_only() -> None:
     made = prepared.finish(np.zeros((64, 128, 3), np.uint8))
     assert made.shape == (60, 120, 3)
     assert np.array_equal(made[:, :70], picture[:, :70]) and not made[:, 100:].any()
+
+
+def test_references_are_opened_in_their_order_at_their_size(tmp_path: Path) -> None:
+    files = {"1": noise(20, 8), "2": noise(8, 30)}
+    for name, pixels in files.items():
+        Image.fromarray(pixels).save(tmp_path / f"{name * 64}.png")
+    store = SimpleNamespace(path=lambda layer: tmp_path / f"{layer.digest.encoded}.png")
+    request = GenerateRequest("a fox", references=(f"sha256:{'2' * 64}", IMAGE))
+    opened = PictureInputs(cast(Any, store)).open(request)
+    assert isinstance(opened, PreparedPicture) and opened.given.pixels is None
+    first, second = opened.given.references
+    assert np.array_equal(first, files["2"]) and np.array_equal(second, files["1"])
+    missing = GenerateRequest("a fox", references=(f"sha256:{'3' * 64}",))
+    with pytest.raises(NotFoundError, match="the reference sha256:333"):
+        PictureInputs(cast(Any, store)).open(missing)
 
 
 def test_the_tiles_of_each_picture_are_its_steps(

@@ -399,8 +399,10 @@ class FlowPipeline(ABC):
 
     def _picture_stages(self, request: GenerateRequest) -> list[Stage]:
         """Return the stage that encodes the pictures of a request, if it has any."""
-        has_pictures = request.image is not None or request.control is not None
-        return [self._encoding(request.width * request.height)] if has_pictures else []
+        if request.image is None and request.control is None and not request.references:
+            return []
+        area = request.width * request.height
+        return [self._encoding(REFERENCE_PIXELS if request.references else area)]
 
     def _encoding(self, pixels: int) -> Stage:
         module = self.picture_encoder()
