@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clowder_aimage.cli.verbs.create import summary
+from clowder_aimage.cli.verbs.create import text as text_of
 from clowder_aimage.errors import FormatError
 from clowder_aimage.formats.gguf_header import TENSORS
-from clowder_aimage.importer import PackedModel
+from clowder_aimage.importer import PackedModel, Recipe
+from clowder_aimage.oci import Reference
 from tests.family.conftest import FamilyStore
 from tests.family.foreign_layout import component, original_transformer
 from tests.importer.coded_file import FP4, Array, Entry, float8, number, save, swizzled, text
@@ -80,6 +83,12 @@ def test_a_quantized_file_of_comfyui_gives_the_blobs_of_the_dequantized_weights(
     formats = {"float8_e4m3fn": 3, "int8_tensorwise": 1, "mxfp8": 1, "nvfp4": 1}
     assert made.aimage.properties["components"]["transformer"]["decoded"] == formats
     assert made.report.decoded["float8_e4m3fn", "F32"] == 3  # query, key and value
+    value = summary(Reference.parse("own"), made)
+    assert {"from": "nvfp4", "to": "F32", "tensors": 1} in value["decoded"]
+    said = text_of(value, made, Recipe())
+    assert "1 tensor decoded from mxfp8 to BF16, without loss\n" in said
+    assert "--dtype bf16 would round" in said
+    assert "--dtype" not in text_of(value, made, Recipe.parse(dtype="bf16"))
     assert "decoded" not in wanted.aimage.properties["components"]["transformer"]
 
 

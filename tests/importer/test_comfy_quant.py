@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.errors import FormatError
+from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats.codes.comfy_quant import METADATA
 from clowder_aimage.formats.weight_source import WeightSource, read_source
 from clowder_aimage.tensor.weight import SourceTensor
@@ -56,14 +57,17 @@ def products(codes: Array, scale: float, bits: int = 4) -> Array:
 SCALED = {"w.weight": ("F8_E4M3", CODES), "n.weight": KEPT}
 
 
-@pytest.mark.parametrize("scale, dtype", [(0.0123, "F32"), (2.0**-5, "BF16")])
+LAYERS = json.dumps({"layers": {"w": {"format": "float8_e4m3fn"}}})
+MARKER: Entry = ("F8_E4M3", CODES[0, :2])
+
+
 @pytest.mark.parametrize(
-    "words, metadata",
+    "words, metadata, scale, dtype",
     [
-        ({"scaled_fp8": ("F8_E4M3", CODES[0, :2]), "w.scale_weight": 1, "w.scale_input": 3}, None),
-        ({"w.weight_scale": 1, "w.comfy_quant": 0, "w.input_scale": 3}, None),
-        ({"w.weight_scale": 1}, json.dumps({"layers": {"w": {"format": "float8_e4m3fn"}}})),
-        ({"w.weight_scale": 1}, json.dumps({"layers": {"w": "float8_e4m3fn"}})),
+        ({"scaled_fp8": MARKER, "w.scale_weight": 1, "w.scale_input": 3}, None, 0.0123, "F32"),
+        ({"w.weight_scale": 1, "w.comfy_quant": 0, "w.input_scale": 3}, None, 2.0**-5, "BF16"),
+        ({"w.weight_scale": 1}, LAYERS, 0.0123, "F32"),
+        ({"w.weight_scale": 1}, '{"layers": {"w": "float8_e4m3fn"}}', 2.0**-5, "BF16"),
     ],
     ids=["old", "tensor", "header", "text"],
 )
@@ -179,7 +183,7 @@ def test_nvfp4_has_two_codes_in_a_byte_and_two_scales(tmp_path: Path) -> None:
 def test_a_description_may_lack_the_prefix_of_the_model(tmp_path: Path) -> None:
     entries = {f"model.diffusion_model.{name}": entry for name, entry in SCALED.items()}
     entries["model.diffusion_model.w.weight_scale"] = number(2)
-    metadata = {METADATA: json.dumps({"layers": {"w": {"format": "float8_e4m3fn"}}})}
+    metadata = {METADATA: LAYERS}
     _, tensors = decoded(save(tmp_path / "x", entries, metadata))
     same(values_of(tensors["model.diffusion_model.w.weight"]), products(CODES, 2))
 
@@ -189,12 +193,33 @@ def test_a_file_without_codes_is_left_alone(tmp_path: Path) -> None:
     assert source.is_exact and not source.decoded and source.tensors[0].decoded is None
 
 
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_a_scale_may_be_a_shorter_float(dtype: str, tmp_path: Path) -> None:
+    half = np.array(1.5, "<f2") if dtype == "F16" else np.array(0x3FC0, "<u2")
+    entries = {**SCALED, "w.weight_scale": (dtype, half)}
+    same(values_of(decoded(save(tmp_path / "x", entries))[1]["w.weight"]), products(CODES, 1.5))
+
+
 def test_a_file_that_became_shorter_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path / "x", {"w.weight": ("F8_E4M3", CODES), "w.weight_scale": number(2)})
     tensor = decoded(path)[1]["w.weight"]
-    path.write_bytes(path.read_bytes()[:-100])
+    path.write_bytes(path.read_bytes()[:-2])  # in the scale
     with pytest.raises(FormatError, match="truncated"):
         values_of(tensor)
+    path = save(tmp_path / "y", {"w.weight": ("F8_E4M3", CODES)})
+    tensor = decoded(path)[1]["w.weight"]
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ModelError, match="changed"):
+        values_of(tensor)
+
+
+def test_decoding_says_that_numpy_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "x", SCALED)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"needs the extra \[mlx\]"):
+        read_source(path)
 
 
 Change = Callable[[dict[str, Entry]], object]
