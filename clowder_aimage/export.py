@@ -16,8 +16,11 @@ from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.exporter.directory import LinkMethod, faults, new_file, whole_directory
 from clowder_aimage.exporter.export_plan import ExportPlan, ExportPlanner
 from clowder_aimage.exporter.export_writer import ExportWriter
+from clowder_aimage.exporter.family_plan import FamilyPlanner
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
 from clowder_aimage.exporter.weight_file import SHARD
+from clowder_aimage.family.component_names import DIFFUSERS
+from clowder_aimage.family.image_family import find_family
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
@@ -54,18 +57,21 @@ def export(
     directory: Path,
     *,
     links: bool = False,
+    layout: str | None = None,
     shard: int = SHARD,
     on_plan: Callable[[ExportPlan], None] = lambda _: None,
     on_written: Callable[[int], None] = lambda _: None,
 ) -> ExportSummary:
     """Write the AImage ``reference`` to ``directory``, which must not exist, or be empty.
 
-    The directory is complete or not created. With ``links``, whole files share their bytes with the
+    The directory is complete or not created. An image model may be written in another ``layout``,
+    one of LAYOUTS. With ``links``, whole files share their bytes with the
     store if the file system can. ``on_plan`` is called before a byte is written, ``on_written``
     with the number of bytes that were read and written.
 
     Raises:
-        UsageError: the directory is not a valid target; zstd is needed and not installed.
+        UsageError: the directory is not a valid target; zstd is needed and not installed; the
+            layout cannot express the model.
         NotFoundError: the AImage is not in the store, or not all of it.
         FormatError, VerificationError: it is not an AImage, does not form a directory, or a blob is
             damaged or does not match its layer.
@@ -82,7 +88,7 @@ def export(
             require_complete(store, reference, stored)
         blobs = LayerStore(store, packed_layers(store, stored))
         with whole_directory(directory) as root:
-            plan = ExportPlanner(blobs, stored.aimage, shard, is_ours(stored)).plan()
+            plan = _planner(blobs, stored, reference, layout, shard).plan()
             on_plan(plan)
             written = ExportWriter(
                 plan, blobs, root, path=directory, links=links, on_written=on_written
@@ -91,6 +97,27 @@ def export(
     return ExportSummary(
         stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized
     )
+
+
+def _planner(
+    blobs: LayerStore, stored: StoredAImage, reference: Reference, layout: str | None, shard: int
+) -> ExportPlanner | FamilyPlanner:
+    if layout is None:
+        return ExportPlanner(blobs, stored.aimage, shard, is_ours(stored))
+    family = find_family(stored.aimage.properties.get("family"))
+    if family is None or layout not in (DIFFUSERS, *family.layouts):
+        raise UsageError(
+            f"{reference} is not an image model that {layout} has a layout for",
+            remedy="export_model",
+        )
+    if layout == DIFFUSERS:
+        return ExportPlanner(blobs, stored.aimage, shard, is_ours(stored))
+    return FamilyPlanner(blobs, stored.aimage, layout, family)
+
+
+def is_adapter(store: ContentStore, reference: Reference) -> bool:
+    """Return whether an AImage in the store is an adapter. Raises NotFoundError, FormatError."""
+    return read_aimage(store, reference).aimage.properties.get("format") == "lora"
 
 
 ADAPTER_DIALECTS = ("diffusers", "comfyui", "kohya", "peft")

@@ -5,7 +5,7 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 27), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_250, 97),
+    ".": (6_280, 97),
     "adapter": (2_300, 95),
     "api": (3_700, 95),
     "cli": (8_450, 93),
@@ -14,7 +14,7 @@ PACKAGES = {
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_400, 88),
     "exporter": (1_800, 97),
-    "family": (950, 95),
+    "family": (960, 95),
     "formats": (4_700, 97),
     "http": (1_720, 87),
     "importer": (2_960, 98),

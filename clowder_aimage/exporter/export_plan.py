@@ -23,6 +23,7 @@ from clowder_aimage.exporter.weight_file import (
     is_modelopt,
     weight_files,
 )
+from clowder_aimage.formats.family_model import EXTRA, SOURCE
 from clowder_aimage.formats.model_tree import CARD, card, naming
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, mediatype, read_json
@@ -40,12 +41,17 @@ _CARDED = ("transformers", "lora", "onnx", "torchscript", "savedmodel", "gguf")
 
 @dataclass(frozen=True, slots=True)
 class FilePiece:
-    """``nbytes`` bytes of a blob from ``start``, written at ``offset`` of the file ``name``."""
+    """``nbytes`` bytes of a blob from ``start``, written at ``offset`` of the file ``name``.
+
+    A convolution with a ``dtype`` and ``shape`` is written with its channels last.
+    """
 
     start: int
     nbytes: int
     name: str
     offset: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,9 @@ class ExportPlanner:
     """
 
     def __init__(self, blobs: LayerStore, aimage: AImage, shard: int, is_ours: bool) -> None:
+        if aimage.properties.get("family"):  # what other layouts have is not for diffusers
+            own = tuple(x for x in aimage.layers if x.component not in (EXTRA, SOURCE))
+            aimage = replace(aimage, layers=own)
         self._store = blobs
         self._aimage = aimage
         self._shard = shard

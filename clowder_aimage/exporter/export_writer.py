@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from clowder_aimage.exporter.directory import (
 from clowder_aimage.exporter.export_plan import ExportPlan, FilePiece
 from clowder_aimage.exporter.layer_store import LayerStore
 from clowder_aimage.exporter.tar_layer import TarExtractor
+from clowder_aimage.family.tensor_change import to_channels_last
 from clowder_aimage.oci import Descriptor
 
 JOBS = 8
@@ -177,6 +178,9 @@ class ExportWriter:
             for name in {piece.name for piece in pieces}:
                 with faults(self._path):
                     files[name] = self._root.open(name, os.O_WRONLY)
+            if any(piece.shape for piece in pieces):
+                self._reorder(b"".join(map(bytes, self._verified(blob))), left, files)
+                return
             position = 0
             for chunk in self._verified(blob):
                 with faults(self._path):
@@ -186,6 +190,15 @@ class ExportWriter:
         finally:
             for file in files.values():
                 os.close(file)
+
+    def _reorder(self, data: bytes, pieces: Sequence[FilePiece], files: Mapping[str, int]) -> None:
+        """Write the convolution in a blob with its channels last."""
+        for piece in pieces:
+            part = data[piece.start : piece.start + piece.nbytes]
+            made = to_channels_last(part, piece.dtype, piece.shape) if piece.shape else part
+            with faults(self._path):
+                write_all(files[piece.name], memoryview(made), piece.offset)
+        self._on_written(len(data))
 
     def _whole(self, layer: Layer) -> None:
         content = layer.descriptor

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.family import zimage_config, zimage_names
 from clowder_aimage.family.component_names import ComponentNames, NamedComponent, find_component
-from clowder_aimage.family.zimage_names import MFLUX, MLX, ORIGINAL
+from clowder_aimage.family.zimage_names import BARE, MFLUX, MLX, ORIGINAL
 
+QUANTIZED = ("mlx", "mflux")  # layouts with quantized weights, in MLX's form
 LAYOUTS = ("diffusers", "comfyui", "comfyui-all-in-one", "mlx", "mflux")
 TRANSFORMER, TOKENIZER, SCHEDULER = "transformer", "tokenizer", "scheduler"
 
@@ -40,8 +41,9 @@ class ImageFamily:
     ``index`` is its ``model_index.json``, ``scheduler`` the config of its scheduler. ``refused``
     has patterns of tensor names, and what the file is that has them. ``layouts`` maps a layout to
     its weight files; ``configs`` maps it to the names of the components' configs, where it has
-    some. ``agreements`` are pairs of component and field, of which the first is the second one
-    times a factor.
+    some, and ``mlx_config`` returns MLX's own for a transformer's config and a precision.
+    ``agreements`` are pairs of component and field, of which the first is the second one times a
+    factor.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ImageFamily:
     refused: tuple[tuple[str, str], ...]
     layouts: Mapping[str, tuple[LayoutFile, ...]]
     configs: Mapping[str, str]
+    mlx_config: Callable[[Mapping[str, Any], str], dict[str, Any]]
     agreements: tuple[tuple[tuple[str, str], tuple[str, str], int], ...]
 
     def component(self, name: str) -> ComponentNames:
@@ -174,7 +177,7 @@ Z_IMAGE = ImageFamily(
         ),
         "mflux": (
             LayoutFile("transformer", (LayoutPart(TRANSFORMER, MFLUX),), 2 << 30),
-            LayoutFile("text_encoder", (LayoutPart("text_encoder", "bare"),), 2 << 30),
+            LayoutFile("text_encoder", (LayoutPart("text_encoder", BARE),), 2 << 30),
             LayoutFile("vae", (LayoutPart("vae", MFLUX),), 2 << 30),
         ),
     },
@@ -183,6 +186,7 @@ Z_IMAGE = ImageFamily(
         ((TRANSFORMER, "in_channels"), ("vae", "latent_channels"), 1),
     ),
     configs={"mlx": "{}_config.json", "mflux": "{}/config.json"},
+    mlx_config=zimage_config.mlx_config,
 )
 FAMILIES = (Z_IMAGE,)
 
@@ -202,6 +206,11 @@ def family_of(components: Iterable[ComponentNames]) -> ImageFamily | None:
         if family.component(TRANSFORMER) in known:
             return family
     return None
+
+
+def find_family(name: object) -> ImageFamily | None:
+    """Return the family called ``name``, or None."""
+    return next((family for family in FAMILIES if family.name == name), None)
 
 
 def refusal(names: Iterable[str]) -> str | None:

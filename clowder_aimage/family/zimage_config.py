@@ -140,3 +140,21 @@ def widest_vae(_: int) -> dict[str, Any]:
     """Return a config of four levels with two blocks, of which all can have a shortcut."""
     ends = {"in_channels": 1, "out_channels": 1, "latent_channels": 1}
     return {**ends, "block_out_channels": [1, 2, 3, 4], "layers_per_block": 2}
+
+
+def mlx_config(config: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """Return the ``config.json`` of Z-Image-Turbo-MLX for a transformer's config."""
+    return {
+        "hidden_size": config["dim"],
+        "num_attention_heads": config["n_heads"],
+        "intermediate_size": int(config["dim"] / 3 * 8),
+        "num_hidden_layers": config["n_layers"],
+        "n_refiner_layers": config["n_refiner_layers"],
+        "in_channels": config["in_channels"],
+        "text_embed_dim": config["cap_feat_dim"],
+        "patch_size": 2,
+        "rope_theta": config["rope_theta"],
+        "axes_dims": config["axes_dims"],
+        "axes_lens": config["axes_lens"],
+        "precision": precision,
+    }

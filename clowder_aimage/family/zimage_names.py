@@ -12,7 +12,7 @@ from typing import Any
 from clowder_aimage.family.name_table import NameTable, TensorChange
 
 Named = Iterator[tuple[str, tuple[int, ...]]]
-ORIGINAL, MLX, MFLUX = "original", "mlx", "mflux"
+ORIGINAL, MLX, MFLUX, BARE = "original", "mlx", "mflux", "bare"
 _END = r"(?=\.|$)"
 
 TRANSFORMER = {
@@ -42,7 +42,7 @@ TRANSFORMER = {
 }
 TEXT_ENCODER = {
     "diffusers": NameTable(),
-    "bare": NameTable(renames=((r"^model\.", ""),)),
+    BARE: NameTable(renames=((r"^model\.", ""),)),
     "gguf": NameTable(  # llama.cpp, gguf-py/gguf/tensor_mapping.py
         renames=(
             (r"^model\.layers\.", "blk."),

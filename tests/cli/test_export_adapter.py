@@ -60,8 +60,8 @@ def test_what_cannot_be_written(here: Aimage) -> None:
     done = here("export", "style", "out.safetensors", "--as", "diffusers", code=2)
     assert "DoRA of kohya-ss" in done.err
     assert not (here.home / "out.safetensors").exists()
-    done = here("export", "x", "out.safetensors", "--as", "diffusers", code=2)
-    assert "x:latest is not an adapter" in done.err
+    done = here("export", "x", "out.safetensors", "--as", "kohya", code=2)
+    assert "x:latest is not an image model that kohya has a layout for" in done.err
     assert "omit --as" in done.err
     (here.home / "there").write_text("mine")
     done = here("export", "style", "there", "--as", "kohya", code=2)

@@ -11,9 +11,10 @@ from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
-from clowder_aimage.export import ADAPTER_DIALECTS, ExportSummary, export_adapter
+from clowder_aimage.export import ADAPTER_DIALECTS, ExportSummary, export_adapter, is_adapter
 from clowder_aimage.export import export as export_aimage
 from clowder_aimage.exporter.directory import LinkMethod
+from clowder_aimage.family.image_family import LAYOUTS
 from clowder_aimage.oci import Reference
 
 
@@ -28,8 +29,9 @@ from clowder_aimage.oci import Reference
 @click.option(
     "--as",
     "dialect",
-    type=click.Choice(ADAPTER_DIALECTS),
-    help="Write an adapter as FILE, or as DIR for peft, with the names of this tool.",
+    type=click.Choice(list(dict.fromkeys((*LAYOUTS, *ADAPTER_DIALECTS)))),
+    help="Write an image model in the layout of this tool. An adapter becomes FILE, or DIR for "
+    "peft, with the names of this tool.",
 )
 def export(reference: Reference, place: str, links: bool, dialect: str | None) -> None:
     """Write the AImage REF in the store as the model directory DIR; print its path.
@@ -44,14 +46,16 @@ def export(reference: Reference, place: str, links: bool, dialect: str | None) -
     if dialect is not None:
         if links:
             raise UsageError("--links cannot be combined with --as")
-        _export_adapter(reference, directory, dialect)
-        return
+        if is_adapter(settings().layout, reference):
+            _export_adapter(reference, directory, dialect)
+            return
     with Progress("exporting", reference) as progress:
         exported = export_aimage(
             settings().layout,
             reference,
             directory,
             links=links,
+            layout=dialect,
             on_plan=lambda plan: progress.begin(plan.size),
             on_written=progress.advance,
         )
@@ -70,6 +74,8 @@ def export(reference: Reference, place: str, links: bool, dialect: str | None) -
 
 
 def _export_adapter(reference: Reference, path: Path, dialect: str) -> None:
+    if dialect not in ADAPTER_DIALECTS:
+        raise UsageError(f"adapters are not written as {dialect}")
     with needs("converting an adapter", "mlx"):
         exported = export_adapter(settings().layout, reference, path, dialect)
     remark(f"{path}: {plural(exported.tensors, 'tensor')}, {size(exported.size)}")

@@ -1,0 +1,198 @@
+"""Plan of an export of an image model in the layout of another tool.
+
+A file that was read is written byte for byte, in its own order and spacing, if the tensors are
+those of its header. Other files are in the order in which safetensors writes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.content.decompress import open_decompressed
+from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.exporter.export_plan import MLX, ExportPlan, FilePiece
+from clowder_aimage.exporter.family_file import FamilyTensor, file_tensors
+from clowder_aimage.exporter.file_name import FileNames
+from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
+from clowder_aimage.family.image_family import QUANTIZED, TRANSFORMER, ImageFamily, LayoutFile
+from clowder_aimage.formats.family_model import SOURCE
+from clowder_aimage.formats.model_tree import naming
+from clowder_aimage.formats.stored_weights import read_stored, weights_of
+from clowder_aimage.oci import Descriptor, read_json
+from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
+from clowder_aimage.tensor import DTYPE_BITS, Header, encode_header
+from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
+from clowder_aimage.tensor.quantization_config import QuantizationConfig
+from clowder_aimage.tensor.weight import Weight
+
+_INDEX = "model.safetensors.index.json"
+_FOLDERS = {"mlx": ("tokenizer/", "scheduler/"), "mflux": ("tokenizer/",)}
+_PRECISIONS = {"F16": "FP16"}  # of Z-Image-Turbo-MLX; its FP8 is int8
+Tensors = Mapping[str, FamilyTensor]
+
+
+class FamilyPlanner:
+    """The planner of one export in ``layout``, one of LAYOUTS except diffusers."""
+
+    def __init__(self, blobs: LayerStore, aimage: AImage, layout: str, family: ImageFamily) -> None:
+        self._store = blobs
+        self._aimage = aimage
+        self._layout = layout
+        self._family = family
+        self._tensors = tuple(layer for layer in aimage.layers if is_gathered(layer))
+        self._blobs: dict[Path, Descriptor] = {}
+        self._made: dict[str, tuple[bytes, int]] = {}
+        self._pieces: dict[Descriptor, list[FilePiece]] = {}
+        self._count = 0
+
+    def plan(self) -> ExportPlan:
+        """Return the plan.
+
+        Raises:
+            NotFoundError: A blob is not in the store.
+            UsageError: The layout cannot express the model.
+            FormatError, VerificationError: A blob is damaged or does not match its layer.
+        """
+        for layer in self._tensors:
+            self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
+        gathered = replace(self._aimage, layers=self._tensors)
+        weights = weights_of(read_stored(self._store, gathered, self._stated))
+        kinds = {w.quantization for own in weights.values() for w in own if w.quantization}
+        if len(kinds) > 1:
+            raise UsageError("weights of several quantizations are in no file of this layout")
+        bits = next((kind.type.bits for kind in kinds), None)
+        whole: list[Layer] = []
+        for file in self._family.layouts[self._layout]:
+            tensors = file_tensors(self._family, file, weights, self._layout in QUANTIZED)
+            if not self._give_back(tensors, whole):
+                self._write(file, tensors, bits)
+        self._add_configs(weights, bits)
+        folders = _FOLDERS.get(self._layout, ())
+        whole += [layer for layer in self._aimage.layers if layer.name.startswith(folders or "//")]
+        names = FileNames()
+        for name in (*self._made, *(layer.name for layer in whole)):
+            names.add_file(name)
+        quantized = {TRANSFORMER: MLX} if bits else {}
+        return ExportPlan(names, self._made, self._pieces, whole, (), (), self._count, quantized)
+
+    def _give_back(self, tensors: Tensors, whole: list[Layer]) -> bool:
+        """Plan the files that were read, if their tensors are these."""
+        headers = [(layer, data, head) for layer, data, head in self._headers(tensors)]
+        named = [name for _, _, header in headers for name in header.tensors]
+        needed = {name for name, tensor in tensors.items() if not tensor.is_extra}
+        if len(named) != len(set(named)) or not needed <= set(named):
+            return False
+        for layer, data, header in headers:
+            ordered = sorted(header.tensors, key=lambda one: header.tensors[one].start)
+            self._place(_own_name(layer), data, [tensors[name] for name in ordered])
+        directories = {layer.name.rpartition("/")[0] for layer, _, _ in headers}
+        for layer in self._aimage.component(SOURCE):
+            if layer.name.endswith(".json") and layer.name.rpartition("/")[0] in directories:
+                whole.append(replace(layer, name=_own_name(layer)))
+        return True
+
+    def _headers(self, tensors: Tensors) -> Iterator[tuple[Layer, bytes, Header]]:
+        """Yield the headers of files that were read whose tensors are all among these."""
+        for layer in self._aimage.component(SOURCE):
+            if layer.name.endswith(".json"):
+                continue
+            data = self._bytes(layer, MAX_HEADER_SIZE + 8)
+            with naming(Path(layer.name)):
+                header = parse_header(data[8:], None)
+            same = (
+                name in tensors and (info.dtype, info.shape) == _kind(tensors[name])
+                for name, info in header.tensors.items()
+            )
+            if all(same):
+                yield layer, data, header
+
+    def _write(self, file: LayoutFile, tensors: Tensors, bits: int | None) -> None:
+        """Plan files of the tensors in the layout's own order; extras are left out."""
+        own = [tensor for tensor in tensors.values() if not tensor.is_extra]
+        own.sort(key=lambda one: (-DTYPE_BITS[one.dtype], one.name))
+        metadata = {"format": "mlx" if self._layout == "mlx" else "pt"}
+        if not file.shard:
+            self._place(file.name, _header(own, metadata), own)
+            return
+        metadata = {"quantization_level": str(bits)}
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(_shards(own, file.shard)):
+            name = f"{number}.safetensors"
+            self._place(f"{file.name}/{name}", _header(shard, metadata), shard)
+            weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
+        self._add(f"{file.name}/{_INDEX}", {"metadata": metadata, "weight_map": weight_map})
+
+    def _place(self, name: str, header: bytes, tensors: Sequence[FamilyTensor]) -> None:
+        offset = len(header)
+        for tensor in tensors:
+            for part in tensor.parts:
+                source, size = part.source, part.stop - part.start
+                order = (source.dtype, source.shape) if part.is_last else ("", ())
+                piece = FilePiece(source.offset + part.start, size, name, offset, *order)
+                self._pieces.setdefault(self._blobs[source.path], []).append(piece)
+                offset += size
+        self._made[name] = (header, offset)
+        self._count += len(tensors)
+
+    def _add(self, name: str, value: Mapping[str, Any]) -> None:
+        data = (json.dumps(value, indent=2) + "\n").encode()
+        self._made[name] = (data, len(data))
+
+    def _add_configs(self, weights: Mapping[str, Sequence[Weight]], bits: int | None) -> None:
+        pattern = self._family.configs.get(self._layout)
+        if pattern is None:
+            return
+        for component in self._family.components:
+            layer = self._aimage.layer(f"{component.name}/config.json")
+            data = self._bytes(layer, MAX_DOCUMENT_SIZE)
+            self._made[pattern.format(component.name)] = (data, len(data))
+        if self._layout == "mlx":
+            config = self._object(f"{TRANSFORMER}/config.json")
+            dtypes = {weight.dtype for weight in weights[TRANSFORMER]}
+            precision = _PRECISIONS.get(next(iter(dtypes)), "Original")
+            try:
+                made = self._family.mlx_config(config, "FP8" if bits else precision)
+            except KeyError as error:
+                raise FormatError(f"{TRANSFORMER}/config.json lacks {error}") from None
+            self._add("config.json", made)
+
+    def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
+        return QuantizationConfig(self._object(f"{component}/config.json"), {}).of(name)
+
+    def _object(self, name: str) -> dict[str, Any]:
+        layer = self._aimage.find(name)
+        value = read_json(self._bytes(layer, MAX_DOCUMENT_SIZE), name) if layer else {}
+        return value if isinstance(value, dict) else {}
+
+    def _bytes(self, layer: Layer, limit: int) -> bytes:
+        with open_decompressed(self._store, layer.descriptor, layer.content, limit=limit) as file:
+            return b"".join(iter(lambda: file.read(1 << 20), b""))
+
+
+def _own_name(layer: Layer) -> str:
+    return layer.name.removeprefix(f"{SOURCE}/")
+
+
+def _kind(tensor: FamilyTensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def _header(tensors: Sequence[FamilyTensor], metadata: Mapping[str, str]) -> bytes:
+    return encode_header([(one.name, one.dtype, one.shape) for one in tensors], metadata)
+
+
+def _shards(tensors: Sequence[FamilyTensor], most: int) -> Iterator[list[FamilyTensor]]:
+    shard: list[FamilyTensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.nbytes > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.nbytes
+    yield shard
