@@ -8,10 +8,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from PIL import Image
 
+from clowder_aimage.cli.console.named_picture import NamedPictures
 from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
 from tests.process import Aimage
@@ -254,3 +256,12 @@ def test_options_of_guidance_without_guidance_are_said(stocked: Callable[[], Aim
     assert "no effect" not in here("run", "guided", "a fox", *small, *given).err
     off = here("run", "guided", "a fox", *small, *given, "--guidance", 0, code=2)
     assert "--negative requires --guidance above 0" in off.err
+
+
+def test_a_file_that_has_changed_between_prompts_is_read_again(refusing: Aimage) -> None:
+    with click.Context(click.Command("run")):
+        files, path = NamedPictures(), refusing.home / "a.png"
+        first = files.read(str(path), "--image")
+        assert files.read(str(path), "--image") is first
+        Image.new("RGB", (8, 8)).save(path)
+        assert files.read(str(path), "--image").width == 8

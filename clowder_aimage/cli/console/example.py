@@ -86,6 +86,7 @@ EXAMPLES = {
         "aimage run shapes two red circles",
         "aimage run shapes 'two red circles' --seed 42 --size 128x128 -o circles.png",
         "aimage run shapes two azure circles --lora examples/shapes/azure.safetensors:0.8",
+        "aimage run shapes a blue square --image circles.png --mask mask.png --paste",
         "echo two red circles | aimage run shapes - -o - > circles.png",
     ),
     "save": (

@@ -85,9 +85,9 @@ class LocalModel:
     def load(self, fetched: FetchedModel) -> None:
         """Load a model for the parameters ``first`` and others."""
         aimage = fetched.found.stored.aimage
+        request = _to_request(aimage, self.first)
         weights = sum(layer.descriptor.size for layer in aimage.layers if layer.is_tensor)
         fetched.progress.remark(f"loading {size(weights)}")
-        request = _to_request(aimage, self.first)
         named_pictures().keep(request.image, request.mask)  # a wrong mask is refused before a load
         self._loaded = [self.load_model(fetched, request)]
         self.fetched = fetched

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,20 +31,22 @@ class NamedPictures:
 
     data: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, InputFile] = field(default_factory=dict)
+    stamps: dict[str, object] = field(default_factory=dict)  # of files when they were read
     fitting: set[tuple[str, str]] = field(default_factory=set)  # images and masks
 
     def read(self, name: str, option: str) -> InputFile:
-        """Return the facts of a file, which is read once.
+        """Return the facts of a file, which is read once, and again after it has changed.
 
         Raises UsageError, NotFoundError, and as ``InputSource.read``.
         """
-        if name not in self.files:
+        stamp = _stamp(name)
+        if name not in self.files or self.stamps[name] != stamp:
             _check_name(name, option)
             with needs("reading a picture", "mlx"):
                 from clowder_aimage.pictures.picture_input import inspect
             data = input_source().read(name, option)
             found = inspect(data, f"{option}: {picture_label(name)}")
-            self.files[name] = found
+            self.files[name], self.stamps[name] = found, stamp
             self.data[str(found.descriptor.digest)] = data
         return self.files[name]
 
@@ -77,14 +81,24 @@ class NamedPictures:
                 keep(layout, lease, data, "the picture")
 
 
+def _status(name: str) -> os.stat_result | None:
+    """Return the status of a file; None for other names."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a URL, or ~ of nobody
+        return Path(name).expanduser().stat()
+    return None
+
+
+def _stamp(name: str) -> tuple[int, ...]:
+    found = _status(name)
+    return () if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+
+
 def _check_name(name: str, option: str) -> None:
     """Reject a name that is not that of a picture, as far as it says. Raises UsageError."""
     if not name:
         raise UsageError(f"{option} names no picture")
-    is_directory = False
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a URL, or ~ of nobody
-        is_directory = Path(name).expanduser().is_dir()
-    if is_directory:
+    found = _status(name)
+    if found is not None and stat.S_ISDIR(found.st_mode):
         raise UsageError(f"{option}: {name} is a directory, not a picture")
     if name == "-" and sys.stdin is not None and sys.stdin.isatty():
         raise UsageError(f"{option}: stdin is a terminal", hint="name a file, or use a pipe")

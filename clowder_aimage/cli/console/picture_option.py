@@ -62,6 +62,7 @@ picture_options = options(
         metavar="PIXELS",
         help="Mix pasted and painted pixels over this width. [default: 0]",
     ),
+    _option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
     _option(
         "--expand",
         metavar="LEFT,TOP,RIGHT,BOTTOM",
@@ -74,7 +75,6 @@ picture_options = options(
         metavar="FACTOR",
         help="Enlarge the picture, then improve it in tiles.",
     ),
-    _option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
     _option(
         "--control",
         metavar="SOURCE",
@@ -89,6 +89,7 @@ picture_options = options(
     _option(
         "--control-strength",
         type=click.FloatRange(0, MAX_CONTROL),
+        metavar="FLOAT",
         help="How much --control guides. [default: 0.75]",
     ),
 )

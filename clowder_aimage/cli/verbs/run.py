@@ -90,10 +90,10 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option(
     "--height", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
 )
-@click.option("--steps", type=int, help="Denoising steps. [default: 8]")
+@click.option("--steps", type=int, help="Denoising steps. [default: the model's, or 8]")
 @seed_options
-@click.option("--negative", metavar="TEXT", help="What to avoid; requires --guidance.")
-@click.option("--guidance", type=float, help="Guidance scale (CFG). [default: 0]")
+@click.option("--negative", metavar="TEXT", help="What to avoid; requires guidance above 0.")
+@click.option("--guidance", type=float, help="Guidance scale (CFG). [default: the model's, or 0]")
 @click.option("--guidance-end", type=float, help="Part of the way that is guided. [default: 1]")
 @click.option(
     "--cfg-normalization",
