@@ -26,6 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import flux2
 import numpy as np
 from models import SHAPES, Shape, build
 
@@ -162,10 +163,21 @@ def mflux(directory: Path, part: str, given: dict[str, Any]) -> Run:
     return run
 
 
-def child(directory: Path, shape: Shape, part: str, tool: str) -> None:
+def open_part(directory: Path, shape: str, part: str, tool: str) -> Run:
+    """Return the part of a tool, ready to run. Exits if the tool lacks it."""
+    if shape != flux2.SHAPE:
+        kinds = {"aimage": aimage, BASE: diffusers, "mflux": mflux}
+        return kinds[tool](directory, part, inputs(cast("Shape", shape)))
+    if tool == "mflux":
+        raise SystemExit(0)
+    opened: Run = getattr(flux2, tool)(directory, part, flux2.inputs())
+    return opened
+
+
+def child(directory: Path, shape: str, part: str, tool: str) -> None:
     """Run for each line of stdin; print the seconds of a run. Write the result to that path."""
     warnings.simplefilter("ignore")
-    run = {"aimage": aimage, BASE: diffusers, "mflux": mflux}[tool](directory, part, inputs(shape))
+    run = open_part(directory, shape, part, tool)
     for line in sys.stdin:
         begin, count = time.perf_counter(), 0
         while not count or time.perf_counter() - begin < AT_LEAST:
@@ -207,7 +219,7 @@ class Process:
 
 
 def compare(
-    directory: Path, shape: Shape, part: str, tools: list[str], rounds: int
+    directory: Path, shape: str, part: str, tools: list[str], rounds: int
 ) -> list[dict[str, Any]]:
     """Return a row for each tool."""
     results = {tool: str(directory / f"{part}-{tool}.npy") for tool in tools}
@@ -239,7 +251,9 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--part", action="append", choices=PARTS, help="only this one; repeatable")
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="as --part")
+    parser.add_argument(
+        "--shape", action="append", choices=[*SHAPES, flux2.SHAPE], help="as --part"
+    )
     parser.add_argument("--tool", action="append", choices=TOOLS, help="as --part")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--directory", type=Path, help="keep the models here")
@@ -254,8 +268,9 @@ def main() -> None:
     tools = [tool for tool in chosen if tool == "aimage" or importlib.util.find_spec(tool)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for shape in options.shape or SHAPES:
-            directory = build((options.directory or Path(temporary)) / shape, shape)
+        for shape in options.shape or [*SHAPES, flux2.SHAPE]:
+            directory = (options.directory or Path(temporary)) / shape
+            (flux2.build(directory) if shape == flux2.SHAPE else build(directory, shape))
             for part in options.part or PARTS:
                 rows += compare(directory, shape, part, tools, options.rounds)
     if options.json:

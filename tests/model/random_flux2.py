@@ -7,6 +7,7 @@ ones.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ _SCHEDULER = {
 Arrays = dict[str, np.ndarray]
 
 
-def write_flux2(root: Path, *, is_distilled: bool = True, text_encoder: Path | None = None) -> None:
+def write_flux2(
+    root: Path,
+    *,
+    is_distilled: bool = True,
+    text_encoder: Path | None = None,
+    configs: Mapping[str, Mapping[str, Any]] = CONFIGS,
+) -> None:
     """Write the model; ``text_encoder`` is the folder of another's, which it gets instead."""
     for name, value in (
         ("model_index.json", _INDEX | {"is_distilled": is_distilled}),
@@ -86,17 +93,18 @@ def write_flux2(root: Path, *, is_distilled: bool = True, text_encoder: Path | N
         target = root / path.relative_to(path.parents[1])
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(path.read_bytes())
-    for component in list(CONFIGS)[1 if text_encoder else 0 :]:
+    for component in list(configs)[1 if text_encoder else 0 :]:
         (root / component).mkdir()
-        (root / component / "config.json").write_text(json.dumps(CONFIGS[component]))
-        parts = {name: bits(mx.array(values)) for name, values in tensors(component).items()}
+        (root / component / "config.json").write_text(json.dumps(configs[component]))
+        values = tensors(component, configs[component])
+        parts = {name: bits(mx.array(array)) for name, array in values.items()}
         stem = "model" if component == "text_encoder" else "diffusion_pytorch_model"
         (root / component / f"{stem}.safetensors").write_bytes(blob(parts))
 
 
-def tensors(component: str) -> Arrays:
+def tensors(component: str, config: Mapping[str, Any]) -> Arrays:
     """Return random tensors in torch's layout with a checkpoint's names."""
-    config, name = CONFIGS[component], f"{component}/config.json"
+    name = f"{component}/config.json"
     networks: dict[str, Any] = {}
     if component == "text_encoder":
         networks["model."] = TextEncoder(TextEncoderConfig.parse(name, config))
