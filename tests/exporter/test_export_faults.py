@@ -277,12 +277,14 @@ def test_partially_moved_files_are_moved_back(
 def test_a_directory_replaced_by_a_link_is_not_followed(full: Artifact, moment: str) -> None:
     victim = full.home / "victim"
     victim.mkdir()
+    lock = threading.Lock()
 
     def replace(_: object) -> None:
-        for made in full.home.glob(".out.export-*[0-9a-f]"):
-            if not made.is_symlink():
-                made.rename(full.home / "gone")
-                made.symlink_to(victim)
+        with lock:  # several threads write and report
+            for made in full.home.glob(".out.export-*[0-9a-f]"):
+                if not made.is_symlink():
+                    made.rename(full.home / "gone")
+                    made.symlink_to(victim)
 
     with pytest.raises(StoreError, match="another program has replaced it"):
         full.export(**{moment: replace})
@@ -293,7 +295,6 @@ def test_a_directory_replaced_by_a_link_is_not_followed(full: Artifact, moment: 
 def test_a_directory_inside_replaced_by_a_link_is_not_followed(full: Artifact) -> None:
     victim = full.home / "victim"
     victim.mkdir()
-
     lock = threading.Lock()
 
     def replace(_: object) -> None:
