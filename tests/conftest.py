@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -23,6 +24,7 @@ from tests.real_registry import RealRegistry, find_registry
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
+_INTEGRATION = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|slow)\b", re.M)
 
 
 class _Sys:
@@ -58,7 +60,17 @@ def pytest_configure() -> None:
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             os.environ.setdefault(name, "1")
     blas.preload()
+    for name in ("fsync", "fdatasync"):  # no power failure is tested in this process
+        if hasattr(os, name):
+            setattr(os, name, os.fstat)  # which fails too if the descriptor is closed
     os.environ.setdefault("AIMAGE_PARITY_SEED", str(secrets.randbits(24)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules whose tests are all deselected: importing torch takes ten seconds."""
+    if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return True if _INTEGRATION.search(collection_path.read_text("utf-8")) else None
 
 
 @pytest.hookimpl(wrapper=True)

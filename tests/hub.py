@@ -47,8 +47,9 @@ class Hub:
         return self.commit(repository)
 
     def commit(self, repository: str) -> str:
-        files = self.repositories[repository]
-        return hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
+        """Return the commit of the files. Bytes keep their hash, which is calculated once."""
+        files = sorted((name, hash(data)) for name, data in self.repositories[repository].items())
+        return hashlib.sha1(repr(files).encode(), usedforsecurity=False).hexdigest()
 
     def fetched(self) -> set[str]:
         """Return the names of the files whose content was asked for."""

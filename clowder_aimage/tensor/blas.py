@@ -38,20 +38,27 @@ class Library:
             library = ctypes.CDLL(self.path, mode=os.RTLD_GLOBAL | os.RTLD_NOW)
             product = getattr(library, f"{self.prefix}cblas_sgemm")
             cores = getattr(library, f"{self.prefix}openblas_set_num_threads")
+            most = getattr(library, f"{self.prefix}openblas_get_num_threads")()
         except (OSError, AttributeError):
             return None
         size, real, address = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
         product.argtypes = [*[size] * 6, real, *[address, size] * 2, real, address, size]
         product.restype = None
-        return _Loaded(product, cores)
+        return _Loaded(product, cores, most)
 
 
 class _Loaded:
-    def __init__(self, product: Any, cores: Any) -> None:
+    """A loaded library. OPENBLAS_NUM_THREADS or OMP_NUM_THREADS have limited it to ``most`` cores.
+
+    Two threads that wait for each other on a busy machine multiply four times as slowly as one.
+    """
+
+    def __init__(self, product: Any, cores: Any, most: int) -> None:
         self.product = product
-        self._set_cores, self._cores = cores, 0
+        self._set_cores, self._cores, self._most = cores, 0, most
 
     def use(self, cores: int) -> None:
+        cores = min(cores, self._most)
         if cores != self._cores:
             self._set_cores(cores)
             self._cores = cores

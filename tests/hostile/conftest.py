@@ -29,7 +29,6 @@ def world(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("AIMAGE_STORE", str(store))
     monkeypatch.chdir(home)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power failure is tested here
     defaults = retry.retrying.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "sleep", lambda _: None)

@@ -35,7 +35,9 @@ class FolderStore:
 
     def add(self, media_type: str, data: bytes) -> Descriptor:
         descriptor = Descriptor.of(media_type, data)
-        (self.root / descriptor.digest.encoded).write_bytes(data)
+        path = self.root / descriptor.digest.encoded
+        if not path.exists():
+            path.write_bytes(data)
         return descriptor
 
 

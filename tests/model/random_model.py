@@ -6,6 +6,7 @@ too: default values would hide missing ones.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -55,10 +56,11 @@ def checkpoint_names(component: str) -> dict[str, str]:
     return {module.sanitize(name): name for name in names}
 
 
+@functools.cache
 def weights(component: str) -> Arrays:
     """Return random tensors in torch's layout with a checkpoint's names.
 
-    They are BF16 values as float32.
+    They are BF16 values as float32, and cannot be changed.
     """
     random = np.random.default_rng(len(component))
     module = MAKERS[component](component, configuration(component))
@@ -78,6 +80,7 @@ def weights(component: str) -> Arrays:
             values = values.transpose(0, 3, 1, 2)
         rounded = np.ascontiguousarray(values, np.float32).view(np.uint32) & 0xFFFF0000
         found[names[name]] = rounded.view(np.float32)
+        found[names[name]].flags.writeable = False
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -253,6 +254,22 @@ def test_blas_that_cannot_be_loaded_is_passed_over(
     monkeypatch.setattr(blas, "candidates", lambda: iter([blas.Library(str(broken))]))
     assert blas.preload() is None
     assert not blas.is_fast()
+
+
+def test_blas_uses_no_more_cores_than_the_environment_allows() -> None:
+    if not blas.is_fast():
+        pytest.skip("no OpenBLAS")
+    program = """if True:
+        import ctypes
+        from clowder_aimage.tensor import blas
+        blas.preload()
+        blas.use_cores(4)
+        library = next(blas.candidates())
+        print(getattr(ctypes.CDLL(library.path), f"{library.prefix}openblas_get_num_threads")())
+    """
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
+    done = run([sys.executable, "-c", program], env=environment, text=True, check=True)
+    assert done.stdout == "1\n"
 
 
 def test_blas_of_the_package_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
