@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import ALPHA
-from clowder_aimage.pictures.input_file import TYPES
+from clowder_aimage.pictures.input_file import DECLARED_TYPES, TYPES, decode_base64
 
 IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"
 NAMES = (IMAGE, IMAGES, MASK, CONTROL)  # of fields that are files in a form
 KEYS = tuple(f'"{name}"'.encode() for name in NAMES)  # in JSON
-# Also those of clients that do not know the type of a file, or name it differently
-_FILE_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 _EMPTY = (None, "", b"")
 Given = dict[str, list[str | bytes]]  # the pictures of a request: files, or texts that name them
 
@@ -28,7 +25,7 @@ class BareBase64(str):
     def decode(self, name: str) -> bytes:
         """Return the bytes of the picture. Raises ApiError."""
         try:
-            return base64.b64decode(self, validate=True)
+            return decode_base64(self.encode())
         except ValueError:
             raise wrong(name, "must be in base64") from None
 
@@ -82,7 +79,7 @@ def declared_type(text: str) -> str:
 
 def check_type(name: str, kind: str) -> None:
     """Refuse a declared type that is not a picture's. Raises ApiError (415)."""
-    if kind not in _FILE_TYPES:
+    if kind not in DECLARED_TYPES:
         raise _other_type(
             name, f"has the type {kind[:60]!a}: expected image/png, image/jpeg or image/webp"
         )

@@ -194,11 +194,7 @@ class PictureUpload:
         if self._size <= BODY:
             return read_object(b"".join(pieces))
         async with self.uploads.busy:
-            raw = b"".join(pieces)
-            pieces.clear()
-            if not any(key in raw for key in KEYS):  # only pictures may be as large
-                raise too_large()
-            return await run_io(read_object, raw, MAX_BODY)
+            return await run_io(_large_object, pieces)
 
     def _take(self, count: int) -> None:
         self._size += count
@@ -311,6 +307,15 @@ class PictureUpload:
         found = self.uploads.keep(self.lease, data, name)
         self.kept.append(found.descriptor)
         return found
+
+
+def _large_object(pieces: list[bytes]) -> dict[str, Any]:
+    """Return the JSON object of a body, whose pieces are removed. Raises ApiError."""
+    raw = b"".join(pieces)
+    pieces.clear()
+    if not any(key in raw for key in KEYS):  # only pictures may be as large
+        raise too_large()
+    return read_object(raw, MAX_BODY)
 
 
 def _refusal(error: AImageError, name: str) -> AImageError:

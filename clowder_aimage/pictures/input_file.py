@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import binascii
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 # Those that a picture may be declared as; clients may not know the type, or name it differently
 DECLARED_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 MAX_BYTES = 64 << 20  # of a file
+_PIECE = 1 << 20  # characters, a multiple of 4
 MULTIPLE = 16  # pixels, of the sides of most models
 MAX_AREA = 2048 * 2048  # pixels that are made of a larger picture, unless a size is given
 
@@ -23,6 +25,20 @@ class InputFile:
     descriptor: Descriptor
     width: int
     height: int
+
+
+def decode_base64(text: bytes) -> bytes:
+    """Return the bytes of a text in base64, with its padding. Raises ValueError.
+
+    It is decoded in pieces, between which other threads run.
+    """
+    found = bytearray()
+    for start in range(0, len(text), _PIECE):
+        piece = text[start : start + _PIECE]
+        found += binascii.a2b_base64(piece, strict_mode=True)
+        if piece.endswith(b"=") and start + _PIECE < len(text):
+            raise ValueError("padding before the end")
+    return bytes(found)
 
 
 def own_size(

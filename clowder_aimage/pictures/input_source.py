@@ -6,8 +6,6 @@ the user of this machine a file, or ``-`` for stdin. Nothing is decoded here.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import time
 from collections.abc import Callable
@@ -33,7 +31,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
-from clowder_aimage.pictures.input_file import DECLARED_TYPES, MAX_BYTES
+from clowder_aimage.pictures.input_file import DECLARED_TYPES, MAX_BYTES, decode_base64
 from clowder_aimage.pictures.picture_artifact import settings_of
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import OutsideError, Reach, reach_of_name
@@ -248,8 +246,8 @@ def _data(text: str, what: str) -> bytes:
     data = unquote_to_bytes(body) if "%" in body or not body.isascii() else body.encode()
     if head.lower().endswith(";base64"):
         try:
-            data = base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
-        except (binascii.Error, ValueError):
+            data = decode_base64(data + b"=" * (-len(data) % 4))
+        except ValueError:
             raise UsageError(f"{what}: the data: URL is not valid base64") from None
     return _limited(data, what)
 

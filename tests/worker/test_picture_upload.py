@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import binascii
 import http.client
 import io
 import json
@@ -345,7 +346,7 @@ def test_base64_is_decoded_outside_of_the_event_loop(
     worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[threading.Thread] = []
-    decode = base64.b64decode
+    decode = binascii.a2b_base64
 
     def noted(*given: Any, **options: Any) -> bytes:
         threads.append(threading.current_thread())
@@ -353,10 +354,10 @@ def test_base64_is_decoded_outside_of_the_event_loop(
 
     url = url_of(file())
     with monkeypatch.context() as patch:
-        patch.setattr(base64, "b64decode", noted)
+        patch.setattr(binascii, "a2b_base64", noted)
         for path, fields in (
             ("/api/generate", {"images": [url.partition(",")[2]], "mask": "?"}),
-            (EDITS, {"image": url, "mask": url_of(b"")}),
+            (EDITS, {"image": url, "mask": url_of(b"text")}),
         ):
             status, _ = send(worker, path, {"model": "tiny", "prompt": "a dog", **fields})
             assert status == 400
