@@ -17,6 +17,7 @@ from clowder_aimage.family.image_family import recognise, refusal
 from clowder_aimage.family.name_table import TensorPlace
 from clowder_aimage.family.tensor_change import restore
 from clowder_aimage.formats import model_tree
+from clowder_aimage.formats.gguf import read_model
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.weight_source import ENDINGS, WeightSource, read_source
 from clowder_aimage.tensor.weight import SourceTensor, Weight, by_name, plain
@@ -75,6 +76,14 @@ def has_transformer(path: Path) -> bool:
 def is_transformer(names: Iterable[str]) -> bool:
     """Return whether tensors of these names include the transformer of an image model."""
     return any(found.component.name == "transformer" for found in recognise(names))
+
+
+def has_gguf_transformer(path: Path) -> bool:
+    """Return whether a GGUF file has the transformer of an image model."""
+    if not path.is_file():
+        return False
+    headers = read_model(path).headers
+    return is_transformer(tensor.name for header in headers for tensor in header.tensors)
 
 
 def _groups(path: Path) -> list[list[WeightSource]]:

@@ -20,6 +20,7 @@ from tests.family.conftest import FamilyStore
 from tests.family.foreign_layout import component, original_transformer
 from tests.importer.coded_file import FP4, Array, Entry, float8, number, save, swizzled, text
 from tests.importer.formats_gguf import STRING, info_of, padded, pair_of
+from tests.process import Aimage
 
 RANDOM = np.random.default_rng(3)
 FLOAT8 = np.array([float8(code) for code in range(256)])
@@ -122,8 +123,8 @@ def test_a_gguf_file_gives_the_blobs_of_the_dequantized_weights(
     assert layers_of(made) == layers_of(wanted)
     assert made.aimage.properties["components"]["transformer"]["decoded"] == {"Q8_0": 1}
     # without a model to complete it, the file is one layer
-    whole = family.create("whole", path, None)
-    assert [layer.name for layer in whole.aimage.layers] == ["own.gguf"]
+    done = Aimage(tmp_path, tmp_path / "store")("create", "whole", path)
+    assert "whole:latest: gguf in 1 file" in done.err and "--like REF completes" in done.err
 
 
 LLAMA = {

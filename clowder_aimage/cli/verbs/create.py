@@ -28,6 +28,7 @@ from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.create import create as create_aimage
 from clowder_aimage.errors import UsageError
+from clowder_aimage.formats.family_weights import has_gguf_transformer
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
 from clowder_aimage.importer.create_plan import request_defaults
 from clowder_aimage.importer.decision import WeightReport
@@ -272,6 +273,8 @@ def create(
             **callbacks(progress),
         )
     print_packed(reference, made, recipe)
+    if made.aimage.properties.get("format") == "gguf" and has_gguf_transformer(found):
+        remark("the file is kept as it is, and cannot be run: --like REF completes it to a model")
 
 
 def _found(path: str, form: ModelForm) -> tuple[Path, str | None]:
