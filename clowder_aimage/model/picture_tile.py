@@ -15,6 +15,8 @@ Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 SEAM = 32  # pixels of a picture that are painted again where it is expanded
 MAX_TILED = 1 << 24  # pixels of an enlarged picture: 4096 by 4096
+_FLAT = 4  # levels by which an enlarged picture may change where it is flat
+_CONTRAST = 0.5  # part of the deviation from the mean around a pixel, by which it may change more
 _STEP = 64  # of the sides of tiles: a multiple of what models require
 _OVERLAP = 4  # part of a tile's side that overlaps: one divided by this
 
@@ -48,18 +50,28 @@ def mix(made: Pixels, original: Pixels, share: Floats) -> Pixels:
 def keep_shapes(made: Pixels, original: Pixels, cell: float) -> Pixels:
     """Return ``made`` with the colours and shapes of a picture of its size (height, width, 3).
 
-    Of ``made`` remains what is finer than cells of ``cell`` pixels: a tile shows a part of a scene,
-    and a model draws the whole scene of the prompt into it.
+    Of ``made`` remains what is finer than cells of ``cell`` pixels, and no more of it than a part
+    of the contrast of the original there: a tile shows a part of a scene, and a model draws the
+    whole scene of the prompt into it.
     """
-    height, width, colours = made.shape
-    fewer = max(1, round(width / cell)), max(1, round(height / cell))
     result = np.empty_like(made)
-    for colour in range(colours):  # all at once take much memory
-        missing = original[..., colour].astype(np.float32) - made[..., colour]
-        means = Image.fromarray(missing).resize(fewer, Image.Resampling.BOX)
-        smooth = np.asarray(means.resize((width, height), Image.Resampling.BICUBIC))
-        result[..., colour] = np.clip(made[..., colour] + smooth, 0, 255).round()
+    for colour in range(made.shape[2]):  # all at once take much memory
+        whole = original[..., colour].astype(np.float32)
+        change = made[..., colour] - whole
+        change -= _smooth(change, cell)
+        variance = _smooth(whole * whole, cell) - _smooth(whole, cell) ** 2
+        limit = _FLAT + _CONTRAST * np.sqrt(np.maximum(variance, 0))
+        whole += np.clip(change, -limit, limit)
+        result[..., colour] = np.clip(whole, 0, 255).round()
     return result
+
+
+def _smooth(values: Floats, cell: float) -> Floats:
+    """Return the means of cells, interpolated."""
+    height, width = values.shape
+    fewer = max(1, round(width / cell)), max(1, round(height / cell))
+    means = Image.fromarray(values).resize(fewer, Image.Resampling.BOX)
+    return np.asarray(means.resize((width, height), Image.Resampling.BICUBIC))
 
 
 @dataclass(frozen=True, slots=True)
