@@ -493,7 +493,10 @@ COVERED = {
     **dict.fromkeys(
         ("aimage", "container", "layer_name", "ollama", "vendor"), "read by its dialect, see above"
     ),
-    **dict.fromkeys(("create", "export_plan", "weights", "manifest"), "at most 4 MiB of read_json"),
+    **dict.fromkeys(
+        ("create", "export_plan", "family_plan", "weights", "manifest"),
+        "at most 4 MiB of read_json",
+    ),
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
     **dict.fromkeys(("adapter_source", "export"), "a small config, which peft_config reads"),
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
