@@ -211,9 +211,11 @@ def test_a_mask_without_a_cell_is_refused_before_the_load(drawn: tuple[Aimage, P
     mask[1:6, 1:6] = 255  # beside the first pixels of cells
     Image.fromarray(mask).save(here.home / "mask.png")
     options = ("--image", path, "--mask", "mask.png", "--seeds", "1..2", "--local", "-v")
+    before = set((here.store / "blobs").rglob("*"))
     said = here("run", "x", "a fox", *options, code=2).err
     assert "the mask is too small: it covers no cell of 8 x 8 pixels" in said
     assert "memory:" not in said  # which is said after a load
+    assert set((here.store / "blobs").rglob("*")) == before
 
 
 def test_seeds_make_a_picture_each_and_a_sheet(stocked: Callable[[], Aimage]) -> None:

@@ -88,8 +88,13 @@ class LocalModel:
         request = _to_request(aimage, self.first)
         weights = sum(layer.descriptor.size for layer in aimage.layers if layer.is_tensor)
         fetched.progress.remark(f"loading {size(weights)}")
-        named_pictures().keep(request.image, request.mask)  # a wrong mask is refused before a load
-        self._loaded = [self.load_model(fetched, request)]
+        pictures = named_pictures()
+        pictures.keep(request.image, request.mask)  # a wrong mask is refused before a load
+        try:
+            self._loaded = [self.load_model(fetched, request)]
+        except UsageError:
+            pictures.discard()
+            raise
         self.fetched = fetched
 
     def generate(

@@ -16,6 +16,7 @@ import click
 from clowder_aimage.cli.console.option import needs, settings
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.pipeline import ALPHA
+from clowder_aimage.oci import Descriptor, Digest
 
 if TYPE_CHECKING:
     from clowder_aimage.pictures.input_file import InputFile
@@ -31,6 +32,8 @@ class NamedPictures:
 
     data: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, InputFile] = field(default_factory=dict)
+    added: list[Descriptor] = field(default_factory=list)  # to the store
+    leases: contextlib.ExitStack | None = None
     stamps: dict[str, object] = field(default_factory=dict)  # of files when they were read
     fitting: set[tuple[str, str]] = field(default_factory=set)  # images and masks
 
@@ -76,9 +79,22 @@ class NamedPictures:
         wanted = [self.data[one] for one in digests if one in self.data]
         if wanted:
             layout = settings().layout
-            lease = click.get_current_context().with_resource(layout.lease())
+            context = click.get_current_context()
+            self.leases = self.leases or context.with_resource(contextlib.ExitStack())
+            lease = self.leases.enter_context(layout.lease())
             for data in wanted:
+                content = Descriptor("", Digest.of(data), len(data))
+                self.added += [] if layout.exists(content) else [content]
                 keep(layout, lease, data, "the picture")
+
+    def discard(self) -> None:
+        """Remove the files that this command has put into the store: they were refused."""
+        from clowder_aimage.layout.gc import Collector
+
+        if self.leases is not None and self.added:
+            self.leases.close()
+            Collector(settings().layout, grace=0.0).remove(self.added)
+            self.added.clear()
 
 
 def _status(name: str) -> os.stat_result | None:
