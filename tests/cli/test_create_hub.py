@@ -19,10 +19,12 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
 from tests.hub import Hub, serving_hub
+from tests.importer.formats_gguf import gguf
 from tests.process import Aimage
 
 pytest.importorskip("huggingface_hub")
 NAME = "Org/Tiny-Image.1"
+SMALL = {"a.gguf": gguf()}
 VARIABLES = ("HF_", "HUGGING", "TRANSFORMERS_")
 
 
@@ -108,8 +110,8 @@ def test_the_layers_are_those_of_the_directory(here: Aimage, hub: Hub, tiny: Pat
         f"https://huggingface.co/{NAME}/tree/{{commit}}",
     ],
 )
-def test_forms_of_the_name(form: str, here: Aimage, hub: Hub, tiny: Path) -> None:
-    commit = hub.add(NAME, tiny)
+def test_forms_of_the_name(form: str, here: Aimage, hub: Hub) -> None:
+    commit = hub.add(NAME, SMALL)
     here("create", "x", form.format(commit=commit), "-q")
     assert source_of(here) == f"https://huggingface.co/{NAME}/tree/{commit}"
 
@@ -203,8 +205,6 @@ def test_shared_blobs_of_the_cache_are_followed(here: Aimage, hub: Hub, tiny: Pa
 
 
 def test_one_file_of_a_repository(here: Aimage, hub: Hub, tmp_path: Path) -> None:
-    from tests.importer.formats_gguf import gguf
-
     commit = hub.add("org/quants", {"a-Q4.gguf": gguf(), "b-Q8.gguf": gguf() + bytes(32)})
     done = here("create", "x", "org/quants", code=2)
     assert "org/quants holds 2 models: a-Q4.gguf, b-Q8.gguf" in done.err
@@ -309,16 +309,16 @@ def test_an_unknown_revision(here: Aimage, hub: Hub, tiny: Path) -> None:
     assert f"{NAME} has no revision v9" in done.err
 
 
-def test_a_private_repository_needs_a_token(here: Aimage, hub: Hub, tiny: Path) -> None:
-    hub.add(NAME, tiny)
+def test_a_private_repository_needs_a_token(here: Aimage, hub: Hub) -> None:
+    hub.add(NAME, SMALL)
     hub.private.add(NAME)
     assert "HF_TOKEN" in here("create", "x", NAME, code=3).err
     here.environment["HF_TOKEN"] = hub.token
     here("create", "x", NAME, "-q")
 
 
-def test_a_gated_repository(here: Aimage, hub: Hub, tiny: Path) -> None:
-    hub.add(NAME, tiny)
+def test_a_gated_repository(here: Aimage, hub: Hub) -> None:
+    hub.add(NAME, SMALL)
     hub.gated.add(NAME)
     done = here("create", "x", NAME, code=4)
     assert f"{NAME} requires a token, and its terms to be accepted" in done.err

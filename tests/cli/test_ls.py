@@ -5,32 +5,52 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Manifest
+from tests.conftest import TINY
 from tests.content.artifact import put_artifact
 from tests.process import Aimage
 
 DAY = 86400
 
 
-@pytest.fixture
-def stored(aimage: Callable[..., Aimage], tiny: Path) -> Aimage:
-    """Return a store of an AImage with two names, a dated one and an artifact."""
-    here: Any = aimage()
-    here("create", "tiny", tiny)
-    here("tag", "tiny", "localhost:5000/team/tiny:v1")
-    here("create", "dated", tiny, "--created", "2020-01-01T00:00:00Z")
-    here.made = put_artifact(ImageLayout(here.store), "other:v2", b"data")
+@dataclass
+class Stocked(Aimage):
+    """The command line on a store of an AImage with two names, a dated one and an artifact."""
+
+    made: Manifest = field(kw_only=True)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Stocked:
+    """Return a store that tests read only."""
+    home = tmp_path_factory.mktemp("listed")
+    shutil.copytree(tiny_store, home / "store")
+    made = put_artifact(ImageLayout(home / "store"), "other:v2", b"data")
+    here = Stocked(home, home / "store", made=made)
+    here("tag", "x", "tiny")
+    here("tag", "x", "localhost:5000/team/tiny:v1")
+    here("rm", "x")
+    here("create", "dated", TINY, "--created", "2020-01-01T00:00:00Z")
     return here
 
 
-def test_columns_of_aimages_and_artifacts(stored: Aimage) -> None:
+@pytest.fixture
+def changed(tmp_path: Path, stored: Stocked) -> Stocked:
+    """Return a copy of the store that a test may change."""
+    shutil.copytree(stored.store, tmp_path / "store")
+    return Stocked(tmp_path, tmp_path / "store", made=stored.made)
+
+
+def test_columns_of_aimages_and_artifacts(stored: Stocked) -> None:
     titles, *rows = (line.split() for line in stored("ls").out.splitlines())
     assert titles == ["NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST"]
     cells = {row[0]: row[1:3] for row in rows}
@@ -41,7 +61,7 @@ def test_columns_of_aimages_and_artifacts(stored: Aimage) -> None:
     assert f" {age} years ago  " in line
 
 
-def test_json_has_absolute_times(stored: Aimage) -> None:
+def test_json_has_absolute_times(stored: Stocked) -> None:
     rows = {row["reference"]: row for row in stored("--json", "ls").value}
     dated = rows["dated:latest"]
     assert (dated["family"], dated["type"]) == ("z-image", "BF16")
@@ -65,7 +85,7 @@ def test_json_has_absolute_times(stored: Aimage) -> None:
     ],
 )
 def test_times_are_relative(
-    stored: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, text: str
+    stored: Stocked, monkeypatch: pytest.MonkeyPatch, seconds: float, text: str
 ) -> None:
     path = stored.store / "blobs" / "sha256" / stored.made.digest.encoded
     os.utime(path, (1_700_000_000, 1_700_000_000))
@@ -84,7 +104,7 @@ def test_times_are_relative(
         (["TINY", "v1"], []),
     ],
 )
-def test_patterns_and_quiet_output(stored: Aimage, patterns: list[str], names: list[str]) -> None:
+def test_patterns_and_quiet_output(stored: Stocked, patterns: list[str], names: list[str]) -> None:
     assert stored("ls", "-q", *patterns).out.splitlines() == names
     assert [row["reference"] for row in stored("ls", "--json", *patterns).value] == names
 
@@ -99,23 +119,23 @@ def test_patterns_and_quiet_output(stored: Aimage, patterns: list[str], names: l
         (["family=z-image", "partial=true"], []),
     ],
 )
-def test_filters_of_fields(stored: Aimage, filters: list[str], names: list[str]) -> None:
+def test_filters_of_fields(stored: Stocked, filters: list[str], names: list[str]) -> None:
     options = [word for each in filters for word in ("-f", each)]
     assert stored("ls", "-q", *options).out.splitlines() == names
 
 
 @pytest.mark.parametrize("text", ["family", "famly=x", "=x", ""])
-def test_a_filter_needs_a_field_that_exists(stored: Aimage, text: str) -> None:
+def test_a_filter_needs_a_field_that_exists(stored: Stocked, text: str) -> None:
     err = stored("ls", "--filter", text, code=2).err
     assert f"{text!r} is not FIELD=PATTERN with one of reference, family, type" in err
 
 
-def test_no_trunc_shows_whole_digests(stored: Aimage) -> None:
+def test_no_trunc_shows_whole_digests(stored: Stocked) -> None:
     digest = stored("ls", "tiny", "--format", "{{ digest }}").line
     assert digest not in stored("ls").out and digest in stored("ls", "--no-trunc").out
 
 
-def test_names_that_do_not_match_are_reported(stored: Aimage) -> None:
+def test_names_that_do_not_match_are_reported(stored: Stocked) -> None:
     assert stored("ls", "x*", "y").err == "no names match x* y\n"
     assert stored("ls", "x", "-f", "family=y").err == "no names match x family=y\n"
     done = stored("ls", "-q", "x*")
@@ -131,21 +151,21 @@ def test_a_missing_and_an_empty_store_are_reported(aimage: Callable[..., Aimage]
     assert here("ls").err == f"no names in the store {here.store}; {hint}"
 
 
-def test_the_cache_of_an_earlier_version_is_replaced(stored: Aimage) -> None:
-    (row,) = stored("--json", "ls", "tiny").value
-    path = stored.store / ".aimage" / "listing" / row["digest"][7:]
+def test_the_cache_of_an_earlier_version_is_replaced(changed: Stocked) -> None:
+    (row,) = changed("--json", "ls", "tiny").value
+    path = changed.store / ".aimage" / "listing" / row["digest"][7:]
     path.write_text(json.dumps({"size": 1, "kind": "clowder"}))
-    assert stored("--json", "ls", "tiny").value == [row]
+    assert changed("--json", "ls", "tiny").value == [row]
     assert '"BF16"' in path.read_text()
 
 
-def test_an_unreadable_config_leaves_the_other_columns(stored: Aimage) -> None:
-    digest = stored("--json", "ls", "dated").value[0]["digest"]
-    manifest = json.loads((stored.store / "blobs" / digest.replace(":", "/")).read_bytes())
-    path = stored.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
+def test_an_unreadable_config_leaves_the_other_columns(changed: Stocked) -> None:
+    digest = changed("--json", "ls", "dated").value[0]["digest"]
+    manifest = json.loads((changed.store / "blobs" / digest.replace(":", "/")).read_bytes())
+    path = changed.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
     path.chmod(0o644)
     path.write_bytes(b"{" * path.stat().st_size)
-    (stored.store / ".aimage" / "listing" / digest[7:]).unlink()
-    row = stored("--json", "ls", "dated").value[0]
+    (changed.store / ".aimage" / "listing" / digest[7:]).unlink()
+    row = changed("--json", "ls", "dated").value[0]
     assert (row["kind"], row["family"], row["created"]) == ("clowder", None, None)
     assert row["size"] > 1_000_000

@@ -30,9 +30,8 @@ from clowder_aimage.model.zimage.control import (
     to_input,
 )
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from tests.conftest import TINY
 from tests.controlnet_file import V1, V20, V21, Arrays, config, tensors, write_file
-from tests.model.model_blobs import import_directory
+from tests.model.model_blobs import FolderStore, import_directory
 
 FILE = f"sha256:{'0' * 64}"  # the pipeline is given the picture itself
 REQUEST = GenerateRequest("a fox", 48, 32, 2, control=FILE, controlnet="net")
@@ -40,8 +39,8 @@ GIVEN = PictureInput(control=np.random.default_rng(3).integers(0, 256, (32, 48, 
 
 
 @pytest.fixture
-def pipeline(tmp_path: Path) -> ZImagePipeline:
-    loaded = load_pipeline(*import_directory(TINY, tmp_path / "blobs"), dtype="float32")
+def pipeline(tiny: tuple[FolderStore, AImage]) -> ZImagePipeline:
+    loaded = load_pipeline(*tiny, dtype="float32")
     assert isinstance(loaded, ZImagePipeline)
     return loaded
 

@@ -30,6 +30,8 @@ from tests.process import spawn
 from tests.scripted_worker import Says, ScriptedWorker, says
 from tests.worker.conftest import Worker
 
+pytestmark = pytest.mark.integration  # importing litellm takes five seconds
+
 SCRIPT = Path(__file__).with_name("litellm_client.py")
 INFER = "infer-0123456789abcdef0123456789"
 
@@ -127,7 +129,6 @@ def counted(worker: Worker) -> float:
     return sum(float(line.split()[-1]) for line in lines if "images/generations" in line)
 
 
-@pytest.mark.integration
 def test_a_picture_equals_that_of_aimage_run(litellm: Litellm, named: Worker) -> None:
     made = litellm.made(seed=7, steps=2, size="48x64")
     wishes = ("--seed", 7, "--steps", 2, "--width", 48, "--height", 64)
