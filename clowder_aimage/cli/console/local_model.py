@@ -150,9 +150,15 @@ class LocalModel:
 
 def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateRequest:
     """Return a request with the defaults of an AImage. Raises UsageError."""
+    from clowder_aimage.formats.controlnet import is_packed_with
+
     request = GenerateRequest.for_model(aimage, **parameters)
     check_parameters(request)  # the steps may be the model's
     check_guidance(parameters, request.guidance)
+    if request.control is not None and request.controlnet is None and not is_packed_with(aimage):
+        raise UsageError(
+            "this model has no ControlNet of its own", hint="name one with --controlnet"
+        )
     given = [name for name, value in parameters.items() if value is not None]
     for warning in without_effect(request, given):
         note_once(f"warning: {warning}")
