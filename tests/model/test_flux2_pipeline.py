@@ -100,6 +100,7 @@ def test_defaults_follow_from_the_model(model: tuple[ImageLayout, AImage], tmp_p
         ({"guidance": 1.5}, "is distilled and has no guidance"),
         ({"references": (FILE,) * 5}, "at most 4 pictures, not 5"),
         ({"references": ("fox.png",)}, "references must be the digest"),
+        ({"references": (FILE,)}, "0 of 1 reference pictures are given"),
         ({"width": 40}, "width must be a multiple of 16 pixels"),
         ({"shift": 2.0}, "derives its shift from the picture size"),
     ],

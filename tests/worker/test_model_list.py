@@ -22,7 +22,7 @@ from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 
-GOOD = {"schemaVersion": 1, "family": "z-image", "components": {}, "parameters": 6_150_000_000}
+GOOD = {"schemaVersion": 1, "family": "flux2", "components": {}, "parameters": 6_150_000_000}
 NUMBERS = (
     "1" + "0" * 400,
     "1" + "0" * 300,

@@ -156,6 +156,10 @@ class Flux2KleinPipeline(FlowPipeline):
 
         Raises as ``FlowPipeline.generate`` does; UsageError also for a reference that is too small.
         """
+        self.check(request)
+        count = 0 if given is None else len(given.references)
+        if count < len(request.references):
+            raise UsageError(f"{count} of {len(request.references)} reference pictures are given")
         if given is not None:
             multiple = self.sides.multiple
             fitted = tuple(fit_reference(one, multiple) for one in given.references)
