@@ -25,7 +25,7 @@ from clowder_aimage.model.backend import (
     mx,
     tree_flatten,
 )
-from clowder_aimage.model.flow.pipeline import CACHED_TEXTS
+from clowder_aimage.model.flow.family import CACHED_TEXTS
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     MAX_SEED,

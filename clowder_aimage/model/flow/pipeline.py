@@ -2,42 +2,27 @@
 
 Follows the pipelines of diffusers 0.42, but makes pictures, and both directions of guidance, one
 after another: on a CPU two at once took 0.93 of the time of two, with twice the memory. Latents are
-float32 between steps, whatever the dtype of the networks. A family is a subclass: it names its
-networks and computes one direction of them.
+float32 between steps, whatever the dtype of the networks. A family is a subclass, which answers the
+questions of ``FlowFamily``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.adaptation import Use
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption, Conditioning
-from clowder_aimage.model.flow.config import AutoencoderConfig, TextEncoderConfig
-from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
+from clowder_aimage.model.flow.config import AutoencoderConfig
+from clowder_aimage.model.flow.family import CaptionKey, FlowFamily, recent
+from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.noise import randn
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of, start
-from clowder_aimage.model.flow.text_encoder import TextEncoder
-from clowder_aimage.model.flow.tokenizer import Tokenizer
-from clowder_aimage.model.memory_budget import (
-    MemoryBudget,
-    Module,
-    OffloadedModule,
-    Stage,
-    decoding,
-    transforming,
-)
+from clowder_aimage.model.memory_budget import Stage, decoding, transforming
 from clowder_aimage.model.pipeline import (
     REFERENCE_PIXELS,
     GenerateRequest,
@@ -45,236 +30,22 @@ from clowder_aimage.model.pipeline import (
     PictureInput,
     PipelineEvent,
     Preview,
-    Sides,
     Step,
-    StoredControlNet,
     check_request,
-    downsample,
     first_step,
     previews_after,
-    to_pixels,
     whole_steps,
 )
 from clowder_aimage.model.step_cache import StepCache
-from clowder_aimage.model.weights import ModelWeights, read_object
 
-K = TypeVar("K")
-T = TypeVar("T")
-CACHED_TEXTS = 32  # the most recently used
-CaptionKey = tuple[str, tuple[tuple[str, float], ...]]  # a text, and the adapters that touch it
 Keep = Callable[[mx.array, float], mx.array]
 Caches = tuple[StepCache | None, StepCache | None]
 _NO_CACHES: Caches = (None, None)
-_NETWORKS = ("text_encoder", "transformer", "vae")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class FlowPipeline(ABC):
-    """The networks, loaded when they are used.
-
-    ``skipped`` names the tensors that were left out; ``budget`` decides which networks stay in
-    memory after use; ``weights`` are those of the components that adapters may change.
-
-    A family sets NETWORKS: text_encoder, transformer, vae, and picture_encoder, which only requests
-    with a picture need; and CAPTIONING: beginnings of names of tensors that captions depend on.
-    """
-
-    NETWORKS: ClassVar[Mapping[str, NetworkKind]]
-    CAPTIONING: ClassVar[tuple[str, ...]]
-    IS_THINKING: ClassVar[bool] = True  # the chat template's option
-
-    tokenizer: Tokenizer
-    text_encoder_module: OffloadedModule[TextEncoder, TextEncoderConfig]
-    transformer_module: OffloadedModule[Any, Any]
-    vae_module: OffloadedModule[Any, Any]
-    picture_encoder: Callable[[], OffloadedModule[Any, Any]]
-    scheduler: FlowScheduler
-    dtype: mx.Dtype
-    budget: MemoryBudget
-    skipped: tuple[str, ...] = ()
-    weights: Mapping[str, ModelWeights] = field(default_factory=dict)
-    _shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    _tokens: dict[str, list[int]] = field(default_factory=dict)
-    _captions: dict[CaptionKey, Caption] = field(default_factory=dict)
-    _adapters: list[Use] = field(default_factory=list)
-
-    # -- a family
-
-    @staticmethod
-    @abstractmethod
-    def sides_of(transformer: Any, vae: Any) -> Sides:
-        """Return the sides that networks of these configurations support."""
-
-    @staticmethod
-    @abstractmethod
-    def check_fit(text_encoder: TextEncoderConfig, transformer: Any, vae: Any) -> None:
-        """Reject networks that do not fit together. Raises ModelError."""
-
-    @abstractmethod
-    def refuse(self, request: GenerateRequest) -> None:
-        """Reject a request with what only other families have. Raises UsageError."""
-
-    @abstractmethod
-    def weight(self, request: GenerateRequest) -> float:
-        """Return the weight of the guidance, 0 without: of positive - negative velocity."""
-
-    @abstractmethod
-    def lengths(self, request: GenerateRequest) -> tuple[int, int]:
-        """Return the most tokens of a text, and those of the transformer's sequence."""
-
-    @abstractmethod
-    def layer(self) -> tuple[int, int, int]:
-        """Return the width, the hidden channels and the heads of the transformer's layers."""
-
-    @abstractmethod
-    def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
-        """Return the shape of the latents: (channels, height, width)."""
-
-    @abstractmethod
-    def normalize(self, latents: mx.array) -> mx.array:
-        """Return latents as the encoder computes them, scaled for the transformer."""
-
-    @abstractmethod
-    def direction(
-        self,
-        latents: mx.array,
-        time: float,
-        caption: Caption,
-        pictures: Any,
-        cache: StepCache | None,
-    ) -> mx.array:
-        """Return the transformer's velocity from noise to picture, for one caption.
-
-        latents: (channels, height, width), in the dtype of the networks. time: 0 (noise) to 1
-        (picture). pictures: what ``inputs`` returned. With a ``cache``, layers may be skipped.
-        """
-
-    def ids(self, prompt: str) -> list[int]:
-        """Return the checked tokens of a prompt.
-
-        Raises:
-            UsageError: The prompt is too long for the model.
-            ModelError: The tokenizer does not match the text encoder.
-        """
-        tokens = self.tokens(prompt)
-        if max(tokens) >= self.text_encoder_module.config.vocab_size:
-            raise ModelError("the tokenizer returned tokens that the text encoder does not have")
-        return tokens
-
-    def encode(self, prompt: str) -> mx.array:
-        """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""
-        return self.text_encoder(mx.array(self.ids(prompt)))
-
-    @abstractmethod
-    def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:
-        """Return modules that steps use beside the transformer, and the bytes of their arrays."""
-
-    @abstractmethod
-    def inputs(
-        self, request: GenerateRequest, given: PictureInput
-    ) -> tuple[EncodedPicture | None, Any]:
-        """Return the picture to begin with, and what steps see beside the latents, evaluated.
-
-        Raises as ``ModelWeights.apply`` does.
-        """
-
-    def levels(self, steps: int, tokens: int, shift: float | None) -> Schedule:
-        """Return the noise levels for a picture of ``tokens`` tokens. Raises UsageError."""
-        return self.scheduler.schedule(steps, tokens, shift)
-
-    @property
-    def has_drafts(self) -> bool:
-        """Return whether previews are made without the decoder."""
-        return False
-
-    def draft(self, latents: mx.array) -> npt.NDArray[np.uint8]:
-        """Return a preview of latents, at half the size."""
-        return downsample(self.decode(latents))  # smaller latents could change the colours
-
-    def use_control(self, stored: StoredControlNet | None) -> None:
-        """Use a control network from now on, or the model's own.
-
-        Raises:
-            UsageError: The model has none, or its family supports none.
-            FormatError: The network is of another base model, or damaged.
-        """
-        name = "a control picture" if stored is None else f"the ControlNet {stored.name}"
-        raise UsageError(f"{name} cannot be used: the family of this model has no control networks")
-
-    # -- loading
-
-    @classmethod
-    def load(
-        cls,
-        store: BlobFiles,
-        aimage: AImage,
-        dtype: mx.Dtype,
-        *,
-        keep_quantized: bool | None = None,
-        request: GenerateRequest | None = None,
-    ) -> FlowPipeline:
-        """Check every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
-
-        The sides of the first ``request`` are checked first. Headers are read and checked; weights
-        are read when a network is used.
-
-        Raises:
-            UsageError: The model does not support the sides.
-            ModelError: Configurations or weights are invalid, or do not match each other.
-            FormatError: A blob is invalid.
-        """
-        components = ModelComponents(store, aimage, dtype, keep_quantized)
-        return cls(**cls.parts(components, request))
-
-    @classmethod
-    def parts(cls, components: ModelComponents, request: GenerateRequest | None) -> dict[str, Any]:
-        """Return the arguments of the constructor; a family may add some. Raises as ``load``."""
-        store, aimage = components.store, components.aimage
-        if request is not None:
-            kinds = cls.NETWORKS["transformer"], cls.NETWORKS["vae"]
-            cls.sides_of(*(kind.config(store, aimage) for kind in kinds)).check(request)
-        file = "scheduler/scheduler_config.json"
-        scheduler = FlowScheduler.parse(file, read_object(store, aimage, file))
-        tokenizer = Tokenizer.load(store, aimage, is_thinking=cls.IS_THINKING)
-        modules = [components.open(cls.NETWORKS[name]) for name in _NETWORKS]
-        cls.check_fit(*(module.config for module in modules))
-        text_encoder, transformer, vae = modules
-        budget = MemoryBudget(text_encoder, vae, transformer)
-        skipped = tuple(components.skipped)
-        weights = {name: components.weights[name] for name in _NETWORKS[:2]}
-
-        @cache
-        def picture_encoder() -> Module:
-            loaded = components.open(cls.NETWORKS["picture_encoder"])
-            loaded.policy = transformer.policy
-            budget.modules = (loaded, *budget.modules)
-            return loaded
-
-        return {
-            **{f"{name}_module": one for name, one in zip(_NETWORKS, modules, strict=True)},
-            "tokenizer": tokenizer,
-            "scheduler": scheduler,
-            "picture_encoder": picture_encoder,
-            "dtype": components.dtype,
-            "budget": budget,
-            "skipped": skipped,
-            "weights": weights,
-        }
-
-    @property
-    def text_encoder(self) -> TextEncoder:
-        """Return the text encoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.text_encoder_module.get()
-
-    @property
-    def transformer(self) -> Any:
-        """Return the transformer, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.transformer_module.get()
-
-    @property
-    def vae(self) -> Any:
-        """Return the decoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.vae_module.get()
+class FlowPipeline(FlowFamily):
+    """A model that makes the pictures of requests, step by step."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -337,11 +108,6 @@ class FlowPipeline(ABC):
         self.check(request)
         self.conditioning(request)
 
-    @property
-    def sides(self) -> Sides:
-        """Return the supported sides."""
-        return self.sides_of(self.transformer_module.config, self.vae_module.config)
-
     def check(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
         """Reject a request that this model does not support. Raises UsageError.
 
@@ -354,15 +120,6 @@ class FlowPipeline(ABC):
         if given is not None and given.mask is not None:
             cells_of(given.mask, self.vae_module.config.scale)
         self.budget.check((*self._picture_stages(request), *self.stages(request)))
-
-    @staticmethod
-    def area(request: GenerateRequest) -> int:
-        """Return the pixels that a step sees: of the picture and of reference pictures, at most."""
-        return request.width * request.height + len(request.references) * REFERENCE_PIXELS
-
-    def texts(self, request: GenerateRequest) -> list[str]:
-        """Return the texts of a request: the negative one only with guidance."""
-        return [request.prompt, *([request.negative or ""] if self.weight(request) else [])]
 
     def least_memory(self, width: int, height: int) -> int:
         """Return the bytes of the arrays at full size that the decoder has at the same time."""
@@ -551,16 +308,10 @@ class FlowPipeline(ABC):
             self.budget.finish(self.text_encoder_module)
             self.budget.use(denoise)
             found |= {text: self._refined(features[text]) for text in new}
-        captions = [
-            _cached(self._captions, keys[text], lambda key: found[key[0]]) for text in texts
-        ]
+        captions = [recent(self._captions, keys[text], lambda key: found[key[0]]) for text in texts]
         negative = captions[1] if captions[1:] else None
         guidance = self.weight(request), request.guidance_end, request.cfg_normalization
         return Conditioning(captions[0], negative, *guidance)
-
-    def tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text; recent ones are cached."""
-        return _cached(self._tokens, text, self.tokenizer.encode)
 
     def _refined(self, features: mx.array) -> Caption:
         caption: Caption = self.transformer.caption(features)
@@ -623,39 +374,7 @@ class FlowPipeline(ABC):
         length = mx.linalg.norm(guided)
         return mx.where(length > limit, guided * (limit / length), guided)
 
-    def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
-        """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
-        values = self.vae.decode(latents.astype(self.dtype))
-        pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
-        if not np.isfinite(pixels).all():
-            raise ModelError("the model computed NaN or infinite values")
-        return to_pixels(pixels)
-
 
 def to_values(pixels: npt.NDArray[np.uint8]) -> mx.array:
     """Return pixels as values from -1 to 1, in float32."""
     return mx.array(pixels).astype(mx.float32) / 127.5 - 1
-
-
-def _cached(cache: dict[K, T], key: K, make: Callable[[K], T]) -> T:
-    value = cache.pop(key) if key in cache else make(key)
-    while len(cache) >= CACHED_TEXTS:
-        del cache[next(iter(cache))]
-    cache[key] = value
-    return value
-
-
-def check_channels(text_encoder: int, required: int, vae: int, latents: int, colours: int) -> None:
-    """Reject features of a text encoder, and channels of a vae, that do not fit a transformer.
-
-    Raises:
-        ModelError: They do not fit.
-    """
-    if text_encoder != required:
-        raise ModelError(
-            f"the text encoder returns {text_encoder} features, the transformer requires {required}"
-        )
-    if vae != latents:
-        raise ModelError(f"the vae has {vae} latent channels, the transformer requires {latents}")
-    if colours != 3:
-        raise ModelError(f"the vae has {colours} output channels, pictures have 3")

@@ -18,9 +18,10 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flow.family import check_channels
 from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.picture_start import EncodedPicture
-from clowder_aimage.model.flow.pipeline import FlowPipeline, check_channels, to_values
+from clowder_aimage.model.flow.pipeline import FlowPipeline, to_values
 from clowder_aimage.model.flow.text_encoder import TextEncoder
 from clowder_aimage.model.flow.tokenizer import MAX_TOKENS
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig

@@ -19,8 +19,9 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flow.family import check_channels
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
-from clowder_aimage.model.flow.pipeline import FlowPipeline, check_channels, to_values
+from clowder_aimage.model.flow.pipeline import FlowPipeline, to_values
 from clowder_aimage.model.flow.text_encoder import TextEncoder
 from clowder_aimage.model.memory_budget import Module, OffloadedModule
 from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Sides, StoredControlNet
