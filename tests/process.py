@@ -24,8 +24,10 @@ PROGRAM = [sys.executable, "-m", "clowder_aimage.cli"]
 _PROGRAM = [*PROGRAM]
 # Variables that the interpreter or a library reads once at startup
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TZ")
-# Pooled threads, which remain; all but the first two belong to servers in this process
+# Pooled threads, which remain, and calls of the hub, which are left behind when they take too
+# long; those of the last line belong to servers in this process
 POOLS = (
+    "aimage-hub",
     *("aimage-write", "aimage-mlx", "asyncio", "waitpid"),
     *("aimage-io", "aimage-locking", "aimage-generation", "aimage-probe"),
 )
