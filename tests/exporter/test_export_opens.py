@@ -138,3 +138,27 @@ def test_peft_opens_an_adapter_and_computes_the_same(tmp_path: Path) -> None:
         plain, one, other = (model(ids).logits for model in (base(), trained, again.eval()))
     assert torch.equal(one, other)
     assert not torch.equal(one, plain)
+
+
+def test_diffusers_opens_single_files_of_comfyui(tiny: Path, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch = pytest.importorskip("torch")
+    store = ImageLayout(tmp_path / "store")
+    create(store, NAME, tiny)
+    export(store, NAME, tmp_path / "split", layout="comfyui")
+    export(store, NAME, tmp_path / "one", layout="comfyui-all-in-one")
+    whole = tmp_path / "one/checkpoints/z_image.safetensors"
+    parts = {
+        "transformer": (
+            diffusers.ZImageTransformer2DModel,
+            tmp_path / "split/diffusion_models/z_image.safetensors",
+        ),
+        "vae": (diffusers.AutoencoderKL, tmp_path / "split/vae/ae.safetensors"),
+    }
+    for name, (kind, file) in parts.items():
+        options = {"torch_dtype": torch.bfloat16, "local_files_only": True}
+        known = loaded(lambda k=kind, n=name: k.from_pretrained(tiny / n, **options))
+        for path in (file, whole):
+            options |= {"config": str(tiny / name)}
+            made = loaded(lambda k=kind, p=path: k.from_single_file(str(p), **options))
+            assert state(made) == state(known)
