@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,7 @@ def test_diffusers_opens_single_files_of_comfyui(tiny: Path, tmp_path: Path) -> 
     }
     for name, (kind, file) in parts.items():
         options = {"torch_dtype": torch.bfloat16, "local_files_only": True}
-        known = loaded(lambda k=kind, n=name: k.from_pretrained(tiny / n, **options))
+        known = loaded(partial(kind.from_pretrained, tiny / name, **options))
         for path in (file, whole):
-            options |= {"config": str(tiny / name)}
-            made = loaded(lambda k=kind, p=path: k.from_single_file(str(p), **options))
-            assert state(made) == state(known)
+            single = partial(kind.from_single_file, str(path), config=str(tiny / name), **options)
+            assert state(loaded(single)) == state(known)
