@@ -157,8 +157,8 @@ class FamilyPlanner:
             precision = _PRECISIONS.get(next(iter(dtypes)), "Original")
             try:
                 made = self._family.mlx_config(config, "FP8" if bits else precision)
-            except KeyError as error:
-                raise FormatError(f"{TRANSFORMER}/config.json lacks {error}") from None
+            except (KeyError, TypeError) as error:
+                raise FormatError(f"{TRANSFORMER}/config.json is invalid: {error}") from None
             self._add("config.json", made)
 
     def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:

@@ -61,11 +61,6 @@ class ImageFamily:
         """Return the component called ``name``."""
         return next(one for one in self.components if one.name == name)
 
-    def class_of(self, component: str) -> tuple[str, str]:
-        """Return library and class of a component."""
-        library, name = self.index[component]
-        return library, name
-
 
 QWEN3 = ComponentNames(
     name="text_encoder",

@@ -126,8 +126,9 @@ class _FamilyModel:
 
     def _class(self, name: str) -> tuple[str, str]:
         entry = self._index.get(name)
-        library, class_name = entry if isinstance(entry, list) else self._family.class_of(name)
-        return str(library), str(class_name)
+        if not isinstance(entry, list) or len(entry) != 2:  # the other model has no such component
+            entry = self._family.index[name]
+        return str(entry[0]), str(entry[1])
 
     def _check_complete(self) -> None:
         """Check that each component is somewhere. Raises UsageError."""
@@ -247,7 +248,7 @@ class _FamilyModel:
 
     def _tokenizer(self) -> Component:
         library, class_name = self._class(TOKENIZER)
-        rows = self._configs["text_encoder"].get("vocab_size", 0)
+        rows = _number(self._configs["text_encoder"], "vocab_size")
         if self._root is not None and (self._root / TOKENIZER).is_dir():
             files = tokenizer_files(self._root)
             data = {file.path.name: file.path.read_bytes() for file in files}
@@ -318,8 +319,14 @@ def _check_agreement(
 ) -> None:
     """Check that components work together. Raises UsageError."""
     for (one, key), (other, theirs), factor in family.agreements:
-        if configs[one].get(key) != factor * configs[other].get(theirs, 0):
+        mine, their = _number(configs[one], key), _number(configs[other], theirs)
+        if mine != factor * their:
             raise FormatError(
-                f"{path}: the {one} and the {other} belong to different models: {key} is "
-                f"{configs[one].get(key)}, {theirs} is {configs[other].get(theirs)}"
+                f"{path}: the {one} and the {other} belong to different models: {key} is {mine}, "
+                f"{theirs} is {their}"
             )
+
+
+def _number(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) else 0
