@@ -135,5 +135,6 @@ def test_pictures_from_references(both: Both, count: int) -> None:
 def test_a_reference_of_more_than_a_megapixel_is_scaled_down(both: Both) -> None:
     rng = random.Random(SEED)
     picture = drawn(rng, 3000, 400)
-    request = replace(text_request(both, rng), width=32, height=48, steps=1)
+    multiple = both.ours.sides.multiple
+    request = replace(text_request(both, rng), width=2 * multiple, height=multiple, steps=1)
     both.compare(request, picture)
