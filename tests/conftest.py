@@ -193,6 +193,17 @@ def aimage(tmp_path: Path) -> Callable[..., Aimage]:
 
 
 @pytest.fixture(scope="session")
+def flux2_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with a small FLUX.2 as ``flux``. Copy it before writing."""
+    from tests.model.random_flux2 import write_flux2  # imports MLX
+
+    home = tmp_path_factory.mktemp("flux2")
+    write_flux2(home / "model")
+    Aimage(home, home / "store")("create", "flux", home / "model", "-q")
+    return home / "store"
+
+
+@pytest.fixture(scope="session")
 def tiny() -> Path:
     """Return the embedded model's directory: a small Z-Image with random weights."""
     return TINY

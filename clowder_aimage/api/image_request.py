@@ -172,7 +172,7 @@ class ImageRequest(PictureFields):
             "width": self.width,
             "height": self.height,
         }
-        whole |= self.of_pictures(pictures, has_size=self.has_size)
+        whole |= self.of_pictures(pictures, aimage, has_size=self.has_size)
         steps = self.num_inference_steps if self.steps is None else self.steps
         parameters = GenerateRequest.for_model(
             aimage,

@@ -2,9 +2,9 @@
 
 The fields are those of ollama's image generation, which was removed in July 2026 (ollama,
 server/routes.go, ``handleImageGenerate``; docs/api.md): ``width``, ``height``, ``steps``, and the
-``seed`` in ``options``; ``images`` in base64, of which one may be given; ``completed`` of ``total``
-steps while it runs, ``image`` at the end. The extension ``stop``, with an empty prompt, ends the
-model's work after the current step.
+``seed`` in ``options``; ``images`` in base64; ``completed`` of ``total`` steps while it runs,
+``image`` at the end. The extension ``stop``, with an empty prompt, ends the model's work after the
+current step.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ class OllamaGeneration:
         self._service, self._request, self._body = service, request, body
         self.reference = service.reference(body.reference)
         has_size = _has_size(parameters)
-        self._parameters = parameters | body.of_pictures(pictures, has_size=has_size)
+        self._parameters = parameters
+        self._of_pictures = partial(body.of_pictures, pictures, has_size=has_size)
+        self._of_pictures(None)  # before a model is pulled
         self._warn = partial(body.warnings, pictures=pictures, has_size=has_size)
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
         if body.prompt and not self._adapters.prompt:
@@ -167,7 +169,8 @@ class OllamaGeneration:
         has_facts = self._service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:
-            request = GenerateRequest.for_model(aimage, adapters.prompt, **self._parameters)
+            parameters = self._parameters | self._of_pictures(aimage)
+            request = GenerateRequest.for_model(aimage, adapters.prompt, **parameters)
             check_parameters(request)  # before the request is queued
             request = find_controlnet(self._service, request, aimage)
             request = adapters.resolve(self._service, request, aimage)

@@ -140,8 +140,11 @@ class ImageRoutes:
             own = LoraField(model=str(selected.adapter), strength=None)
             body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
-        pictures = await upload.keep(given, body.painted)
-        body.of_pictures(pictures, has_size=body.has_size)  # before a model is pulled
+        pictures = await upload.keep(given, body.painted, selected.aimage)
+        try:  # before a model is pulled
+            body.of_pictures(pictures, selected.aimage, has_size=body.has_size)
+        except UsageError as error:
+            raise _with_param(error, body) from None
         headers = _headers(body, selected.reference)
         if body.model and service.alias(body.model) and not selected.is_default:
             headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")

@@ -24,6 +24,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
+from clowder_aimage.pictures.picture_role import max_images
 
 _PARTS = {"text_encoder", "transformer", "vae"}
 _MAX_NAMED = 10  # models in a message
@@ -224,6 +225,8 @@ class ModelCatalog:
             facts = {"adapter": properties.get("adapter", {}), "base": subject and subject.digest}
         elif not is_runnable(stored.aimage):
             return None
+        else:
+            facts = {"max_images": max_images(properties)}
         with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date
             created = datetime.fromisoformat(properties["created"])
             return {"created": int(created.timestamp()), **facts}

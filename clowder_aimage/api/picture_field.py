@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, MASK
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.dialect import AImage
 from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import (
     MAX_CONTROL,
@@ -20,6 +21,7 @@ from clowder_aimage.model.pipeline import (
     GenerateRequest,
 )
 from clowder_aimage.pictures.input_file import own_size, reduction
+from clowder_aimage.pictures.picture_role import assign_role, most_area
 
 MAX_PIXELS = 3840 * 2160
 # Fields that have no meaning without an image, a mask or a control picture
@@ -73,30 +75,34 @@ class PictureFields(RequestBody):
         if self.expand is not None and has_size:
             raise wrong("expand", "determines the size: omit size, width and height")
 
-    def of_pictures(self, pictures: KeptPictures | None, *, has_size: bool) -> dict[str, Any]:
-        """Return the parameters of a request with pictures.
+    def of_pictures(
+        self, pictures: KeptPictures | None, model: AImage | None, *, has_size: bool
+    ) -> dict[str, Any]:
+        """Return the parameters of a request with pictures, in their roles if the model is known.
 
-        Without a size it is the ``own_size`` of the image, or of the control picture; if the image
-        is enlarged, it is that of the tiles, and left to the model. Raises ApiError.
+        Without a size it is the ``own_size`` of the first image, or of the control picture; if the
+        image is enlarged, it is that of the tiles, and left to the model. Raises ApiError, and
+        UsageError for what does not apply to the model.
         """
         if pictures is None:
             return {}
         found = pictures.digests | {name: getattr(self, name) for name in ("fit", *_SAME)}
-        first = pictures.first
+        found = found if model is None else assign_role(model, found)
         if self.upscale is not None:
             check_pixels("upscale", **self.finished_size(pictures))
             return found
         if has_size:
             return found
-        size = own_size(first, self.expand or ())
+        size = own_size(pictures.first, self.expand or (), most_area(found["references"]))
         check_pixels("size" if self.expand is None else "expand", **size)
-        return found | size | {"fit": self.fit or "stretch"}  # by less than a multiple
+        # Stretched by less than a multiple
+        return found | size | ({} if found["references"] else {"fit": self.fit or "stretch"})
 
     def finished_size(self, pictures: KeptPictures | None) -> dict[str, Any]:
         """Return the sides of the result if they are not those of the request."""
-        image = None if pictures is None else pictures.image
-        if image is None:
+        if pictures is None or not pictures.images:
             return {}
+        image = pictures.images[0]
         if self.expand is not None:
             left, top, right, bottom = self.expand
             return {"width": left + image.width + right, "height": top + image.height + bottom}
@@ -111,8 +117,10 @@ class PictureFields(RequestBody):
         """Return sentences about fields without effect, and about a picture that is reduced."""
         found = without_effect(request, self.model_fields_set)
         is_whole = has_size or self.expand or self.upscale or self.crop
-        if pictures is not None and not is_whole and (reduced := reduction(pictures.first)):
-            name = IMAGE if pictures.image else CONTROL
+        if pictures is None or is_whole:
+            return found
+        if reduced := reduction(pictures.first, most_area(request.references)):
+            name = IMAGE if pictures.images else CONTROL
             found.append(f"{name} {reduced}; size sets another size")
         return found
 

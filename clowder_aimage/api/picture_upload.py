@@ -22,15 +22,23 @@ from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, KEYS, MASK
 from clowder_aimage.api.request_body import read_object, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
+from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.errors import AImageError, ForbiddenError, NoPictureError, NotFoundError
+from clowder_aimage.errors import (
+    AImageError,
+    ForbiddenError,
+    NoPictureError,
+    NotFoundError,
+    UsageError,
+)
 from clowder_aimage.http.api_error import ApiError, api_error, registry_error
 from clowder_aimage.http.body_stream import check_coding, check_type, too_large
 from clowder_aimage.http.route import ADMIN, BODY
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.model.pipeline import ALPHA
+from clowder_aimage.model.pipeline import ALPHA, MAX_REFERENCES
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_file import MAX_BYTES, InputFile
+from clowder_aimage.pictures.picture_role import check_count
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures
 TIMEOUT = 120.0  # seconds for a body with pictures to arrive
@@ -49,23 +57,22 @@ _T = TypeVar("_T")
 class KeptPictures:
     """The pictures of a request in the store; ``mask`` is a digest, or "alpha"."""
 
-    image: InputFile | None = None
+    images: tuple[InputFile, ...] = ()
     mask: str | None = None
     control: InputFile | None = None
 
     @property
     def first(self) -> InputFile:
-        """The image, else the control picture."""
-        found = self.image or self.control
-        assert found is not None  # noqa: S101 - a request without both has no pictures
-        return found
+        """The first image, else the control picture."""
+        return next(one for one in (*self.images, self.control) if one is not None)
 
     @property
-    def digests(self) -> dict[str, str | None]:
-        """The digests by the parameter of a generation."""
-        pairs = (("image", self.image), ("control", self.control))
-        found = {name: str(one.descriptor.digest) if one else None for name, one in pairs}
-        return {**found, "mask": self.mask}
+    def digests(self) -> dict[str, Any]:
+        """The digests by the parameter of a generation; several images are references."""
+        images = tuple(str(one.descriptor.digest) for one in self.images)
+        control = None if self.control is None else str(self.control.descriptor.digest)
+        several, one = (images, None) if images[1:] else ((), images[0] if images else None)
+        return {"image": one, "references": several, "control": control, "mask": self.mask}
 
 
 class PictureUploads:
@@ -240,36 +247,53 @@ class PictureUpload:
         except UnicodeDecodeError:
             raise wrong(name[:60], "is not text in UTF-8") from None
 
-    async def keep(self, given: Given, painted: str = "auto") -> KeptPictures | None:
+    async def keep(
+        self, given: Given, painted: str = "auto", model: AImage | None = None
+    ) -> KeptPictures | None:
         """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
 
-        painted: what of a mask is painted, as for ``white_mask``.
+        painted: what of a mask is painted, as for ``white_mask``. model: that of the request, if
+        it is known.
         """
         if not given:
             return None
         for name, values in given.items():
-            if len(values) > 1:
-                message = f"must be one picture, not {len(values)}: models here begin with one"
+            most = MAX_REFERENCES if name in (IMAGE, IMAGES) else 1
+            if len(values) > most:
+                what = f"at most {most} pictures" if most > 1 else "one picture"
+                message = f"must be {what}, not {len(values)}"
                 raise wrong(name, message, "unsupported_value")
+            try:
+                check_count(model, len(values))
+            except UsageError as error:
+                message = error.message.removeprefix("images ")
+                raise wrong(name, message, "unsupported_value") from None
         if MASK in given and not given.keys() & {IMAGE, IMAGES}:
             raise wrong(MASK, "requires an image")
         self._enter()
-        image = await self._keep(given, IMAGES if IMAGES in given else IMAGE)
-        control = await self._keep(given, CONTROL)
-        if image is None or MASK not in given:
-            return KeptPictures(image, None, control)
-        mask = None if given[MASK] == [ALPHA] else await self._keep(given, MASK, painted)
+        images = await self._keep_all(given, IMAGES if IMAGES in given else IMAGE)
+        control = next(iter(await self._keep_all(given, CONTROL)), None)
+        if not images or MASK not in given:
+            return KeptPictures(images, None, control)
+        is_alpha = given[MASK] == [ALPHA]
+        mask = None if is_alpha else (await self._keep_all(given, MASK, painted))[0]
         try:
             async with self.uploads.busy:
-                await self._finish(run_io(self._check_mask, image, mask))
+                await self._finish(run_io(self._check_mask, images[0], mask))
         except AImageError as error:
             raise _refusal(error, MASK) from None
-        return KeptPictures(image, str(mask.descriptor.digest) if mask else ALPHA, control)
+        return KeptPictures(images, str(mask.descriptor.digest) if mask else ALPHA, control)
 
-    async def _keep(self, given: Given, name: str, painted: str = "white") -> InputFile | None:
-        if name not in given:
-            return None
-        value = given.pop(name).pop()
+    async def _keep_all(
+        self, given: Given, name: str, painted: str = "white"
+    ) -> tuple[InputFile, ...]:
+        """Put the pictures of a field into the store, and remove them from ``given``."""
+        values, found = given.pop(name, []), list[InputFile]()
+        while values:
+            found.append(await self._keep(name, values.pop(0), painted))
+        return tuple(found)
+
+    async def _keep(self, name: str, value: str | bytes, painted: str) -> InputFile:
         try:
             if isinstance(value, str):
                 value = await self._finish(run_io(self._read, name, value))

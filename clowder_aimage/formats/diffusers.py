@@ -32,6 +32,7 @@ PIPELINES = MAIN_PIPELINES | {  # that can be run, and their families
     "ZImageControlNetPipeline": Z_IMAGE,
     "ZImageControlNetInpaintPipeline": Z_IMAGE,
 }
+_REFERENCES = {FLUX2: 4}  # pictures that a family edits; others begin with one
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 # classes whose config.json comes without weights
 _WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler")
@@ -97,6 +98,15 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         license=model_tree.read_license(directory),
         defaults=_FLUX2_DEFAULTS[is_distilled] if family == FLUX2 else {},
     )
+
+
+def most_references(properties: Mapping[str, Any]) -> int:
+    """Return how many reference pictures a model with this config edits.
+
+    It is 0 for one that begins with a picture. An AImage of another tool may lack its family.
+    """
+    family = properties.get("family") or PIPELINES.get(str(properties.get("pipeline")))
+    return _REFERENCES.get(str(family), 0)
 
 
 def is_component(directory: Path) -> bool:

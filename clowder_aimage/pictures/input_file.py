@@ -57,11 +57,11 @@ def own_size(
     return dict(zip(("width", "height"), sides, strict=True))
 
 
-def reduction(picture: InputFile) -> str:
+def reduction(picture: InputFile, most: int = MAX_AREA) -> str:
     """Return that a picture of ``own_size`` is reduced, in words; empty if it is not."""
-    if picture.width * picture.height <= MAX_AREA:
+    if picture.width * picture.height <= most:
         return ""
-    size = own_size(picture)
+    size = own_size(picture, most=most)
     return (
         f"has {picture.width} x {picture.height} pixels, and is reduced to "
         f"{size['width']}x{size['height']}"

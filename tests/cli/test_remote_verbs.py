@@ -120,19 +120,20 @@ def test_run_sends_pictures_and_shows_warnings(at: Callable[[ScriptedWorker], Ai
         here("run", "x", "a fox", *image, "--expand", "8,0,16,4")
         here("run", "x", "a fox", *image, "--upscale", 2, "--size", "64x64")
         here("run", "x", "a fox", *image, "--mask", "a.png")
+        here("run", "x", "a fox", *image, "--image", "a.png", "--size", "64x64")
         url = f"data:;base64,{base64.b64encode((here.home / 'a.png').read_bytes()).decode()}"
     pictures = ("control", "controlnet", "control_strength", "image", "mask", "painted", "expand")
-    names = (*pictures, "upscale", "size", "width", "height", "fit")
+    names = (*pictures, "images", "upscale", "size", "width", "height", "fit")
     sent = [{name: each.value.get(name) for name in names} for each in worker.asked]
     guided = {"control": url, "controlnet": "team/union:v1", "control_strength": 0.5}
-    own = {"size": "32x16", "fit": "stretch"}
     missing = dict.fromkeys(names)
     assert sent == [
-        missing | guided | own,
-        missing | guided | own,
-        missing | {"image": url, "expand": "8,0,16,4", "fit": "stretch"},
+        missing | guided,  # without a size, which the worker computes
+        missing | guided,
+        missing | {"image": url, "expand": "8,0,16,4"},
         missing | {"image": url, "upscale": 2.0, "size": "64x64"},
-        missing | {"image": url, "mask": url, "painted": "white"} | own,
+        missing | {"image": url, "mask": url, "painted": "white"},
+        missing | {"images": [url, url], "size": "64x64"},
     ]
     assert said.err.splitlines().count("warning: the image is reduced") == 1
 

@@ -171,7 +171,7 @@ def test_a_large_photograph_is_reduced_and_said(drawn: tuple[Aimage, Path]) -> N
     here, _ = drawn
     Image.new("L", (6000, 1000), 90).save(here.home / "wide.png")
     Image.new("L", (6000, 1000), 255).save(here.home / "white.png")
-    base = ("--image", "wide.png", "--control-strength", 1, "--local")  # refused after the check
+    base = ("--image", "wide.png", "--negative", "an owl", "--local")  # needs guidance
     reduced = "--image: wide.png has 6000 x 1000 pixels, and is reduced to 5008x832; --size sets"
     for options, is_said in (
         ((), True),

@@ -188,7 +188,7 @@ def test_invalid_fields_are_refused_by_name(field: str, value: object, code: str
 
 def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
     photo = InputFile(Descriptor.of("image/png", b""), 4000, 3000)
-    pictures = KeptPictures(photo)
+    pictures = KeptPictures((photo,))
     for wish, said in (
         (read(), "image has 4000 x 3000 pixels, and is reduced to 2352x1760; size sets another"),
         (read(width=64), ""),

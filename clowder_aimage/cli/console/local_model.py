@@ -18,6 +18,7 @@ from clowder_aimage.cli.console.lora_option import adapter_finder, offer
 from clowder_aimage.cli.console.named_picture import named_pictures
 from clowder_aimage.cli.console.option import needs, settings
 from clowder_aimage.cli.console.output import is_verbose, note, note_once, remark, size
+from clowder_aimage.cli.console.picture_option import for_model
 from clowder_aimage.cli.console.picture_order import Render, check_guidance
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -89,7 +90,8 @@ class LocalModel:
         weights = sum(layer.descriptor.size for layer in aimage.layers if layer.is_tensor)
         fetched.progress.remark(f"loading {size(weights)}")
         pictures = named_pictures()
-        pictures.keep(request.image, request.mask)  # a wrong mask is refused before a load
+        # A wrong mask is refused before a load
+        pictures.keep(request.image, request.mask, *request.references)
         try:
             self._loaded = [self.load_model(fetched, request)]
         except UsageError:
@@ -119,7 +121,8 @@ class LocalModel:
         packed = [adapter for adapter, _ in pairs]
         request = adapter_source.resolve(request, found, packed, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, [*packed, *found]))
-        named_pictures().keep(request.image, request.mask, request.control)
+        pictures = (request.image, request.mask, request.control, *request.references)
+        named_pictures().keep(*pictures)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
@@ -152,7 +155,7 @@ def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateReques
     """Return a request with the defaults of an AImage. Raises UsageError."""
     from clowder_aimage.formats.controlnet import is_packed_with
 
-    request = GenerateRequest.for_model(aimage, **parameters)
+    request = GenerateRequest.for_model(aimage, **for_model(aimage, parameters))
     check_parameters(request)  # the steps may be the model's
     check_guidance(parameters, request.guidance)
     if request.control is not None and request.controlnet is None and not is_packed_with(aimage):

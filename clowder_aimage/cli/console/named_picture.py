@@ -53,6 +53,11 @@ class NamedPictures:
             self.data[str(found.descriptor.digest)] = data
         return self.files[name]
 
+    def find(self, digest: str) -> tuple[str, InputFile]:
+        """Return the name and the facts of a file that was read."""
+        files = self.files.items()
+        return next(pair for pair in files if str(pair[1].descriptor.digest) == digest)
+
     def read_mask(self, name: str, image: str) -> str:
         """Return the mask of an image: its digest, or ALPHA. Raises as ``read``.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,10 +15,19 @@ from clowder_aimage.cli.console.option import PictureOption, options, parsed
 from clowder_aimage.cli.console.output import note_once
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import ALPHA, FITS, MAX_CONTROL, MAX_FEATHER, MAX_UPSCALE
+from clowder_aimage.model.pipeline import (
+    ALPHA,
+    FITS,
+    MAX_CONTROL,
+    MAX_FEATHER,
+    MAX_REFERENCES,
+    MAX_UPSCALE,
+)
 from clowder_aimage.pictures.input_file import InputFile, own_size, reduction
+from clowder_aimage.pictures.picture_role import OF_IMAGES, assign_role, most_area
 
-_FILES = ("image", "control")  # the first has the size of the result
+if TYPE_CHECKING:
+    from clowder_aimage.dialect import AImage
 
 
 def _expand(text: str) -> tuple[int, ...]:
@@ -35,8 +44,9 @@ picture_options = options(
     _option(
         "--image",
         metavar="SOURCE",
-        help="Begin with this picture: a file, '-' (stdin), a data: or https: URL, or "
-        "oci://HOST/REPO:TAG[#TITLE].",
+        multiple=True,
+        help="Begin with this picture; or edit it, and up to 3 others, if the model does: a file, "
+        "'-' (stdin), a data: or https: URL, or oci://HOST/REPO:TAG[#TITLE].",
     ),
     _option(
         "--strength",
@@ -98,61 +108,87 @@ picture_options = options(
 def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str, Any]:
     """Return the parameters that the options state: digests in place of files.
 
-    Without a size, it is the ``own_size`` of the image, else of the control picture. If it is
-    enlarged, the size is that of the tiles: the model's. Raises as ``NamedPictures.read``.
+    Several images are references; ``for_model`` decides about one. Raises as
+    ``NamedPictures.read``.
     """
-    files, parameters = named_pictures(), dict[str, Any]()
+    files = named_pictures()
+    parameters: dict[str, Any] = {"image": None, "references": ()}
     if values["controlnet"] is not None:
         parameters["controlnet"] = str(values["controlnet"])
-    found = {
-        name: files.read(values[name], f"--{name}") for name in _FILES if values[name] is not None
-    }
-    parameters |= {name: str(one.descriptor.digest) for name, one in found.items()}
-    if not found:
-        return parameters
-    if "image" in found and values["mask"] is not None:
+    names = values["image"]
+    if len(names) > MAX_REFERENCES:
+        raise UsageError(f"--image is given {len(names)} times: at most {MAX_REFERENCES} pictures")
+    for name in OF_IMAGES if names[1:] else ():
+        if values[name]:
+            raise UsageError(f"--{name} applies to one --image: several are edited")
+    images = [files.read(name, "--image") for name in names]
+    digests = [str(one.descriptor.digest) for one in images]
+    parameters |= {"references": tuple(digests)} if digests[1:] else {"image": [*digests, None][0]}
+    if values["control"] is not None:
+        control = files.read(values["control"], "--control")
+        parameters["control"] = str(control.descriptor.digest)
+        _check_control(values, images, control)
+    if images and values["mask"] is not None:
         is_refused = values["expand"] or values["upscale"]  # with a mask, by check_parameters
-        parameters["mask"] = (
-            ALPHA if is_refused else files.read_mask(values["mask"], values["image"])
-        )
-    _check_control(values, found)
-    if values["expand"] and has_size:
+        parameters["mask"] = ALPHA if is_refused else files.read_mask(values["mask"], names[0])
+    if values["expand"] and images and has_size:
         raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
-    if not has_size and not values["upscale"]:
-        parameters |= _own_size(values, *next(iter(found.items())))
     return parameters
 
 
-def _check_control(values: Mapping[str, Any], found: Mapping[str, InputFile]) -> None:
+def _check_control(
+    values: Mapping[str, Any], images: Sequence[InputFile], control: InputFile
+) -> None:
     """Reject a control picture that cannot be cropped with its image. Raises UsageError."""
-    image, control = found.get("image"), found.get("control")
-    if not (values["crop"] and image and control):
+    if not (values["crop"] and images):
         return
-    if (image.width, image.height) != (control.width, control.height):
+    if (images[0].width, images[0].height) != (control.width, control.height):
         raise UsageError(
             f"--control: {picture_label(values['control'])} has {control.width} x {control.height} "
-            f"pixels, the image has {image.width} x {image.height}",
+            f"pixels, the image has {images[0].width} x {images[0].height}",
             hint="--crop needs a control picture of the image's size",
         )
 
 
-def _own_size(values: Mapping[str, Any], name: str, found: InputFile) -> dict[str, Any]:
-    """Return the size of a picture that is made from another; say if it is reduced."""
-    is_whole = values["expand"] or values["crop"]  # which keep its size
-    if not is_whole and (reduced := reduction(found)):
-        note_once(f"--{name}: {picture_label(values[name])} {reduced}; --size sets another size")
+def for_model(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of pictures for a model: their roles, and the size if none is given.
+
+    It is the ``own_size`` of the first image, else of the control picture; if that is enlarged, the
+    size is that of the tiles: the model's. Raises as ``assign_role``.
+    """
+    found = assign_role(model, parameters)
+    images = [found["image"], *found["references"]]
+    first = next(filter(None, (*images, found["control"])), None)
+    has_size = found["width"] is not None or found["height"] is not None
+    if first is None or has_size or found["upscale"]:
+        return found
+    name, picture = named_pictures().find(first)
+    most, is_whole = (
+        most_area(found["references"]),
+        found["expand"] or found["crop"],
+    )  # which keep its size
+    if not is_whole and (reduced := reduction(picture, most)):
+        option = "--image" if first in images else "--control"
+        note_once(f"{option}: {picture_label(name)} {reduced}; --size sets another size")
     # Stretched by less than 16 pixels, as diffusers
-    return {**own_size(found, values["expand"] or ()), "fit": values["fit"] or "stretch"}
+    fit = found["fit"] if found["references"] else found["fit"] or "stretch"
+    return found | own_size(picture, found["expand"] or (), most) | {"fit": fit}
 
 
 def to_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request to a worker for pictures: data URLs in place of digests."""
-    known, found = named_pictures().data, dict[str, Any]()
+    found = dict[str, Any]()
     for name in ("image", "mask", "control"):
-        if (data := known.get(parameters[name] or "")) is not None:
-            found[name] = f"data:;base64,{base64.b64encode(data).decode()}"
+        if (digest := parameters[name]) not in (None, ALPHA):
+            found[name] = _data_url(digest)
+    if images := parameters["references"]:
+        found["images"] = list(map(_data_url, images))
     if "mask" in found:
         found["painted"] = "white"
-    if parameters["expand"]:  # the worker computes the size
-        found |= {"expand": ",".join(map(str, parameters["expand"])), "width": None, "height": None}
-    return found
+    if parameters["expand"]:
+        found["expand"] = ",".join(map(str, parameters["expand"]))
+    return found | {"references": None}
+
+
+def _data_url(digest: str) -> str:
+    return f"data:;base64,{base64.b64encode(named_pictures().data[digest]).decode()}"

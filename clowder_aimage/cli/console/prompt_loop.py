@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -135,11 +137,19 @@ def _set(
         is_plain = isinstance(option.default, bool | int | float | str)
         values[str(option.name)] = () if option.multiple else option.default if is_plain else None
         return
-    given = text.split() if option.multiple else text
+    given = _words(text) if option.multiple else text
     try:
         values[str(option.name)] = option.process_value(click.get_current_context(), given)
     except click.BadParameter as error:
         raise UsageError(f"invalid value for {name}: {error.message}") from None
+
+
+def _words(text: str) -> list[str]:
+    """Return words, or one file whose name has spaces; quotes work as in a shell."""
+    try:
+        return [text] if Path(text).is_file() else shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"invalid quotes: {error}") from None
 
 
 def _shown(values: MutableMapping[str, Any], option: click.Option) -> str:

@@ -29,14 +29,20 @@ if TYPE_CHECKING:
 
 @verb
 @click.argument("picture")
-@click.option("--image", metavar="SOURCE", help="The picture that PICTURE began with.")
+@click.option(
+    "--image",
+    "images",
+    metavar="SOURCE",
+    multiple=True,
+    help="A picture that PICTURE began with, or that was edited.",
+)
 @click.option("--mask", metavar="SOURCE", help="The mask of PICTURE.")
 @click.option("--control", metavar="SOURCE", help="The picture that guided PICTURE.")
 @lora_options
 @connection_options
 def replay(
     picture: str,
-    image: str | None,
+    images: tuple[str, ...],
     mask: str | None,
     control: str | None,
     loras: tuple[str, ...],
@@ -61,7 +67,7 @@ def replay(
     request = _request(picture, facts)
     _note_registry(picture, reference)
     request = _replaced(request, read_uses(loras, lora_dir))
-    _find_inputs(picture, request, {"image": image, "mask": mask, "control": control})
+    _find_inputs(picture, request, {"image": images, "mask": _one(mask), "control": _one(control)})
     connect = cache(settings().connection)
     finder = adapter_finder(lora_dir, connect)
     for use in request.loras:  # before the model, which is larger
@@ -114,7 +120,11 @@ def _read(picture: str) -> StoredPicture:
     return replace(read, facts={**stated, **own} if stated else read.facts)
 
 
-def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, str | None]) -> None:
+def _one(source: str | None) -> tuple[str, ...]:
+    return () if source is None else (source,)
+
+
+def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, tuple[str, ...]]) -> None:
     """Lease the pictures that a request begins with, those given or those in the store.
 
     Raises:
@@ -122,29 +132,29 @@ def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, str | 
         VerificationError: One that is given is another one.
         NotFoundError: One is neither given nor in the store.
     """
-    check_stdin([f"--{name}" for name, source in given.items() if source == "-"])
-    files, layout, missing = named_pictures(), settings().layout, list[str]()
+    check_stdin([f"--{name}" for name, some in given.items() for one in some if one == "-"])
+    files, layout, missing = named_pictures(), settings().layout, list[tuple[str, str]]()
     lease = click.get_current_context().with_resource(layout.lease())
-    for name, source in given.items():
-        digest = getattr(request, name)
-        has_file = digest not in (None, ALPHA)
-        if source is not None and not has_file:
+    for name, sources in given.items():
+        used = [getattr(request, name), *(request.references if name == "image" else ())]
+        used = [one for one in dict.fromkeys(used) if one not in (None, ALPHA)]
+        if sources and not used:
             raise UsageError(f"--{name}: {picture} was made without one")
-        if source is not None:
+        for source in sources:
             found = str(files.read(source, f"--{name}").descriptor.digest)
-            if found != digest:
+            if found not in used:
                 raise VerificationError(
                     f"--{name}: {source[:200]} is not the {name} that was used: it has the digest "
-                    f"{found}, not {digest}"
+                    f"{found}, not {' or '.join(used)}"
                 )
-            files.keep(digest)
-        elif has_file:
+            files.keep(found)
+        for digest in used:
             lease.add(Digest.parse(digest))
-            missing += [] if _is_stored(layout, digest) else [name]
+            missing += [] if _is_stored(layout, digest) else [(name, digest)]
     if missing:
         role = {"control": "control picture"}
-        named = (f"the {role.get(name, name)} {getattr(request, name)}" for name in missing)
-        options = " and ".join(f"--{name} SOURCE" for name in missing)
+        named = (f"the {role.get(name, name)} {digest}" for name, digest in missing)
+        options = " and ".join(f"--{name} SOURCE" for name, _ in missing)
         them = "them" if missing[1:] else "it"
         raise NotFoundError(
             f"{picture} began with pictures that the store lacks: {' and '.join(named)}",

@@ -201,7 +201,9 @@ def run(
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
     """Reject several that read stdin: the prompt, pictures, the password. Raises UsageError."""
-    readers = [f"--{name}" for name in ("image", "mask", "control") if values[name] == "-"]
+    sources = [("image", one) for one in values["image"]]
+    sources += [(name, values[name]) for name in ("mask", "control")]
+    readers = [f"--{name}" for name, source in sources if source == "-"]
     if readers and not words:
         raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
     readers += ["--password-stdin"] if settings().password_stdin else []
