@@ -14,7 +14,7 @@ PACKAGES = {
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_400, 88),
     "exporter": (1_800, 97),
-    "family": (960, 95),
+    "family": (1_200, 95),
     "formats": (4_700, 97),
     "http": (1_720, 87),
     "importer": (2_960, 98),

@@ -25,9 +25,11 @@ class ComponentNames:
     ``shapes`` returns the shapes of all tensors for a config, ``configure`` the config for shapes;
     it takes 1 for a length that is missing. ``widest`` returns a config with the blocks of all
     kinds up to a number, and ``check`` the reason why a config is not the family's. ``marks`` are
-    tensors by which it is recognised; ``extras`` matches names without meaning. ``base`` is a
+    tensors by which it is recognised, and files with tensors that match ``without`` have another
+    one; ``extras`` matches names without meaning. ``base`` is a
     prefix that diffusers' own names may have or lack. The tensors in ``spared`` are left out by
-    some converters. ``sizes`` are the fields of a config that follow from the shapes.
+    some converters, those in ``optional`` need not be there. ``sizes`` are the fields of a config
+    that follow from the shapes.
     """
 
     name: str
@@ -39,9 +41,11 @@ class ComponentNames:
     shapes: Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]]
     configure: Callable[[Shapes], dict[str, Any]]
     widest: Callable[[int], dict[str, Any]]
+    without: str = "(?!)"
     extras: str = "(?!)"
     base: str = ""
     spared: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any]], str | None] = lambda _: None
 
@@ -75,6 +79,8 @@ class NamedComponent:
 def find_component(component: ComponentNames, names: Iterable[str]) -> NamedComponent | None:
     """Return the layout and prefix of a component among tensors of these names, or None."""
     known = set(names)
+    if any(re.search(component.without, name) for name in known):
+        return None
     found: list[tuple[int, str, str]] = []
     for dialect, table in component.dialects.items():
         marks = [table.place(mark).name for mark in component.marks]

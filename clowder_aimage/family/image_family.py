@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from clowder_aimage.family import zimage_config, zimage_names
+from clowder_aimage.family import flux2_names, zimage_config, zimage_names
 from clowder_aimage.family.component_names import ComponentNames, NamedComponent, find_component
 from clowder_aimage.family.zimage_names import BARE, MFLUX, MLX, ORIGINAL
 
@@ -53,9 +53,9 @@ class ImageFamily:
     components: tuple[ComponentNames, ...]
     refused: tuple[tuple[str, str], ...]
     layouts: Mapping[str, tuple[LayoutFile, ...]]
-    configs: Mapping[str, str]
-    mlx_config: Callable[[Mapping[str, Any], str], dict[str, Any]]
     agreements: tuple[tuple[tuple[str, str], tuple[str, str], int], ...]
+    configs: Mapping[str, str] = field(default_factory=dict)
+    mlx_config: Callable[[Mapping[str, Any], str], dict[str, Any]] = lambda *_: {}
 
     def component(self, name: str) -> ComponentNames:
         """Return the component called ``name``."""
@@ -96,6 +96,7 @@ VAE = ComponentNames(
     ),
     dialects=zimage_names.VAE,
     prefix=r"(?:vae\.|first_stage_model\.)?",
+    without=r"(?:^|\.)bn\.running_mean$",  # of FLUX.2
     shapes=zimage_names.vae_shapes,
     configure=zimage_config.vae_config,
     widest=zimage_config.widest_vae,
@@ -183,7 +184,47 @@ Z_IMAGE = ImageFamily(
     configs={"mlx": "{}_config.json", "mflux": "{}/config.json"},
     mlx_config=zimage_config.mlx_config,
 )
-FAMILIES = (Z_IMAGE,)
+_TEXT = LayoutPart("text_encoder", "diffusers")
+FLUX_2 = ImageFamily(
+    name="flux2",
+    title="FLUX.2 [klein]",
+    index={
+        "_class_name": "Flux2KleinPipeline",
+        "is_distilled": True,  # which no other layout says
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Qwen3ForCausalLM"],
+        "tokenizer": ["transformers", "Qwen2TokenizerFast"],
+        "transformer": ["diffusers", "Flux2Transformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKLFlux2"],
+    },
+    scheduler=flux2_names.SCHEDULER,
+    components=(flux2_names.TRANSFORMER, QWEN3, flux2_names.VAE),
+    refused=(
+        (r"(?:^|\.)guidance_(in|embedder)\.", "FLUX.1 or FLUX.2 [dev], with guidance inside"),
+    ),
+    layouts={
+        "comfyui": (
+            LayoutFile("diffusion_models/flux2.safetensors", (LayoutPart(TRANSFORMER, ORIGINAL),)),
+            LayoutFile("text_encoders/qwen_3_4b.safetensors", (_TEXT,)),
+            LayoutFile("vae/flux2-vae.safetensors", (LayoutPart("vae", ORIGINAL),)),
+        ),
+        "comfyui-all-in-one": (
+            LayoutFile(
+                "checkpoints/flux2.safetensors",
+                (
+                    LayoutPart(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
+                    LayoutPart("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
+                    LayoutPart("vae", ORIGINAL, "vae."),
+                ),
+            ),
+        ),
+    },
+    agreements=(
+        ((TRANSFORMER, "joint_attention_dim"), ("text_encoder", "hidden_size"), 3),
+        ((TRANSFORMER, "in_channels"), ("vae", "latent_channels"), 4),
+    ),
+)
+FAMILIES = (Z_IMAGE, FLUX_2)
 
 
 def recognise(names: Iterable[str]) -> list[NamedComponent]:

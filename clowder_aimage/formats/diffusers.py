@@ -80,7 +80,7 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
     model_tree.list_directory(directory, directory, model_tree.PICKLED)
     # a missing component is [null, null]
     family = PIPELINES[pipeline]
-    classes, is_distilled = _FAMILY_CLASSES[family], index.get("is_distilled") is True
+    classes = _FAMILY_CLASSES[family]
     has_control = family == Z_IMAGE and (CONTROLNET in index or (directory / CONTROLNET).is_dir())
     names = (*COMPONENTS, *([CONTROLNET] if has_control else []))
     if unknown := sorted(key for key in index if key not in names and _is_part(index[key])):
@@ -96,7 +96,7 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         ),
         files=(file_of(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
-        defaults=_FLUX2_DEFAULTS[is_distilled] if family == FLUX2 else {},
+        defaults=request_defaults(family, index),
     )
 
 
@@ -107,6 +107,11 @@ def most_references(properties: Mapping[str, Any]) -> int:
     """
     family = properties.get("family") or PIPELINES.get(str(properties.get("pipeline")))
     return _REFERENCES.get(str(family), 0)
+
+
+def request_defaults(family: str, index: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the defaults of requests to a model with this index."""
+    return _FLUX2_DEFAULTS[index.get("is_distilled") is True] if family == FLUX2 else {}
 
 
 def is_component(directory: Path) -> bool:

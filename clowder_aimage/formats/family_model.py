@@ -16,7 +16,12 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.family.component_names import ComponentNames
 from clowder_aimage.family.image_family import SCHEDULER, TOKENIZER, ImageFamily, family_of
 from clowder_aimage.formats import model_tree
-from clowder_aimage.formats.diffusers import MODEL_INDEX, file_of, tokenizer_files
+from clowder_aimage.formats.diffusers import (
+    MODEL_INDEX,
+    file_of,
+    request_defaults,
+    tokenizer_files,
+)
 from clowder_aimage.formats.family_weights import FamilyWeights, counted, read_family
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import SourceFile
@@ -87,6 +92,12 @@ class _FamilyModel:
             raise UsageError(f"{path} has no transformer of a known image model", remedy="like")
         if like is not None and like.family != family.name:
             raise UsageError(f"{like.name} is not a {family.title} model, and cannot complete it")
+        if other := [one for one in found.values() if one.component not in family.components]:
+            raise UsageError(
+                f"{other[0].path} has the {other[0].component.name} of another family than "
+                f"{family.title}",
+                hint="keep only the files of one model in the directory",
+            )
         self._path = path
         self._root = path if path.is_dir() else None
         self._found = found
@@ -117,6 +128,7 @@ class _FamilyModel:
             components=tuple(sorted([*components, *small], key=lambda one: one.name)),
             files=(index, *self._headers()),
             license=model_tree.read_license(self._root) if self._root else None,
+            defaults=request_defaults(self._family.name, self._index),
         )
 
     def _read_index(self) -> Mapping[str, Any]:
@@ -186,7 +198,11 @@ class _FamilyModel:
         """Return the config.json of a component. Raises UsageError."""
         component, shapes = found.component, found.shapes
         derived = component.configure(shapes)
-        _check_shapes(found.path, self._family, component.shapes(derived), shapes)
+        expected = component.shapes(derived)
+        for name in component.optional:
+            if name not in shapes:
+                del expected[name]
+        _check_shapes(found.path, self._family, expected, shapes)
         for data in self._candidates(component):
             config = read_json(data, "config.json")
             if isinstance(config, dict) and all(

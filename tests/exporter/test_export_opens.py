@@ -15,6 +15,7 @@ from clowder_aimage.export import export
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.exporter.conftest import Artifact, tensors_in
+from tests.model.random_flux2 import write_flux2
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 NAME = Reference.parse("model")
@@ -162,3 +163,16 @@ def test_diffusers_opens_single_files_of_comfyui(tiny: Path, tmp_path: Path) -> 
         for path in (file, whole):
             single = partial(kind.from_single_file, str(path), config=str(tiny / name), **options)
             assert state(loaded(single)) == state(known)
+
+
+def test_diffusers_opens_the_transformer_of_flux2(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    kind = diffusers.Flux2Transformer2DModel
+    write_flux2(tmp_path / "flux")
+    store, own = ImageLayout(tmp_path / "store"), tmp_path / "flux/transformer"
+    create(store, NAME, tmp_path / "flux")
+    export(store, NAME, tmp_path / "split", layout="comfyui")
+    file = tmp_path / "split/diffusion_models/flux2.safetensors"
+    options = {"local_files_only": True}
+    single = partial(kind.from_single_file, str(file), config=str(own), **options)
+    assert state(loaded(single)) == state(loaded(partial(kind.from_pretrained, own, **options)))

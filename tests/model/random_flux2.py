@@ -128,6 +128,11 @@ def tensors(component: str, config: Mapping[str, Any]) -> Arrays:
             if len(shape) == 4:
                 values = values.transpose(0, 3, 1, 2)
             found[prefix.strip("/") + _stored(component, own)] = values.astype(np.float32)
+    if component == "text_encoder":  # what pictures do not need
+        found["model.norm.weight"] = np.ones(config["hidden_size"], np.float32)
+        last = config["num_hidden_layers"] - 1
+        for own in [name for name in found if name.startswith("model.layers.0.")]:
+            found.setdefault(own.replace(".0.", f".{last}.", 1), found[own])
     return found
 
 

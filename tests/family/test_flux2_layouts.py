@@ -1,0 +1,136 @@
+"""FLUX.2 [klein] in the files of ComfyUI and of the original code, both ways."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from clowder_aimage.create import create
+from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.export import export
+from clowder_aimage.family.image_family import FLUX_2
+from clowder_aimage.importer import PackedModel
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
+from clowder_aimage.oci import Reference
+from tests.conftest import TINY
+from tests.family import flux2_layout
+from tests.family.conftest import digests
+from tests.model.random_flux2 import write_flux2
+
+FLUX = Reference.parse("flux")
+KLEIN = {  # 3,875,544,576 parameters in the transformer
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "num_layers": 5,
+    "num_single_layers": 20,
+    "in_channels": 128,
+    "joint_attention_dim": 7680,
+}
+VAE = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "latent_channels": 32}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("model")
+    write_flux2(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def store(source: Path, tmp_path_factory: pytest.TempPathFactory) -> ImageLayout:
+    made = ImageLayout(tmp_path_factory.mktemp("store"))
+    create(made, FLUX, source)
+    return made
+
+
+def made_from(store: ImageLayout, path: Path, like: Reference | None = FLUX) -> PackedModel:
+    return create(store, Reference.parse("again"), path, like=like)
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["split", "all-in-one"])
+def test_flux2_becomes_the_same_tensors_and_returns(
+    store: ImageLayout, source: Path, tmp_path: Path, is_whole: bool
+) -> None:
+    path = flux2_layout.write(source, tmp_path / "there", is_whole=is_whole)
+    made, own = made_from(store, path), digests(create(store, FLUX, source))
+    assert digests(made).items() >= own.items()
+    assert made.aimage.properties["family"] == "flux2"
+    assert made.aimage.properties["defaults"]["steps"] == 4
+    back = tmp_path / "back"
+    export(store, Reference.parse("again"), back, layout="diffusers")
+    for file in source.rglob("*"):
+        if file.suffix == ".json":
+            assert (back / file.relative_to(source)).read_bytes() == file.read_bytes(), file
+    assert tensors(back) == tensors(source)
+    layout = "comfyui-all-in-one" if is_whole else "comfyui"
+    export(store, FLUX, tmp_path / "written", layout=layout)
+    assert tensors(tmp_path / "written") == tensors(tmp_path / "there")
+
+
+def tensors(root: Path) -> dict[str, Any]:
+    """Return the values of all tensors in the weight files of a directory."""
+    found: dict[str, Any] = {}
+    for file in root.rglob("*.safetensors"):
+        values = load_file(file)
+        found |= {name: (one.shape, one.tobytes()) for name, one in values.items()}
+    return found
+
+
+def test_a_lone_transformer_of_flux2_is_completed(
+    store: ImageLayout, source: Path, tmp_path: Path
+) -> None:
+    path = flux2_layout.write(source, tmp_path, is_whole=False) / "diffusion_models/x.safetensors"
+    own = digests(create(store, FLUX, source))
+    assert digests(made_from(store, path)).items() >= own.items()
+    with pytest.raises(UsageError, match="lacks text_encoder, vae, tokenizer"):
+        made_from(store, path, None)
+
+
+def test_families_are_not_mixed(store: ImageLayout, source: Path, tmp_path: Path) -> None:
+    before = set(store.root.rglob("*"))
+    root = flux2_layout.write(source, tmp_path, is_whole=False)
+    file = root / "vae/x.safetensors"
+    vae = file.read_bytes()
+    file.write_bytes((TINY / "vae/diffusion_pytorch_model.safetensors").read_bytes())
+    with pytest.raises(UsageError, match="has the vae of another family than FLUX"):
+        made_from(store, root)
+    file.write_bytes((TINY / "transformer/diffusion_pytorch_model.safetensors").read_bytes())
+    with pytest.raises(UsageError, match="are both a transformer"):
+        made_from(store, root)
+    file.write_bytes(vae)
+    tiny = Reference.parse("tiny")
+    other = ImageLayout(tmp_path / "other")
+    create(other, tiny, TINY)
+    with pytest.raises(UsageError, match=r"tiny.* is not a FLUX\.2 \[klein\] model"):
+        made_from(other, root, tiny)
+    with pytest.raises(UsageError, match="is not an image model that mlx has a layout for"):
+        export(store, FLUX, tmp_path / "out", layout="mlx")
+    assert set(store.root.rglob("*")) == before and not (tmp_path / "out").exists()
+
+
+def test_the_config_of_flux2_follows_from_shapes() -> None:
+    transformer, _, vae = FLUX_2.components
+    shapes = transformer.shapes(KLEIN)
+    names = {transformer.dialects["original"].place(name).name for name in shapes}
+    assert (len(shapes), len(names)) == (169, 149)
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 3_875_544_576
+    config = transformer.configure(shapes)
+    assert {key: config[key] for key in transformer.sizes} == KLEIN
+    assert TransformerConfig.parse("config.json", config).ffn_dim == 9216
+    assert len(vae.shapes(VAE)) == 251
+    config = vae.configure(vae.shapes(VAE))
+    assert {key: config[key] for key in vae.sizes} == VAE
+    VaeConfig.parse("config.json", config)
+
+
+def test_other_models_of_flux_are_refused(store: ImageLayout, source: Path, tmp_path: Path) -> None:
+    path = flux2_layout.write(source, tmp_path, is_whole=False) / "diffusion_models/x.safetensors"
+    data = path.read_bytes().replace(b"time_in.in_layer", b"guidance_in.layr")
+    path.write_bytes(data)
+    with pytest.raises(AImageError, match=r"FLUX\.2 \[dev\]"):
+        made_from(store, path)
