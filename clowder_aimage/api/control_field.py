@@ -39,6 +39,8 @@ def controlnet_error(error: AImageError) -> AImageError:
     """Return the response to an error of a control network; other errors unchanged."""
     if FIELD not in error.facts or isinstance(error, ApiError):
         return error
+    if isinstance(error, NotFoundError):
+        error.hint = "create or pull it: requests do not fetch it"
     found = api_error(error)
     message = f"{FIELD}: {found.message.encode('ascii', 'backslashreplace').decode()}"
     if isinstance(error, NotFoundError):

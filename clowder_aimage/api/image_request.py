@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
+from clowder_aimage.api.guidance_field import MAX_TEXT, Guidance, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture_field import MAX_PIXELS, PictureFields, check_pixels
 from clowder_aimage.api.picture_output import OutputField
@@ -24,22 +25,16 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import (
-    MAX_SCALE,
     MAX_SEED,
     MAX_STEPS,
-    MAX_THRESHOLD,
     GenerateRequest,
     PictureEncoding,
 )
 from clowder_aimage.oci import read_json
 from clowder_aimage.pictures.input_file import MULTIPLE
 
-_SAME = ("guidance_end", "cfg_normalization", "shift", "cache_threshold")  # names in both
 LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
 MAX_PICTURES = 10
-MAX_TEXT = 32_000  # characters of a prompt
-MAX_GUIDANCE = 1000
-SHIFTS = (0.001, 1000)  # outside of these bounds there is only one noise level
 MAX_PREVIEWS = 3
 
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
@@ -48,7 +43,6 @@ PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 _Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
-_Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 _Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of=MULTIPLE)]
 
 
@@ -65,7 +59,7 @@ def _no_prompt(text: str) -> str:
     return text
 
 
-class ImageRequest(PictureFields):
+class ImageRequest(GuidanceFields, PictureFields):
     """A validated request; the AImage provides the defaults of fields that are None."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -83,15 +77,9 @@ class ImageRequest(PictureFields):
     seed: int = Field(default_factory=lambda: secrets.randbits(32), ge=0, le=MAX_SEED)
     steps: _Steps | None = None
     num_inference_steps: _Steps | None = None
-    negative_prompt: _Text = ""
     loras: LoraFields = Field(default_factory=list)
     trigger: bool = False
-    guidance: _Guidance | None = None
-    guidance_scale: _Guidance | None = None
-    guidance_end: float | None = Field(None, ge=0, le=1)
-    cfg_normalization: float | None = Field(None, ge=0, le=MAX_SCALE)
-    shift: float | None = Field(None, ge=SHIFTS[0], le=SHIFTS[1])
-    cache_threshold: float | None = Field(None, ge=0, le=MAX_THRESHOLD)
+    guidance_scale: Guidance | None = None
     quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
     output_format: Literal["png", "jpeg", "webp"] = "png"
     output_compression: int | None = Field(None, ge=0, le=100)
@@ -172,7 +160,9 @@ class ImageRequest(PictureFields):
             "width": self.width,
             "height": self.height,
         }
-        whole |= self.of_pictures(pictures, aimage, has_size=self.has_size)
+        whole |= self.of_pictures(pictures, aimage, has_size=self.has_size) | self.of_guidance()
+        if self.guidance is None:
+            whole["guidance"] = self.guidance_scale
         steps = self.num_inference_steps if self.steps is None else self.steps
         parameters = GenerateRequest.for_model(
             aimage,
@@ -180,14 +170,10 @@ class ImageRequest(PictureFields):
             **whole,
             steps=steps,
             seed=self.seed,
-            negative=self.negative_prompt or None,
-            guidance=self.guidance_scale if self.guidance is None else self.guidance,
-            **{name: getattr(self, name) for name in _SAME},
             n=self.n,
             previews=previews,
         )
-        if self.negative_prompt and not parameters.guidance:
-            raise wrong("negative_prompt", "requires guidance above 0")
+        self.check_negative(parameters)
         if len(self.sides) == 1:
             check_pixels(self.sides[0], parameters.width, parameters.height)
         if steps is None and self.quality in PRESETS:

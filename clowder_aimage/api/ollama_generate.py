@@ -3,8 +3,8 @@
 The fields are those of ollama's image generation, which was removed in July 2026 (ollama,
 server/routes.go, ``handleImageGenerate``; docs/api.md): ``width``, ``height``, ``steps``, and the
 ``seed`` in ``options``; ``images`` in base64; ``completed`` of ``total`` steps while it runs,
-``image`` at the end. The extension ``stop``, with an empty prompt, ends the model's work after the
-current step.
+``image`` at the end. Extensions, such as ``guidance``, may be in ``options`` too. ``stop``, with an
+empty prompt, ends the model's work after the current step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from aiohttp import web
 from pydantic import BeforeValidator, Field
@@ -24,12 +24,12 @@ from pydantic import BeforeValidator, Field
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream, add_warnings, ticking
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
-from clowder_aimage.api.image_request import MAX_TEXT
+from clowder_aimage.api.guidance_field import MAX_TEXT, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture_field import PictureFields, check_pixels
 from clowder_aimage.api.picture_source import take_bare_pictures
 from clowder_aimage.api.picture_upload import KeptPictures, PictureUploads
-from clowder_aimage.api.request_body import ModelBody, RequestBody, Whole, check_fields, wrong
+from clowder_aimage.api.request_body import ModelBody, Whole, check_fields, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import NEVER
@@ -60,7 +60,7 @@ def _keep_alive(value: object) -> float | None:
         raise ValueError(message) from None
 
 
-class _Options(RequestBody):
+class _Options(GuidanceFields):
     width: Whole | None = None
     height: Whole | None = None
     steps: Whole | None = None
@@ -76,15 +76,21 @@ class _GenerateBody(ModelBody, _Options, PictureFields):
     loras: LoraFields = Field(default_factory=list)
     trigger: bool = False
 
+    def whole(self) -> Self:
+        """Return the request with the fields that are only in its ``options``."""
+        own = self.options
+        names = own.model_fields_set - self.model_fields_set
+        found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
+        return self.model_copy(update=found)
+
     def parameters(self) -> dict[str, Any]:
-        """Return the sizes, steps and seed of the request or of its ``options``.
+        """Return the parameters other than those of pictures.
 
         A size of 0 or a negative seed counts as not given.
         """
-        found = dict[str, Any]()
+        found = self.of_guidance()
         for name in ("width", "height", "steps", "seed"):
-            own: int | None = getattr(self, name)
-            value: int | None = getattr(self.options, name) if own is None else own
+            value: int | None = getattr(self, name)
             if value is not None and (value >= 0 if name == "seed" else value != 0):
                 found[name] = value
         width, height = found.get("width", 0), found.get("height", 0)
@@ -172,6 +178,7 @@ class OllamaGeneration:
             parameters = self._parameters | self._of_pictures(aimage)
             request = GenerateRequest.for_model(aimage, adapters.prompt, **parameters)
             check_parameters(request)  # before the request is queued
+            self._body.check_negative(request)
             request = find_controlnet(self._service, request, aimage)
             request = adapters.resolve(self._service, request, aimage)
             self._used = request.loras
@@ -246,7 +253,7 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
     async with uploads.open(request) as upload:
         fields = await upload.fields()
         given = take_bare_pictures(fields)
-        body = check_fields(fields, _GenerateBody)
+        body = check_fields(fields, _GenerateBody).whole()
         if given and not body.prompt:
             raise wrong(next(iter(given)), "cannot be used without a prompt")
         parameters = body.parameters()

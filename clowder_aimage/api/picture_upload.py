@@ -47,6 +47,7 @@ _MAX_PARTS = 100  # of a form
 _AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
 # What aiohttp raises for a form
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
+_FORM = "multipart/form-data"
 _PIECE = 1 << 16
 
 _log = logging.getLogger("aimage.worker")
@@ -174,19 +175,19 @@ class PictureUpload:
         check_coding(self.request)
         if (self.request.content_length or 0) > MAX_BODY:
             raise too_large()
-        self.is_form = may_be_form and self.request.content_type == "multipart/form-data"
+        self.is_form = may_be_form and self.request.content_type == _FORM
         try:
             if self.is_form:
                 self._enter()
                 async with asyncio.timeout(TIMEOUT):
                     return await self._form()
-            return await self._object()
+            return await self._object(*([_FORM] if may_be_form else []))
         except TimeoutError:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
 
-    async def _object(self) -> dict[str, Any]:
+    async def _object(self, *other_types: str) -> dict[str, Any]:
         if self.request.body_exists and self.request.content_length != 0:
-            check_type(self.request)
+            check_type(self.request, *other_types)
         if (self.request.content_length or 0) > BODY:
             self._enter()
         pieces = list[bytes]()
@@ -242,6 +243,8 @@ class PictureUpload:
                 raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])
             pieces.append(bytes(piece))
         data = b"".join(pieces)
+        if is_file and part.filename and not data:  # browsers send no name if none is chosen
+            raise wrong(name, "is an empty file", "invalid_image")
         try:
             return data if is_file else data.decode()
         except UnicodeDecodeError:

@@ -26,8 +26,8 @@ def check_coding(request: web.Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type", headers=headers)
 
 
-def check_type(request: web.Request) -> None:
-    """Refuse a body that is not declared as JSON. Raises ApiError (415).
+def check_type(request: web.Request, *others: str) -> None:
+    """Refuse a body that is not declared as JSON; ``others`` are named too. Raises ApiError (415).
 
     Programs that are led here by others, such as clients that upload blobs, declare bytes. curl
     declares a form, and some clients declare nothing: both are accepted. A multipart body is not
@@ -35,7 +35,8 @@ def check_type(request: web.Request) -> None:
     """
     found = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if found not in _TYPES:
-        message = f"unsupported Content-Type {found[:60]!r}: expected application/json"
+        expected = " or ".join(("application/json", *others))
+        message = f"unsupported Content-Type {found[:60]!r}: expected {expected}"
         raise ApiError(415, message, code="unsupported_media_type")
 
 

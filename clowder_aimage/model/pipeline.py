@@ -192,7 +192,8 @@ def ignored_image(request: GenerateRequest) -> str:
         return ""
     least = (steps - 1) / steps if not request.fine else steps / (steps + 1)
     other = "more steps" if request.fine else "more steps, or fine"
-    lower = f"a strength of at most {math.floor(least * 100) / 100:g}, " if least else ""
+    lower = f"a strength of at most {math.floor(least * 100) / 100:g}" if least else ""
+    lower += (" or " if request.fine else ", ") if lower else ""
     return (
         f"strength {strength:g} with steps {steps} begins at full noise, so the image is ignored; "
         f"use {lower}{other}"

@@ -97,7 +97,7 @@ class InputSource:
             return self._pull(text, self._layer)
         if self.has_files and not scheme:
             return self._file(text, what)
-        kinds = "a data: URL, an https: URL or an oci:// artifact"
+        kinds = "a data: URL, an https: URL nor an oci:// artifact"
         kinds = f"a file, {kinds}" if self.has_files else kinds
         raise UsageError(f"{what} is neither {kinds}: {text[:60]!r}")
 

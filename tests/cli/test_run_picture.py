@@ -203,6 +203,7 @@ def test_an_image_that_is_ignored_is_said_before_the_model_is_loaded(
     assert ("so the image is ignored" in said) == is_ignored
     if is_ignored:
         assert said.index("image is ignored") < said.index("rendering")
+        assert ("0.8 or more steps\n" in said) == ("--fine" in options)
 
 
 def test_a_mask_without_a_cell_is_refused_before_the_load(drawn: tuple[Aimage, Path]) -> None:

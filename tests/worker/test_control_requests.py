@@ -138,6 +138,7 @@ def test_other_control_networks_are_refused(
     assert refused(worker, **guide) == (status, ("controlnet", code))
     bare = guide | {"control": guide["control"].partition(",")[2]}
     found, message = refused(worker, "/api/generate", **bare)
+    assert "registry to the name" not in str(message)  # requests do not pull it
     assert (found == status and "ControlNet" in message) or "controlnet" in message
     if name != "wide":  # whose shapes the model's process compares, behind the first event
         assert refused(worker, **guide, stream=True) == (status, ("controlnet", code))
@@ -247,3 +248,6 @@ def test_a_header_of_ollamas_api_names_what_has_no_effect(worker: LocalWorker) -
         asked = urllib.request.Request(f"{worker.url}/api/generate", json.dumps(fields).encode())
         status, headers, _ = answer_to(asked)
         assert status == 200 and "the image is ignored" in headers["X-Aimage-Warning"]
+    fields = SMALL | {"options": {"guidance_end": 0.5}, "stream": False}
+    asked = urllib.request.Request(f"{worker.url}/api/generate", json.dumps(fields).encode())
+    assert "guidance_end has no effect" in answer_to(asked)[1]["X-Aimage-Warning"]

@@ -123,6 +123,22 @@ def test_a_response_without_a_stream_has_the_same_picture(client: Any) -> None:
     assert plain.image != client.generate(**DRAW, options={"seed": 8}).image
 
 
+def test_guidance_is_that_of_the_command_line(
+    ask: Callable[..., tuple[int, Any]], worker: LocalWorker
+) -> None:
+    guided = {"guidance": 3.0, "cfg_normalization": 0.5, "shift": 5.0, "negative_prompt": "a cat"}
+    body = DRAW | {"seed": 7, "stream": False}
+    sets = {}, guided, {"options": guided}, {"guidance": 0, "options": {"guidance": 3}}
+    plain, here, inside, off = (ask("/api/generate", body | more)[1]["image"] for more in sets)
+    assert here == inside != plain == off
+    path = worker.aimage.home / "guided.png"
+    options = ("--size", "32x32", "--steps", 3, "--seed", 7, "--guidance", 3, "--shift", 5)
+    options = (*options, "--cfg-normalization", 0.5, "--negative", "a cat")
+    worker.aimage("run", "-q", "tiny", "a dog", *options, "-o", path)
+    with Image.open(path) as ours, Image.open(io.BytesIO(base64.b64decode(here))) as theirs:
+        assert ours.tobytes() == theirs.tobytes()
+
+
 def test_a_picture_equals_that_of_the_command_line(client: Any, worker: LocalWorker) -> None:
     path = worker.aimage.home / "picture.png"
     sizes = ("--width", 32, "--height", 32, "--steps", 3, "--seed", 7)
@@ -315,6 +331,8 @@ def test_a_deleted_model_is_unloaded(client: Any, worker: LocalWorker) -> None:
         ({"height": 32.5}, "height"),
         ({"options": []}, "options"),
         ({"options": {"seed": "x"}}, "seed"),
+        ({"options": {"guidance_end": 2}}, "guidance_end"),
+        ({"negative_prompt": "a cat"}, "negative_prompt requires guidance"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"stream": "yes"}, "stream"),
         ({"images": ["aGk="]}, "images"),

@@ -388,7 +388,7 @@ def animated() -> bytes:
 
 BAD: dict[str, tuple[bytes, str]] = {
     "text": (b"a text", "not a picture"),
-    "nothing": (b"", ""),
+    "nothing": (b"", "is an empty file"),
     "huge": (huge(), "more than 33554432 pixels"),
     "animated": (animated(), "animated"),
     "cut": (file()[:-30], "not a picture"),
@@ -406,9 +406,6 @@ def test_a_bad_picture_is_refused_with_its_field(
     data, words = BAD[name]
     good = [("image", file(), "image/png")] if field != "image" else []
     status, answer = edit(worker, *good, (field, data, "image/png"))
-    if name == "nothing":  # an empty file field of a form in a browser is no file
-        assert status == (400 if field == "image" else 200), answer
-        return
     assert status in (400, 413), answer
     error = answer["error"]
     assert error["param"] == field and words in error["message"], error
@@ -454,6 +451,11 @@ def test_wrong_types_are_415(worker: LocalWorker) -> None:
     for kind in ("application/octet-stream", "text/plain"):
         status, answer = send(worker, EDITS, body, **{"Content-Type": kind})
         assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+        assert "application/json or multipart/form-data" in answer["error"]["message"]
+    nothing, kind = form(("prompt", "a dog", ""), ("image", b"", "image/png"))
+    nothing = nothing.replace(b'filename="a"', b'filename=""')  # as of a browser
+    answer = send(worker, EDITS, nothing, **kind)[1]
+    assert answer["error"]["message"] == "missing required field: image"
 
 
 def test_too_large_bodies_are_413(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
