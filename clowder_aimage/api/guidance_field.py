@@ -19,12 +19,12 @@ Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 class GuidanceFields(RequestBody):
     """The guidance and the noise of a request; None leaves them to the AImage."""
 
-    negative_prompt: str = Field("", max_length=MAX_TEXT)
+    negative_prompt: str = Field(default="", max_length=MAX_TEXT)
     guidance: Guidance | None = None
-    guidance_end: float | None = Field(None, ge=0, le=1)
-    cfg_normalization: float | None = Field(None, ge=0, le=MAX_SCALE)
-    shift: float | None = Field(None, ge=SHIFTS[0], le=SHIFTS[1])
-    cache_threshold: float | None = Field(None, ge=0, le=MAX_THRESHOLD)
+    guidance_end: float | None = Field(default=None, ge=0, le=1)
+    cfg_normalization: float | None = Field(default=None, ge=0, le=MAX_SCALE)
+    shift: float | None = Field(default=None, ge=SHIFTS[0], le=SHIFTS[1])
+    cache_threshold: float | None = Field(default=None, ge=0, le=MAX_THRESHOLD)
 
     def of_guidance(self) -> dict[str, Any]:
         """Return the parameters of a generation."""

@@ -128,13 +128,13 @@ def test_guidance_is_that_of_the_command_line(
 ) -> None:
     guided = {"guidance": 3.0, "cfg_normalization": 0.5, "shift": 5.0, "negative_prompt": "a cat"}
     body = DRAW | {"seed": 7, "stream": False}
-    sets = {}, guided, {"options": guided}, {"guidance": 0, "options": {"guidance": 3}}
+    sets: Any = {}, guided, {"options": guided}, {"guidance": 0, "options": {"guidance": 3}}
     plain, here, inside, off = (ask("/api/generate", body | more)[1]["image"] for more in sets)
     assert here == inside != plain == off
     path = worker.aimage.home / "guided.png"
-    options = ("--size", "32x32", "--steps", 3, "--seed", 7, "--guidance", 3, "--shift", 5)
-    options = (*options, "--cfg-normalization", 0.5, "--negative", "a cat")
-    worker.aimage("run", "-q", "tiny", "a dog", *options, "-o", path)
+    size = ("--size", "32x32", "--steps", 3, "--seed", 7)
+    options = ("--guidance", 3, "--shift", 5, "--cfg-normalization", 0.5, "--negative", "a cat")
+    worker.aimage("run", "-q", "tiny", "a dog", *size, *options, "-o", path)
     with Image.open(path) as ours, Image.open(io.BytesIO(base64.b64decode(here))) as theirs:
         assert ours.tobytes() == theirs.tobytes()
 

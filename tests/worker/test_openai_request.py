@@ -13,8 +13,8 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("numpy")
 pytest.importorskip("prometheus_client")
 
+from clowder_aimage.api.guidance_field import MAX_TEXT
 from clowder_aimage.api.image_request import (
-    MAX_TEXT,
     PRESETS,
     ImageRequest,
     read_request,

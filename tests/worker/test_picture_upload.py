@@ -452,9 +452,9 @@ def test_wrong_types_are_415(worker: LocalWorker) -> None:
         status, answer = send(worker, EDITS, body, **{"Content-Type": kind})
         assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
         assert "application/json or multipart/form-data" in answer["error"]["message"]
-    nothing, kind = form(("prompt", "a dog", ""), ("image", b"", "image/png"))
+    nothing, headers = form(("prompt", "a dog", ""), ("image", b"", "image/png"))
     nothing = nothing.replace(b'filename="a"', b'filename=""')  # as of a browser
-    answer = send(worker, EDITS, nothing, **kind)[1]
+    answer = send(worker, EDITS, nothing, **headers)[1]
     assert answer["error"]["message"] == "missing required field: image"
 
 
