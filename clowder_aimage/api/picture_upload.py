@@ -38,7 +38,7 @@ from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA, MAX_REFERENCES
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_file import MAX_BYTES, InputFile
-from clowder_aimage.pictures.picture_role import check_count
+from clowder_aimage.pictures.picture_role import assign_role
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures
 TIMEOUT = 120.0  # seconds for a body with pictures to arrive
@@ -266,11 +266,8 @@ class PictureUpload:
                 what = f"at most {most} pictures" if most > 1 else "one picture"
                 message = f"must be {what}, not {len(values)}"
                 raise wrong(name, message, "unsupported_value")
-            try:
-                check_count(model, len(values))
-            except UsageError as error:
-                message = error.message.removeprefix("images ")
-                raise wrong(name, message, "unsupported_value") from None
+        if model is not None:
+            _check_role(model, given)
         if MASK in given and not given.keys() & {IMAGE, IMAGES}:
             raise wrong(MASK, "requires an image")
         self._enter()
@@ -334,6 +331,17 @@ class PictureUpload:
         found = self.uploads.keep(self.lease, data, name)
         self.kept.append(found.descriptor)
         return found
+
+
+def _check_role(model: AImage, given: Given) -> None:
+    """Refuse pictures that the model does not take. Raises ApiError."""
+    name = IMAGES if IMAGES in given else IMAGE
+    images = {"references": given.get(name, ()), MASK: MASK in given}
+    try:
+        assign_role(model, images)
+    except UsageError as error:
+        word, _, message = error.message.partition(" ")
+        raise wrong(MASK if word == MASK else name, message, "unsupported_value") from None
 
 
 def _large_object(pieces: list[bytes]) -> dict[str, Any]:

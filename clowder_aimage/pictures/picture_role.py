@@ -20,9 +20,8 @@ def max_images(properties: Mapping[str, Any]) -> int:
     return most_references(properties) or 1
 
 
-def check_count(model: AImage | None, count: int) -> None:
-    """Reject more images than a model takes, if it is known. Raises UsageError."""
-    if model is not None and count > max_images(model.properties):
+def _check_count(model: AImage, count: int) -> None:
+    if count > max_images(model.properties):
         is_edit = bool(most_references(model.properties))
         which = f"at most {max_images(model.properties)} pictures" if is_edit else "one picture"
         does = "edits them" if is_edit else "begins with one"
@@ -39,7 +38,7 @@ def assign_role(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """
     image = parameters.get("image")
     images = (image,) if image else tuple(parameters.get("references") or ())
-    check_count(model, len(images))
+    _check_count(model, len(images))
     if not (images and most_references(model.properties)):
         return {**parameters, "image": images[0] if images else None, "references": ()}
     for name in OF_IMAGES:

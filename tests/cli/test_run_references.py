@@ -14,6 +14,9 @@ from PIL import Image
 
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
+from clowder_aimage.pictures.made_picture import MadePicture
+from clowder_aimage.pictures.picture_artifact import picture_config
+from clowder_aimage.validate import check
 from tests.process import Aimage
 
 RUN = ("run", "flux", "put both in one picture", "--seed", 3, "--steps", 1, "--local")
@@ -52,6 +55,9 @@ def test_a_picture_states_its_references_and_has_the_size_of_the_first(
     assert facts["references"] == [digest(stored.home / f"{name}.png") for name in "ab"]
     assert not {"image", "strength", "fit"} & facts.keys()
     assert stored("replay", made).out == "equal\n"
+    config = picture_config([MadePicture(made.read_bytes(), 3, "png", facts)])  # of --push
+    assert json.loads(config)["settings"]["references"] == facts["references"]
+    assert check("it", config, "picture-config").violations == []
 
 
 def test_one_image_is_a_reference_too(stored: Aimage, made: Path) -> None:

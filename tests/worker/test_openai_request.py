@@ -41,8 +41,8 @@ def refused(raw: bytes | None = None, *, strict: bool = False, **fields: object)
     return caught.value
 
 
-def aimage(**defaults: object) -> AImage:
-    config = {"schemaVersion": 1, "components": {}, "defaults": defaults}
+def aimage(family: str = "z-image", **defaults: object) -> AImage:
+    config = {"schemaVersion": 1, "family": family, "components": {}, "defaults": defaults}
     return AImage(json.dumps(config).encode(), ())
 
 
@@ -198,6 +198,9 @@ def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
         found = wish.warnings(request, pictures, has_size=wish.has_size)
         assert len(found) == bool(said) and all(one.startswith(said) for one in found)
     assert read().for_model(aimage(), pictures=pictures).width == 2352
+    request = read().for_model(aimage("flux2"), pictures=pictures)  # a megapixel
+    assert (request.width, request.height, len(request.references)) == (1168, 880, 1)
+    assert "is reduced to 1168x880" in read().warnings(request, pictures, has_size=False)[0]
 
 
 def test_the_largest_seed_depends_on_the_number_of_pictures() -> None:
