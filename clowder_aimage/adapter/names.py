@@ -16,6 +16,11 @@ DIFF, DIFF_BIAS, SET, SET_BIAS = "diff", "diff_b", "set_weight", "set_bias"
 RESHAPE, DORA_FLAG, RSLORA_FLAG = "reshape_weight", "use_dora_flag", "use_rslora_flag"
 HADA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 KRON = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+# parts whose rows are, or repeat in the order of, those of the layer
+ROWS = (
+    *(UP, UP_BIAS, DIFF, DIFF_BIAS, SET, SET_BIAS, MAGNITUDE, DORA_SCALE),
+    *(HADA[0], HADA[2], KRON[0], KRON[1]),
+)
 
 # after a stem and a dot; peft puts the name of the adapter before the last word
 _LORA = {

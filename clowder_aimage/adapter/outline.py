@@ -1,4 +1,4 @@
-"""The layers of Z-Image by name, for adapters whose base is not there: shapes are the adapter's."""
+"""The layers of the families by name, for adapters without a base: shapes are the adapter's."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from collections.abc import Iterable, Iterator
 
 from clowder_aimage.adapter.adapter_layer import AdapterLayer, Shape
 from clowder_aimage.adapter.target import TargetTable
-from clowder_aimage.family.image_family import Z_IMAGE
+from clowder_aimage.family.image_family import FAMILIES, Z_IMAGE, ImageFamily
 
 NAME = Z_IMAGE.title
 _NUMBER = re.compile(r"[0-9]+")
+_THIRD = re.compile(r"(.+\.(?:to_|add_))[qkv]((?:_proj)?\.weight)")
 _MOST = 255  # the number of a block
 
 
 def outline_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
-    """Return the shapes of the tensors of Z-Image that an adapter is for.
+    """Return the shapes of the tensors that an adapter is for, in the family that has most of them.
 
     The layers that are stacked with one of them have the same shape. Layers with other names are
     left out.
     """
     layers = list(layers)
     numbers = {int(n) for layer in layers for n in _NUMBER.findall(layer.stem[:1024]) if len(n) < 4}
-    names = dict(_names(min(max(numbers, default=0), _MOST) + 1))
+    count = min(max(numbers, default=0), _MOST) + 1
+    return max((_outline(layers, family, count) for family in FAMILIES), key=len)
+
+
+def _outline(layers: Iterable[AdapterLayer], family: ImageFamily, count: int) -> dict[str, Shape]:
+    names = dict(_names(family, count))
     table = TargetTable(names)
     found: dict[str, Shape] = {}
     for layer in layers:
@@ -35,16 +41,17 @@ def outline_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
         whole = (shape[0] // len(target.parts), *shape[1:])
         for part in target.parts:
             found[part.tensor] = whole
-            for letter in "kvq" if ".to_" in part.tensor[-12:-8] else "":
-                found.setdefault(f"{part.tensor[:-8]}{letter}.weight", whole)
+            if third := _THIRD.fullmatch(part.tensor):
+                for letter in "kvq":
+                    found.setdefault(f"{third[1]}{letter}{third[2]}", whole)
             if part.bias in names:
                 found[part.bias] = whole[:1]
     return found
 
 
-def _names(count: int) -> Iterator[tuple[str, Shape]]:
+def _names(family: ImageFamily, count: int) -> Iterator[tuple[str, Shape]]:
     """Yield the names of all tensors that adapters change; lengths are placeholders."""
-    for component in Z_IMAGE.components:
+    for component in family.components:
         if component.name != "vae":
             shapes = component.shapes(component.widest(count))
             yield from ((f"{component.name}/{name}", (3,) * len(s)) for name, s in shapes.items())

@@ -42,6 +42,7 @@ from clowder_aimage.adapter.names import (
     HADA,
     MAGNITUDE,
     RESHAPE,
+    ROWS,
     SET,
     SET_BIAS,
     TABLE_DOWN,
@@ -156,10 +157,11 @@ class MatchedAdapter:
                     own += changes if is_whole else [c.rows(rows.start, rows.stop) for c in changes]
 
     def _dense(self, layer: AdapterLayer, part: str, target: LayerTarget) -> Floats:
-        return self.source.values.array(layer.parts[part], None).reshape(target.shape)
+        values = self.source.values.array(layer.parts[part], None).reshape(target.shape)
+        return _ordered(values, layer, part, target)
 
     def _bias(self, layer: AdapterLayer, part: str, target: LayerTarget) -> Change:
-        values = self.source.values.array(layer.parts[part], 1)
+        values = _ordered(self.source.values.array(layer.parts[part], 1), layer, part, target)
         if part == SET_BIAS:
             return Replacement(values)
         if part == DIFF_BIAS:
@@ -170,17 +172,21 @@ class MatchedAdapter:
         self, layer: AdapterLayer, linear: list[Linear], target: LayerTarget
     ) -> Decomposed:
         if MAGNITUDE in layer.parts:
-            return Decomposed(tuple(linear), self._vector(layer, MAGNITUDE), Norm.CHANGED)
+            vector = _ordered(self._vector(layer, MAGNITUDE), layer, MAGNITUDE, target)
+            return Decomposed(tuple(linear), vector, Norm.CHANGED)
         rows = target.shape[0]
         norm = Norm.ROWS if layer.shapes[DORA_SCALE] in ((rows,), (rows, 1)) else Norm.COLUMNS
-        return Decomposed(tuple(linear), self._vector(layer, DORA_SCALE), norm)
+        vector = self._vector(layer, DORA_SCALE)
+        if norm is Norm.ROWS:
+            vector = _ordered(vector, layer, DORA_SCALE, target)
+        return Decomposed(tuple(linear), vector, norm)
 
     def _vector(self, layer: AdapterLayer, part: str) -> Floats:
         return self.source.values.array(layer.parts[part], None).reshape(-1)
 
     def _linear(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> Linear:
         def of(part: str) -> Floats:
-            return self.source.values.array(layer.parts[part])
+            return _ordered(self.source.values.array(layer.parts[part]), layer, part, target)
 
         scale = self._scale(layer, kind, target)
         if kind == LORA:
@@ -240,3 +246,12 @@ class MatchedAdapter:
                 layer.fail(part, f"its rank is {rank}, but the configuration has {of_rank}", _AGAIN)
             return stated
         return float(rank)
+
+
+def _ordered(values: Floats, layer: AdapterLayer, part: str, target: LayerTarget) -> Floats:
+    """Return the values of a part in the order of the tensor's rows. Raises FormatError."""
+    if not target.is_exchanged or part not in ROWS:
+        return values
+    if len(values) % 2:
+        layer.fail(part, "its rows have no halves, which the base has in another order", _AGAIN)
+    return np.roll(values, len(values) // 2, axis=0)

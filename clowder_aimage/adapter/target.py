@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from clowder_aimage.family.image_family import original_module
+from clowder_aimage.family.image_family import exchanges_halves, original_module
 
 _NETWORK = (
     r"base_model\.model\.|model\.diffusion_model\.|diffusion_model\.|(?:transformer|unet)[._]|"
@@ -24,7 +24,8 @@ _PREFIX = re.compile(
 _FRONT = re.compile(_NETWORK)
 _DEPTH = 6  # prefixes of one name
 _BARE = re.compile(r"(to_out|adaLN_modulation)\.[0-9]+$")
-_FUSED = ("qkv", "to_qkv")
+# layers for query, key and value, and their names as one
+_STACKS = (("to_{}", ("qkv", "to_qkv")), ("add_{}_proj", ("to_added_qkv",)))
 _WEIGHT = ".weight"
 
 
@@ -45,11 +46,15 @@ class TargetRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerTarget:
-    """The tensors that a layer's change is for, of the ``shape`` of all their rows."""
+    """The tensors that a layer's change is for, of the ``shape`` of all their rows.
+
+    With ``is_exchanged``, the second half of the change's rows is that of the tensor's first rows.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[TargetRows, ...]
+    is_exchanged: bool = False
 
     @property
     def component(self) -> str:
@@ -76,11 +81,14 @@ class TargetTable:
             dotted = self._dotted.setdefault(target.component, {})
             flat = self._flat.setdefault(target.component, {})
             dotted[target.module] = target
+            other = original_module(target.module) if exchanges_halves(target.module) else None
             for name in spellings(target.module):
-                dotted.setdefault(name, target)
+                is_other = other is not None and name.endswith(other)
+                one = replace(target, is_exchanged=True) if is_other else target
+                dotted.setdefault(name, one)
                 key = _flatten(name)
                 # a name that two layers have when it is flattened is the name of neither
-                flat[key] = target if flat.get(key, target) == target else None
+                flat[key] = one if flat.get(key, one) == one else None
 
     def find(self, stem: str) -> LayerTarget | None:
         """Return the layer that an adapter means by a name, or None."""
@@ -148,17 +156,26 @@ def _fused(targets: Iterable[LayerTarget]) -> Iterator[LayerTarget]:
     """Yield the layers for query, key and value that other dialects stack by rows."""
     known = {target.name: target for target in targets}
     for name, first in known.items():
-        stem = name.removesuffix("to_q")
-        thirds = [known.get(f"{stem}to_{letter}") for letter in "qkv"] if stem != name else [None]
-        parts, start = [], 0
-        for third in thirds:
-            if third is None or len(third.shape) != 2 or third.shape[1:] != first.shape[1:]:
-                break
-            parts.append(TargetRows(third.parts[0].tensor, start, start + third.shape[0]))
-            start += third.shape[0]
-        else:
-            for word in _FUSED:
-                yield LayerTarget(stem + word, (start, *first.shape[1:]), tuple(parts))
+        for pattern, words in _STACKS:
+            stem = name.removesuffix(pattern.format("q"))
+            thirds = [known.get(stem + pattern.format(letter)) for letter in "qkv"]
+            if stem != name and (parts := _stacked_rows(thirds, first.shape[1:])):
+                shape = (parts[-1].stop, *first.shape[1:])
+                yield from (LayerTarget(stem + word, shape, parts) for word in words)
+
+
+def _stacked_rows(
+    thirds: Iterable[LayerTarget | None], columns: tuple[int, ...]
+) -> tuple[TargetRows, ...]:
+    """Return the rows of each layer in the stacked one; none if they cannot be stacked."""
+    parts: list[TargetRows] = []
+    start = 0
+    for third in thirds:
+        if third is None or len(third.shape) != 2 or third.shape[1:] != columns:
+            return ()
+        parts.append(TargetRows(third.parts[0].tensor, start, start + third.shape[0]))
+        start += third.shape[0]
+    return tuple(parts)
 
 
 def _flatten(name: str) -> str:

@@ -8,6 +8,7 @@ into it (rsLoRA), it is multiplied out. Names: diffusers' and peft's ``save_pret
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from clowder_aimage.adapter.names import (
     HADA,
     KRON,
     MAGNITUDE,
+    ROWS,
     SET,
     SET_BIAS,
     TABLE_DOWN,
@@ -39,10 +41,9 @@ from clowder_aimage.adapter.peft_config import METADATA
 from clowder_aimage.adapter.reader import MatchedAdapter, match_adapter
 from clowder_aimage.adapter.target import LayerTarget
 from clowder_aimage.errors import UsageError
-from clowder_aimage.family.image_family import original_module
+from clowder_aimage.family.image_family import exchanges_halves, original_module
 from clowder_aimage.tensor import encode_header
 
-_ROWS = (UP, UP_BIAS, DIFF, DIFF_BIAS, SET, SET_BIAS, MAGNITUDE, DORA_SCALE, HADA[0], HADA[2])
 _KINDS = {
     MAGNITUDE: "DoRA of peft, with norms of the changed weights",
     DORA_SCALE: "DoRA of kohya-ss, with norms of the weights",
@@ -60,6 +61,7 @@ _KINDS = {
 _TEXT = "text_encoder"
 _PAIR = (DOWN, UP)
 _THIRDS = "qkv"
+_THIRD = re.compile(r"(?P<block>.+)\.(?:to_|(?P<added>add_))(?P<letter>[qkv])(?(added)_proj)")
 _ORDER = (*_PAIR, *_KINDS)
 _STALE = (METADATA, "sshs_model_hash", "sshs_legacy_hash")
 _PEFT_PARTS = {
@@ -177,6 +179,8 @@ def _pieces(
     }
     if DORA_SCALE in parts and parts[DORA_SCALE].codes.ndim == 1:
         parts[DORA_SCALE] = StoredArray(parts[DORA_SCALE].dtype, parts[DORA_SCALE].codes[:, None])
+    if target.is_exchanged != (dialect.is_fused and exchanges_halves(target.module)):
+        parts |= _exchanged(what, dialect, parts)
     scaling = matched.scaling(layer, (*layer.kinds, LORA)[0], target)
     if LOKR in layer.kinds and scaling is not None:
         scale, rank = scaling[0] / scaling[1], layer.ranks.get(LOKR)
@@ -191,11 +195,26 @@ def _pieces(
         _refuse(what, dialect, "LoKr of stacked layers, which has no products for each of them")
     for rows in target.parts:
         own = {
-            part: one[rows.start : rows.stop] if part in _ROWS else one
+            part: one[rows.start : rows.stop] if part in ROWS else one
             for part, one in parts.items()
         }
         module = rows.tensor.partition("/")[2].removesuffix(".weight")
         yield _without_zeros(replace(whole, module=module, parts=own))
+
+
+def _exchanged(
+    what: str, dialect: _Dialect, parts: Mapping[str, StoredArray]
+) -> dict[str, StoredArray]:
+    """Return the parts that have rows, their halves exchanged. Raises UsageError."""
+    found = {part: parts[part] for part in ROWS if part in parts}
+    if DORA_SCALE in found and len(found[DORA_SCALE].codes) == 1:
+        del found[DORA_SCALE]  # a magnitude of columns
+    for part, one in found.items():
+        half = len(one.codes) // 2
+        if 2 * half < len(one.codes):
+            _refuse(what, dialect, f"halves of the rows of {part}")
+        found[part] = StoredArray.concatenate([one[half:], one[:half]])
+    return found
 
 
 def _without_zeros(piece: _Piece) -> _Piece:
@@ -216,20 +235,22 @@ def _without_zeros(piece: _Piece) -> _Piece:
 
 def _stacked(pieces: Iterable[_Piece], shapes: Shapes) -> Iterator[_Piece]:
     """Yield the pieces, with those for query, key and value of a block as one where they can be."""
-    blocks: dict[tuple[str, str], dict[str, _Piece]] = {}
+    blocks: dict[tuple[str, str, str | None], dict[str, _Piece]] = {}
     for piece in pieces:
-        block, dot, letter = piece.module.rpartition(".to_")
-        if dot and letter in _THIRDS:
-            blocks.setdefault((piece.component, block), {})[letter] = piece
+        if match := _THIRD.fullmatch(piece.module):
+            key = (piece.component, match["block"], match["added"])
+            blocks.setdefault(key, {})[match["letter"]] = piece
         else:
             yield piece
-    for (component, block), thirds in blocks.items():
-        rows = [shapes.get(f"{component}/{block}.to_{one}.weight", (0,))[0] for one in _THIRDS]
+    for (component, block, added), thirds in blocks.items():
+        names = [f"add_{one}_proj" if added else f"to_{one}" for one in _THIRDS]
+        rows = [shapes.get(f"{component}/{block}.{name}.weight", (0,))[0] for name in names]
         stacked = _stack(thirds, rows) if all(rows) else None
         if stacked is None:
             yield from thirds.values()
         else:
-            yield replace(stacked, component=component, module=f"{block}.qkv")
+            whole = "to_added_qkv" if added else "qkv"
+            yield replace(stacked, component=component, module=f"{block}.{whole}")
 
 
 def _stack(thirds: Mapping[str, _Piece], rows: list[int]) -> _Piece | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from clowder_aimage.family import flux2_names, zimage_config, zimage_names
 from clowder_aimage.family.component_names import ComponentNames, NamedComponent, find_component
+from clowder_aimage.family.name_table import TensorChange
 from clowder_aimage.family.zimage_names import BARE, MFLUX, MLX, ORIGINAL
 
 QUANTIZED = ("mlx", "mflux")  # layouts with quantized weights, in MLX's form
@@ -260,9 +261,21 @@ def refusal(names: Iterable[str]) -> str | None:
 
 
 def original_module(module: str) -> str:
-    """Return the name of a transformer's layer in the original code, given diffusers' name."""
+    """Return the name of a transformer's layer in the original code, given diffusers' name.
+
+    A layer that the original code has only stacked with others keeps its name.
+    """
     for family in FAMILIES:
         table = family.component(TRANSFORMER).dialects[ORIGINAL]
+        if table.place(module).parts > 1:
+            return module
         if (name := table.rename_module(module)) != module:
             return name
     return module
+
+
+def exchanges_halves(module: str) -> bool:
+    """Return whether the halves of a layer's rows are exchanged in the original code."""
+    name = f"{module}.weight"
+    tables = (family.component(TRANSFORMER).dialects[ORIGINAL] for family in FAMILIES)
+    return any(table.place(name).change is TensorChange.HALVES for table in tables)
