@@ -168,9 +168,10 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def described(loras: Sequence[LoraUse]) -> dict[str, list[dict[str, Any]]]:
-    """Return the field of a response that has the adapters in use; empty without any."""
-    return {"loras": [asdict(use) for use in loras]} if loras else {}
+def described(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict[str, list[Any]]:
+    """Return the fields of a response with the adapters in use, and with warnings, if any."""
+    fields = {"loras": [asdict(use) for use in loras], "warnings": [*warnings]}
+    return {name: values for name, values in fields.items() if values}
 
 
 def _short(count: int) -> str:

@@ -239,7 +239,7 @@ class OllamaGeneration:
             image=base64.b64encode(picture.data).decode(),
             **{name: getattr(picture, name) for name in ("seed", "width", "height")},
             digest=picture.digest.removeprefix("sha256:"),
-            **model_list.described(self._used),
+            **model_list.described(self._used, self._warnings),
             total_duration=time.monotonic_ns() - self._begun,
         )
 

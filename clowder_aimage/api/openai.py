@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -51,6 +51,7 @@ _PARAMS |= {"width": "size", "height": "size", "negative": "negative_prompt"}
 _MAX_IGNORED = 20  # names in a header
 
 _log = logging.getLogger("aimage.worker")
+_Learn = Callable[[GenerateRequest, Sequence[str]], None]
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
@@ -174,10 +175,8 @@ class ImageRoutes:
         }
         return web.Response(body=kept.data, content_type=kept.media_type, headers=headers)
 
-    def _events(
-        self, work: _Work, learn: Callable[[GenerateRequest], None], previews: int = 0
-    ) -> AsyncGenerator[Event, None]:
-        """Yield events until all pictures are complete; call ``learn`` with the parameters."""
+    def _events(self, work: _Work, learn: _Learn, previews: int = 0) -> AsyncGenerator[Event, None]:
+        """Yield events until all pictures are complete; ``learn`` takes what is known with the model."""
         body, selected = work.body, work.selected
 
         def make(aimage: AImage) -> GenerateRequest:
@@ -187,8 +186,8 @@ class ImageRoutes:
             check_parameters(parameters)  # before the request is queued
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
-            learn(replace(parameters, **body.finished_size(work.pictures)))
             work.warnings[:] = body.warnings(parameters, work.pictures, has_size=body.has_size)
+            learn(replace(parameters, **body.finished_size(work.pictures)), work.warnings)
             return parameters
 
         how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
@@ -202,8 +201,12 @@ class ImageRoutes:
         """Respond with all pictures at once; cancel if the client disconnects."""
         body = work.body
         pictures: list[ImageEvent] = []
-        learned: list[GenerateRequest] = []
-        events = self._events(work, learned.append)
+        more = dict[str, Any]()
+
+        def learn(parameters: GenerateRequest, warnings: Sequence[str]) -> None:
+            more.update(described(parameters.loras, warnings))
+
+        events = self._events(work, learn)
         try:
             async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
                 async for event in coming:
@@ -220,7 +223,7 @@ class ImageRoutes:
         has_links = body.response_format == "url"
         encode = partial(_answer, body, pictures, keep)
         answer = encode() if has_links else await run_generation(encode)  # links stay in the loop
-        answer |= described(learned[-1].loras)
+        answer |= more
         if work.target is not None:
             answer["output"] = await picture_output.push_events(
                 self._service, work.target, pictures, body.output_format

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clowder_aimage.api import answer_stream
@@ -69,7 +69,7 @@ def quality(body: ImageRequest) -> str:
 class PlainStream:
     """ollama's form. Steps are counted across all pictures of a request.
 
-    ``learn`` sets the parameters once the model is known; ``frames`` yields the frames of an event,
+    ``learn`` sets what is known with the model; ``frames`` yields the frames of an event,
     ``end`` those after the last picture.
     """
 
@@ -77,10 +77,10 @@ class PlainStream:
         self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
         self._digest = ""
-        self._loras: dict[str, Any] = {}
+        self._more: dict[str, Any] = {}
 
-    def learn(self, parameters: GenerateRequest) -> None:
-        self._loras = described(parameters.loras)
+    def learn(self, parameters: GenerateRequest, warnings: Sequence[str]) -> None:
+        self._more = described(parameters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
@@ -95,7 +95,7 @@ class PlainStream:
 
     def end(self) -> Iterator[bytes]:
         facts = {"created": int(time.time()), "data": self._data, "digest": self._digest}
-        yield answer_stream.frame("done", facts | self._loras)
+        yield answer_stream.frame("done", facts | self._more)
 
 
 class OpenAIStream:
@@ -104,11 +104,11 @@ class OpenAIStream:
     def __init__(self, body: ImageRequest, keep: KeepPicture, *, has_progress: bool) -> None:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
-        self._loras: dict[str, Any] = {}
+        self._more: dict[str, Any] = {}
 
-    def learn(self, parameters: GenerateRequest) -> None:
+    def learn(self, parameters: GenerateRequest, warnings: Sequence[str]) -> None:
         self._size = f"{parameters.width}x{parameters.height}"
-        self._loras = described(parameters.loras)
+        self._more = described(parameters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, QueuedEvent):
@@ -141,7 +141,7 @@ class OpenAIStream:
 
     def _completed(self, picture: ImageEvent) -> bytes:
         facts: dict[str, Any] = {"b64_json": encoded(picture)}
-        facts |= self._facts(f"{picture.width}x{picture.height}") | self._loras
+        facts |= self._facts(f"{picture.width}x{picture.height}") | self._more
         if self._body.response_format == "url":
             facts["url"] = self._keep(picture)
         return self._frame("completed", {**facts, "usage": usage()})

@@ -107,6 +107,24 @@ def test_run_omits_options_that_were_not_given(at: Callable[[ScriptedWorker], Ai
     assert f"rendering on the worker at http://{worker.host}" in said.err.splitlines()
 
 
+def test_run_shows_warnings_that_come_with_the_picture(
+    at: Callable[[ScriptedWorker], Aimage],
+) -> None:
+    def script(asked: Asked) -> Says:
+        pieces = [
+            piece.replace(b'"data":', b'"warnings": ["no effect"], "data":')
+            for piece in drawing(asked).pieces
+        ]
+        return Says(pieces, headers={"X-Aimage-Warning": "reduced"})
+
+    with ScriptedWorker(script).running() as worker:
+        said = at(worker)("run", "x", "a fox", "-n", 2, "-o", "b.png").err.splitlines()
+    assert [line for line in said if "warning" in line] == [
+        "warning: reduced",
+        "warning: no effect",
+    ]
+
+
 def test_run_sends_pictures_and_shows_warnings(at: Callable[[ScriptedWorker], Aimage]) -> None:
     def script(asked: Asked) -> Says:
         return Says(drawing(asked).pieces, headers={"X-Aimage-Warning": "the image is reduced"})

@@ -239,6 +239,7 @@ def test_a_header_names_what_has_no_effect(
         assert status == 200, answer
         said = headers.get_all("X-Aimage-Warning", [])
         assert len(said) == len(words) and all(map(str.__contains__, said, words))
+        assert (f'"warnings": {json.dumps(said)}'.encode() in answer) == bool(words)
 
 
 def test_a_header_of_ollamas_api_names_what_has_no_effect(worker: LocalWorker) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.lora_option import to_worker
-from clowder_aimage.cli.console.output import note_once
+from clowder_aimage.cli.console.output import note_once, one_line
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import StepBar
@@ -98,8 +98,7 @@ class _Run:
         for kind, value in events:
             if kind == "open":
                 self._check_model(value)
-                for warning in value.get(_WARNING, "").splitlines():
-                    note_once(f"warning: {warning}")
+                _warn(value.get(_WARNING, "").splitlines())
                 if index == 0:
                     on_accepted()
             elif kind == "pull":
@@ -107,6 +106,7 @@ class _Run:
             elif kind == "progress":
                 self._show_steps(value, index)
             elif kind == "done":
+                _warn(value.get("warnings"))  # of a model that was pulled first
                 return _decoded(value, self._kind)
         raise NetworkError(
             f"the worker at {self._endpoint} disconnected before the picture was complete"
@@ -136,6 +136,11 @@ class _Run:
             progress = Progress(task, subject, unit=unit)
             self._task, self._now = task, StepBar(self._bars.enter_context(progress))
         return self._now
+
+
+def _warn(warnings: object) -> None:
+    for warning in warnings if isinstance(warnings, list) else ():
+        note_once(f"warning: {one_line(str(warning))}")
 
 
 def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]:
