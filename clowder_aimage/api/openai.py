@@ -176,7 +176,7 @@ class ImageRoutes:
         return web.Response(body=kept.data, content_type=kept.media_type, headers=headers)
 
     def _events(self, work: _Work, learn: _Learn, previews: int = 0) -> AsyncGenerator[Event, None]:
-        """Yield events until all pictures are complete; ``learn`` takes what is known with the model."""
+        """Yield events until all pictures are complete; ``learn`` takes the parameters."""
         body, selected = work.body, work.selected
 
         def make(aimage: AImage) -> GenerateRequest:
