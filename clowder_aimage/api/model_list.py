@@ -170,7 +170,10 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
 
 def described(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return the fields of a response with the adapters in use, and with warnings, if any."""
-    fields = {"loras": [asdict(use) for use in loras], "warnings": [*warnings]}
+    fields: dict[str, list[Any]] = {
+        "loras": [asdict(use) for use in loras],
+        "warnings": [*warnings],
+    }
     return {name: values for name, values in fields.items() if values}
 
 
