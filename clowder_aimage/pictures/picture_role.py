@@ -34,18 +34,16 @@ def assign_role(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
     They are its ``image``, or ``references`` if there are several.
 
     Raises:
-        UsageError: There are too many, or a parameter does not apply to references.
+        UsageError: There are too many, or a parameter does not apply to a model that edits.
     """
     image = parameters.get("image")
     images = (image,) if image else tuple(parameters.get("references") or ())
     _check_count(model, len(images))
-    if not (images and most_references(model.properties)):
+    if not most_references(model.properties):
         return {**parameters, "image": images[0] if images else None, "references": ()}
-    for name in OF_IMAGES:
+    for name in (*OF_IMAGES, "control"):
         if parameters.get(name):
-            raise UsageError(
-                f"{name} cannot be used: {_kind(model)} edits pictures, and begins with none"
-            )
+            raise UsageError(f"{name} cannot be used: {_kind(model)} only edits pictures")
     return {**parameters, "image": None, "references": images}
 
 

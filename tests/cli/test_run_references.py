@@ -88,6 +88,7 @@ def test_replay_names_references_that_are_missing(stored: Aimage, made: Path) ->
     [
         (("--image", "a.png", "--strength", 0.5), "strength cannot be used: Flux2KleinPipeline"),
         (("--image", "a.png", "--mask", "a.png"), "mask cannot be used: Flux2KleinPipeline"),
+        (("--control", "a.png"), "control cannot be used: Flux2KleinPipeline only edits pictures"),
         ((*BOTH, "--upscale", 2), "--upscale applies to one --image: several are edited"),
         ((*BOTH, *BOTH, "--image", "a.png"), "--image is given 5 times: at most 4 pictures"),
         ((*BOTH, "--image", "-", "--image", "-"), "--image and --image read stdin"),

@@ -95,7 +95,7 @@ def test_run_sends_several_pictures(worker: LocalWorker) -> None:
     assert len(facts["references"]) == 2 and pixels.shape == (80, 64, 3)
     assert (load_picture(worker.aimage.home / "here.png")[0] == pixels).all()
     said = there(*run, "--image", "a.png", "--strength", 0.5, code=2).err
-    assert "strength cannot be used: Flux2KleinPipeline edits pictures" in said
+    assert "strength cannot be used: Flux2KleinPipeline only edits pictures" in said
 
 
 def test_lists_of_all_kinds_give_the_same_picture(worker: LocalWorker, tmp_path: Path) -> None:
@@ -131,13 +131,14 @@ def test_edits_are_streamed_with_previews(worker: LocalWorker) -> None:
     [
         ({"image": URLS, "strength": 0.5}, "strength", "cannot be used: Flux2KleinPipeline"),
         ({"image": URLS[:1], "mask": URLS[0]}, "mask", "cannot be used: Flux2KleinPipeline"),
+        ({"control": URLS[0]}, "control", "cannot be used: Flux2KleinPipeline"),
         ({"images": URLS * 3}, "images", "must be at most 4 pictures, not 6"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(
     worker: LocalWorker, body: dict[str, Any], param: str, message: str
 ) -> None:
-    status, answer = send(worker, EDITS, **body)
+    status, answer = send(worker, "/v1/images/generations", **body)
     assert status == 400 and answer["error"]["param"] == param
     assert message in answer["error"]["message"]
 
