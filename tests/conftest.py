@@ -134,9 +134,8 @@ class _Blocks(logging.Handler):
         now = time.thread_time()
         if phase == "start":
             self._here.began = now
-        else:
-            known = [*getattr(self._here, "all", [])[-100:], (self._here.began, now)]
-            self._here.all = known
+        elif (began := getattr(self._here, "began", None)) is not None:  # after the start
+            self._here.all = [*getattr(self._here, "all", [])[-100:], (began, now)]
 
     def emit(self, record: logging.LogRecord) -> None:
         work, seconds = record.__dict__["work"], record.__dict__["seconds"]
