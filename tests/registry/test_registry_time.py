@@ -46,7 +46,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     })  # fmt: skip
     monkeypatch.setattr(repository, "STALL", 0.15)
     monkeypatch.setattr(download, "_WINDOW", 0.1)
-    monkeypatch.setattr(response, "RATE", 1 << 40)
+    monkeypatch.setattr(response.RegistryResponse.read, "__defaults__", (1 << 40,))
     skip_waiting(monkeypatch)
 
 
