@@ -130,6 +130,7 @@ class EventStream:
     async def close(self) -> web.StreamResponse:
         """End the response. Raises ConnectionResetError."""
         await self._in_time(self.response.write_eof())
+        self._request["ended"] = self.response.status
         return self.response
 
 
@@ -174,4 +175,5 @@ class NdjsonStream:
         """End the response."""
         assert self._response is not None  # noqa: S101 - every response has a line
         await self._response.write_eof()
+        self._request["ended"] = self._response.status
         return self._response

@@ -106,6 +106,9 @@ def _account(roles: Sequence[Role]) -> Middleware:
             status = response.status
             sent = 0 if request.method == "HEAD" else response.content_length or 0
             return response
+        except asyncio.CancelledError:  # a client may leave at the end, before the handler does
+            status = request.get("ended", status)
+            raise
         finally:
             resource = request.match_info.route.resource
             route = resource.canonical if resource is not None else "unknown"

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from clowder_aimage.api.answer_stream import EventStream, NdjsonStream
 from clowder_aimage.api.service import Service
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
@@ -159,6 +160,40 @@ def test_a_handler_that_fails_midway_truncates_the_response(tmp_path: Path) -> N
 
     text = talked(Routes(service, Route("GET", "/x", handler, "infer")), talk)
     assert 'route="/x"' in text
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_a_client_that_leaves_after_the_end_has_had_its_answer(
+    tmp_path: Path, is_json: bool
+) -> None:
+    """Handlers of streams clean up after the last byte."""
+    service = make_service(Settings(), ImageLayout(tmp_path / "store"), ClientOptions())
+    left = asyncio.Event()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        stream = NdjsonStream(request) if is_json else EventStream(request)
+        if isinstance(stream, EventStream):
+            await stream.open()
+            await stream.close()
+        else:
+            await stream.write({})
+            await stream.end()
+        try:
+            return await asyncio.Future()
+        finally:
+            left.set()
+
+    async def talk(client: Any) -> str:
+        answer = await client.get("/x")
+        await answer.read()
+        await client.close()
+        await left.wait()
+        while 'route="/x"' not in (text := service.metrics.text().decode()):
+            await asyncio.sleep(0)
+        return str(text)
+
+    text = talked(Routes(service, Route("GET", "/x", handler, "infer")), talk)
+    assert 'code="200"' in text and "499" not in text
 
 
 def test_error_messages_contain_no_local_paths() -> None:
