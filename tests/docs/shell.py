@@ -21,7 +21,7 @@ from tests.process import spawn
 from tests.real_registry import PASSWORD
 
 PROGRAM = Path(sys.executable).with_name("aimage")
-TIMEOUT = 180  # seconds for a document
+TIMEOUT = 400  # seconds for a document, on a busy machine under coverage
 WORKER = ":11434"  # the address of a worker in documents, and the default
 NODE = ":8050"  # the same for a node
 # Commands that do not exit. Their first output means that they are ready.
