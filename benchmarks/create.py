@@ -1,6 +1,7 @@
 """Measure ``aimage create`` against a lower bound: ``python benchmarks/create.py``.
 
     python benchmarks/create.py [--gib 2] [--shards 8] [--runs 5] [--quantize] [--directory DIR]
+    python benchmarks/create.py --all-in-one [--gib 2] [--runs 5] [--directory DIR]
 
 The benchmark creates a Z-Image directory whose transformer has ``--gib`` GiB of random BF16 in
 shards. Each round runs each of these in a separate process, on an idle disk:
@@ -11,7 +12,9 @@ create    ``aimage create`` into a new store, which is synced as well
 
 ``--quantize`` adds two rows: ``aimage create --quantize int8``, and MLX's own quantization of the
 same tensors, evaluated one after the other on the CPU, in three parts: reading, quantizing, and
-both. Figures are medians; rounds are interleaved. Peak memory is that of the process, as the
+both. With ``--all-in-one`` the model is a single file for ComfyUI instead: a transformer of the
+widths of Z-Image-Turbo, with the stacked projections that ``create`` divides, a small text encoder
+and the VAE. Figures are medians; rounds are interleaved. Peak memory is that of the process, as the
 kernel reports it for children that have ended.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -28,15 +32,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from clowder_aimage.family.image_family import Z_IMAGE, LayoutPart
+from clowder_aimage.family.name_table import TensorChange
 from clowder_aimage.tensor import encode_header
 
 MIB = 1024 * 1024
 DIM, HIDDEN = 3840, 10240  # of Z-Image-Turbo
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny"
+WEIGHTS = "transformer/*.safetensors"
 SPAWN = multiprocessing.get_context("spawn")
 
 FLOOR = """
@@ -98,16 +107,46 @@ def make_model(directory: Path, size: int, shards: int) -> None:
             left -= 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)
             number += 1
         weight_map |= dict.fromkeys((tensor[0] for tensor in tensors), name)
-        _write(place / name, tensors)
+        _write(place / name, tensors, shard)
     index = {"metadata": {}, "weight_map": weight_map}
     (place / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _write(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+def make_file(directory: Path, size: int) -> None:
+    """Create a file for ComfyUI with at least ``size`` bytes of weights, beside its tokenizer."""
+    shutil.copytree(TINY / "tokenizer", directory / "tokenizer")
+    configs: dict[str, dict[str, Any]] = {
+        name: json.loads((TINY / name / "config.json").read_text())
+        for name in ("transformer", "text_encoder", "vae")
+    }
+    configs["transformer"] |= {"dim": DIM, "n_heads": 30, "n_layers": 0}
+    configs["vae"] |= {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2}
+    (file,) = Z_IMAGE.layouts["comfyui-all-in-one"]
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    while sum(2 * math.prod(shape) for _, _, shape in tensors) < size:
+        configs["transformer"]["n_layers"] += 1
+        tensors = [tensor for part in file.parts for tensor in _stack(part, configs)]
+    _write(directory / "z_image.safetensors", tensors)
+
+
+def _stack(
+    part: LayoutPart, configs: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield the tensors of a component in a file."""
+    component = Z_IMAGE.component(part.component)
+    shapes = component.shapes(configs[part.component])
+    for name, members in component.dialects[part.dialect].invert(shapes).items():
+        own = [shapes[member] for member, _ in members]
+        shape = (sum(one[0] for one in own), *own[0][1:])
+        is_kernel = members[0][1].change is TensorChange.UNIT_KERNEL
+        yield part.prefix + name, "BF16", (*shape, 1, 1) if is_kernel else shape
+
+
+def _write(path: Path, tensors: list[tuple[str, str, tuple[int, ...]]], seed: int = 0) -> None:
     """Write random numbers with the distribution of weights."""
     import numpy as np
 
-    rng = np.random.default_rng(int(path.name.split("-")[1]))
+    rng = np.random.default_rng(seed)
     with path.open("wb") as file:
         file.write(encode_header(tensors))
         for _, _, shape in tensors:
@@ -137,14 +176,19 @@ def run(row: Row, command: list[str], place: Path) -> str:
 
 
 def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bool) -> None:
-    """Print the table of one size."""
+    """Print the table of one size; without shards, that of a file for ComfyUI."""
     model = directory / f"model-{gib}"
     shutil.rmtree(model, ignore_errors=True)
-    making = SPAWN.Process(target=make_model, args=(model, int(gib * 1024 * MIB), shards))
+    size = int(gib * 1024 * MIB)
+    making = (
+        SPAWN.Process(target=make_model, args=(model, size, shards))
+        if shards
+        else SPAWN.Process(target=make_file, args=(model, size))
+    )
     making.start()  # a child's peak memory starts with its parent's: ours must stay small
     making.join()
     assert making.exitcode == 0
-    paths = [str(path) for path in sorted((model / "transformer").glob("*.safetensors"))]
+    paths = [str(path) for path in sorted(model.glob(WEIGHTS if shards else "*.safetensors"))]
     place = directory / "made"
     aimage = [sys.executable, "-m", "clowder_aimage.cli", "-q", "--store", str(place), "create"]
     rows: dict[str, Row] = {}
@@ -168,7 +212,8 @@ def measure(directory: Path, gib: float, shards: int, runs: int, *, quantize: bo
 
 def show(rows: dict[str, Row], gib: float, shards: int) -> None:
     """Print the table; ratios are to the floor, and of quantizing to MLX's own."""
-    print(f"\n| {gib} GiB in {shards} shards | s, median | least | ratio | peak MiB |")
+    files = f"{shards} shards" if shards else "one file for ComfyUI"
+    print(f"\n| {gib} GiB in {files} | s, median | least | ratio | peak MiB |")
     print("|---|---|---|---|---|")
     own = rows.get("MLX, quantize alone")
     for name, found in rows.items():
@@ -185,17 +230,21 @@ def main() -> None:
     )
     parser.add_argument("--gib", default="2", help="sizes, such as 1,2,4")
     parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--all-in-one", action="store_true", help="a single file for ComfyUI")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--quantize", action="store_true")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
+    if options.all_in_one and options.quantize:
+        parser.error("--quantize is measured with shards")
+    shards = 0 if options.all_in_one else options.shards
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
         for gib in options.gib.split(","):
-            measure(directory, float(gib), options.shards, options.runs, quantize=options.quantize)
+            measure(directory, float(gib), shards, options.runs, quantize=options.quantize)
 
 
 if __name__ == "__main__":
