@@ -43,6 +43,7 @@ class ImageFamily:
     has patterns of tensor names, and what the file is that has them. ``layouts`` maps a layout to
     its weight files; ``configs`` maps it to the names of the components' configs, where it has
     some, and ``mlx_config`` returns MLX's own for a transformer's config and a precision.
+    ``tokens`` are special tokens of its tokenizer.
     ``agreements`` are pairs of component and field, of which the first is the second one times a
     factor.
     """
@@ -57,6 +58,7 @@ class ImageFamily:
     agreements: tuple[tuple[tuple[str, str], tuple[str, str], int], ...]
     configs: Mapping[str, str] = field(default_factory=dict)
     mlx_config: Callable[[Mapping[str, Any], str], dict[str, Any]] = lambda *_: {}
+    tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")  # of Qwen
 
     def component(self, name: str) -> ComponentNames:
         """Return the component called ``name``."""

@@ -26,7 +26,7 @@ from clowder_aimage.formats.family_weights import FamilyWeights, counted, read_f
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.formats.stored_weights import StoredLayer
-from clowder_aimage.formats.tokenizer_size import token_count
+from clowder_aimage.formats.tokenizer_size import token_count, token_names
 from clowder_aimage.oci import mediatype, read_json
 from clowder_aimage.tensor.weight import Weight, by_name, plain
 
@@ -74,8 +74,11 @@ def take(path: Path, like: LikeModel | None = None) -> Inventory:
     found: dict[str, FamilyWeights] = {}
     for one in read_family(path):
         if (other := found.setdefault(one.component.name, one)) is not one:
+            where = (
+                f"{one.path} has" if other.path == one.path else f"{other.path} and {one.path} have"
+            )
             raise UsageError(
-                f"{other.path} and {one.path} are both a {one.component.name}",
+                f"{where} the {one.component.name}s of two models",
                 hint="keep only the files of one model in the directory",
             )
     return _FamilyModel(path, found, like).inventory()
@@ -240,15 +243,18 @@ class _FamilyModel:
         return by_name(replace(w, name=w.name.removeprefix(component.base)) for w in weights)
 
     def _known(self, found: FamilyWeights, weights: Sequence[Weight]) -> tuple[StoredLayer, ...]:
-        """Return the headers of the other model's files if they are those of the same tensors."""
+        """Return the other model's files, with headers, if its tensors are the same."""
         if self._like is None:
             return ()
         name = found.component.name
         theirs = self._like.weights(name).values()
         if _outline(theirs, found.component) != _outline(weights, found.component):
             return ()
-        kind = mediatype.AIMAGE_HEADER
-        return tuple(x for x in self._like.part(name) if x.layer.descriptor.media_type == kind)
+        return tuple(
+            one
+            for one in self._like.part(name)
+            if not one.layer.is_tensor and one.layer.name != f"{name}/config.json"
+        )
 
     def _scheduler(self) -> Component:
         name = f"{SCHEDULER}/{_SCHEDULER_FILE}"
@@ -278,6 +284,11 @@ class _FamilyModel:
             raise FormatError(
                 f"the tokenizer has {count} tokens, and the text encoder {rows}: they belong to "
                 "different models"
+            )
+        if not token_names(data).issuperset(self._family.tokens):
+            raise FormatError(
+                f"the tokenizer is that of another family: {self._family.title} requires "
+                f"the tokens {', '.join(self._family.tokens)}"
             )
         return Component(TOKENIZER, library, class_name, (), files, {}, stored=stored)
 

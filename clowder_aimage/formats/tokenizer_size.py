@@ -1,4 +1,4 @@
-"""Number of tokens of a tokenizer, from its files (tokenizers: ``tokenizer.json``)."""
+"""Tokens of a tokenizer, from its files (tokenizers: ``tokenizer.json``)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,30 @@ def token_count(files: Mapping[str, bytes]) -> int:
             value = read_json(files[name], name, MAX_JSON)
             return max(_ids(value if isinstance(value, dict) else {}, name), default=-1) + 1
     return 0
+
+
+def token_names(files: Mapping[str, bytes]) -> set[str]:
+    """Return the tokens of ``tokenizer.json``, else of the files of a vocabulary and its additions.
+
+    Raises:
+        FormatError: A file is not JSON.
+    """
+    found: set[str] = set()
+    older = ("vocab.json", "added_tokens.json", "tokenizer_config.json")
+    for name in ("tokenizer.json",) if "tokenizer.json" in files else older:
+        value = read_json(files.get(name, b"{}"), name, MAX_JSON)
+        if not isinstance(value, dict):
+            continue
+        if name in older[:2]:
+            found.update(value)
+        model, decoder = value.get("model"), value.get("added_tokens_decoder")
+        vocabulary = model.get("vocab") if isinstance(model, dict) else None
+        found.update(vocabulary if isinstance(vocabulary, dict) else ())
+        added = decoder.values() if isinstance(decoder, dict) else value.get("added_tokens")
+        for token in added if isinstance(added, Iterable) else ():
+            if isinstance(token, dict) and isinstance(token.get("content"), str):
+                found.add(token["content"])
+    return found
 
 
 def _ids(value: Mapping[str, Any], name: str) -> Iterable[int]:

@@ -174,7 +174,7 @@ def test_missing_pad_tokens_are_told(family: FamilyStore, tmp_path: Path) -> Non
 def test_two_models_in_a_directory_are_refused(family: FamilyStore, tmp_path: Path) -> None:
     root = shutil.copytree(family.path("comfyui"), tmp_path / "two")
     shutil.copy(root / "vae/ae.safetensors", root / "vae/other.safetensors")
-    with pytest.raises(UsageError, match="are both a vae"):
+    with pytest.raises(UsageError, match="have the vaes of two models"):
         family.create("two", root)
     (root / "vae/other.safetensors").write_bytes((root / "vae/ae.safetensors").read_bytes()[:-9])
     with pytest.raises(FormatError, match="is damaged"):
@@ -195,6 +195,23 @@ def test_quantized_mlx_files_are_read(family: FamilyStore, tmp_path: Path) -> No
     made = family.create("quantized", root)
     layer = made.aimage.layer(f"transformer/{name}.weight")
     assert (layer.dtype, layer.shape) == ("int8", (48, 128))
+
+
+def test_a_tokenizer_of_another_family_is_refused(family: FamilyStore, tmp_path: Path) -> None:
+    path = sized(tmp_path) / "tokenizer/tokenizer.json"
+    before = set(family.store.root.rglob("*"))
+    path.write_bytes(path.read_bytes().replace(b"<|im_start|>", b"<start_of_turn>"))
+    with pytest.raises(FormatError, match="the tokenizer is that of another family"):
+        family.create("other", tmp_path, like=None)
+    vocabulary = json.loads(path.read_bytes())["model"]["vocab"]
+    path.unlink()
+    (path.parent / "vocab.json").write_text(json.dumps(vocabulary))
+    (path.parent / "merges.txt").write_text("")
+    with pytest.raises(FormatError, match="the tokenizer is that of another family"):
+        family.create("other", tmp_path, like=None)
+    assert set(family.store.root.rglob("*")) == before
+    (path.parent / "added_tokens.json").write_text('{"<|im_start|>": 262, "<|im_end|>": 263}')
+    assert family.create("older", tmp_path, like=None).aimage.properties["family"] == "z-image"
 
 
 def test_only_another_layout_is_completed(family: FamilyStore) -> None:
