@@ -20,4 +20,4 @@ def test_a_picture_of_flux2_is_replayed(aimage: Callable[..., Aimage], tmp_path:
     run("run", "--local", "flux", "a fox", "--size", "32x48", "--seed", 7, "-o", "one.png")
     assert run("replay", "one.png").line == "equal"
     said = run("run", "--local", "flux", "a fox", "--image", "one.png", code=2).err
-    assert "give the picture as a reference" in said
+    assert "a reference picture has 32 x 48 pixels: each side must have at least 64" in said
