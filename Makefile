@@ -2,12 +2,13 @@
 #
 #   make demo PYTHON=python3.12      with another Python (3.11 or newer)
 #   make test VENV=/tmp/venv         in another virtual environment
-#   make test WORKERS=2              with two workers instead of one for each core
+#   make test WORKERS=2              with two workers instead of one more than cores
 #   make test ARGS='-k layout'       with more arguments for pytest
 
 PYTHON  ?= python3
 VENV    ?= .venv
-WORKERS ?= auto
+# Many tests wait for other processes.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 ARGS    ?=
 
 BIN     := $(VENV)/bin
