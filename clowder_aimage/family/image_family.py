@@ -131,6 +131,12 @@ _DIT = ComponentNames(
     spared=("x_pad_token", "cap_pad_token"),
     sizes=("dim", "n_heads", "n_layers", "n_refiner_layers", "cap_feat_dim", "in_channels"),
 )
+_TEXT = LayoutPart("text_encoder", "diffusers")
+_ALL_IN_ONE = (
+    LayoutPart(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
+    LayoutPart("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
+    LayoutPart("vae", ORIGINAL, "vae."),
+)
 Z_IMAGE = ImageFamily(
     name="z-image",
     title="Z-Image",
@@ -154,24 +160,13 @@ Z_IMAGE = ImageFamily(
             LayoutFile(
                 "diffusion_models/z_image.safetensors", (LayoutPart(TRANSFORMER, ORIGINAL),)
             ),
-            LayoutFile(
-                "text_encoders/qwen_3_4b.safetensors", (LayoutPart("text_encoder", "diffusers"),)
-            ),
+            LayoutFile("text_encoders/qwen_3_4b.safetensors", (_TEXT,)),
             LayoutFile("vae/ae.safetensors", (LayoutPart("vae", ORIGINAL),)),
         ),
-        "comfyui-all-in-one": (
-            LayoutFile(
-                "checkpoints/z_image.safetensors",
-                (
-                    LayoutPart(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
-                    LayoutPart("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
-                    LayoutPart("vae", ORIGINAL, "vae."),
-                ),
-            ),
-        ),
+        "comfyui-all-in-one": (LayoutFile("checkpoints/z_image.safetensors", _ALL_IN_ONE),),
         "mlx": (
             LayoutFile("weights.safetensors", (LayoutPart(TRANSFORMER, MLX),)),
-            LayoutFile("text_encoder.safetensors", (LayoutPart("text_encoder", "diffusers"),)),
+            LayoutFile("text_encoder.safetensors", (_TEXT,)),
             LayoutFile("vae.safetensors", (LayoutPart("vae", MLX),)),
         ),
         "mflux": (
@@ -187,7 +182,6 @@ Z_IMAGE = ImageFamily(
     configs={"mlx": "{}_config.json", "mflux": "{}/config.json"},
     mlx_config=zimage_config.mlx_config,
 )
-_TEXT = LayoutPart("text_encoder", "diffusers")
 FLUX_2 = ImageFamily(
     name="flux2",
     title="FLUX.2 [klein]",
@@ -211,16 +205,7 @@ FLUX_2 = ImageFamily(
             LayoutFile("text_encoders/qwen_3_4b.safetensors", (_TEXT,)),
             LayoutFile("vae/flux2-vae.safetensors", (LayoutPart("vae", ORIGINAL),)),
         ),
-        "comfyui-all-in-one": (
-            LayoutFile(
-                "checkpoints/flux2.safetensors",
-                (
-                    LayoutPart(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
-                    LayoutPart("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
-                    LayoutPart("vae", ORIGINAL, "vae."),
-                ),
-            ),
-        ),
+        "comfyui-all-in-one": (LayoutFile("checkpoints/flux2.safetensors", _ALL_IN_ONE),),
     },
     agreements=(
         ((TRANSFORMER, "joint_attention_dim"), ("text_encoder", "hidden_size"), 3),

@@ -69,16 +69,6 @@ class Flux2KleinPipeline(FlowPipeline):
         is_distilled = index.boolean("is_distilled", False)
         return {**super().parts(components, request), "is_distilled": is_distilled}
 
-    @property
-    def transformer(self) -> Transformer:
-        """Return the transformer, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.transformer_module.get()
-
-    @property
-    def vae(self) -> Vae:
-        """Return the decoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.vae_module.get()
-
     @staticmethod
     def sides_of(transformer: TransformerConfig, vae: VaeConfig) -> Sides:  # noqa: ARG004
         return Sides(PATCH * vae.scale, _MAX_SIDE, _MAX_SIDE)
@@ -145,7 +135,7 @@ class Flux2KleinPipeline(FlowPipeline):
         cache: StepCache | None,
     ) -> mx.array:
         sigma = float(np.float32(1) - np.float32(time))
-        return -self.transformer(latents, sigma, caption, pictures, cache)
+        return -self.transformer_module.get()(latents, sigma, caption, pictures, cache)
 
     def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:  # noqa: ARG002
         return (), 0

@@ -82,16 +82,6 @@ class ZImagePipeline(FlowPipeline):
 
         return {**parts, "controls": control}
 
-    @property
-    def transformer(self) -> Transformer:
-        """Return the transformer, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.transformer_module.get()
-
-    @property
-    def vae(self) -> Vae:
-        """Return the decoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
-        return self.vae_module.get()
-
     @staticmethod
     def sides_of(transformer: TransformerConfig, vae: VaeConfig) -> Sides:
         multiple = vae.scale * PATCH
@@ -144,11 +134,11 @@ class ZImagePipeline(FlowPipeline):
         pictures: Control | None,
         cache: StepCache | None,
     ) -> mx.array:
-        given = latents, time, caption
+        transformer, given = self.transformer_module.get(), (latents, time, caption)
         hints: Callable[[], Hints] = dict
         if pictures:
-            hints = partial(pictures.hints, self.transformer, *given)
-        return self.transformer(*given, cache, hints)
+            hints = partial(pictures.hints, transformer, *given)
+        return transformer(*given, cache, hints)
 
     def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:
         if request.control is None or not self._control:
