@@ -1,0 +1,222 @@
+"""The interface of language models: requests, pieces of text, and embeddings.
+
+Nothing here imports a runtime. Requests and events are passed between processes as
+``dataclasses.asdict``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from clowder_aimage.errors import UsageError
+
+CHAT, COMPLETION, EMBEDDING = "chat", "completion", "embedding"
+TOOLS, THINKING, GRAMMAR, LOGPROBS = "tools", "thinking", "grammar", "logprobs"
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"  # reasons for the end of a text
+MAX_STOPS = 16
+MAX_STOP = 1024  # characters of a stop string
+MAX_ALTERNATIVES = 20  # of a token
+MAX_SEED = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; None has the default of the model, else of its runtime.
+
+    temperature: 0 takes the most probable token. top_k: 0 does not limit. The penalties are those
+    of OpenAI's API, ``repetition_penalty`` that of Transformers. seed: None draws one.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError."""
+        limits: dict[str, tuple[float, float]] = {
+            "temperature": (0, 100),
+            "top_p": (0, 1),
+            "top_k": (0, 1 << 31),
+            "min_p": (0, 1),
+            "repetition_penalty": (1e-3, 100),
+            "presence_penalty": (-2, 2),
+            "frequency_penalty": (-2, 2),
+            "seed": (0, MAX_SEED),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and least <= value <= most):
+                raise UsageError(f"{name} must be between {least:g} and {most:g}, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A request for text: an answer to ``messages``, or the continuation of ``prompt``.
+
+    messages: those of OpenAI's API, with texts as content: ``role``, ``content``, ``tool_calls``,
+    ``tool_call_id``, ``name``. prompt: used as it is, without a template. tools: functions that the
+    model may call, as in OpenAI's API. max_tokens: None for as many as the context has room for.
+    stop: strings that end the text and are not part of it. alternatives: the number of most
+    probable tokens that are returned for each token, with its own log probability; None for no log
+    probabilities. schema: the JSON Schema of the answer; an empty one is any JSON object. thinking:
+    the template's ``enable_thinking``; None for its default.
+    """
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompt: str | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    alternatives: int | None = None
+    schema: Mapping[str, Any] | None = None
+    thinking: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Accept the fields of ``asdict`` decoded from JSON. Raises UsageError."""
+        for name in ("messages", "tools", "stop"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.sampling, dict):
+            object.__setattr__(self, "sampling", Sampling(**self.sampling))
+        if bool(self.messages) == (self.prompt is not None):
+            raise UsageError("a request has either messages or a prompt")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if len(self.stop) > MAX_STOPS or any(not 0 < len(one) <= MAX_STOP for one in self.stop):
+            raise UsageError(f"stop has up to {MAX_STOPS} strings of 1 to {MAX_STOP} characters")
+        if self.alternatives is not None and not 0 <= self.alternatives <= MAX_ALTERNATIVES:
+            raise UsageError(f"top_logprobs must be between 0 and {MAX_ALTERNATIVES}")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A drawn token: its text and bytes, and its natural log probability, before sampling.
+
+    ``alternatives`` are the most probable tokens, without alternatives of their own.
+    """
+
+    text: str
+    data: tuple[int, ...]
+    logprob: float
+    alternatives: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """A piece of text; ``tokens`` if log probabilities were requested.
+
+    kind: "content"; "thinking" for what precedes the answer, without its marks.
+    """
+
+    text: str
+    kind: str = "content"
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function: its name, and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class TextEnd:
+    """The end of a text and its counts of tokens; ``cached_tokens`` of the prompt were known.
+
+    reason: STOP, LENGTH or TOOL_CALLS. seconds: of the prompt, then of the text.
+    """
+
+    reason: str
+    prompt_tokens: int
+    tokens: int
+    cached_tokens: int = 0
+    prompt_seconds: float = 0.0
+    seconds: float = 0.0
+
+
+TextEvent = TextPiece | ToolCall | TextEnd
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """Texts whose embeddings are requested."""
+
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Accept a list."""
+        object.__setattr__(self, "texts", tuple(self.texts))
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Embeddings of unit length in the order of the texts, and the number of their tokens."""
+
+    vectors: tuple[tuple[float, ...], ...]
+    tokens: int
+
+
+class ContextError(UsageError):
+    """A prompt has more tokens than the context of the model."""
+
+    def __init__(self, tokens: int, context: int) -> None:
+        super().__init__(f"the prompt has {tokens} tokens; the context of the model has {context}")
+        self.facts |= {"tokens": str(tokens), "context": str(context)}
+
+
+class LanguageModel(Protocol):
+    """A loaded language model, used on one thread: that which loaded it.
+
+    ``parallel`` requests can be open at once: the texts of all open generators are read in turns.
+    """
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """Return what it can do: CHAT, COMPLETION, EMBEDDING, TOOLS and so on."""
+
+    @property
+    def context(self) -> int:
+        """Return the number of tokens that a prompt and its text have together at most."""
+
+    @property
+    def parallel(self) -> int:
+        """Return the number of requests that it can serve at once."""
+
+    @property
+    def device(self) -> str:
+        """Return the device and its library in words."""
+
+    @property
+    def dtype(self) -> str:
+        """Return the type of the computation, or of the weights."""
+
+    def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
+        """Yield pieces, calls, and a TextEnd; closing the generator ends the request.
+
+        Raises at once, before the first piece:
+            ContextError: The prompt is too long.
+            UsageError: The model cannot serve the request, such as tools without a template for
+                them. The fact ``field`` names the field of the request.
+            ModelError: Its template cannot be rendered.
+        """
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Return embeddings. Raises UsageError, ContextError."""
+
+
+def require(capabilities: Sequence[str] | frozenset[str], wanted: str, field_: str) -> None:
+    """Raise UsageError, with the field of the request as a fact, if ``wanted`` is missing."""
+    if wanted not in capabilities:
+        error = UsageError(f"the model does not support {wanted}")
+        error.facts["field"] = field_
+        raise error

@@ -1,0 +1,45 @@
+"""The runtime of a language model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError
+
+if TYPE_CHECKING:
+    from clowder_aimage.content.store import BlobFiles
+    from clowder_aimage.model.text.language_model import LanguageModel
+
+MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
+_FORMATS = {"transformers": MLX_LM, "gguf": LLAMA}  # of AImages
+
+
+def runtime_of(aimage: AImage) -> str | None:
+    """Return the runtime of an AImage; None if it is not a language model."""
+    return _FORMATS.get(str(aimage.properties.get("format")))
+
+
+def load_language_model(
+    files: BlobFiles,
+    aimage: AImage,
+    *,
+    dtype: str | None = None,
+    memory: int | None = None,
+    context: int | None = None,
+    parallel: int = 1,
+) -> LanguageModel:
+    """Load a model on the calling thread, which must be the only one to use it.
+
+    dtype: "float32", "bfloat16", or None for the default of the device. memory: bytes that the
+    weights and the caches of all requests may take; None for the machine's memory. context: tokens
+    of a request at most; None for those of the model, less if the memory is insufficient. parallel:
+    requests that are served at once.
+
+    Raises:
+        UsageError: The extra of the runtime is not installed.
+        ModelError: The AImage is not a language model, or its model type is unsupported.
+        FormatError: A blob is invalid.
+        AccessError: A blob is not in the store.
+    """
+    raise ModelError("language models cannot be run yet")
