@@ -40,7 +40,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Check the ranges. Raises UsageError."""
         limits: dict[str, tuple[float, float]] = {
             "temperature": (0, 100),
             "top_p": (0, 1),
@@ -84,8 +84,9 @@ class TextRequest:
         """Accept the fields of ``asdict`` decoded from JSON. Raises UsageError."""
         for name in ("messages", "tools", "stop"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if isinstance(self.sampling, dict):
-            object.__setattr__(self, "sampling", Sampling(**self.sampling))
+        sampling: Any = self.sampling
+        if isinstance(sampling, dict):
+            object.__setattr__(self, "sampling", Sampling(**sampling))
         if bool(self.messages) == (self.prompt is not None):
             raise UsageError("a request has either messages or a prompt")
         if self.max_tokens is not None and self.max_tokens < 1:

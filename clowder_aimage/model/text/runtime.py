@@ -42,4 +42,5 @@ def load_language_model(
         FormatError: A blob is invalid.
         AccessError: A blob is not in the store.
     """
+    del files, aimage, dtype, memory, context, parallel
     raise ModelError("language models cannot be run yet")
