@@ -124,7 +124,7 @@ class OpenAIStream:
         elif isinstance(event, PreviewEvent):
             facts = {"b64_json": encoded(event), "partial_image_index": event.number}
             yield self._frame("partial_image", {**facts, **self._facts(self._size)})
-        else:
+        elif isinstance(event, ImageEvent):
             yield answer_stream.comment(f"digest {event.digest}")
             yield self._completed(event)
 

@@ -24,7 +24,8 @@ class EngineLimits:
     models; None for the machine's memory. first: the precision of variants that are used while the
     AImage is fetched, or None. load_timeout: seconds that a load may make no progress.
     cancel_timeout: seconds for a process to end a cancelled request before it is killed. lora_dir:
-    a directory of adapters, or None.
+    a directory of adapters, or None. parallel: requests that a language model serves at once.
+    context: tokens of a request to a language model at most, or None for the model's.
     """
 
     queue: int = 8
@@ -38,6 +39,8 @@ class EngineLimits:
     load_timeout: float = 300.0
     cancel_timeout: float = 30.0
     lora_dir: str | None = None
+    parallel: int = 16
+    context: int | None = None
 
 
 @dataclass(slots=True)

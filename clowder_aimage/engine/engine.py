@@ -24,6 +24,7 @@ from clowder_aimage.engine.event import (
     EventLog,
     ImageEvent,
     LoadingEvent,
+    ModelRequest,
     QueuedEvent,
     StartedEvent,
 )
@@ -39,6 +40,8 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
+from clowder_aimage.model.text.language_model import TextEnd, TextPiece, ToolCall
+from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Reference
 from clowder_aimage.telemetry import record, span
 
@@ -94,11 +97,13 @@ class Engine:
         keep_alive: float | None = None,
         pull: str = IF_MISSING,
         adapters: Mapping[int, Reference] = _NONE,
+        is_text: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
         ``make`` returns the parameters and is called once the AImage and those of ``adapters`` are
-        in the store. An error of an adapter has its index as the fact ``adapter``.
+        in the store. An error of an adapter has its index as the fact ``adapter``. ``is_text``: it
+        is for a language model, which serves several requests at once.
 
         Raises:
             BusyError, DeadlineError, StoppedError: The request was refused or ended.
@@ -107,7 +112,8 @@ class Engine:
             AImageError: An error of ``make``, of a pull or of loading.
         """
         how = encoding or PictureEncoding()
-        return self._stream(QueuedRequest(reference, make, how, keep_alive, pull, adapters))
+        request = QueuedRequest(reference, make, how, keep_alive, pull, adapters, is_text)
+        return self._stream(request)
 
     def load(
         self, reference: Reference, *, keep_alive: float | None = None, pull: str = IF_MISSING
@@ -137,12 +143,13 @@ class Engine:
             task.cancel()
             await asyncio.wait([task])
 
-    def check_room(self) -> None:
+    def check_room(self, *, is_text: bool = False) -> None:
         """Raise BusyError or StoppedError if a request would be refused now."""
         if self.is_draining:
             raise admission.ending()
         busy = sum(one.is_begun for one in self._requests)
-        idle = max(0, self.limits.models - busy)  # requests that would start at once
+        most = self.limits.models * (self.limits.parallel if is_text else 1)
+        idle = max(0, most - busy)  # requests that would start at once
         self._check_queue("waiting", self.limits.queue + idle)
 
     def refuse(self, count: int) -> BusyError:
@@ -152,7 +159,7 @@ class Engine:
         return BusyError(count, self._pace.wait(count, running))
 
     async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
-        self.check_room()
+        self.check_room(is_text=request.is_text)
         request.number, request.deadline = next(self._numbers), self.limits.deadline
         self._requests.add(request)
         self.metrics.queue.set(self.waiting)
@@ -209,7 +216,8 @@ class Engine:
         """Load a model while its blobs arrive. Raises the errors of ``make``."""
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
-        self._scheduler.prepare(request, stored, parameters)
+        if runtime_of(stored.aimage) is None:  # language models are loaded when they are complete
+            self._scheduler.prepare(request, stored, parameters)
 
     async def _fetch_adapters(self, request: QueuedRequest, emit: Emit) -> None:
         """Pull the adapters that the store lacks."""
@@ -238,12 +246,35 @@ class Engine:
             return None
 
     async def _generate(
-        self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
+        self, model: ModelSlot, request: QueuedRequest, parameters: ModelRequest, emit: Emit
     ) -> None:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
         _log.info("generating", extra={"model": str(model.reference)})
         outcome, begun = "cancelled", self._clock()
-        last = begun
+        observed = (
+            self._observed_steps(model, request, parameters, emit)
+            if isinstance(parameters, GenerateRequest)
+            else self._observed_text(model, emit)
+        )
+
+        name = model.pinned_name(request.reference)
+        try:
+            with span("generate", model=str(model.reference)):
+                await request.runner.generate(name, parameters, request.encoding, observed)
+            outcome = "done"
+        except AImageError as error:
+            outcome = "refused" if isinstance(error, UsageError) else "failed"
+            raise
+        finally:
+            if outcome == "cancelled" and request.is_interrupted:
+                outcome = "failed"
+            self._observe(model, outcome, self._clock() - begun)
+
+    def _observed_steps(
+        self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
+    ) -> Emit:
+        """Return a function that counts the events of pictures and passes them on."""
+        begun = last = self._clock()
 
         def on_event(event: Event) -> None:
             nonlocal last
@@ -259,18 +290,26 @@ class Engine:
             last = now
             emit(event)
 
-        name = model.pinned_name(request.reference)
-        try:
-            with span("generate", model=str(model.reference)):
-                await request.runner.generate(name, parameters, request.encoding, on_event)
-            outcome = "done"
-        except AImageError as error:
-            outcome = "refused" if isinstance(error, UsageError) else "failed"
-            raise
-        finally:
-            if outcome == "cancelled" and request.is_interrupted:
-                outcome = "failed"
-            self._observe(model, outcome, self._clock() - begun)
+        return on_event
+
+    def _observed_text(self, model: ModelSlot, emit: Emit) -> Emit:
+        """Return a function that counts the events of a text and passes them on."""
+        begun, is_first = self._clock(), True
+        metrics, label = self.metrics, self.metrics.model(model.reference.repository)
+
+        def on_event(event: Event) -> None:
+            nonlocal is_first
+            if is_first and isinstance(event, TextPiece | ToolCall):
+                metrics.first_tokens.observe(self._clock() - begun)
+                is_first = False
+            elif isinstance(event, TextEnd):
+                metrics.tokens.labels(label, "prompt").inc(event.prompt_tokens)
+                metrics.tokens.labels(label, "text").inc(event.tokens)
+                if event.tokens > 1 and event.seconds > 0:
+                    metrics.token_rates.observe(event.tokens / event.seconds)
+            emit(event)
+
+        return on_event
 
     def _observe(self, model: ModelSlot, outcome: str, seconds: float) -> None:
         if outcome == "done":

@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from clowder_aimage.model.pipeline import Step
+from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.model.text.language_model import (
+    EmbeddingRequest,
+    Embeddings,
+    TextEvent,
+    TextRequest,
+)
 
 MAX_EVENTS = 1000
 # Written to the log as well, since no request's log line reports them
@@ -71,7 +77,11 @@ class ImageEvent:
     facts: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
-Event = QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | Step | PreviewEvent | ImageEvent
+ModelRequest = GenerateRequest | TextRequest | EmbeddingRequest
+PictureEvent = Step | PreviewEvent | ImageEvent
+Event = (
+    QueuedEvent | PullingEvent | LoadingEvent | StartedEvent | PictureEvent | TextEvent | Embeddings
+)
 
 
 @dataclass(frozen=True, slots=True)

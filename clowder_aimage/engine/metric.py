@@ -27,6 +27,7 @@ TAG_CHECKS = ("unchanged", "moved", "refused", "failed")
 SOURCES = ("registry", "mirror", "neighbour", "cache")
 _HOSTS = 20  # registries with their own label
 _MODELS = 50  # models with their own label
+_RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -57,6 +58,14 @@ class Metrics:
         labels = ["model", "outcome"]
         self.generations = histogram(f"{name}_duration_seconds", text, labels, buckets=_LONG)
         self.steps = histogram(f"{name}_step_seconds", "Time of one step.", buckets=_SHORT)
+
+        name = "aimage_text"
+        text = "Tokens of prompts that were read and of texts that were generated."
+        self.tokens = counter(f"{name}_tokens", text, ["model", "kind"])
+        text = "Time from the start of a request to the first piece of its text."
+        self.first_tokens = histogram(f"{name}_first_token_seconds", text, buckets=_SHORT)
+        text = "Tokens per second of a text, after the first token."
+        self.token_rates = histogram(f"{name}_tokens_per_second", text, buckets=_RATES)
 
         name = "aimage_model"
         self.models = gauge(f"{name}_loaded", "Whether a model is in memory.", ["model"])

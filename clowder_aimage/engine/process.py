@@ -16,21 +16,30 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clowder_aimage.content import Lease
 from clowder_aimage.engine import frame, machine
 from clowder_aimage.errors import AImageError, ModelError, StuckError
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.process_memory import resident_memory
+from clowder_aimage.model.text.language_model import (
+    EmbeddingRequest,
+    TextEnd,
+    TextEvent,
+    TextPiece,
+    TextRequest,
+)
+from clowder_aimage.model.text.runtime import load_language_model, runtime_of
 from clowder_aimage.oci import Descriptor, Reference
 
 _INTERVAL = 1.0  # seconds between two reports of a load
-_FACTS = ("adapter", "controlnet")  # of errors, for the worker
+_FACTS = ("adapter", "controlnet", "field", "tokens", "context")  # of errors, for the worker
 _NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 
 _log = logging.getLogger("aimage.worker")
@@ -58,6 +67,7 @@ class ModelProcess:
         self._is_stuck = False  # a thread runs that cannot be ended
         self._is_complete = False  # no more blobs will arrive
         self._model: Any = None
+        self._texts: dict[int, Generator[TextEvent, None, None]] = {}  # read in turns
         self._lock = threading.Lock()  # guards the target
         self._leases = contextlib.ExitStack()
 
@@ -65,8 +75,16 @@ class ModelProcess:
         """Serve until standard input is closed."""
         threading.Thread(target=self._read, daemon=True).start()
         with self._leases:
-            while not self._is_stuck and (command := self._commands.get()) is not None:
+            while not self._is_stuck and (command := self._next()) is not None:
                 self._execute(command)
+
+    def _next(self) -> frame.Message | None:
+        """Return the next command, after turns of the open texts; None at the end."""
+        while self._texts and not self._is_stuck and self._commands.empty():
+            for number, events in [*self._texts.items()]:
+                with self._reporting_errors(number):
+                    self._advance(number, events)
+        return self._commands.get()
 
     def _read(self) -> None:
         try:
@@ -82,11 +100,17 @@ class ModelProcess:
 
     def _execute(self, command: frame.Message) -> None:
         number = command.get("id")
+        work = {"load": self._load, "embed": self._embed, "write": self._write}
+        with self._reporting_errors(number):
+            work.get(command["do"], self._generate)(command)
+        if number not in self._texts:
+            self._cancelled.discard(number or 0)
+
+    @contextlib.contextmanager
+    def _reporting_errors(self, number: int | None) -> Iterator[None]:
+        """Report the error of a request, whose text ends then, to the worker."""
         try:
-            if command["do"] == "load":
-                self._load(command)
-            else:
-                self._generate(command)
+            yield
         except BrokenPipeError:  # the worker has exited
             raise
         except AImageError as error:
@@ -99,8 +123,6 @@ class ModelProcess:
                 return
             _log_error("the model failed", error)
             self._fail(number, "ModelError", f"the model failed: {type(error).__name__}")
-        finally:
-            self._cancelled.discard(number or 0)
 
     def _fail(
         self, number: int | None, kind: str, message: str, hint: str | None = None, **facts: str
@@ -108,38 +130,53 @@ class ModelProcess:
         self._send("error", number, kind=kind, message=message, hint=hint, facts=facts)
 
     def _load(self, command: frame.Message) -> None:
-        generate = _needs_mlx()
-        from clowder_aimage.model.memory_budget import device_memory, resident_memory
-        from clowder_aimage.model.pipeline import GenerateRequest
-
-        if device_memory() is None:  # drivers of GPUs map more than there is
-            _limit_memory(machine.memory())
         manifest = Descriptor.from_json(command["manifest"], "manifest")
         store = _PinnedStore([Path(root) for root in command["roots"]], manifest)
         lease = self._leases.enter_context(store.lease())
         with self._reporting():
-            found = self._find(store, manifest, command, lease)
-            how = {"dtype": command.get("dtype"), "finder": self._finder(command)}
-            self._model = generate.load(found.files, found.stored, **how)
-            _set_memory(self._model.pipeline, command)
-            if command.get("request"):  # its texts are encoded while other blobs arrive
-                self._model.prepare(GenerateRequest(**command["request"]))
-            usual = GenerateRequest.for_model(found.stored.aimage, "")
-            memory = self._model.preload(usual)
-        model = {"device": self._model.backend, "dtype": self._model.dtype}
-        self._send("loaded", **model, memory=memory, bytes=resident_memory())
+            if "document" not in command:
+                reference = Reference.parse(command["reference"])
+                stored = find_complete(store, reference, lease)
+                if runtime_of(stored.aimage) is not None:
+                    self._load_text(store, stored, command)
+                else:
+                    self._load_pipeline(_needs_mlx().FetchedAImage(stored, store), command)
+                return
+            # the worker ends this process if the pull fails
+            arrival = store, manifest, command["document"].encode(), lease, self._is_over
+            self._load_pipeline(_needs_mlx().find_arriving(*arrival), command)
 
-    def _find(
-        self, store: LayeredStore, manifest: Descriptor, command: frame.Message, lease: Lease
-    ) -> Any:
-        """Return the AImage of a command. If it is arriving, the command has its manifest."""
+    def _load_text(self, store: LayeredStore, stored: StoredAImage, command: frame.Message) -> None:
+        """Load a language model."""
+        names = ("dtype", "context", "parallel")
+        memory = command.get("memory")
+        share = None if memory is None else memory // command["models"]
+        how = {name: command[name] for name in names if command.get(name) is not None}
+        self._model = model = load_language_model(store, stored.aimage, memory=share, **how)
+        facts = {"parallel": model.parallel, "context": model.context}
+        plan = f"a context of {model.context} tokens for each of {model.parallel} requests"
+        self._report_loaded(model.device, model.dtype, plan, **facts)
+
+    def _load_pipeline(self, found: Any, command: frame.Message) -> None:
+        """Load an image model, whose blobs may be arriving."""
         generate = _needs_mlx()
-        document = command.get("document")
-        if document is None:
-            stored = find_complete(store, Reference.parse(command["reference"]), lease)
-            return generate.FetchedAImage(stored, store)
-        # the worker ends this process if the pull fails
-        return generate.find_arriving(store, manifest, document.encode(), lease, self._is_over)
+        from clowder_aimage.model.memory_budget import device_memory
+        from clowder_aimage.model.pipeline import GenerateRequest
+
+        if device_memory() is None:  # drivers of GPUs map more than there is
+            _limit_memory(machine.memory())
+        how = {"dtype": command.get("dtype"), "finder": self._finder(command)}
+        self._model = generate.load(found.files, found.stored, **how)
+        _set_memory(self._model.pipeline, command)
+        if command.get("request"):  # its texts are encoded while other blobs arrive
+            self._model.prepare(GenerateRequest(**command["request"]))
+        usual = GenerateRequest.for_model(found.stored.aimage, "")
+        memory = self._model.preload(usual)
+        self._report_loaded(self._model.backend, self._model.dtype, memory)
+
+    def _report_loaded(self, device: str, dtype: str, memory: str, **facts: int) -> None:
+        size = resident_memory()
+        self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **facts)
 
     def _finder(self, command: frame.Message) -> Any:
         """Return what finds adapters in the stores and the directory of a command."""
@@ -156,8 +193,6 @@ class ModelProcess:
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
         """Report this process's memory periodically: it grows while a load makes progress."""
-        from clowder_aimage.model.memory_budget import resident_memory
-
         is_over = threading.Event()
 
         def report() -> None:
@@ -175,7 +210,6 @@ class ModelProcess:
 
     def _generate(self, command: frame.Message) -> None:
         from clowder_aimage.generate import describe_picture
-        from clowder_aimage.model.memory_budget import resident_memory
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.picture_facts import stated_facts
         from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Preview
@@ -203,7 +237,55 @@ class ModelProcess:
                     self._send("preview", number, data, number=event.number, picture=event.picture)
                 else:
                     self._send("step", number, **asdict(event))
-        is_cancelled = number in self._cancelled or self._is_orphaned
+        self._end(number)
+
+    def _write(self, command: frame.Message) -> None:
+        """Open the text of a request, which is read in turns with others."""
+        number: int = command["id"]
+        request = TextRequest(**command["request"])
+        if number not in self._cancelled:
+            events = self._model.generate(request)  # raises at once if it cannot be served
+            self._send("started", number)
+            self._texts[number] = events
+        else:
+            self._end(number)
+
+    def _advance(self, number: int, events: Generator[TextEvent, None, None]) -> None:
+        """Send the next event of a text."""
+        try:
+            event = None if self._is_cancelled(number) else next(events, None)
+        except BaseException:
+            self._close(number)
+            raise
+        if event is None:
+            self._close(number)
+            self._end(number)
+        elif isinstance(event, TextPiece):
+            if event.text or event.tokens:
+                more = {"tokens": [asdict(one) for one in event.tokens]} if event.tokens else {}
+                self._send("piece", number, text=event.text, kind=event.kind, **more)
+        else:
+            self._send("end" if isinstance(event, TextEnd) else "call", number, **asdict(event))
+
+    def _close(self, number: int) -> None:
+        with contextlib.suppress(Exception):  # of a library, at the end
+            self._texts.pop(number).close()
+
+    def _embed(self, command: frame.Message) -> None:
+        number: int = command["id"]
+        self._send("started", number)
+        found = self._model.embed(EmbeddingRequest(**command["request"]))
+        count = len(found.vectors)
+        self._send("vectors", number, found.pack(), count=count, tokens=found.tokens)
+        self._end(number)
+
+    def _is_cancelled(self, number: int) -> bool:
+        return number in self._cancelled or self._is_orphaned
+
+    def _end(self, number: int) -> None:
+        """Report the end of a request."""
+        is_cancelled = self._is_cancelled(number)
+        self._cancelled.discard(number)
         self._send("done", number, cancelled=is_cancelled, bytes=resident_memory())
 
     def _until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
@@ -211,7 +293,7 @@ class ModelProcess:
             return
         for event in events:
             yield event
-            if number in self._cancelled or self._is_orphaned:
+            if self._is_cancelled(number):
                 return
 
     def _send(

@@ -10,19 +10,21 @@ from datetime import UTC, datetime, timedelta
 
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import FOR_EVER, IF_MISSING, DeadlineError
+from clowder_aimage.engine.event import ModelRequest
 from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError
-from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, PictureEncoding, Step
+from clowder_aimage.model.pipeline import LoraUse, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
-MakeRequest = Callable[[AImage], GenerateRequest]
+MakeRequest = Callable[[AImage], ModelRequest]
 _HINTS = {
     "waiting": "it was still queued; try again later",
     "pulling": "the model was still being pulled; pull it first",
     "loading": "the model was still being loaded; try again, or load it first",
     "drawing": "use fewer steps or a smaller picture",
+    "writing": "request fewer tokens",
 }
 
 
@@ -30,7 +32,7 @@ _HINTS = {
 class ModelSlot:
     """A model that is or recently was in use.
 
-    ``size`` is the size of its blobs, ``current`` the request being served, ``users`` the number
+    ``size`` is the size of its blobs, ``served`` the requests being served, ``users`` the number
     of requests that wait or are being served. ``arrival`` is the part of the command to load it
     that is for a model whose blobs are still arriving. ``loras`` are the adapters of the last
     request.
@@ -45,7 +47,7 @@ class ModelSlot:
     runner: Runner | None = None
     load: asyncio.Task[Runner] | None = None
     unloading: asyncio.Task[None] | None = None  # if it was stopped during the load
-    current: object | None = None
+    served: set[QueuedRequest] = field(default_factory=set)
     loras: tuple[LoraUse, ...] = ()
     users: int = 0
     is_stopped: bool = False
@@ -68,7 +70,7 @@ class ModelSlot:
     def is_free(self) -> bool:
         """Return whether the model is in memory and can serve a request at once."""
         runner = self.runner
-        return self.current is None and runner is not None and runner.is_free
+        return runner is not None and len(self.served) < runner.parallel and runner.is_free
 
     @property
     def left(self) -> float:
@@ -93,10 +95,10 @@ class QueuedRequest:
     """A request in the engine.
 
     ``make`` returns the parameters once the AImage is in the store; it is None for a request that
-    only loads the model. ``stage`` is one of waiting, pulling, loading, drawing. ``moved`` is set
-    when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters`` are
-    the names of AImages, by the index of the adapter in the request. ``seconds``: what it will have
-    taken, estimated after each step; 0 before.
+    only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing. ``moved``
+    is set when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters``
+    are the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
+    language model. ``seconds``: what it will have taken, estimated after each step; 0 before.
     """
 
     reference: Reference
@@ -105,6 +107,7 @@ class QueuedRequest:
     keep_alive: float | None = None
     pull: str = IF_MISSING
     adapters: Mapping[int, Reference] = field(default_factory=dict)
+    is_text: bool = False
 
     number: int = 0
     stage: str = "waiting"

@@ -17,16 +17,27 @@ from signal import SIGKILL
 from clowder_aimage import errors
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import EngineLimits
-from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, StartedEvent
+from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
+from clowder_aimage.model.text.language_model import (
+    ContextError,
+    EmbeddingRequest,
+    Embeddings,
+    TextEnd,
+    TextPiece,
+    Token,
+    ToolCall,
+)
 from clowder_aimage.oci import Descriptor
 
 GRACE = 2.0  # seconds for a process to end before it is killed
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
-_LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models", "lora_dir")  # of EngineLimits
+# of EngineLimits
+_LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models", "lora_dir", "context", "parallel")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
+_EVENTS |= {"piece": TextPiece, "call": ToolCall, "end": TextEnd}
 _log = logging.getLogger("aimage.worker")
 
 
@@ -34,22 +45,29 @@ class NoMemoryError(ModelError):
     """The memory is insufficient for a model or a picture."""
 
 
-class Runner:
-    """A process with one model. Requests are served one at a time, in order.
+_Reply = tuple[frame.Message, bytes]
 
-    ``ending`` is the task that waits for the process to end a cancelled request. Lines that the
+
+class Runner:
+    """A process with one model, which serves ``parallel`` requests at once.
+
+    ``endings`` are the tasks that wait for the process to end a cancelled request. Lines that the
     process writes to standard error are logged.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, cancel_timeout: float) -> None:
         self._process, self._cancel_timeout = process, cancel_timeout
-        self._receiving: asyncio.Task[tuple[frame.Message, bytes] | None] | None = None
+        # By the number of the request; None: of the load. After the process has ended, None
+        self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
+        self._fault = ""  # of an invalid frame
         self._numbers = itertools.count(1)
         self._logging = asyncio.create_task(_log_lines(process))
         self.ended = asyncio.create_task(process.wait())
-        self.ending: asyncio.Task[None] | None = None
+        self._receiving = asyncio.create_task(self._receive_all())
+        self.endings: set[asyncio.Task[None]] = set()
         self.device = self.dtype = ""
-        self.size = 0  # bytes
+        self.size = self.context = 0  # bytes; tokens of a language model
+        self.parallel = 1
 
     @classmethod
     async def start(
@@ -93,7 +111,8 @@ class Runner:
             await runner.end(0.0)
             raise
         runner.device, runner.dtype = message["device"], message["dtype"]
-        runner.size = message["bytes"]
+        runner.size, runner.context = message["bytes"], message.get("context", 0)
+        runner.parallel = message.get("parallel", 1)
         _log.debug("memory", extra={"model": reference, "plan": message["memory"]})
         return runner
 
@@ -104,7 +123,7 @@ class Runner:
     @property
     def is_free(self) -> bool:
         """Return whether a request would be accepted now."""
-        return self.is_alive and (self.ending is None or self.ending.done())
+        return self.is_alive and len(self._replies) - 1 < self.parallel
 
     @property
     def pid(self) -> int:
@@ -113,29 +132,29 @@ class Runner:
     async def generate(
         self,
         reference: str,
-        request: GenerateRequest,
+        request: ModelRequest,
         encoding: PictureEncoding,
         on_event: Callable[[Event], None],
     ) -> None:
-        """Generate pictures; ``on_event`` is called with steps, previews and pictures.
+        """Serve a request; ``on_event`` is called with steps, pictures, or pieces of text.
 
         On cancellation, the process ends the request after the current step, and this returns at
-        once. The next request waits until the process is free, or until it was killed because the
+        once. The next request waits until the process is free, or until it was killed because a
         request did not end in time.
 
         Raises AImageError reported by the process; ModelError if the process died.
         """
-        if self.ending is not None:
-            await asyncio.wait({self.ending})
+        while self.endings and not self.is_free:
+            await asyncio.wait(self.endings, return_when=asyncio.FIRST_COMPLETED)
         number = next(self._numbers)
         is_done = False
-        facts = {"request": asdict(request), "encoding": asdict(encoding)}
-        self.send({"do": "generate", "id": number, "reference": reference, **facts})
+        self._replies[number] = asyncio.Queue()
+        self.send({"id": number, "reference": reference, **_command(request, encoding)})
         try:
             while True:
-                message, data = await self.receive()
-                if message["is"] in _EVENTS:
-                    on_event(_event(message, data))
+                message, data = await self.receive(number)
+                if (event := _event(message, data)) is not None:
+                    on_event(event)
                     continue
                 is_done = True
                 if message["is"] == "error":
@@ -146,13 +165,17 @@ class Runner:
                 return
         finally:
             if not is_done and self.is_alive:
-                self.ending = asyncio.create_task(self._cancel(number))
+                ending = asyncio.create_task(self._cancel(number))
+                self.endings.add(ending)
+                ending.add_done_callback(self.endings.discard)
+            else:
+                del self._replies[number]
 
     async def stop(self) -> None:
         """End the process, which frees all of its memory."""
         await self.end(GRACE)
-        if self.ending is not None:
-            await asyncio.wait({self.ending})
+        if self.endings:
+            await asyncio.wait(self.endings)
 
     def send(self, message: frame.Message) -> None:
         """Send a frame; if the process has exited, ``receive`` raises."""
@@ -160,25 +183,31 @@ class Runner:
         if not self._process.stdin.is_closing():
             self._process.stdin.write(frame.encode(message))
 
-    async def receive(self) -> tuple[frame.Message, bytes]:
-        """Return the next frame; after a cancellation, the next call returns it.
+    async def receive(self, number: int | None = None) -> _Reply:
+        """Return the next frame of a request, or of the load.
 
         Raises ModelError if the process has exited or sent an invalid frame.
         """
-        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
-        if self._receiving is None:
-            self._receiving = asyncio.create_task(frame.receive(self._process.stdout))
-        await asyncio.wait({self._receiving})
-        receiving, self._receiving = self._receiving, None
-        try:
-            found = receiving.result()
-        except ValueError as error:
-            await self.end(0.0)
-            raise ModelError(f"the model process sent an invalid frame: {error}") from None
-        if found is None:
-            await asyncio.wait({self.ended})
+        replies = self._replies[number]
+        if self._receiving.done() and replies.empty():
+            raise self._died()
+        if (found := await replies.get()) is None:
             raise self._died()
         return found
+
+    async def _receive_all(self) -> None:
+        """Pass each frame to its request until the process has ended."""
+        assert self._process.stdout is not None  # noqa: S101 - it is a pipe
+        try:
+            while (found := await frame.receive(self._process.stdout)) is not None:
+                if (replies := self._replies.get(found[0].get("id"))) is not None:
+                    replies.put_nowait(found)
+        except ValueError as error:
+            self._fault = f"the model process sent an invalid frame: {error}"
+            self._kill()
+        await asyncio.wait({self.ended})
+        for replies in self._replies.values():
+            replies.put_nowait(None)
 
     async def end(self, grace: float) -> None:
         """End the process within ``grace`` seconds or kill it, which frees its memory.
@@ -191,10 +220,13 @@ class Runner:
             if grace > 0:
                 await asyncio.wait({self.ended}, timeout=grace)
         finally:
-            if self.is_alive:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-        await asyncio.wait({self.ended, self._logging})
+            self._kill()
+        await asyncio.wait({self.ended, self._logging, self._receiving})
+
+    def _kill(self) -> None:
+        if self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
 
     async def _loaded(self, timeout: float) -> frame.Message:
         """Return the message that ends a load.
@@ -228,12 +260,15 @@ class Runner:
             try:
                 async with asyncio.timeout(self._cancel_timeout):
                     self.send({"do": "cancel", "id": number})
-                    while (await self.receive())[0]["is"] not in ("done", "error"):
+                    while (await self.receive(number))[0]["is"] not in ("done", "error"):
                         pass
             except TimeoutError:
                 await self.end(0.0)
+        del self._replies[number]
 
     def _died(self) -> ModelError:
+        if self._fault:
+            return ModelError(self._fault)
         how, signal = "exited", -(self._process.returncode or 0)
         if signal > 0:  # the advice is in the message, as a 5xx response has no hint
             how = f"was killed by signal {signal}, possibly for lack of memory; "
@@ -241,19 +276,36 @@ class Runner:
         return ModelError(f"the model process {how}", hint="the next request restarts it")
 
 
-def _event(message: frame.Message, data: bytes) -> Event:
+def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
+    if isinstance(request, GenerateRequest):
+        return {"do": "generate", "request": asdict(request), "encoding": asdict(encoding)}
+    do = "embed" if isinstance(request, EmbeddingRequest) else "write"
+    return {"do": do, "request": asdict(request)}
+
+
+def _event(message: frame.Message, data: bytes) -> Event | None:
+    """Return the event of a frame; None for the end of a request."""
+    if message["is"] == "vectors":
+        return Embeddings.unpack(data, message["count"], message["tokens"])
+    if (kind := _EVENTS.get(message["is"])) is None:
+        return None
     fields = {key: value for key, value in message.items() if key not in ("is", "id")}
     if data:
         fields["data"] = data
-    return _EVENTS[message["is"]](**fields)
+    if kind is TextPiece:
+        fields["tokens"] = tuple(map(Token.from_json, fields.get("tokens", ())))
+    return kind(**fields)
 
 
 def _error(message: frame.Message) -> AImageError:
     if message["kind"] == "MemoryError":
         return NoMemoryError(message["message"], hint=message["hint"])
+    facts = message.get("facts", {})
+    if message["kind"] == "ContextError":
+        return ContextError(int(facts["tokens"]), int(facts["context"]))
     kind: type[AImageError] = getattr(errors, message["kind"], ModelError)
     error = kind(message["message"], hint=message["hint"])
-    error.facts.update(message.get("facts", {}))
+    error.facts.update(facts)
     return error
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.engine.admission import EngineLimits
-from clowder_aimage.engine.event import EventLog
+from clowder_aimage.engine.event import EventLog, ModelRequest
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.engine.runner import NoMemoryError, Runner
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Digest
 
 _log = logging.getLogger("aimage.worker")
@@ -75,7 +74,7 @@ class ModelScheduler:
         return model
 
     def prepare(
-        self, request: QueuedRequest, stored: StoredAImage, parameters: GenerateRequest | None
+        self, request: QueuedRequest, stored: StoredAImage, parameters: ModelRequest | None
     ) -> None:
         """Begin to load the model of a request whose blobs are arriving, if there is room.
 
@@ -126,13 +125,12 @@ class ModelScheduler:
             return
         if request in self._queue:
             self._queue.remove(request)
-        if model.current is request:
-            model.current = None
+        model.served.discard(request)
         model.used = self._clock()
         if request.keep_alive is not None:
             model.keep_alive = request.keep_alive
-        if model.runner is not None and model.runner.ending is not None:
-            model.runner.ending.add_done_callback(lambda _: self.arrange())
+        for ending in model.runner.endings if model.runner is not None else ():
+            ending.add_done_callback(lambda _: self.arrange())
         self._forget(model)
         self.arrange()
 
@@ -147,7 +145,7 @@ class ModelScheduler:
                 self._start(request, model)
             elif model.is_ready:
                 if model.is_free and not is_full:
-                    model.current = request
+                    model.served.add(request)
                     self._start(request, model)
             elif model.load is None and not is_full:
                 is_full = not self._begin(model)
@@ -156,7 +154,7 @@ class ModelScheduler:
     def _start(self, request: QueuedRequest, model: ModelSlot) -> None:
         self._queue.remove(request)
         request.runner = model.runner
-        request.stage = "drawing"
+        request.stage = "writing" if request.is_text else "drawing"
         request.turn.set()
         request.moved.set()
 
@@ -179,7 +177,7 @@ class ModelScheduler:
         return True
 
     def _idle(self) -> ModelSlot | None:
-        return next((one for one in reversed(self.loaded()) if one.current is None), None)
+        return next((one for one in reversed(self.loaded()) if not one.served), None)
 
     def _load(self, model: ModelSlot) -> None:
         _log.info("loading", extra={"model": str(model.reference)})
@@ -245,7 +243,8 @@ class ModelScheduler:
     def _died(self, model: ModelSlot, runner: Runner) -> None:
         if model.runner is not runner:
             return  # it was unloaded
-        model.runner = model.current = None
+        model.runner = None
+        model.served.clear()
         self._metrics.evictions.labels("died").inc()
         self._events.record("evict", model=str(model.reference), reason="died")
         self._drop(model)
@@ -257,7 +256,8 @@ class ModelScheduler:
         # a second cancellation would not wait for the process
         if load is not None and not load.cancelling():
             load.cancel()
-        model.runner = model.current = None
+        model.runner = None
+        model.served.clear()
         self._drop(model)
         if runner is None:
             return load

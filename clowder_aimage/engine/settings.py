@@ -180,10 +180,13 @@ class Settings(ServerSettings):
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None
+    parallel: int = Field(default=16, ge=1, le=256)
+    context: int | None = Field(default=None, ge=16)
 
     @property
     def limits(self) -> EngineLimits:
         same = {"queue", "keep_alive", "deadline", "dtype", "text_encoder", "memory", "first"}
+        same |= {"parallel", "context"}
         place = None if self.lora_dir is None else str(self.lora_dir.absolute())
         shared = self.model_dump(include=same)
         return EngineLimits(models=self.max_models, lora_dir=place, **shared)

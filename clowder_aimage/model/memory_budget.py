@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.adaptation import Adaptation
 from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
 from clowder_aimage.model.operation import MAX_SCORES
+from clowder_aimage.model.process_memory import resident_memory
 from clowder_aimage.tensor.blas import is_fast
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
@@ -186,16 +184,6 @@ class MemoryBudget:
         yield
         peaks = self._peaks.setdefault(stage.name, {})
         peaks[pixels] = max(0, mx.get_peak_memory() - active, peaks.get(pixels, 0))
-
-
-def resident_memory() -> int:
-    """Return the resident memory of this process in bytes; its peak without /proc."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used if sys.platform == "darwin" else used * 1024
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def decoding(width: int, pixels: int, dtype: mx.Dtype) -> float:

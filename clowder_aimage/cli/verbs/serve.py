@@ -169,6 +169,17 @@ def spell(field: str) -> str:
     "--max-models", type=click.IntRange(1), help="Maximum number of loaded models. [default: 1]"
 )
 @click.option(
+    "--parallel",
+    type=click.IntRange(1, 256),
+    help="Maximum number of requests that a language model serves at once. [default: 16]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(16),
+    metavar="TOKENS",
+    help="Maximum number of tokens of a prompt and its text. [default: the model's]",
+)
+@click.option(
     "--text-encoder",
     type=click.Choice(["auto", "keep", "release"]),
     help="Keep the text encoder between prompts, or load it again. [default: auto, by --memory]",

@@ -7,6 +7,7 @@ Nothing here imports a runtime. Requests and events are passed between processes
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ MAX_SEED = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn; None has the default of the model, else of its runtime.
+    """Parameters of drawing tokens; None is the default of the model, else of its runtime.
 
     temperature: 0 takes the most probable token. top_k: 0 does not limit. The penalties are those
     of OpenAI's API, ``repetition_penalty`` that of Transformers. seed: None draws one.
@@ -109,6 +110,12 @@ class Token:
     logprob: float
     alternatives: tuple[Token, ...] = ()
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Token:
+        """Return the token of an ``asdict``."""
+        others = tuple(map(cls.from_json, value["alternatives"]))
+        return cls(value["text"], tuple(value["data"]), value["logprob"], others)
+
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
@@ -166,6 +173,18 @@ class Embeddings:
     vectors: tuple[tuple[float, ...], ...]
     tokens: int
 
+    def pack(self) -> bytes:
+        """Return the numbers in order, as 64-bit floats, little-endian."""
+        return b"".join(struct.pack(f"<{len(one)}d", *one) for one in self.vectors)
+
+    @classmethod
+    def unpack(cls, data: bytes, count: int, tokens: int) -> Embeddings:
+        """Return ``count`` packed embeddings."""
+        numbers = struct.unpack(f"<{len(data) // 8}d", data)
+        size = len(numbers) // max(1, count)
+        vectors = tuple(numbers[at * size : (at + 1) * size] for at in range(count))
+        return cls(vectors, tokens)
+
 
 class ContextError(UsageError):
     """A prompt has more tokens than the context of the model."""
@@ -203,6 +222,8 @@ class LanguageModel(Protocol):
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield pieces, calls, and a TextEnd; closing the generator ends the request.
+
+        A piece may be empty, so that other requests have their turns while a prompt is read.
 
         Raises at once, before the first piece:
             ContextError: The prompt is too long.

@@ -1,0 +1,92 @@
+"""A model process with a scripted language model, run as a module.
+
+It answers with the words of the last message, one in each turn. Some words have effects: ``fail``
+raises an error, ``crash`` ends the process, ``slow`` takes a while.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from clowder_aimage.engine import process
+from clowder_aimage.model.text.language_model import (
+    CHAT,
+    EMBEDDING,
+    LENGTH,
+    STOP,
+    ContextError,
+    EmbeddingRequest,
+    Embeddings,
+    TextEnd,
+    TextEvent,
+    TextPiece,
+    TextRequest,
+    Token,
+    ToolCall,
+)
+
+CONTEXT = 512
+
+
+class ScriptedLanguageModel:
+    """Implement LanguageModel without a network."""
+
+    capabilities = frozenset({CHAT, EMBEDDING})
+    context, device, dtype = CONTEXT, "none", "float32"
+
+    def __init__(self, parallel: int = 1) -> None:
+        self.parallel = parallel
+        self.open = 0
+
+    def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
+        words = str(request.messages[-1]["content"]).split() if request.messages else []
+        words = words or (request.prompt or "").split()
+        if len(words) > CONTEXT:
+            raise ContextError(len(words), CONTEXT)
+        return self._events(words, request)
+
+    def _events(self, words: Sequence[str], request: TextRequest) -> Any:
+        self.open += 1
+        try:
+            for word in words[: request.max_tokens]:
+                if word == "fail":
+                    raise ValueError("a secret word")
+                if word == "crash":
+                    os._exit(3)
+                if word == "slow":
+                    time.sleep(0.02)
+                if word == "call":
+                    yield ToolCall("look", '{"at": 1}')
+                    continue
+                tokens = () if request.alternatives is None else (_token(word),)
+                yield TextPiece(word + " ", "thinking" if word == "hm" else "content", tokens)
+            is_cut = request.max_tokens is not None and len(words) > request.max_tokens
+            yield TextEnd(LENGTH if is_cut else STOP, 7, len(words), 3, 0.5, 0.25)
+        finally:
+            self.open -= 1
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        vectors = tuple((float(len(text)), 0.5) for text in request.texts)
+        return Embeddings(vectors, sum(len(text.split()) for text in request.texts))
+
+
+def _token(word: str) -> Token:
+    other = Token("other", (1, 2), -2.5)
+    return Token(word, tuple(word.encode()), -0.5, (other,))
+
+
+def main() -> None:
+    """Run the process of a model with a scripted language model in its place."""
+
+    def load(*_: object, parallel: int = 1, **__: object) -> ScriptedLanguageModel:
+        return ScriptedLanguageModel(parallel)
+
+    vars(process).update(runtime_of=lambda _: "scripted", load_language_model=load)
+    process.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Texts of language models: in turns within a process, and by many clients of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine import engine, frame, runner
+from clowder_aimage.engine.admission import BusyError
+from clowder_aimage.engine.event import Event
+from clowder_aimage.engine.process import ModelProcess
+from clowder_aimage.errors import ModelError
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.model.text.language_model import (
+    ContextError,
+    EmbeddingRequest,
+    Embeddings,
+    TextEnd,
+    TextPiece,
+    TextRequest,
+    Token,
+    ToolCall,
+)
+from clowder_aimage.oci import Reference
+from tests.worker.engine_runs import NAME, played, sample, stocked, until
+from tests.worker.scripted_language_model import CONTEXT, ScriptedLanguageModel
+
+COMMAND = (sys.executable, "-m", "tests.worker.scripted_language_model")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+    return stocked(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(runner, "_COMMAND", COMMAND)
+    monkeypatch.setattr(engine, "runtime_of", lambda _: "scripted")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    yield
+
+
+def asked(text: str, **options: Any) -> TextRequest:
+    return TextRequest(({"role": "user", "content": text},), **options)
+
+
+def written(engine: Any, request: Any, name: str = "tiny") -> Any:
+    """Return the events of a request for text."""
+
+    def make(_: AImage) -> Any:
+        return request
+
+    return engine.generate(Reference.parse(name), make, is_text=True)
+
+
+async def heard(engine: Any, request: Any) -> list[Event]:
+    async with contextlib.aclosing(written(engine, request)) as events:
+        return [event async for event in events]
+
+
+def text_of(events: list[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, TextPiece))
+
+
+# -- within a process
+
+
+def replies(model: ScriptedLanguageModel, *commands: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the replies of a process with ``model`` to commands that arrive together."""
+    target = io.BytesIO()
+    process = ModelProcess(io.BytesIO(b""), target)
+    process._model = model
+    for command in commands:
+        process._execute(command)
+    process._commands.put({"do": "nothing"})  # arrives later
+    assert process._commands.get() == {"do": "nothing"}
+    while process._texts:
+        for number, events in [*process._texts.items()]:
+            with process._reporting_errors(number):
+                process._advance(number, events)
+    target.seek(0)
+    found = []
+    while (one := frame.read(target)) is not None:
+        found.append(one[0])
+    return found
+
+
+def write(number: int, text: str) -> dict[str, Any]:
+    return {"do": "write", "id": number, "request": {"prompt": text}}
+
+
+def test_texts_are_read_in_turns() -> None:
+    found = replies(ScriptedLanguageModel(2), write(1, "a b"), write(2, "c d"))
+    pieces = [one["text"] for one in found if one["is"] == "piece"]
+    assert pieces == ["a ", "c ", "b ", "d "]
+    assert [one["id"] for one in found if one["is"] == "done"] == [1, 2]
+
+
+def test_an_error_ends_only_its_own_text() -> None:
+    model = ScriptedLanguageModel(2)
+    found = replies(model, write(1, "a fail"), write(2, "c d"))
+    (error,) = [one for one in found if one["is"] == "error"]
+    assert (error["id"], error["kind"]) == (1, "ModelError") and "secret" not in str(error)
+    assert [one["text"] for one in found if one.get("id") == 2 and one["is"] == "piece"] == [
+        "c ",
+        "d ",
+    ]
+    assert model.open == 0
+
+
+# -- by clients of an engine
+
+
+def test_all_events_of_a_text_arrive(store: LayeredStore) -> None:
+    async def play(engine: Any) -> list[Any]:
+        one = await heard(engine, asked("hm so call it", alternatives=1))
+        two = await heard(engine, asked("one two three", max_tokens=2))
+        three = await heard(engine, EmbeddingRequest(("ab", "c d")))
+        rates = [
+            sample(engine, "aimage_text_tokens_total", model="tiny", kind=kind)
+            for kind in ("prompt", "text")
+        ]
+        return [one, two, three, rates]
+
+    one, two, three, rates = played(store, play)
+    pieces = [event for event in one if isinstance(event, TextPiece)]
+    assert [(piece.text, piece.kind) for piece in pieces][:2] == [
+        ("hm ", "thinking"),
+        ("so ", "content"),
+    ]
+    other = Token("other", (1, 2), -2.5)
+    assert pieces[0].tokens == (Token("hm", (104, 109), -0.5, (other,)),)
+    assert ToolCall("look", '{"at": 1}') in one
+    assert one[-1] == TextEnd("stop", 7, 4, 3, 0.5, 0.25)
+    assert text_of(two) == "one two " and two[-1].reason == "length"
+    assert three[-1] == Embeddings(((2.0, 0.5), (3.0, 0.5)), 3)
+    assert rates == [14, 7]
+
+
+def test_twenty_clients_at_once_are_served_in_turns(store: LayeredStore) -> None:
+    """All begin before the first ends; the 21st waits, and is served."""
+    words = " ".join(["slow", *map(str, range(20))])
+
+    async def play(engine: Any) -> Any:
+        begun, ended = list[int](), list[int]()
+
+        async def client(number: int) -> str:
+            events = list[Event]()
+            async with contextlib.aclosing(written(engine, asked(f"{words} {number}"))) as coming:
+                async for event in coming:
+                    if isinstance(event, TextPiece) and not text_of(events):
+                        begun.append(len(ended))
+                    events.append(event)
+            ended.append(number)
+            return text_of(events)
+
+        texts = await asyncio.gather(*map(client, range(21)))
+        return texts, begun
+
+    texts, begun = played(store, play, parallel=20, queue=2)
+    assert texts == [f"{words} {number} " for number in range(21)]
+    assert begun[:20] == [0] * 20 and begun[20] > 0
+
+
+def test_more_requests_than_there_is_room_for_are_refused(store: LayeredStore) -> None:
+    async def play(engine: Any) -> list[Any]:
+        clients = (heard(engine, asked("slow " * 20)) for _ in range(6))
+        return await asyncio.gather(*clients, return_exceptions=True)
+
+    outcomes = played(store, play, parallel=2, queue=1)
+    refused = [one for one in outcomes if isinstance(one, BaseException)]
+    assert len(refused) == 3 and all(isinstance(one, BusyError) for one in refused)
+
+
+def test_a_client_that_leaves_ends_only_its_own_text(store: LayeredStore) -> None:
+    async def play(engine: Any) -> str:
+        other = asyncio.create_task(heard(engine, asked("slow " * 50)))
+        async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
+            async for event in events:
+                if isinstance(event, TextPiece):
+                    break
+        (model,) = engine.loaded()
+        await until(lambda: not model.runner.endings)
+        assert model.users == 1 and not other.done()
+        return text_of(await other)
+
+    assert played(store, play, parallel=2) == "slow " * 50
+
+
+def test_a_crash_fails_the_requests_of_that_process_only(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
+        first = asyncio.create_task(heard(engine, asked("slow " * 100)))
+        await until(lambda: engine.loaded())
+        with pytest.raises(ModelError, match="exited"):
+            await heard(engine, asked("crash"))
+        with pytest.raises(ModelError, match="exited"):
+            await first
+        return text_of(await heard(engine, asked("again")))
+
+    assert played(store, play, parallel=2) == "again "
+
+
+def test_errors_keep_their_facts(store: LayeredStore) -> None:
+    async def play(engine: Any) -> Any:
+        with pytest.raises(ContextError) as found:
+            await heard(engine, asked("a " * (CONTEXT + 1)))
+        return found.value.facts
+
+    assert played(store, play) == {"tokens": str(CONTEXT + 1), "context": str(CONTEXT)}
+
+
+def test_a_stop_ends_all_texts(store: LayeredStore) -> None:
+    async def play(engine: Any) -> list[Any]:
+        clients = [asyncio.create_task(heard(engine, asked("slow " * 500))) for _ in range(3)]
+        await until(lambda: engine.loaded() and len(engine.loaded()[0].served) == 3)
+        assert await engine.stop(NAME)
+        return await asyncio.gather(*clients, return_exceptions=True)
+
+    outcomes = played(store, play, parallel=4)
+    assert [type(one).__name__ for one in outcomes] == ["StoppedError"] * 3
