@@ -107,8 +107,9 @@ dist: $(TOOLS)/.installed
 LOCK    := $(TOOLS)/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
 	  --generate-hashes --no-header
 lock: $(TOOLS)/.installed
-	$(LOCK) pyproject.toml --extra mlx --extra worker --extra zstd -o $(IMAGES)/requirements.lock
-	$(LOCK) pyproject.toml $(IMAGES)/cuda.in --extra worker --extra zstd \
+	$(LOCK) pyproject.toml --extra text --extra llama --extra worker --extra zstd \
+	  -o $(IMAGES)/requirements.lock
+	$(LOCK) pyproject.toml $(IMAGES)/cuda.in --extra llama --extra worker --extra zstd \
 	  -o $(IMAGES)/requirements-cuda.lock
 	$(LOCK) $(IMAGES)/build.in -o $(IMAGES)/requirements-build.lock
 
