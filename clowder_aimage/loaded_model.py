@@ -279,6 +279,7 @@ def load(
         from clowder_aimage import generate
         from clowder_aimage.adapter_source import AdapterFinder
         from clowder_aimage.engine import machine
+        from clowder_aimage.engine.local_fetch import fetch
         from clowder_aimage.model.memory_budget import KEEP, device_memory
         from clowder_aimage.model.pipeline import GenerateRequest
     except ModuleNotFoundError as error:
@@ -294,7 +295,7 @@ def load(
             connect()
         counter = ProgressCounter(progress)
         on_event = counter.on_event
-        with generate.fetch(layout, reference, connect, lease, on_event=on_event) as found:
+        with fetch(layout, reference, connect, lease, on_event=on_event) as found:
             finder = AdapterFinder(layout, partial(_open, layout, lease, connect), has_files=True)
             loaded = generate.load(found.files, found.stored, dtype=dtype, finder=finder)
             loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())

@@ -82,10 +82,17 @@ def dialect_cache() -> DialectCache:
     """Return the cache of refused dialects in the platform's state directory."""
     from clowder_aimage.registry import DialectCache
 
+    return DialectCache(_state_directory() / "registries.json")
+
+
+def history_file() -> Path:
+    """Return the file of the prompts that were typed, in the platform's state directory."""
+    return _state_directory() / "prompts"
+
+
+def _state_directory() -> Path:
     name = "aimage-state" if sys.platform == "darwin" else "aimage"  # a sibling of the store
-    return DialectCache(
-        _platform_directory("XDG_STATE_HOME", ".local/state", name) / "registries.json"
-    )
+    return _platform_directory("XDG_STATE_HOME", ".local/state", name)
 
 
 def config_file() -> Path:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 27), and the coverage of
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 31), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_280, 97),
+    ".": (6_100, 97),
     "adapter": (2_300, 95),
     "api": (3_730, 95),
-    "cli": (8_560, 93),
+    "cli": (9_300, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (3_500, 88),
+    "engine": (3_720, 88),
     "exporter": (1_800, 97),
     "family": (1_200, 95),
     "formats": (4_700, 97),

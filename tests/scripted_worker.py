@@ -54,8 +54,9 @@ def event(kind: str, value: object) -> bytes:
 
 
 class ScriptedWorker:
-    """Runs ``script`` for every request and records the requests, except for the version.
+    """Runs ``script`` for every request and records the requests.
 
+    Except for the version, and the kind of a model: an image model, or that of ``capabilities``.
     ``left`` is set when a client disconnected before the last chunk.
     """
 
@@ -63,6 +64,7 @@ class ScriptedWorker:
         self, script: Callable[[Asked], Says], path: Path | None = None, server: str = "aimage"
     ) -> None:
         self.asked: list[Asked] = []
+        self.capabilities: tuple[str, ...] = ("image",)
         self.left = threading.Event()
         this = self
 
@@ -78,6 +80,9 @@ class ScriptedWorker:
                     self._send(says({"version": "1"}))
                     return
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                if self.path == "/api/show":
+                    self._send(says({"capabilities": [*this.capabilities]}))
+                    return
                 asked = Asked(self.command, self.path, dict(self.headers.items()), body)
                 this.asked.append(asked)
                 self._send(script(asked))

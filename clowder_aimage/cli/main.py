@@ -28,7 +28,7 @@ GROUPS = {
         "create": ("create", "Pack a model as an AImage."),
         "convert": ("convert", "Convert the weights of an AImage."),
         "export": ("export", "Write an AImage as a model directory."),
-        "run": ("run", "Generate a picture from a prompt."),
+        "run": ("run", "Generate a picture or an answer from a prompt."),
         "replay": ("replay", "Generate a picture again, and compare."),
         "show": ("show", "Show the content of an AImage."),
         "diff": ("diff", "Show the differences between two AImages."),
@@ -93,10 +93,13 @@ ALIASES = {
 }
 # Names without an equal: what to use
 _PICTURE = "'aimage run' generates a picture"
+_ANSWER = "'aimage run' answers with a language model"
 _ELSEWHERE = {
     "build": "'aimage create' packs a model directory",
     "auth": "'aimage login' stores credentials for a registry",
+    "ask": _ANSWER,
     "cat": "'aimage manifest fetch' prints a manifest, 'aimage blob fetch' a blob",
+    "chat": _ANSWER,
     "clean": "'aimage gc' removes content that no name needs",
     "download": "'aimage pull' fetches an AImage; 'aimage create NAME ORG/REPO' packs a model of "
     "the Hugging Face hub",

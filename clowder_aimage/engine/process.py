@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clowder_aimage.engine import frame, machine
+from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.errors import AImageError, ModelError, StuckError
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -140,11 +140,11 @@ class ModelProcess:
                 if runtime_of(stored.aimage) is not None:
                     self._load_text(store, stored, command)
                 else:
-                    self._load_pipeline(_needs_mlx().FetchedAImage(stored, store), command)
+                    self._load_pipeline(local_fetch.FetchedAImage(stored, store), command)
                 return
             # the worker ends this process if the pull fails
             arrival = store, manifest, command["document"].encode(), lease, self._is_over
-            self._load_pipeline(_needs_mlx().find_arriving(*arrival), command)
+            self._load_pipeline(local_fetch.find_arriving(*arrival), command)
 
     def _load_text(self, store: LayeredStore, stored: StoredAImage, command: frame.Message) -> None:
         """Load a language model."""

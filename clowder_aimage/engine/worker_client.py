@@ -32,6 +32,7 @@ _MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
 _MAX_REPLY = 16 << 20
 _MAX_ERROR = 64 << 10
 _PIECE = 1 << 20
+_DONE = b"[DONE]"  # the last event of OpenAI's streams of texts
 # An unreachable machine is detected after a minute, however long a picture takes
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -121,6 +122,8 @@ class WorkerClient:
             for line in self._read(response):
                 name, _, text = line.partition(b":")
                 text = text.removeprefix(b" ")
+                if not line and data == [_DONE]:
+                    return
                 if not line and data:
                     yield kind, self._value(b"\n".join(data))
                 if not line:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
 from clowder_aimage.cli.console import terminal_picture
+from clowder_aimage.cli.console.output import shown
+from clowder_aimage.cli.console.prompt_history import prompt_history
 from clowder_aimage.cli.console.prompt_loop import read_prompts
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.user_directory import history_file
 
 OPTIONS = {
     "seeds": click.Option(["--seeds"]),
@@ -49,6 +54,9 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
             return (f"{prompt}.png",)
 
         monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(
+            "clowder_aimage.cli.console.prompt_loop.prompt_history", contextlib.nullcontext
+        )
         with click.Context(click.Command("run")):
             read_prompts(make, values, OPTIONS)
         return prompts, values
@@ -162,3 +170,31 @@ def test_the_terminal_is_asked_for_its_protocol(
 def test_no_terminal_shows_no_pictures() -> None:
     assert terminal_picture.find_protocol({"TERM": "dumb"}) == ""
     assert terminal_picture.find_protocol({"TERM": "xterm-kitty"}) == terminal_picture.KITTY
+
+
+def test_prompts_are_kept_for_this_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readline = pytest.importorskip("readline")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setattr("clowder_aimage.user_directory.sys.platform", "linux")
+    with prompt_history():
+        readline.add_history("a red circle")
+    file = history_file()
+    assert file.read_text() == "a red circle\n" and file.stat().st_mode & 0o777 == 0o600
+    readline.clear_history()
+    with prompt_history():
+        assert readline.get_history_item(1) == "a red circle"
+    (tmp_path / "aimage").mkdir()
+    (tmp_path / "aimage" / "config.json").write_text('{"run": {"history": false}}')
+    file.unlink()
+    with prompt_history():
+        readline.add_history("a secret")
+    assert not file.exists()
+    readline.clear_history()
+
+
+def test_text_of_a_model_cannot_control_the_terminal() -> None:
+    text = "a\tb\n\x1b[2J\x07\x9b \u202e家\u3000族 👩\u200d🚀\r"
+    assert shown(text) == "a\tb\n\ufffd[2J\ufffd\ufffd \ufffd家\u3000族 👩\u200d🚀\ufffd"

@@ -294,7 +294,7 @@ def test_an_aimage_of_the_same_name_in_the_store_is_preferred(
 ) -> None:
     here, worker = other
     said = here("run", "x", "a fox", *SMALL)
-    offer = f"a worker is running at http://{worker.host}; --remote generates the picture there"
+    offer = f"a worker is running at http://{worker.host}; --remote generates there"
     assert said.err.splitlines()[0] == offer
     assert "rendering on cpu" in said.err
     assert offer in here("run", "localhost:1/x", "a fox", code=1).err

@@ -30,7 +30,8 @@ from clowder_aimage.pictures.made_picture import MadePicture
 if TYPE_CHECKING:
     from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.dialect import AImage
-    from clowder_aimage.generate import FetchedAImage, RunnableModel
+    from clowder_aimage.engine.local_fetch import Check, FetchedAImage
+    from clowder_aimage.generate import RunnableModel
     from clowder_aimage.model.pipeline import Image, PipelineEvent
     from clowder_aimage.registry import ClientOptions
 
@@ -218,17 +219,17 @@ class FetchedModel:
 
 
 def fetch_model(
-    reference: Reference, connect: Callable[[], ClientOptions] | None = None
+    reference: Reference,
+    connect: Callable[[], ClientOptions] | None = None,
+    check: Check | None = None,
 ) -> FetchedModel:
     """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
 
-    A pull may still be running; it is stopped when the verb ends.
-
-    Raises:
-        UsageError: The extra [mlx] is not installed.
+    A pull may still be running; it is stopped when the verb ends. ``check`` is that of
+    ``local_fetch.fetch``, whose errors are raised.
     """
-    with needs("running a model", "mlx"):
-        from clowder_aimage import generate
+    from clowder_aimage.engine.local_fetch import fetch
+
     chosen = settings()
     layout, connect = chosen.layout, connect or cache(chosen.connection)
     if chosen.has_connection:  # refuse invalid options at once
@@ -237,7 +238,8 @@ def fetch_model(
     bar = context.with_resource(contextlib.ExitStack())
     bar.enter_context(progress)
     lease = context.with_resource(layout.lease())
-    fetching = generate.fetch(layout, reference, connect, lease, on_event=progress.on_event)
+    event = progress.on_event
+    fetching = fetch(layout, reference, connect, lease, on_event=event, check=check)
     return FetchedModel(context.with_resource(fetching), progress, bar)
 
 

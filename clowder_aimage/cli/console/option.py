@@ -118,7 +118,7 @@ _ELSEWHERE = {
 }
 
 
-_SECTIONS = ("Options", "Picture options", "Registry options")  # of a help text
+_SECTIONS = ("Options", "Picture options", "Text options", "Registry options")  # of a help text
 
 
 class _ConnectionOption(click.Option):
@@ -131,6 +131,12 @@ class PictureOption(click.Option):
     """An option for pictures that a picture begins with."""
 
     section = "Picture options"
+
+
+class TextOption(click.Option):
+    """An option of language models."""
+
+    section = "Text options"
 
 
 class _Exemplified(click.Command):

@@ -58,6 +58,33 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
+def write_piece(text: str, *, is_aside: bool = False) -> None:
+    """Print a piece of an answer at once: to stdout, or aside, dimmed, to stderr."""
+    if is_aside:
+        click.secho(shown(text), dim=True, err=True, nl=False)
+        return
+    text = shown(text) if sys.stdout.isatty() else text.encode("utf-8", "replace").decode()
+    click.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def shown(text: str) -> str:
+    """Replace what a terminal would obey in a text of a model; lines and tabs remain.
+
+    Directional formatting (UAX #9, 2) would change the order of what is shown around it.
+    """
+    if text.isprintable():
+        return text
+    import unicodedata
+
+    def is_obeyed(one: str) -> bool:
+        if unicodedata.category(one) in ("Cc", "Cs"):
+            return one not in "\n\t"
+        return "\u202a" <= one <= "\u202e" or "\u2066" <= one <= "\u2069"
+
+    return "".join("\N{REPLACEMENT CHARACTER}" if is_obeyed(one) else one for one in text)
+
+
 def plain(descriptor: Descriptor) -> dict[str, Any]:
     """Return a descriptor without the annotations of its index."""
     value = descriptor.to_json()

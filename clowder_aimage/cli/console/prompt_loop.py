@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
 from clowder_aimage.cli.console.output import facts, note
+from clowder_aimage.cli.console.prompt_history import prompt_history
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
 
 _MAX_PROMPT = 1 << 20  # bytes of stdin
-_HELP = """\
-Type a prompt to generate a picture.
-/again           generate a picture of the last prompt again
-/open            open the last picture
-/set NAME VALUE  set an option: {names}
-/set NAME        restore the default of an option
-/show            show the options
-/help            show this text
-/bye             end (or Ctrl-D)"""
+_QUOTES = '"""'  # around a prompt of several lines
+_ENDS = ("/bye", "/exit", "/quit")
+_COMMON = {
+    '"""': 'begin a text of several lines, which ends with """',
+    "/set NAME VALUE": "set an option: {names}",
+    "/set NAME": "restore the default of an option",
+    "/show": "show the options",
+    "/help": "show this text",
+    "/bye": "end (or Ctrl-D)",
+}
+
+Command = tuple[str, Callable[[], None]]  # its line in the help, and what it does
 
 
 def read_prompt(words: tuple[str, ...]) -> str | None:
@@ -37,9 +41,13 @@ def read_prompt(words: tuple[str, ...]) -> str | None:
     prompt = " ".join(words)
     if words in ((), ("-",)):
         prompt = _standard_input()
+    return prompt
+
+
+def check_prompt(prompt: str) -> None:
+    """Raise UsageError for an empty prompt."""
     if not prompt.strip():
         raise UsageError("the prompt is empty", hint="aimage run REF PROMPT")
-    return prompt
 
 
 def _standard_input() -> str:
@@ -54,39 +62,41 @@ def _standard_input() -> str:
         raise UsageError("the prompt on stdin is not valid UTF-8 text") from None
 
 
-def read_prompts(
-    make: Callable[[str], tuple[str, ...]],
-    values: MutableMapping[str, Any],
-    options: dict[str, click.Option],
-) -> None:
-    """Call ``make`` with each prompt until the end of the input; set ``values`` by commands.
+@dataclass(slots=True)
+class PromptLoop:
+    """Prompts that are read until the end of the input, and the commands between them.
 
-    Errors of ``make`` are printed; an interrupt cancels it.
-
-    Args:
-        make: Generates pictures of a prompt, and returns their paths.
-        values: The values of the options, by the names of their parameters.
-        options: The options that can be set, by the names that users type.
+    what: the line of the help about prompts. make: called with each prompt; its errors are
+    printed, and an interrupt cancels it. values: the options by the names of their parameters, set
+    by commands; options: those that can be set, by the names that users type. commands: others.
     """
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (a side effect: history and editing in input())
-    prompt, paths = "", tuple[str, ...]()
-    note("type a prompt, or /help")
-    while True:
+
+    what: str
+    make: Callable[[str], object]
+    values: MutableMapping[str, Any]
+    options: Mapping[str, click.Option]
+    commands: Mapping[str, Command] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Read until the end of the input."""
+        note("type a prompt, or /help")
+        with prompt_history():
+            while self._step():
+                pass
+
+    def _step(self) -> bool:
+        """Read and do one line; return whether others follow."""
         try:
-            line = input(">>> ").strip()
-            if line in ("/bye", "/exit", "/quit"):
-                return
-            if line.startswith("/") and line != "/again":
-                _command(line, values, options, paths)
+            line = _read()
+            if line in _ENDS:
+                return False
+            if line.startswith("/"):
+                self._command(line)
             elif line:
-                prompt = prompt if line == "/again" else line
-                if not prompt:
-                    raise UsageError("there is no prompt yet")
-                paths = make(prompt)
+                self.make(line)
         except EOFError:
             note("")
-            return
+            return False
         except KeyboardInterrupt:
             note("\ncancelled; /bye or Ctrl-D ends")
         except UnicodeDecodeError:
@@ -94,54 +104,105 @@ def read_prompts(
         except AImageError as error:
             hint = advice(error)
             note(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}")
+        return True
+
+    def _command(self, line: str) -> None:
+        word, *rest = line.split(maxsplit=2)
+        if word in self.commands and not rest:
+            self.commands[word][1]()
+        elif word == "/set" and rest:
+            self._set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None)
+        elif word == "/show" and not rest:
+            rows = [(name, _shown(self.values, each)) for name, each in self.options.items()]
+            note("\n".join(facts(rows)))
+        elif word in ("/help", "/?", "/set"):
+            note("\n".join([self.what, *self._help()]))
+        else:
+            raise UsageError(f"unknown command {word}", hint="/help lists the commands")
+
+    def _help(self) -> list[str]:
+        own = {name: text for name, (text, _) in self.commands.items()}
+        names = ", ".join(self.options)
+        return [f"{name:<16} {text.format(names=names)}" for name, text in (own | _COMMON).items()]
+
+    def _set(self, name: str, text: str | None) -> None:
+        """Set an option as on the command line. Raises UsageError."""
+        option = self.options.get(name)
+        if option is None:
+            listed = ", ".join(self.options)
+            raise UsageError(f"unknown option {name}", hint=f"expected one of: {listed}")
+        key = str(option.name)
+        if text is None:  # without a default, click has None or a sentinel of its own
+            is_plain = isinstance(option.default, bool | int | float | str)
+            self.values[key] = () if option.multiple else option.default if is_plain else None
+            return
+        given = _words(text) if option.multiple else text
+        try:
+            self.values[key] = option.process_value(click.get_current_context(), given)
+        except click.BadParameter as error:
+            raise UsageError(f"invalid value for {name}: {error.message}") from None
 
 
-def _open(paths: tuple[str, ...]) -> None:
-    if not paths:
-        raise UsageError("there is no picture yet")
-    for path in paths:
-        if click.launch(path):
-            raise UsageError(f"no program opens {path}")
+def settable(names: Sequence[str]) -> dict[str, click.Option]:
+    """Return options of the verb by the names that users type."""
+    return {
+        max(option.opts, key=len).lstrip("-"): option
+        for option in click.get_current_context().command.params
+        if isinstance(option, click.Option) and option.name in names
+    }
 
 
-def _command(
-    line: str,
+def _read() -> str:
+    """Return a line, or the text of several lines in triple quotes."""
+    line = input(">>> ").strip()
+    if not line.startswith(_QUOTES):
+        return line
+    text = line.removeprefix(_QUOTES)
+    while not text.endswith(_QUOTES):
+        text += f"\n{input('... ').rstrip()}"
+    return text.removesuffix(_QUOTES).strip()
+
+
+@dataclass(slots=True)
+class PictureLoop:
+    """The last prompt of pictures, and the files made of it."""
+
+    make: Callable[[str], tuple[str, ...]]
+    prompt: str = ""
+    paths: tuple[str, ...] = ()
+
+    def draw(self, prompt: str) -> None:
+        """Generate pictures of a prompt."""
+        self.prompt = prompt
+        self.paths = self.make(prompt)
+
+    def again(self) -> None:
+        """Generate pictures of the last prompt. Raises UsageError."""
+        if not self.prompt:
+            raise UsageError("there is no prompt yet")
+        self.draw(self.prompt)
+
+    def open(self) -> None:
+        """Open the last pictures. Raises UsageError."""
+        if not self.paths:
+            raise UsageError("there is no picture yet")
+        for path in self.paths:
+            if click.launch(path):
+                raise UsageError(f"no program opens {path}")
+
+
+def read_prompts(
+    make: Callable[[str], tuple[str, ...]],
     values: MutableMapping[str, Any],
-    options: dict[str, click.Option],
-    paths: tuple[str, ...],
+    options: Mapping[str, click.Option],
 ) -> None:
-    word, *rest = line.split(maxsplit=2)
-    if word == "/open" and not rest:
-        _open(paths)
-    elif word == "/set" and rest:
-        _set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None, values, options)
-    elif word == "/show" and not rest:
-        note("\n".join(facts([(name, _shown(values, each)) for name, each in options.items()])))
-    elif word in ("/help", "/?", "/set"):
-        note(_HELP.format(names=", ".join(options)))
-    else:
-        raise UsageError(f"unknown command {word}", hint="/help lists the commands")
-
-
-def _set(
-    name: str,
-    text: str | None,
-    values: MutableMapping[str, Any],
-    options: dict[str, click.Option],
-) -> None:
-    """Set an option as on the command line. Raises UsageError."""
-    option = options.get(name)
-    if option is None:
-        raise UsageError(f"unknown option {name}", hint=f"expected one of: {', '.join(options)}")
-    if text is None:  # without a default, click has None or a sentinel of its own
-        is_plain = isinstance(option.default, bool | int | float | str)
-        values[str(option.name)] = () if option.multiple else option.default if is_plain else None
-        return
-    given = _words(text) if option.multiple else text
-    try:
-        values[str(option.name)] = option.process_value(click.get_current_context(), given)
-    except click.BadParameter as error:
-        raise UsageError(f"invalid value for {name}: {error.message}") from None
+    """Generate pictures of prompts until the end of the input; ``make`` returns their paths."""
+    loop = PictureLoop(make)
+    commands = {
+        "/again": ("generate a picture of the last prompt again", loop.again),
+        "/open": ("open the last picture", loop.open),
+    }
+    PromptLoop("Type a prompt to generate a picture.", loop.draw, values, options, commands).run()
 
 
 def _words(text: str) -> list[str]:
@@ -152,7 +213,7 @@ def _words(text: str) -> list[str]:
         raise UsageError(f"invalid quotes: {error}") from None
 
 
-def _shown(values: MutableMapping[str, Any], option: click.Option) -> str:
+def _shown(values: Mapping[str, Any], option: click.Option) -> str:
     value = values[str(option.name)]
     if option.multiple:
         return " ".join(map(str, value)) or "none"

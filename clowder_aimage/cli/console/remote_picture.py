@@ -9,11 +9,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.lora_option import to_worker
-from clowder_aimage.cli.console.output import note_once, one_line
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.remote_worker import StepBar
-from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
+from clowder_aimage.cli.console.remote_worker import StepBar, check_model, warn, warn_of
+from clowder_aimage.errors import FormatError, NetworkError
 from clowder_aimage.model.picture_facts import facts_of, kind_of
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
@@ -21,7 +20,6 @@ from clowder_aimage.pictures.made_picture import MadePicture
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_WARNING = "x-aimage-warning"
 _FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
 
 
@@ -85,7 +83,7 @@ class _Run:
         kind: str,
         bars: contextlib.ExitStack,
     ) -> None:
-        self._endpoint, self._reference = client.endpoint, reference
+        self._client, self._reference = client, reference
         self._count, self._bars, self._task, self._kind = count, bars, "", kind
 
     def finish(
@@ -97,8 +95,8 @@ class _Run:
         """Return picture ``index``; show the events until it is complete."""
         for kind, value in events:
             if kind == "open":
-                self._check_model(value)
-                _warn(value.get(_WARNING, "").splitlines())
+                check_model(self._client, self._reference, value)
+                warn_of(value)
                 if index == 0:
                     on_accepted()
             elif kind == "pull":
@@ -106,20 +104,11 @@ class _Run:
             elif kind == "progress":
                 self._show_steps(value, index)
             elif kind == "done":
-                _warn(value.get("warnings"))  # of a model that was pulled first
+                warn(value.get("warnings"))  # of a model that was pulled first
                 return _decoded(value, self._kind)
         raise NetworkError(
-            f"the worker at {self._endpoint} disconnected before the picture was complete"
+            f"the worker at {self._client.endpoint} disconnected before the picture was complete"
         )
-
-    def _check_model(self, answer: Mapping[str, Any]) -> None:
-        """Reject a response of the worker's default model; accept an alias of the worker."""
-        name, taken = str(self._reference), answer.get("x-aimage-model")
-        if taken not in (None, name) and answer.get("x-aimage-alias") != name:
-            raise NotFoundError(
-                f"{name} not found on the worker at {self._endpoint}, which would use {taken}",
-                hint=f"use {taken}, or pull yours: aimage pull --remote {name}",
-            )
 
     def _show_steps(self, value: Mapping[str, Any], index: int) -> None:
         # All pictures have the same number of steps
@@ -136,11 +125,6 @@ class _Run:
             progress = Progress(task, subject, unit=unit)
             self._task, self._now = task, StepBar(self._bars.enter_context(progress))
         return self._now
-
-
-def _warn(warnings: object) -> None:
-    for warning in warnings if isinstance(warnings, list) else ():
-        note_once(f"warning: {one_line(str(warning))}")
 
 
 def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.option import given_options, settings
-from clowder_aimage.cli.console.output import META, note, plural
+from clowder_aimage.cli.console.output import (
+    META,
+    note,
+    note_once,
+    one_line,
+    plural,
+    remark,
+    wants_value,
+)
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import (
     AccessError,
@@ -126,6 +134,51 @@ def local_options(*but: str) -> list[str]:
     if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
     return given
+
+
+def check_model(client: WorkerClient, reference: Reference, answer: Mapping[str, Any]) -> None:
+    """Reject a response of the worker's default model; accept an alias of the worker.
+
+    ``answer`` has the header fields of the response. Raises NotFoundError.
+    """
+    name, taken = str(reference), answer.get("x-aimage-model")
+    if taken not in (None, name) and answer.get("x-aimage-alias") != name:
+        raise NotFoundError(
+            f"{name} not found on the worker at {client.endpoint}, which would use {taken}",
+            hint=f"use {taken}, or pull yours: aimage pull --remote {name}",
+        )
+
+
+def warn_of(answer: Mapping[str, Any]) -> None:
+    """Print the warnings in the header fields of a response."""
+    warn(answer.get("x-aimage-warning", "").splitlines())
+
+
+def warn(warnings: object) -> None:
+    """Print the warnings of a worker, each once."""
+    for warning in warnings if isinstance(warnings, list) else ():
+        note_once(f"warning: {one_line(str(warning))}")
+
+
+def choose_worker(
+    reference: Reference, others: Iterable[Reference], but: Collection[str], *, local: bool
+) -> tuple[WorkerClient, str] | None:
+    """Return the default worker, and it in words, if it has the AImages; None to use this process.
+
+    ``others`` are used with the AImage, ``but`` are options that are sent to a worker.
+    """
+    if local or local_options(*but):
+        return None
+    found = default_worker(reference, others)
+    if found is None:
+        return None
+    client, has_same = found
+    if has_same or prefers_worker():
+        return client, f"worker at {client.endpoint}; --local generates in this process"
+    if not wants_value():
+        where = f"a worker is running at {client.endpoint}"
+        remark(f"{where}; --remote generates there")
+    return None
 
 
 class StepBar:

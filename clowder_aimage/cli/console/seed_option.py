@@ -28,9 +28,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 seed_options = options(
-    click.option(
-        "--seed", type=int, help="The same seed gives the same picture. [default: random]"
-    ),
+    click.option("--seed", type=int, help="The same seed gives the same result. [default: random]"),
     click.option(
         "--seeds",
         metavar="SEEDS",

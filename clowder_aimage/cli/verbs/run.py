@@ -7,9 +7,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,7 +26,7 @@ from clowder_aimage.cli.console.option import (
     settings,
     verb,
 )
-from clowder_aimage.cli.console.output import remark, wants_value
+from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.picture_option import picture_options
 from clowder_aimage.cli.console.picture_order import (
     SETTABLE,
@@ -35,22 +36,36 @@ from clowder_aimage.cli.console.picture_order import (
     order_runs,
 )
 from clowder_aimage.cli.console.picture_view import view_protocol
-from clowder_aimage.cli.console.prompt_loop import read_prompt, read_prompts
+from clowder_aimage.cli.console.prompt_loop import (
+    PromptLoop,
+    check_prompt,
+    read_prompt,
+    read_prompts,
+    settable,
+)
 from clowder_aimage.cli.console.pushed_picture import check_push
 from clowder_aimage.cli.console.remote_picture import generate_remotely
 from clowder_aimage.cli.console.remote_worker import (
-    default_worker,
-    local_options,
-    prefers_worker,
+    choose_worker,
     refuse_options,
     worker,
     worker_host,
 )
 from clowder_aimage.cli.console.seed_option import seed_options
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
+from clowder_aimage.cli.text.local_text import LocalLanguageModel
+from clowder_aimage.cli.text.remote_text import answer_remotely
+from clowder_aimage.cli.text.run_kind import check_options, is_language_model
+from clowder_aimage.cli.text.text_option import TEXT_SETTABLE, text_options, text_request
+from clowder_aimage.cli.text.text_order import Answer, TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+_SENT = (*SETTABLE, *TEXT_SETTABLE, "push", "local")  # options that a worker serves too
 
 
 def _model(text: str) -> Reference:
@@ -153,6 +168,7 @@ def _sides(text: str) -> tuple[int, int]:
 )
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
 @remote_option
+@text_options
 @connection_options
 def run(
     reference: Reference,
@@ -164,39 +180,42 @@ def run(
     remote: bool,
     **values: Any,
 ) -> None:
-    """Generate a picture of PROMPT with the model REF; print the path of the file.
+    """Generate a picture of PROMPT, or an answer to it, with the model REF.
+
+    An image model writes a picture, whose path is printed. A language model answers on stdout.
 
     PROMPT may be several words; '-' reads it from stdin. Without PROMPT on a terminal, prompts are
-    read line by line, and the model stays loaded.
+    read line by line, and the model stays loaded; a language model remembers the conversation.
 
-    REF is pulled first if the store lacks it. The worker that AIMAGE_HOST names generates the
-    picture instead, or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage, or
-    with --remote.
+    REF is pulled first if the store lacks it. The worker that AIMAGE_HOST names generates instead,
+    or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage, or with --remote.
     """
     begun = time.monotonic()
+    if local and remote:
+        raise UsageError("--local cannot be combined with --remote")
     _check_stdin(words, values)
     prompt = read_prompt(words)
-    first = order_parameters(values, prompt or "") | {"n": values["count"]}
+    if prompt is not None:
+        check_prompt(prompt)
+    client = _named_worker(local, remote)
+    is_text = is_language_model(reference, client, local=local)
+    check_options(reference, is_text=is_text)
+    place = _Place(reference, client, local, remote)
+    if is_text:
+        _answer(place, prompt, dtype, memory, values)
+        return
     if values["push"] is not None:
         check_push(values["push"], prompt, reference)
+    first = order_parameters(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None and len(order_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(open_model, reference, load, precision, first, values["lora_dir"])
-    is_here = any(is_file(use.model) for use in first["loras"])
-    names = [use.model for use in first["loras"] if not use.model.startswith(OWN)]
-    names += [first["controlnet"]] if first["controlnet"] else []
-    render = _renderer(reference, here, local or (not remote and is_here), remote, names)
+    render = _renderer(place, here, first)
     order = PictureOrder(values, render, view_protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
         return
-    command = click.get_current_context().command
-    options = {
-        max(option.opts, key=len).lstrip("-"): option
-        for option in command.params
-        if isinstance(option, click.Option) and option.name in SETTABLE
-    }
-    read_prompts(order.make, values, options)
+    read_prompts(order.make, values, settable(SETTABLE))
 
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
@@ -211,35 +230,63 @@ def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
     check_stdin([*(["PROMPT"] if words in ((), ("-",)) and not is_typed else []), *readers])
 
 
-def _renderer(
-    reference: Reference,
-    here: Callable[[], Render],
-    local: bool,
-    remote: bool,
-    others: Sequence[str],
-) -> Render:
-    """Return the function that generates pictures: in a worker, or in this process by ``here``.
+def _named_worker(local: bool, remote: bool) -> WorkerClient | None:
+    """Return the worker that AIMAGE_HOST names, or the default one with --remote, if it is used."""
+    if not remote and (local or not worker_host()):
+        return None
+    other = "omit --remote" if remote else "use --local"
+    refuse_options(f"omit it, or {other} to generate in this process", but=_SENT)
+    return worker()
 
-    ``others`` are the AImages that are used with the model.
-    """
-    if local and remote:
-        raise UsageError("--local cannot be combined with --remote")
-    but = (*SETTABLE, "push", "local")
-    if remote or (not local and worker_host()):
-        other = "omit --remote" if remote else "use --local"
-        refuse_options(f"omit it, or {other} to generate the picture in this process", but=but)
-        client = worker()
-        return partial(generate_remotely, client, reference, f"worker at {client.endpoint}")
-    if (
-        not local
-        and not local_options(*but)
-        and (found := default_worker(reference, map(parse_reference, others)))
-    ):
-        client, has_same = found
-        if has_same or prefers_worker():
-            place = f"worker at {client.endpoint}; --local generates in this process"
-            return partial(generate_remotely, client, reference, place)
-        if not wants_value():
-            where = f"a worker is running at {client.endpoint}"
-            remark(f"{where}; --remote generates the picture there")
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The model, the worker that must generate with it, if any, and the options about that."""
+
+    reference: Reference
+    client: WorkerClient | None
+    local: bool
+    remote: bool
+
+    def worker(self, others: Sequence[str] = (), *, local: bool) -> tuple[WorkerClient, str] | None:
+        """Return the worker that generates, and it in words; None for this process.
+
+        ``others`` are AImages that are used with the model.
+        """
+        if self.client is not None:
+            return self.client, f"worker at {self.client.endpoint}"
+        names = map(parse_reference, others)
+        return choose_worker(self.reference, names, _SENT, local=self.local or local)
+
+
+def _renderer(place: _Place, here: Callable[[], Render], first: Mapping[str, Any]) -> Render:
+    """Return the function that generates pictures: in a worker, or in this process by ``here``."""
+    is_here = any(is_file(use.model) for use in first["loras"])
+    names = [use.model for use in first["loras"] if not use.model.startswith(OWN)]
+    names += [first["controlnet"]] if first["controlnet"] else []
+    if found := place.worker(names, local=is_here):
+        return partial(generate_remotely, found[0], place.reference, found[1])
     return here()
+
+
+def _answer(
+    place: _Place, prompt: str | None, dtype: str | None, memory: int | None, values: dict[str, Any]
+) -> None:
+    """Print the answer to a prompt, or answers in a conversation."""
+    reference = place.reference
+    text_request(values, [{"role": "user", "content": ""}])  # wrong options, before a load
+    answer: Answer
+    if found := place.worker(local=False):
+        answer = partial(answer_remotely, found[0], reference)
+        remark(f"answering on the {found[1]}")
+    else:
+        model = LocalLanguageModel(reference, dtype, memory)
+        model.load()
+        answer = model.answer
+    order = TextOrder(reference, values, answer)
+    if prompt is not None:
+        order.ask(prompt)
+        return
+    commands = {"/clear": ("forget the conversation", order.clear)}
+    what = "Type a question. The model remembers the conversation; Ctrl-C ends an answer."
+    PromptLoop(what, order.ask, values, settable(TEXT_SETTABLE), commands).run()

@@ -1,0 +1,1 @@
+"""Language models on the command line: options, questions, answers."""

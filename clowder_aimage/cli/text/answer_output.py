@@ -1,0 +1,99 @@
+"""The answer of a language model: printed as it arrives, with its statistics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from clowder_aimage.cli.console.output import is_quiet, plural, remark, wants_value, write_piece
+from clowder_aimage.model.text.language_model import LENGTH, TextEnd, TextEvent, TextPiece
+
+
+@dataclass(slots=True)
+class AnswerOutput:
+    """An answer that is being printed: the text on stdout, what the model thinks on stderr.
+
+    With ``--json`` or a template nothing is printed before the end.
+    """
+
+    text: str = ""
+    thinking: str = ""
+    end: TextEnd | None = None
+    first: float | None = None  # seconds until the first piece
+    _begun: float = field(default_factory=time.monotonic)
+    _is_open: str = ""  # the kind of the line that has no end yet
+
+    def show(self, events: Iterable[TextEvent]) -> None:
+        """Print the pieces; an interrupt or an error leaves what has come in ``text``."""
+        try:
+            for event in events:
+                if isinstance(event, TextPiece):
+                    self._add(event)
+                elif isinstance(event, TextEnd):
+                    self.end = event
+        finally:
+            self._close()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the answer and its statistics for ``--json``."""
+        found: dict[str, Any] = {"text": self.text}
+        if self.thinking:
+            found["thinking"] = self.thinking
+        if self.end is None:
+            return found
+        end = self.end
+        counts = {"promptTokens": end.prompt_tokens, "cachedTokens": end.cached_tokens}
+        seconds = {"promptSeconds": end.prompt_seconds, "seconds": end.seconds}
+        first = {} if self.first is None else {"firstPieceSeconds": round(self.first, 4)}
+        return {**found, "reason": end.reason, **counts, "tokens": end.tokens, **seconds, **first}
+
+    def statistics(self) -> list[str]:
+        """Return the counts of tokens and their rates as lines."""
+        if self.end is None:
+            return []
+        end = self.end
+        known = f", {end.cached_tokens} of them known" if end.cached_tokens else ""
+        new = end.prompt_tokens - end.cached_tokens
+        lines = [
+            f"prompt: {plural(end.prompt_tokens, 'token')}{known}{_rate(new, end.prompt_seconds)}",
+            f"answer: {plural(end.tokens, 'token')}{_rate(end.tokens, end.seconds)}",
+        ]
+        lines += [] if self.first is None else [f"first piece after {self.first:.2f} s"]
+        return lines
+
+    def warn_of_cut(self) -> None:
+        """Say that the answer is not complete."""
+        if self.end is not None and self.end.reason == LENGTH:
+            remark(f"the answer is cut off after {plural(self.end.tokens, 'token')}")
+
+    def _add(self, piece: TextPiece) -> None:
+        if self.first is None and piece.text:
+            self.first = time.monotonic() - self._begun
+        if piece.kind == "content":
+            self.text += piece.text
+        else:
+            self.thinking += piece.text
+        if wants_value() or not piece.text:
+            return
+        is_thought = piece.kind != "content"
+        if is_thought and is_quiet():
+            return
+        if self._is_open not in ("", piece.kind):
+            self._close()
+        if is_thought:
+            write_piece(piece.text, is_aside=True)
+        else:
+            write_piece(piece.text)
+        self._is_open = "" if piece.text.endswith("\n") else piece.kind
+
+    def _close(self) -> None:
+        """End the line that is open."""
+        if self._is_open:
+            write_piece("\n", is_aside=self._is_open != "content")
+        self._is_open = ""
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f" in {seconds:.2f} s ({count / seconds:.1f} tokens/s)" if seconds > 0 else ""

@@ -1,0 +1,90 @@
+"""Options of ``run`` for language models, and the requests that they state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.option import TextOption, options
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.model.text.language_model import Sampling, TextRequest
+from clowder_aimage.oci import read_json
+
+ANY_JSON = "json"  # in place of a schema
+_MAX_SCHEMA = 1 << 20  # bytes
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+# Between questions
+TEXT_SETTABLE = ("system", "max_tokens", *_SAMPLING, "stop", "think", "schema")
+
+_option = partial(click.option, cls=TextOption)
+text_options = options(
+    _option("--system", metavar="TEXT", help="Instructions for the model."),
+    _option(
+        "--max-tokens", type=click.IntRange(1), metavar="N", help="End the answer after N tokens."
+    ),
+    _option(
+        "--temperature",
+        type=float,
+        metavar="FLOAT",
+        help="How freely tokens are drawn; 0 takes the most probable one. [default: the model's]",
+    ),
+    _option(
+        "--top-p", type=float, metavar="FLOAT", help="Draw from the most probable tokens up to P."
+    ),
+    _option("--top-k", type=int, metavar="N", help="Draw from the N most probable tokens."),
+    _option(
+        "--min-p",
+        type=float,
+        metavar="FLOAT",
+        help="Draw from tokens that have this part of the highest probability.",
+    ),
+    _option("--stop", metavar="TEXT", multiple=True, help="End the answer before this text."),
+    _option(
+        "--think/--no-think",
+        "think",
+        default=None,
+        help="Let the model think before it answers. [default: the model's]",
+    ),
+    _option(
+        "--schema",
+        metavar="FILE",
+        help="Answer in JSON, as this JSON Schema defines it; 'json' allows any JSON object.",
+    ),
+)
+
+
+def text_request(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> TextRequest:
+    """Return the request for an answer to messages. Raises UsageError, NotFoundError."""
+    system = values["system"]
+    first = ({"role": "system", "content": system},) if system else ()
+    return TextRequest(
+        messages=(*first, *messages),
+        max_tokens=values["max_tokens"],
+        sampling=Sampling(**{name: values[name] for name in _SAMPLING}),
+        stop=values["stop"],
+        schema=_schema(values["schema"]),
+        thinking=values["think"],
+    )
+
+
+def _schema(name: str | None) -> dict[str, Any] | None:
+    """Return the JSON Schema in a file; an empty one for any JSON object."""
+    if name is None or name == ANY_JSON:
+        return None if name is None else {}
+    try:
+        with Path(name).open("rb") as file:
+            data = file.read(_MAX_SCHEMA + 1)
+        schema = read_json(data, name, _MAX_SCHEMA)
+    except FileNotFoundError:
+        raise NotFoundError(f"--schema: {name} not found") from None
+    except OSError as error:
+        raise UsageError(f"--schema: cannot read {name}: {error.strerror}") from None
+    except FormatError as error:
+        raise UsageError(f"--schema: {error.message}") from None
+    if not isinstance(schema, dict):
+        raise UsageError(f"--schema: {name} is not a JSON object")
+    return schema

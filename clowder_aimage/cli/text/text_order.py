@@ -1,0 +1,56 @@
+"""Questions to a language model: one, or a conversation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.output import is_verbose, note, result, wants_value
+from clowder_aimage.cli.text.answer_output import AnswerOutput
+from clowder_aimage.cli.text.text_option import text_request
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.text.language_model import TextEvent, TextRequest
+    from clowder_aimage.oci import Reference
+
+Answer = Callable[["TextRequest"], Generator["TextEvent", None, None]]
+
+
+@dataclass(slots=True)
+class TextOrder:
+    """The options of answers, which may change between questions, and the conversation so far."""
+
+    reference: Reference
+    values: dict[str, Any]
+    answer: Answer
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, question: str) -> None:
+        """Print the answer to a question, and remember both.
+
+        An answer that is interrupted is remembered as far as it came; after an error the question
+        is forgotten.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        request, output = text_request(self.values, asked), AnswerOutput()
+        try:
+            with contextlib.closing(self.answer(request)) as events:
+                output.show(events)
+        finally:
+            if output.text:
+                self.messages = [*asked, {"role": "assistant", "content": output.text}]
+        self._report(output)
+
+    def clear(self) -> None:
+        """Forget the conversation."""
+        self.messages.clear()
+        note("the conversation is forgotten")
+
+    def _report(self, output: AnswerOutput) -> None:
+        if wants_value():
+            result({"reference": str(self.reference), **output.facts()}, "")
+        output.warn_of_cut()
+        if is_verbose():
+            note("\n".join(output.statistics()))

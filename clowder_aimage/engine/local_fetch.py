@@ -1,0 +1,227 @@
+"""An AImage for this process: from the store, leased, or from its registry while it is pulled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from clowder_aimage.adapter_source import is_adapter, is_controlnet
+from clowder_aimage.content import ContentStore, Lease, OnEvent
+from clowder_aimage.content.arriving_files import ArrivingFiles
+from clowder_aimage.content.copy_option import CopyEvent, ignore
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import AImageError, ModelError, NotFoundError
+from clowder_aimage.formats.diffusers import MAIN_PIPELINES
+from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
+from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
+from clowder_aimage.model.pipeline import COMPONENTS
+from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.oci import Descriptor, Manifest, Reference
+from clowder_aimage.telemetry import bound
+
+if TYPE_CHECKING:
+    from clowder_aimage.pull import PullOptions
+    from clowder_aimage.registry import ClientOptions
+
+Check = Callable[[Reference, AImage], None]
+_GRACE = 2.0  # seconds for a pull to stop
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedAImage:
+    """A leased AImage, and its blobs, which may still be arriving by ``pull``."""
+
+    stored: StoredAImage
+    files: BlobFiles
+    pull: BackgroundPull | None = None
+
+    @property
+    def is_arriving(self) -> bool:
+        """Return whether blobs may be missing. Raises the error of a failed pull."""
+        return self.pull is not None and not self.pull.is_over()
+
+    def end(self) -> None:
+        """Wait until the AImage is complete and named in the store. Raises as ``pull``."""
+        if self.pull is not None:
+            self.pull.result.result()
+
+
+class BackgroundPull:
+    """A pull in a thread of its own, which is stopped when the context ends.
+
+    ``begun`` becomes the AImage, leased, before its blobs are fetched, or None if it cannot be used
+    before the end; ``result`` becomes its manifest, or the error of the pull.
+    """
+
+    def __init__(
+        self, work: Callable[[PullOptions], Descriptor], lease: Lease, on_event: OnEvent
+    ) -> None:
+        self.begun: Future[StoredAImage | None] = Future()
+        self.result: Future[Descriptor] = Future()
+        self._work, self._lease, self._on_event = work, lease, on_event
+        self._is_stopped = False
+        self._thread = threading.Thread(target=bound(self._run), daemon=True, name="aimage-pull")
+
+    def __enter__(self) -> BackgroundPull:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_stopped = True
+        self._thread.join(_GRACE)  # it may hang on an unresponsive registry
+
+    def is_over(self) -> bool:
+        """Return whether the pull has ended. Raises its error."""
+        if is_done := self.result.done():
+            self.result.result()
+        return is_done
+
+    def _run(self) -> None:
+        from clowder_aimage.pull import PullOptions
+
+        try:
+            self.result.set_result(self._work(PullOptions(on_event=self._watch, begin=self._begin)))
+        except BaseException as error:
+            self.result.set_exception(error)
+        finally:
+            if not self.begun.done():
+                self.begun.set_result(None)
+
+    def _begin(self, stored: StoredAImage) -> tuple[str, ...]:
+        lease_aimage(stored, self._lease)
+        self.begun.set_result(stored)
+        return COMPONENTS
+
+    def _watch(self, event: CopyEvent) -> None:
+        if self._is_stopped and event.kind in ("plan", "progress"):  # what has come is kept
+            raise AImageError("the pull was cancelled")
+        self._on_event(event)
+
+
+@contextmanager
+def fetch(
+    store: ContentStore,
+    reference: Reference,
+    connect: Callable[[], ClientOptions],
+    lease: Lease,
+    *,
+    on_event: OnEvent = ignore,
+    check: Check | None = None,
+) -> Iterator[FetchedAImage]:
+    """Yield a leased AImage from the store, or one that is being pulled from its registry.
+
+    Its networks can be loaded while it arrives. If the block ends before the pull, the pull is
+    stopped: nothing is named then, and what has come is kept for the next one. ``connect`` is
+    called for a pull only. ``check`` raises an error for an AImage of another kind than wanted,
+    before its weights are fetched; by default ``check_pipeline``.
+
+    Raises:
+        NotFoundError: it is missing or partial in the store, and its name has no registry, or the
+            registry does not have it. Also raises the errors of ``pull``.
+        ModelError: it is not of the kind.
+    """
+    check = check or check_pipeline
+    try:
+        known = read_aimage(store, reference)
+    except NotFoundError:
+        pass
+    else:
+        check(reference, known.aimage)
+    try:
+        found = FetchedAImage(find_complete(store, reference, lease), store)
+    except NotFoundError as missing:
+        connection = connect()
+        if connection.expand(reference).registry is None:
+            raise
+        work = partial(_pull, store, reference, connection, missing)
+    else:
+        yield found
+        return
+    from clowder_aimage.pull import stored_name  # late: it takes 70 ms
+
+    with BackgroundPull(work, lease, on_event) as pulling:
+        stored = pulling.begun.result()
+        if stored is None:
+            name = stored_name(reference, pulling.result.result())
+            yield FetchedAImage(find_complete(store, name, lease), store)
+            return
+        check(reference, stored.aimage)
+        stored.aimage.validate()
+        yield FetchedAImage(stored, ArrivingFiles(store, pulling.is_over), pulling)
+
+
+def _pull(
+    store: ContentStore,
+    reference: Reference,
+    connection: ClientOptions,
+    missing: NotFoundError,
+    options: PullOptions,
+) -> Descriptor:
+    from clowder_aimage.pull import pull
+
+    words = ""
+    if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry
+        reference, words = replace(reference, digest=missing.digest), f"; {missing.message}"
+    try:
+        return pull(reference, store, connection, options).root
+    except AImageError as error:
+        error.message += words
+        raise
+
+
+def check_language_model(reference: Reference, aimage: AImage) -> None:
+    """Raise ModelError for an AImage that is not a language model."""
+    if runtime_of(aimage) is None:
+        raise ModelError(f"{reference} is not a language model")
+
+
+def check_pipeline(reference: Reference, aimage: AImage) -> None:
+    """Raise ModelError for an AImage that is not a pipeline."""
+    if runtime_of(aimage) is not None:
+        raise ModelError(f"{reference} is a language model, which does not generate pictures")
+    if is_adapter(aimage):
+        message = f"{reference} is an adapter, not a model"
+        raise ModelError(message, remedy="use_adapter", reference=reference)
+    if is_controlnet(aimage):
+        message = f"{reference} is a ControlNet, not a model"
+        raise ModelError(message, remedy="use_controlnet", reference=reference)
+    kind = aimage.properties.get("format")
+    if kind == "diffusers":
+        name = aimage.properties.get("pipeline") or aimage.properties.get("architecture")
+        raise ModelError(
+            f"only {' and '.join(MAIN_PIPELINES)} can be run; {reference} is {str(name)[:80]}",
+            remedy="export_to_run",
+            library=kind,
+            reference=reference,
+        )
+    if kind != "files" and any(layer.name == "model_index.json" for layer in aimage.layers):
+        return
+    if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
+        return  # the loader reports missing files
+    what = f"has the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
+    raise ModelError(
+        f"{reference} {what}, which cannot be run",
+        remedy="export_files" if kind else "export_to_pack",
+        reference=reference,
+    )
+
+
+def find_arriving(
+    store: ContentStore,
+    descriptor: Descriptor,
+    document: bytes,
+    lease: Lease,
+    is_over: Callable[[], bool],
+) -> FetchedAImage:
+    """Return the AImage of a manifest whose blobs another process fetches, and lease it."""
+    files, manifest = ArrivingFiles(store, is_over), Manifest.parse(document, descriptor.media_type)
+    stored = interpret(files, descriptor, manifest)
+    lease_aimage(stored, lease)
+    stored.aimage.validate()
+    return FetchedAImage(stored, files)
