@@ -83,6 +83,7 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
             "delete": {"enabled": True},
         },
         "http": {"addr": f"127.0.0.1:{port}"},
+        "log": {"level": "error"},  # beside the access log
     }
     if private:
         (directory / "htpasswd").write_text(_HTPASSWD)
@@ -95,6 +96,7 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
             is_shared=True,
             stdout=file,
             stderr=file,
+            env=os.environ | {"GOGC": "800"},  # a model has hundreds of blobs: less of its CPU time
         )
     try:
         wait_for(f"http://127.0.0.1:{port}/v2/", process)

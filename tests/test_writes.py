@@ -53,8 +53,8 @@ def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def _opens(node: ast.Call, plain: str, name: str, of: str) -> bool:
     """Return whether the call opens a file for writing."""
-    text = ast.unparse(node)
     if plain == "os.open":  # a file that a link leads to
+        text = ast.unparse(node)
         is_safe = any(word in text for word in ("O_NOFOLLOW", "os.devnull", "'/dev/tty'"))
         return ("O_WRONLY" in text or "O_RDWR" in text) and not is_safe
     if plain not in ("open", "io.open", "io.FileIO", "FileIO") and name != "open":
@@ -62,7 +62,7 @@ def _opens(node: ast.Call, plain: str, name: str, of: str) -> bool:
     mode = node.args[0 if name == "open" and of != "io" else 1 : 2]
     mode += [word.value for word in node.keywords if word.arg == "mode"]
     is_writing = any(isinstance(x, ast.Constant) and _writes(x.value) for x in mode)
-    return is_writing and "devnull" not in text
+    return is_writing and "devnull" not in ast.unparse(node)
 
 
 def _hidden(node: ast.Import | ast.ImportFrom) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -247,6 +248,7 @@ def refusal(names: Iterable[str]) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
 def original_module(module: str) -> str:
     """Return the name of a transformer's layer in the original code, given diffusers' name.
 
@@ -261,6 +263,7 @@ def original_module(module: str) -> str:
     return module
 
 
+@functools.lru_cache(maxsize=4096)
 def exchanges_halves(module: str) -> bool:
     """Return whether the halves of a layer's rows are exchanged in the original code."""
     name = f"{module}.weight"

@@ -7,6 +7,7 @@ diffusers' ``loaders/lora_conversion_utils.py``, ComfyUI's ``comfy/lora.py`` and
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -129,9 +130,10 @@ class BaseLayers:
         ups = [self.up[f"{block}.to_{part}"] for part in "qkv"]
         return self.down[f"{block}.to_q"], np.concatenate(ups)
 
-    def effects(self, scale: float = SCALE) -> dict[str, tuple[Effect, ...]]:
+    @functools.cached_property
+    def effects(self) -> dict[str, tuple[Effect, ...]]:
         return {
-            weight(module): (linear(scale * wide(self.up[module]) @ wide(self.down[module])),)
+            weight(module): (linear(SCALE * wide(self.up[module]) @ wide(self.down[module])),)
             for module in MODULES
         }
 
@@ -216,10 +218,18 @@ TEXT_ROWS = (
 )
 
 
-def vectors(shapes: Shapes | None = None) -> list[AdapterVector]:
-    """Return all vectors for a base, by default examples/tiny."""
-    base = BaseLayers(shapes or tiny_shapes())
-    return [*dialects(base), *texts(base), *kinds(base)]
+@functools.cache
+def vectors() -> tuple[AdapterVector, ...]:
+    """Return all vectors for examples/tiny."""
+    return vectors_for(tiny_shapes())
+
+
+def vectors_for(shapes: Shapes) -> tuple[AdapterVector, ...]:
+    """Return all vectors for a base."""
+    base = BaseLayers(shapes)
+    found = (*dialects(base), *texts(base), *kinds(base))
+    assert len({one.name for one in found}) == len(found)
+    return found
 
 
 def dialects(base: BaseLayers) -> Iterator[AdapterVector]:
@@ -229,7 +239,7 @@ def dialects(base: BaseLayers) -> Iterator[AdapterVector]:
         for module in MODULES:
             pair = base.down[module], base.up[module]
             tensors |= pair_of(prefix + spell(module), *pair, words, has_alpha)
-        yield AdapterVector(name, tensors, base.effects(), diffusers=diffusers)
+        yield AdapterVector(name, tensors, base.effects, diffusers=diffusers)
     for name, prefix, spell, words, has_alpha in FUSED_ROWS:
         tensors = {}
         for block in (BLOCK, OTHER):
@@ -239,11 +249,11 @@ def dialects(base: BaseLayers) -> Iterator[AdapterVector]:
             if not module.endswith(("to_q", "to_k", "to_v")):
                 stem = prefix + spell(module)
                 tensors |= pair_of(stem, base.down[module], base.up[module], words, has_alpha)
-        yield AdapterVector(name, tensors, base.effects())
+        yield AdapterVector(name, tensors, base.effects)
     down, up = base.down[MODULES[0]], base.up[MODULES[0]] * np.float32(SCALE)
     stem = f"transformer.{BLOCK}.to_q_lora"  # diffusers' attention processors
     processors = {f"{stem}.down.weight": down, f"{stem}.up.weight": up}
-    only = {weight(MODULES[0]): base.effects()[weight(MODULES[0])]}
+    only = {weight(MODULES[0]): base.effects[weight(MODULES[0])]}
     yield AdapterVector("processors", processors, only)
 
 
@@ -398,7 +408,7 @@ def differences(base: BaseLayers) -> Iterator[AdapterVector]:
         "lora-bias",
         pair | {f"transformer.{biased}.lora_B.bias": bias},
         {
-            weight(biased): base.effects()[weight(biased)],
+            weight(biased): base.effects[weight(biased)],
             f"transformer/{biased}.bias": (linear(wide(bias)),),
         },
         diffusers=True,
@@ -410,7 +420,7 @@ def differences(base: BaseLayers) -> Iterator[AdapterVector]:
         "lora-bias-without-bias",  # of a layer without bias: it is scaled as the matrices
         pair | {f"base_model.model.{first}.lora_B.bias": added},
         {
-            weight(first): base.effects()[weight(first)],
+            weight(first): base.effects[weight(first)],
             f"transformer/{first}.bias": (linear(SCALE * wide(added)),),
         },
     )
@@ -544,7 +554,7 @@ def decomposed(base: BaseLayers) -> Iterator[AdapterVector]:
 def distill_patch(base: BaseLayers) -> AdapterVector:
     """Return the form of Comfy-Org's published file: five kinds of tensors at once."""
     tensors: dict[str, Array] = {}
-    effects = dict(base.effects())
+    effects = dict(base.effects)
     for block in (BLOCK, OTHER):
         stem = f"diffusion_model.{block}.qkv"
         tensors |= pair_of(stem, *base.stacked(block), "down", True)

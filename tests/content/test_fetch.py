@@ -7,6 +7,7 @@ import hashlib
 import io
 import math
 import os
+import random
 import threading
 import tracemalloc
 from collections import Counter
@@ -38,7 +39,7 @@ MIB = 1024 * 1024
 
 def noise(size: int, seed: bytes = b"seed") -> bytes:
     """Return bytes without repetition."""
-    return hashlib.shake_128(seed).digest(size)
+    return random.Random(seed).randbytes(size)
 
 
 BIG = noise(40 * MIB + 12345)

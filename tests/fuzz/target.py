@@ -39,7 +39,7 @@ from clowder_aimage.oci.manifest import parse_document
 from clowder_aimage.registry.docker_config import find_credential, read_config
 from clowder_aimage.registry.host_settings import read_settings
 from clowder_aimage.tensor import read_header
-from tests.adapter.vectors import safetensors, tiny_shapes, vectors
+from tests.adapter.vectors import safetensors, tiny_shapes, vectors_for
 from tests.cli.test_node_status import NODE, model
 from tests.conftest import TINY
 from tests.fuzz.damage import VALUES, damage_bytes, damage_json, damage_text, encoded
@@ -177,7 +177,7 @@ class Adapters(Target):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._shapes = tiny_shapes()
-        self._vectors = vectors(self._shapes)
+        self._vectors = vectors_for(self._shapes)
         found = (split_name(name) for one in self._vectors for name in one.tensors)
         self._stems = sorted({"", "x", *(split[0] for split in found if split)})
         suffixes = {name.rpartition("to_q")[2] for one in self._vectors for name in one.tensors}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,16 +23,15 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 (COLOUR,) = NINTH
 ADAPTER = SHAPES / f"{COLOUR}.safetensors"
 NINE = {**COLOURS, **NINTH}
-SCENES = ninth_scenes()
-USUAL = held_out_scenes()
+ninth, usual = functools.cache(ninth_scenes), functools.cache(held_out_scenes)
 
 
 # -- the scenes and the judge
 
 
 def test_the_ninth_colour_is_in_every_scene() -> None:
-    assert len({wish_of(scene).describe() for scene in SCENES}) == len(SCENES) == 100
-    for scene in SCENES:
+    assert len({wish_of(scene).describe() for scene in ninth()}) == len(ninth()) == 100
+    for scene in ninth():
         assert COLOUR in scene.caption
         assert TWIN not in scene.caption
         colours = {item.colour for item in scene.items}
@@ -41,26 +41,26 @@ def test_the_ninth_colour_is_in_every_scene() -> None:
 
 def test_the_twins_of_the_scenes_are_not_in_training() -> None:
     """The adapter is trained on scenes whose twins, with blue, are not held out."""
-    assert all(is_held_out(scene.caption.replace(COLOUR, TWIN)) for scene in SCENES)
+    assert all(is_held_out(scene.caption.replace(COLOUR, TWIN)) for scene in ninth())
 
 
 def test_a_scene_without_the_twin_stays() -> None:
-    scenes = [scene for scene in USUAL if TWIN not in scene.caption]
+    scenes = [scene for scene in usual() if TWIN not in scene.caption]
     assert len(scenes) > 200
     assert [recoloured(scene) for scene in scenes] == scenes
 
 
 def test_the_judge_recognizes_drawings_with_the_ninth_colour() -> None:
-    right = [score(scene, look(render(scene), NINE)).both for scene in SCENES]
+    right = [score(scene, look(render(scene), NINE)).both for scene in ninth()]
     assert sum(right) >= 99
 
 
 def test_who_knows_eight_colours_does_not_see_the_ninth() -> None:
-    assert not any(score(scene, look(render(scene))).colour for scene in SCENES[::5])
+    assert not any(score(scene, look(render(scene))).colour for scene in ninth()[::5])
 
 
 def test_the_ninth_colour_is_not_seen_in_drawings_without_it() -> None:
-    for scene in USUAL[::3]:
+    for scene in usual()[::3]:
         assert look(render(scene), NINE) == look(render(scene))
 
 
@@ -107,7 +107,7 @@ def pictures(pipeline: ZImagePipeline, scenes: list[Scene]) -> list[quality.Pixe
 
 @pytest.mark.integration
 def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: ZImagePipeline) -> None:
-    scenes = SCENES[::5]
+    scenes = ninth()[::5]
     found = quality.judged(scenes, pictures(pipeline, scenes), NINE)
     assert found["colour"]["right"] == 0
     with adapted(pipeline, ":1.0"):
@@ -118,7 +118,7 @@ def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: ZImage
 
 @pytest.mark.integration
 def test_it_leaves_usual_scenes_as_they_are(pipeline: ZImagePipeline) -> None:
-    scenes = USUAL[::10]
+    scenes = usual()[::10]
     alone = quality.judged(scenes, pictures(pipeline, scenes))
     with adapted(pipeline, ""):
         found = quality.judged(scenes, pictures(pipeline, scenes))
@@ -128,7 +128,7 @@ def test_it_leaves_usual_scenes_as_they_are(pipeline: ZImagePipeline) -> None:
 
 @pytest.mark.integration
 def test_with_strength_0_it_does_nothing(pipeline: ZImagePipeline) -> None:
-    scenes = SCENES[:1]
+    scenes = ninth()[:1]
     (alone,) = pictures(pipeline, scenes)
     with adapted(pipeline, ":0.0"):
         assert (pictures(pipeline, scenes)[0] == alone).all()
