@@ -8,7 +8,7 @@ PACKAGES = {
     ".": (6_100, 97),
     "adapter": (2_300, 95),
     "api": (3_730, 95),
-    "cli": (9_600, 93),
+    "cli": (9_300, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
@@ -19,7 +19,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (2_960, 98),
     "layout": (3_040, 96),
-    "model": (8_400, 96),
+    "model": (9_300, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),

@@ -107,7 +107,7 @@ def _taken(model: GgufModel, projectors: Sequence[GgufModel], licence: str | Non
         "architecture": architecture,
         "name": printable(metadata.get("general.name")),
         "parameters": sum(tensor.elements for tensor in tensors) or None,
-        "quantization": _quantization(model),
+        "quantization": quantization(metadata, model.tensors),
         "context": context if type(context) is int and context > 0 else None,
         "adapter": _adapter(model) if model.is_adapter else None,
     }
@@ -116,12 +116,13 @@ def _taken(model: GgufModel, projectors: Sequence[GgufModel], licence: str | Non
     return Inventory.of_files(FORMAT, files, facts, licence)
 
 
-def _quantization(model: GgufModel) -> str | None:
-    stated = model.metadata.get("general.file_type")
+def quantization(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> str | None:
+    """Return the stated type of most tensors, else the type of most elements."""
+    stated = metadata.get("general.file_type")
     if type(stated) is int and stated != GUESSED and (known := FILES.get(stated & ~GUESSED)):
         return known
     count = Counter[str]()
-    for tensor in model.tensors:
+    for tensor in tensors:
         count[tensor.type] += tensor.elements
     return max(sorted(count), key=lambda kind: count[kind], default=None)
 

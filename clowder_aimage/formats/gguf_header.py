@@ -35,7 +35,7 @@ SCALARS = {
     number: struct.Struct(f"<{code}")
     for number, code in zip((*range(8), 10, 11, 12), "BbHhIifBQqd", strict=True)
 }
-UINT32, INT32, BOOL, STRING, ARRAY = 4, 5, 7, 8, 9
+UINT8, INT8, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 0, 1, 4, 5, 6, 7, 8, 9
 # enum ggml_type: elements per block; by number: name and bytes per block
 _BLOCKS = {
     1: "0 F32 4, 1 F16 2, 24 I8 1, 25 I16 2, 26 I32 4, 27 I64 8, 28 F64 8, 30 BF16 2",
@@ -61,6 +61,7 @@ _KEPT = ("general.", "split.", "adapter.")
 _KEPT_END = ".context_length"
 _MAX_RANK = 8  # of such a shape
 _MAX_KEPT = 4096  # bytes of the longest string in the metadata
+_MAX_WHOLE = 1 << 24  # ... if all of it is read, such as chat templates
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 # minimal sizes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions
 _LEAST_PAIR, _LEAST_TENSOR, _LEAST_TEXT, _LEAST_LIST = 8 + 1 + 4 + 1, 8 + 4 + 4 + 8, 8, 12
@@ -82,6 +83,14 @@ class GgufTensor:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufList:
+    """A list in the metadata; ``kind`` is the number of its type. Strings are bytes."""
+
+    kind: int
+    items: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,14 @@ class _Cursor:
             raise FormatError(f"at byte {place}, {what} has {length} bytes; the limit is {most}")
         return self._decode(place, length, what)
 
+    def string(self, is_kept: bool) -> bytes | None:
+        """Return the bytes of a string in a list, or skip it."""
+        length = self.number(_U64, "the length of a string")
+        if is_kept:
+            return self.take(length, "a string")
+        self.skip(length, "a string")
+        return None
+
     def _decode(self, place: int, length: int, what: str) -> str:
         try:
             return self.take(length, what).decode()
@@ -164,8 +181,10 @@ class _Cursor:
         return count
 
 
-def read_header(file: BinaryIO, size: int) -> GgufHeader:
+def read_header(file: BinaryIO, size: int, *, is_whole: bool = False) -> GgufHeader:
     """Read the header of an open file of ``size`` bytes.
+
+    is_whole: keep all of the metadata; lists are GgufList, nested lists are left out.
 
     Raises:
         FormatError: The file is not GGUF, is truncated, or its header does not match its data.
@@ -174,7 +193,7 @@ def read_header(file: BinaryIO, size: int) -> GgufHeader:
     version = _version(cursor)
     tensor_count = cursor.count("tensors", _LEAST_TENSOR, MAX_TENSORS)
     pairs = cursor.count("metadata", _LEAST_PAIR, MAX_KEYS)
-    metadata = _metadata(cursor, pairs)
+    metadata = _metadata(cursor, pairs, is_whole)
     alignment: int = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
     infos = [_tensor(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
@@ -204,7 +223,7 @@ def _version(cursor: _Cursor) -> int:
     return version
 
 
-def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
+def _metadata(cursor: _Cursor, pairs: int, is_whole: bool) -> dict[str, Any]:
     seen: set[str] = set()
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
@@ -213,9 +232,10 @@ def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
         if not key or not key.isascii() or not key.isprintable() or key in seen:
             raise FormatError(f"at byte {place}, invalid or duplicate key: {key!r:.100}")
         seen.add(key)
-        kept = key.startswith((*_KEPT, SHAPES)) or key.endswith(_KEPT_END)
+        kept = is_whole or key.startswith((*_KEPT, SHAPES)) or key.endswith(_KEPT_END)
         place, kind = cursor.position, cursor.number(_U32, "the type of a value")
-        value = _value(cursor, kind, key, kept)
+        longest = (_MAX_WHOLE if is_whole else _MAX_KEPT) if kept else 0
+        value = _value(cursor, kind, key, longest, is_whole)
         if key == _ALIGNMENT and not _is_alignment(kind, value):
             raise FormatError(
                 f"at byte {place}, {key} must be a UINT32 power of two from 8 to {MAX_ALIGNMENT}, "
@@ -230,8 +250,8 @@ def _is_alignment(kind: int, value: Any) -> bool:
     return kind == UINT32 and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0
 
 
-def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
-    """Return the value, or None for lists other than SHAPES, and strings that are not kept."""
+def _value(cursor: _Cursor, kind: int, key: str, longest: int, is_whole: bool) -> Any:
+    """Return the value, or None for lists other than SHAPES and strings that are not kept."""
     place = cursor.position
     if form := SCALARS.get(kind):
         value = cursor.number(form, f"the value of {key[:100]}")
@@ -241,9 +261,9 @@ def _value(cursor: _Cursor, kind: int, key: str, kept: bool) -> Any:
             raise FormatError(f"at byte {place}, {key[:100]} is {value}, not true or false")
         return bool(value)
     if kind == STRING:
-        return cursor.short_text(key[:100], _MAX_KEPT if kept else 0)
+        return cursor.short_text(key[:100], longest)
     if kind == ARRAY:
-        return _shape(cursor, key) if key.startswith(SHAPES) else _skip_list(cursor)
+        return _shape(cursor, key) if key.startswith(SHAPES) else _list(cursor, is_whole)
     raise FormatError(f"at byte {place - 4}, {key[:100]} has an unknown type: {kind}")
 
 
@@ -256,20 +276,27 @@ def _shape(cursor: _Cursor, key: str) -> tuple[int, ...]:
     return tuple(cursor.number(form, key[:200]) for _ in range(count))
 
 
-def _skip_list(cursor: _Cursor, depth: int = 1) -> None:
+def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
+    """Return a list of scalars or strings, or None if it is skipped."""
     place, kind = cursor.position, cursor.number(_U32, "the type of a list")
     if kind == ARRAY:
         if depth > MAX_DEPTH:
             raise FormatError(f"at byte {place}, lists are nested more than {MAX_DEPTH} deep")
         for _ in range(cursor.items_of("lists", _LEAST_LIST)):
-            _skip_list(cursor, depth + 1)
-    elif kind == STRING:
-        for _ in range(cursor.items_of("strings", _LEAST_TEXT)):
-            cursor.skip(cursor.number(_U64, "the length of a string"), "a string")
-    elif form := SCALARS.get(kind):
-        cursor.skip(cursor.count("values", form.size, 1 << 60) * form.size, "a list")
-    else:
+            _list(cursor, False, depth + 1)
+        return None
+    if kind == STRING:
+        count = cursor.items_of("strings", _LEAST_TEXT)
+        texts = [cursor.string(is_kept) for _ in range(count)]
+        return GgufList(kind, tuple(texts)) if is_kept else None
+    if (form := SCALARS.get(kind)) is None:
         raise FormatError(f"at byte {place}, a list has an unknown type: {kind}")
+    count = cursor.count("values", form.size, MAX_ITEMS if is_kept else 1 << 60)
+    if not is_kept:
+        cursor.skip(count * form.size, "a list")
+        return None
+    data = cursor.take(count * form.size, "a list")
+    return GgufList(kind, struct.unpack(f"<{count}{form.format[1:]}", data))
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:

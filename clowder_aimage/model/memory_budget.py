@@ -7,7 +7,6 @@ is too small for all of them, those that are not in use are released, and loaded
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.adaptation import Adaptation
 from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
+from clowder_aimage.model.hardware import machine_memory
 from clowder_aimage.model.operation import MAX_SCORES
 from clowder_aimage.model.process_memory import resident_memory
 from clowder_aimage.tensor.blas import is_fast
@@ -199,14 +199,6 @@ def transforming(width: int, hidden: int, heads: int, length: int, dtype: mx.Dty
     """Estimate the bytes to compute a layer of a transformer for ``length`` tokens."""
     attention = min(2 * heads * length**2 * dtype.size, MAX_SCORES)
     return length * (8 * width + 3 * hidden) * dtype.size + attention
-
-
-def machine_memory() -> int | None:
-    """Return the memory of the machine in bytes, or None if it is unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
 
 
 def device_memory() -> int | None:

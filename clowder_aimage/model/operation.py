@@ -8,7 +8,6 @@ memory, in blocks that stay in the processor's cache, on all cores.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import mx, on_gpu
+from clowder_aimage.model.hardware import cores
 from clowder_aimage.tensor import blas
 
 MAX_SCORES = 256 * 1024 * 1024  # bytes of attention scores at a time
@@ -231,13 +231,6 @@ def on_all_cores(
     finally:
         for other in others:
             other.result()
-
-
-@cache
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    affinity: Any = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 @cache

@@ -39,7 +39,8 @@ def talker(
 
     def make(answer: Callable[[TextRequest], Answer] | Answer) -> tuple[Aimage, FakeModel]:
         fake = FakeModel(answer if callable(answer) else lambda _: answer)
-        fake.take_over(monkeypatch)
+        name = "clowder_aimage.model.text.runtime.load_language_model"
+        monkeypatch.setattr(name, fake.load)
         here = aimage()
         here("create", "x", talker_files)
         return here, fake

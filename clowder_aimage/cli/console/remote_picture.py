@@ -27,20 +27,19 @@ def generate_remotely(
     client: WorkerClient,
     reference: Reference,
     place: str,
-    more: Callable[[], Mapping[str, Any]],
     options: Mapping[str, Any],
     count: int,
     kind: str,
     announce: Callable[[str], None],
 ) -> Generator[MadePicture, None, None]:
-    """Generate the pictures in a worker; ``more`` returns further fields of the requests."""
+    """Generate the pictures in a worker."""
     # png_facts: so that it can be replayed
     sent = {**options, "png_facts": True, "output_format": kind}
     sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
-    sent |= {**to_request(options), **more()}
+    sent |= to_request(options)
     where = f"rendering on the {place}"
     yield from _pictures(client, reference, sent, count, on_accepted=lambda: announce(where))
 

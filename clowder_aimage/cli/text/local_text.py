@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,7 +28,6 @@ class LocalLanguageModel:
     reference: Reference
     dtype: str | None = None
     memory: int | None = None
-    name: str = ""  # with the digest, once it is loaded
     _loaded: list[LanguageModel] = field(default_factory=list)
 
     def load(self) -> LanguageModel:
@@ -39,8 +37,7 @@ class LocalLanguageModel:
             from clowder_aimage.model.text.runtime import load_language_model
 
             fetched = fetch_model(self.reference, check=check_language_model)
-            stored = fetched.found.stored
-            aimage, self.name = stored.aimage, f"{self.reference.name}@{stored.descriptor.digest}"
+            aimage = fetched.found.stored.aimage
             fetched.end()
             weights = sum(layer.descriptor.size for layer in aimage.layers)
             fetched.progress.remark(f"loading {size(weights)}")
@@ -57,6 +54,5 @@ class LocalLanguageModel:
             yield from events
 
     def let_go(self) -> None:
-        """Free the memory of the model, which is loaded again when it is used again."""
+        """Free the memory of the model."""
         self._loaded.clear()
-        gc.collect()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import ModelError
+from clowder_aimage.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.content.store import BlobFiles
     from clowder_aimage.model.text.language_model import LanguageModel
 
 MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
+# Modules with ``load``, and their extras; each is imported on use, since it needs its library
+_MODULES = {
+    LLAMA: ("clowder_aimage.model.llama.llama_model", "llama"),
+}
 _FORMATS = {"transformers": MLX_LM, "gguf": LLAMA}  # of AImages
 
 
@@ -42,5 +47,19 @@ def load_language_model(
         FormatError: A blob is invalid.
         AccessError: A blob is not in the store.
     """
-    del files, aimage, dtype, memory, context, parallel
-    raise ModelError("language models cannot be run yet")
+    runtime = runtime_of(aimage)
+    if runtime not in _MODULES:
+        raise ModelError("the AImage is not a language model that can be run")
+    module, extra = _MODULES[runtime]
+    try:
+        load = importlib.import_module(module).load
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("clowder_aimage"):
+            raise
+        raise UsageError(
+            f"{runtime} cannot be used: {error.name} is missing",
+            hint=f"install the extra [{extra}]",
+        ) from None
+    how = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
+    model: LanguageModel = load(files, aimage, **how)
+    return model

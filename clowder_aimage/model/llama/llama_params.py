@@ -1,0 +1,112 @@
+"""The parameters of llama.cpp for a model: the context, the memory, and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.hardware import limited_cores, machine_memory
+from clowder_aimage.model.llama.gguf_check import GgufFacts
+
+if TYPE_CHECKING:
+    import xllamacpp
+
+STEP = 256  # llama.cpp rounds the context of a request up to a multiple of it
+BATCH = 512  # tokens of a prompt between two answers, at which a request can be cancelled
+_MAX_EMBEDDED = 8192  # tokens of a text to embed, by default: they are computed at once
+_SHARE = 0.5  # of the machine's memory, if no limit is given
+_CONTEXTS = 4  # whole contexts that have room at once, if no limit is given
+_LIBRARY = 48 << 20  # bytes of the library without a model
+_MIB = 1 << 20
+
+
+def fit_context(
+    facts: GgufFacts,
+    weights: int,
+    *,
+    is_embedding: bool,
+    wanted: int | None,
+    parallel: int,
+    memory: int | None,
+) -> tuple[int, int]:
+    """Return the tokens of a request at most, and those of all requests together.
+
+    These are the wanted or trained ones, less if memory is short. weights: bytes. Raises UsageError
+    if not even a short context has room.
+    """
+    most = min(facts.context, _MAX_EMBEDDED) if is_embedding else facts.context
+    context = min(wanted or most, facts.context)
+    total = memory or machine_memory() or 1 << 62
+    batch = context if is_embedding else BATCH
+    work = 4 * min(batch, BATCH) * (8 * facts.width + 2 * facts.inner)
+    left = int(total if memory else total * _SHARE) - weights - work - _LIBRARY
+    least = min(context, STEP)
+    if left < facts.cache * least:
+        missing = weights + work + _LIBRARY + facts.cache * least
+        raise UsageError(
+            f"{total // _MIB} MiB of memory are insufficient for this model: "
+            f"{-(-missing // _MIB)} MiB are required for {least} tokens"
+        )
+    pool = _rounded(context) * (parallel if memory or wanted else min(parallel, _CONTEXTS))
+    if facts.cache:
+        pool = min(pool, max(least, left // facts.cache // STEP * STEP))
+    return min(context, pool), pool
+
+
+def make_params(
+    path: Path,
+    adapters: Sequence[tuple[Path, float]],
+    *,
+    context: int,
+    pool: int,
+    parallel: int,
+    pooling: int | None,
+) -> xllamacpp.CommonParams:
+    """Return the parameters of the server.
+
+    pool: tokens of all requests together. pooling: of an embedding model, else None.
+    """
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
+    params.lora_adapters = [_adapter(each, scale) for each, scale in adapters]
+    params.n_ctx, params.n_parallel = _rounded(pool), parallel
+    params.kv_unified = True  # the requests share it, as much as each needs
+    params.n_batch = params.n_ubatch = BATCH
+    if pooling is not None:
+        params.embedding = True
+        params.n_batch = params.n_ubatch = max(BATCH, _rounded(context))
+        params.pooling_type = xllamacpp.llama_pooling_type(pooling)
+    if (count := limited_cores()) is not None:
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = count
+    params.fit_params = bool(gpus())  # lets layers stay on the CPU if the GPU is too small
+    params.ctx_shift = False
+    params.cache_ram_mib = 0  # no copies of earlier contexts beside those of the requests
+    params.warmup = params.ui = params.endpoint_slots = params.use_jinja = False
+    params.n_threads_http = 1
+    return params
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // STEP) * STEP
+
+
+def gpus() -> list[str]:
+    """Return the descriptions of the GPUs that llama.cpp can use."""
+    import xllamacpp
+
+    kinds = xllamacpp.ggml_backend_dev_type
+    wanted = (kinds.GGML_BACKEND_DEVICE_TYPE_GPU, kinds.GGML_BACKEND_DEVICE_TYPE_IGPU)
+    return [one["description"] for one in xllamacpp.get_device_info() if one["type"] in wanted]
+
+
+def _adapter(path: Path, scale: float) -> Any:
+    import xllamacpp
+
+    adapter = xllamacpp.CommonAdapterLoraInfo()
+    adapter.path, adapter.scale = str(path), scale
+    return adapter

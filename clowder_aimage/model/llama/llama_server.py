@@ -1,0 +1,165 @@
+"""llama.cpp's server in this process: requests as JSON, each on a thread of its own.
+
+Source: the package ``xllamacpp``, src/xllamacpp/server.cpp; ggml-org/llama.cpp,
+tools/server/README.md. The server always listens. Here it does so on a Unix socket in a directory
+that only this user can enter, which is removed before the first request: no address remains that
+can be connected to. A random key protects the time between.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import threading
+import weakref
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.errors import ContentError, ModelError, UsageError
+from clowder_aimage.model.text.language_model import ContextError
+
+if TYPE_CHECKING:
+    import xllamacpp
+
+_SILENT, _ERRORS = -1, 1  # verbosity
+_MAX_SOCKET = 100  # bytes of the path of a Unix socket
+_PATIENCE = 10.0  # seconds until a request ends that was cancelled
+_MAX_LOG = 2000
+
+
+class _Call:
+    """A request in progress."""
+
+    def __init__(self, server: Any, body: dict[str, Any]) -> None:
+        self.answers = SimpleQueue[dict[str, Any] | Exception | None]()
+        self.is_cancelled = False
+        self._server, self._body = server, body
+        # llama.cpp ends a request only between two answers, so the interpreter must not wait
+        self.thread = threading.Thread(target=self._run, name="aimage-llama", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._server.handle_completions(self._body, self._receive)
+        except Exception as error:
+            self.answers.put(error)
+        finally:
+            del self._server
+            self.answers.put(None)
+
+    def _receive(self, answer: dict[str, Any]) -> bool:
+        """Accept an answer; return True to end the request."""
+        self.answers.put(answer)
+        return self.is_cancelled
+
+
+class LlamaServer:
+    """A loaded model. Requests may be open at once; each yields answers as they arrive.
+
+    Raises:
+        ModelError: llama.cpp cannot load the model, for the reason in the message.
+    """
+
+    def __init__(self, params: xllamacpp.CommonParams) -> None:
+        server = [_start(params)]
+        calls = weakref.WeakSet[_Call]()
+        self._server, self._calls = server, calls
+        self.close = weakref.finalize(self, _close, server, calls)  # also when the process exits
+
+    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
+        """Yield the answers to a completion; closing the generator ends it.
+
+        Raises:
+            ContextError, UsageError: The request is refused.
+            ModelError: llama.cpp fails.
+        """
+        call = _Call(self._server[0], body)
+        self._calls.add(call)
+        call.thread.start()
+        try:
+            while (answer := call.answers.get()) is not None:
+                if isinstance(answer, Exception):
+                    raise ModelError(f"llama.cpp cannot answer: {answer}") from None
+                yield _checked(answer)
+        finally:
+            call.is_cancelled = True
+
+    def embed(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return the answer with embeddings. Raises the errors of ``stream``."""
+        try:
+            answer = self._server[0].handle_embeddings({"input": list(texts)})
+        except Exception as error:
+            raise ModelError(f"llama.cpp cannot answer: {error}") from None
+        return _checked(answer)
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer that is not an error; raise its error otherwise."""
+    error = answer.get("error")
+    if error is None:
+        return answer
+    message = str(error.get("message"))
+    if error.get("type") == "exceed_context_size_error":
+        raise ContextError(int(error["n_prompt_tokens"]), int(error["n_ctx"]))
+    kind: type[ContentError] = UsageError if error.get("code") == 400 else ModelError
+    raise kind(f"llama.cpp refuses the request: {message:.500}")
+
+
+def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
+    import xllamacpp
+
+    params.verbosity = _SILENT
+    params.api_keys = [secrets.token_hex(32)]
+    params.endpoint_metrics = True
+    try:
+        with _private_directory() as directory:
+            params.hostnames = [f"{directory}/{_SILENT}.sock"]
+            server = xllamacpp.Server(params)
+    except RuntimeError:
+        raise ModelError(f"llama.cpp cannot load the model: {_reason(params)}") from None
+    server.handle_metrics()  # its loop answers: one that is ended before it begins never ends
+    return server
+
+
+def _reason(params: xllamacpp.CommonParams) -> str:
+    """Try again, and return the messages of llama.cpp, which writes them to stderr only."""
+    import xllamacpp
+
+    params.verbosity = _ERRORS
+    with _private_directory() as directory, Path(directory, "log").open("w+b") as log:
+        params.hostnames = [f"{directory}/{_ERRORS}.sock"]
+        stderr = os.dup(2)
+        try:
+            os.dup2(log.fileno(), 2)
+            xllamacpp.Server(params)
+        except RuntimeError:
+            pass
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        log.seek(0)
+        lines = log.read().decode(errors="replace").splitlines()
+    # such as ``0.00.083.579 E llama_model_load: error loading model: ...``
+    texts = [text for line in lines if (text := line.partition(" E ")[2].strip())]
+    return "; ".join(dict.fromkeys(texts))[:_MAX_LOG] or "it states no reason"
+
+
+def _private_directory() -> tempfile.TemporaryDirectory[str]:
+    """Return a directory for a socket, whose path is short."""
+    directory = tempfile.TemporaryDirectory(prefix="aimage-")
+    if len(os.fsencode(directory.name)) <= _MAX_SOCKET:
+        return directory
+    directory.cleanup()
+    return tempfile.TemporaryDirectory(prefix="aimage-", dir="/tmp")
+
+
+def _close(server: list[Any], calls: weakref.WeakSet[_Call]) -> None:
+    """End all requests, then the server."""
+    open_calls = list(calls)
+    for call in open_calls:
+        call.is_cancelled = True
+    for call in open_calls:
+        call.thread.join(_PATIENCE)
+    server.clear()

@@ -1,0 +1,353 @@
+"""GGUF models in llama.cpp: texts, embeddings, adapters, and what remains of its server."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xllamacpp
+
+from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.model.llama.llama_model import LlamaModel
+from clowder_aimage.model.llama.llama_server import LlamaServer
+from clowder_aimage.model.text.language_model import (
+    LENGTH,
+    STOP,
+    ContextError,
+    EmbeddingRequest,
+    Sampling,
+    TextEnd,
+    TextPiece,
+    TextRequest,
+)
+from tests.process import run
+from tests.text.file_aimage import gguf_aimage
+from tests.text.llama_models import GREEDY, complete, load, write, write_plain
+from tests.text.tiny_gguf import split_gguf, write_gguf, write_lora
+from tests.text.tiny_text import write_model
+
+PROMPTS = ("the red ball", "what is the weather", "a small green circle", "Größe, été")
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plain(tmp_path_factory.mktemp("qwen3") / "model")
+
+
+@pytest.fixture(scope="module")
+def path(directory: Path) -> Path:
+    return write_gguf(directory.with_name("model.gguf"), directory)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Iterator[LlamaModel]:
+    loaded = load(path)
+    yield loaded
+    loaded.close()
+
+
+def end_of(model: LlamaModel, request: TextRequest) -> TextEnd:
+    *_, end = model.generate(request)
+    assert isinstance(end, TextEnd)
+    return end
+
+
+# -- texts
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_text_is_that_of_the_library(directory: Path, tmp_path: Path, quantized: bool) -> None:
+    path = write_gguf(tmp_path / "model.gguf", directory, quantized=quantized)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.hostnames = str(path), 512, [str(tmp_path / "a.sock")]
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+    body = {"prompt": PROMPTS[0], "max_tokens": 64, "temperature": 0}
+    expected = server.handle_completions(body)["choices"][0]["text"]
+    del server
+    loaded = load(path)
+    assert loaded.dtype == ("Q8_0" if quantized else "F32")
+    assert write(loaded, complete(PROMPTS[0], 64)) == expected
+    assert len(expected) > 64
+
+
+def test_end_counts_tokens_and_what_was_cached(path: Path) -> None:
+    model = load(path)
+    first, again = (end_of(model, complete(PROMPTS[1], 8)) for _ in range(2))
+    assert (first.reason, first.tokens, first.cached_tokens) == (LENGTH, 8, 0)
+    assert again.prompt_tokens == first.prompt_tokens > 4
+    assert again.cached_tokens == first.prompt_tokens - 1  # the last one gives the first token
+    assert first.seconds > 0 < first.prompt_seconds
+
+
+def test_log_probabilities_are_those_before_sampling(model: LlamaModel) -> None:
+    pieces = [*model.generate(complete("the", 6, alternatives=3))]
+    tokens = [token for p in pieces if isinstance(p, TextPiece) for token in p.tokens]
+    assert len(tokens) == 6
+    for token in tokens:
+        assert len(token.alternatives) == 3
+        best, *others = token.alternatives
+        assert best.logprob == token.logprob <= 0
+        assert all(other.logprob <= best.logprob for other in others)
+        assert sum(math.exp(one.logprob) for one in token.alternatives) < 1
+    first = next(p for p in model.generate(complete("the", 6, alternatives=0)) if p.text)  # type: ignore[union-attr]
+    assert isinstance(first, TextPiece) and first.tokens[0].alternatives == ()
+
+
+def test_seed_decides_a_text(model: LlamaModel) -> None:
+    texts = [
+        write(model, complete("the", sampling=Sampling(temperature=1.5, seed=seed)))
+        for seed in (7, 7, 8, (1 << 64) - 1)
+    ]
+    assert texts[0] == texts[1] != texts[2] != texts[3]
+
+
+def test_stop_ends_a_text_and_is_not_in_it(model: LlamaModel) -> None:
+    whole = write(model, complete("the", 32))
+    stop = whole[8:10]
+    request = complete("the", 32, stop=(stop,))
+    assert write(model, request) == whole[: whole.index(stop)]
+    assert end_of(model, request).reason == STOP
+
+
+def test_answer_matches_a_schema(model: LlamaModel) -> None:
+    for seed in range(3):
+        request = complete("the", 64, schema=SCHEMA, sampling=Sampling(seed=seed))
+        assert 0 <= json.loads(write(model, request))["size"] <= 9
+    assert write(model, complete("the", 64, schema={})).lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "nope"}, {"not": {}}, {"type": "string", "pattern": "((("}, {"$ref": "#/absent"}],
+)
+def test_schema_that_the_library_would_ignore_is_refused(
+    model: LlamaModel, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="JSON Schema") as caught:
+        model.generate(complete("the", schema=schema))
+    assert caught.value.facts["field"] == "response_format"
+
+
+def test_deep_schema_is_refused(model: LlamaModel) -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(500):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(UsageError, match="JSON Schema"):
+        model.generate(complete("the", schema=schema))
+
+
+# -- the context
+
+
+def test_prompt_beyond_the_context_is_refused_with_its_numbers(path: Path) -> None:
+    model = load(path, context=40)  # less than llama.cpp's step
+    assert model.context == 40
+    with pytest.raises(ContextError) as caught:
+        model.generate(complete("the red ball " * 20))
+    assert int(caught.value.facts["tokens"]) > 40 == int(caught.value.facts["context"])
+    with pytest.raises(ContextError):
+        model.generate(complete("the red ball " * 500))
+
+
+def test_text_ends_where_the_context_does(path: Path) -> None:
+    model = load(path, context=40)
+    end = end_of(model, TextRequest(prompt="the red ball", sampling=GREEDY))
+    assert (end.reason, end.prompt_tokens + end.tokens) == (LENGTH, 40)
+
+
+def test_memory_limits_the_context(path: Path) -> None:
+    weights = path.stat().st_size
+    small = load(path, memory=weights + (49 << 20) + (1 << 20))
+    assert small.context == 512  # all of it
+    with pytest.raises(UsageError, match="MiB of memory are insufficient"):
+        load(path, memory=weights)
+
+
+# -- several requests
+
+
+def test_requests_at_once_give_what_each_gives_alone(path: Path) -> None:
+    model = load(path, parallel=4)
+    assert model.context == 512
+    alone = [write(model, complete(prompt, 24)) for prompt in PROMPTS]
+    open_texts = [model.generate(complete(prompt, 24)) for prompt in PROMPTS]
+    texts = [""] * 4
+    turns = list(range(4))
+    while turns:
+        for index in list(turns):
+            event = next(open_texts[index], None)
+            if event is None:
+                turns.remove(index)
+            elif isinstance(event, TextPiece):
+                texts[index] += event.text
+    assert texts == alone
+
+
+def test_closing_ends_the_work(tmp_path: Path) -> None:
+    directory = write_model(tmp_path / "long", max_position_embeddings=1 << 16)
+    model = load(write_gguf(tmp_path / "long.gguf", directory))
+    events = model.generate(complete("the red", 60_000))
+    next(events)
+    (call,) = model._server._calls
+    events.close()
+    call.thread.join(20)
+    assert not call.thread.is_alive()
+    assert call.answers.qsize() < 30_000
+    assert len(write(model, complete("the red", 8))) > 4  # the only place is free again
+
+
+def test_process_exits_with_an_open_text(path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.text.llama_models import *\n"
+        "model = load(Path(sys.argv[1]))\n"
+        "events = model.generate(complete('the', 400)); next(events); print('read')"
+    )
+    done = run([sys.executable, "-c", program, path])
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"read\n", b"")
+
+
+# -- the server of the library
+
+
+@pytest.mark.skipif(not Path("/proc/self/net").exists(), reason="sockets are listed by Linux")
+def test_nothing_can_connect_to_the_server(path: Path) -> None:
+    def sockets() -> set[str]:
+        links = (os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir())
+        return {link.partition("[")[2][:-1] for link in links if "socket:[" in link}
+
+    before = sockets()
+    model = load(path)
+    opened = sockets() - before
+    assert len(opened) == 1
+    rows = [
+        row.split()
+        for table in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6")
+        for row in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+    ]
+    assert not opened & {row[9] for row in rows}
+    (row,) = (
+        row.split()
+        for row in Path("/proc/self/net/unix").read_text().splitlines()
+        if row.split()[6:7] == list(opened)
+    )
+    assert not os.path.lexists(row[7])
+    with socket.socket(socket.AF_UNIX) as client, pytest.raises(OSError):
+        client.connect(row[7])
+    assert write(model, complete("the", 4))
+
+
+def test_library_states_why_it_cannot_load(tmp_path: Path, directory: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", directory)
+    path.write_bytes(path.read_bytes().replace(b"qwen3", b"quark"))
+    with pytest.raises(ModelError, match="unknown model architecture: 'quark'"):
+        load(path)
+
+
+def test_errors_of_the_library_are_sentences(model: LlamaModel) -> None:
+    server: LlamaServer = model._server
+    with pytest.raises(UsageError, match=r"llama\.cpp refuses the request"):
+        next(server.stream({"prompt": 3.5}))
+
+
+# -- files
+
+
+def test_parts_of_a_split_model_are_one(path: Path, model: LlamaModel) -> None:
+    parts = split_gguf(path, 3)
+    whole = load(*parts)
+    assert write(whole, complete("the")) == write(model, complete("the"))
+    for some in (parts[:2], parts[1:]):
+        with pytest.raises(FormatError, match="do not belong together"):
+            load(*some)
+
+
+def test_several_models_are_refused(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.gguf"
+    other.write_bytes(path.read_bytes())
+    with pytest.raises(ModelError, match="several GGUF models"):
+        load(path, other)
+    with pytest.raises(ModelError, match="no GGUF model"):
+        load()
+
+
+def test_compressed_model_is_refused(path: Path) -> None:
+    kind = "application/vnd.clowder.aimage.model.gguf.layer.v1+zstd"
+    files, aimage = gguf_aimage(path, types={path.name: kind})
+    from clowder_aimage.model.text.runtime import load_language_model
+
+    with pytest.raises(ModelError, match="compressed and cannot be mapped"):
+        load_language_model(files, aimage)
+
+
+def test_adapter_changes_texts_by_its_scale(
+    path: Path, directory: Path, tmp_path: Path, model: LlamaModel
+) -> None:
+    adapter = write_lora(tmp_path / "adapter.gguf", directory)
+    request = complete("the red", 24)
+    plain = write(model, request)
+    assert write(load(path, adapter), request) != plain
+    names = {"adapter.gguf": "adapters/style/adapter.gguf"}
+    for strength, is_plain in ((0.0, True), (1.0, False)):
+        loras = [{"adapter": "style", "strength": strength}]
+        loaded = load(path, adapter, config={"names": names, "loras": loras})
+        assert (write(loaded, request) == plain) == is_plain
+
+
+def test_adapter_of_another_model_is_refused(path: Path, directory: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "wide", hidden_size=128)
+    with pytest.raises(ModelError, match="have the shapes"):
+        load(path, write_lora(tmp_path / "adapter.gguf", other))
+    llama = write_model(tmp_path / "llama", "llama")
+    with pytest.raises(ModelError, match="the adapter is for 'llama'"):
+        load(path, write_lora(tmp_path / "adapter.gguf", llama))
+
+
+def test_defaults_of_ollama_are_used(path: Path, tmp_path: Path, model: LlamaModel) -> None:
+    params = tmp_path / "params.json"
+    params.write_text(json.dumps({"temperature": 0, "num_predict": 5, "num_ctx": 300}))
+    loaded = load(path, params)
+    assert loaded.context == 300
+    assert write(loaded, TextRequest(prompt="the")) == write(model, complete("the", 5))
+    params.write_text(json.dumps({"temperature": -1}))
+    with pytest.raises(FormatError, match=r"params\.json: temperature"):
+        load(path, params).generate(TextRequest(prompt="the"))
+
+
+# -- embeddings
+
+
+def test_embeddings_have_unit_length(directory: Path, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", directory, arch__pooling_type=3)
+    model = load(path, parallel=2)
+    assert model.capabilities == {"embedding"}
+    found = model.embed(EmbeddingRequest(PROMPTS))
+    assert [len(vector) for vector in found.vectors] == [64] * 4
+    assert found.tokens > 16
+    for vector in found.vectors:
+        assert sum(one * one for one in vector) == pytest.approx(1)
+    again = model.embed(EmbeddingRequest(PROMPTS[1:2])).vectors[0]
+    assert again == pytest.approx(found.vectors[1], abs=1e-4)
+    assert found.vectors[0] != pytest.approx(found.vectors[1], abs=1e-2)
+    with pytest.raises(UsageError):
+        model.embed(EmbeddingRequest(("the red ball " * 400,)))
+    with pytest.raises(UsageError, match="does not support completion"):
+        model.generate(complete("the"))
+
+
+def test_embeddings_of_other_models_are_refused(model: LlamaModel) -> None:
+    with pytest.raises(UsageError, match="does not support embedding"):
+        model.embed(EmbeddingRequest(("the",)))
