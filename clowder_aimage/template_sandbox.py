@@ -74,12 +74,13 @@ _REFUSED = (
 class RenderError(Exception):
     """A template cannot be read or rendered.
 
-    ``summary`` has the kind and the line alone; ``str(error)`` may quote the template's values.
+    ``kind`` is the name of the exception. ``summary`` has the kind and the line alone;
+    ``str(error)`` may quote the template's values.
     """
 
     def __init__(self, text: str, kind: str, line: int | None) -> None:
         super().__init__(text)
-        self.line = line
+        self.kind, self.line = kind, line
         self.summary = kind if line is None else f"{kind} in line {line}"
 
 

@@ -16,6 +16,7 @@ from mlx.nn.layers.base import Module  # noqa: E402
 from mlx.nn.layers.embedding import Embedding  # noqa: E402
 from mlx.nn.layers.linear import Linear  # noqa: E402
 from mlx.nn.layers.normalization import GroupNorm, LayerNorm, RMSNorm  # noqa: E402
+from mlx.nn.layers.quantized import quantize as quantize_layers  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
 from clowder_aimage.errors import UsageError  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "dtype_name",
     "mx",
     "on_gpu",
+    "quantize_layers",
     "tree_flatten",
 ]
 

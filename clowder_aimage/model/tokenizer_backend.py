@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,32 @@ class TokenizerTimeoutError(ModelError):
     """The library still runs in a thread that cannot be ended."""
 
 
-class TokenizerBackend:
-    """A tokenizer of the library; ``growth`` is how often its normalizer repeats a character."""
+@dataclass(frozen=True, slots=True)
+class EncodingLimits:
+    """Limits of one encoding: characters of a normalized text, and seconds.
 
-    def __init__(self, backend: tokenizers.Tokenizer, growth: int, added: Mapping[str, Any]):
-        self._backend, self._growth = backend, growth
+    ``has_special``: the post-processor adds its special tokens.
+    """
+
+    text: int = _MAX_TEXT
+    seconds: float = _SECONDS
+    has_special: bool = True
+
+
+class TokenizerBackend:
+    """A tokenizer of the library; ``growth`` is how often its normalizer repeats a character.
+
+    ``decoders`` are the descriptions of its decoder's components.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        growth: int,
+        added: Mapping[str, Any],
+        decoders: tuple[dict[str, Any], ...],
+    ) -> None:
+        self._backend, self._growth, self.decoders = backend, growth, decoders
         _check_tokens(added, growth)
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         new = [AddedToken(text, **given) for text, given in added.items() if text not in known]
@@ -71,7 +94,7 @@ class TokenizerBackend:
         _check_tokens([token["content"] for token in value.get("added_tokens") or ()], growth)
         with _quiet("the tokenizer cannot be read"):
             backend = tokenizers.Tokenizer.from_str(text)
-        return cls(backend, growth, added)
+        return cls(backend, growth, added, tuple(_components(value.get("decoder"))))
 
     @classmethod
     def from_qwen(
@@ -88,7 +111,7 @@ class TokenizerBackend:
                 ]
             )
             backend.decoder = decoders.ByteLevel()
-        return cls(backend, _GROWTH["NFC"], added)
+        return cls(backend, _GROWTH["NFC"], added, ({"type": "ByteLevel"},))
 
     def truncate(self, count: int, side: str) -> None:
         """Return at most ``count`` tokens from now on. Raises ModelError."""
@@ -100,18 +123,35 @@ class TokenizerBackend:
         found: int | None = self._backend.token_to_id(token)
         return found
 
-    def encode(self, text: str) -> list[int]:
+    def text(self, token: int) -> str | None:
+        """Return the text of a token as it is in the vocabulary, or None."""
+        found: str | None = self._backend.id_to_token(token)
+        return found
+
+    @functools.cached_property
+    def added(self) -> dict[int, bool]:
+        """The added tokens, and whether each is special."""
+        return {
+            token: bool(one.special)
+            for token, one in self._backend.get_added_tokens_decoder().items()
+        }
+
+    def encode(self, text: str, *, limits: EncodingLimits | None = None) -> list[int]:
         """Return the token ids of ``text``.
 
         Raises:
             ModelError: The tokenizer fails or may grow the text too much; StuckError: it takes too
                 long.
         """
-        _check_length(len(text), self._growth)
+        limits = limits or EncodingLimits()
+        _check_length(len(text), self._growth, limits.text)
         with _quiet("the tokenizer failed", is_private=True):
             # a batch, unlike a text, is encoded without the interpreter's lock
-            work = _Work(lambda: self._backend.encode_batch([text])[0].ids)
-            tokens: list[int] = work.result()
+            special = limits.has_special
+            work = _Work(
+                lambda: self._backend.encode_batch([text], add_special_tokens=special)[0].ids
+            )
+            tokens: list[int] = work.result(limits.seconds)
         return tokens
 
 
@@ -130,11 +170,11 @@ class _Work(threading.Thread):
         except BaseException as error:  # raised by result()
             self._error = error
 
-    def result(self) -> Any:
+    def result(self, seconds: float) -> Any:
         """Return or raise what the call did. Raises StuckError."""
-        self.join(_SECONDS)
+        self.join(seconds)
         if self.is_alive():
-            raise StuckError(f"the tokenizer takes longer than {_SECONDS:g} seconds")
+            raise StuckError(f"the tokenizer takes longer than {seconds:g} seconds")
         if self._error is not None:
             raise self._error
         return self._result
@@ -224,9 +264,9 @@ def _check_template(node: dict[str, Any]) -> None:
         raise ModelError(f"the tokenizer's template adds more than {_MAX_PIECES} tokens")
 
 
-def _check_length(length: int, growth: int) -> None:
-    if length * growth > _MAX_TEXT:
-        raise ModelError(f"the tokenizer may make more than {_MAX_TEXT} characters of the text")
+def _check_length(length: int, growth: int, limit: int = _MAX_TEXT) -> None:
+    if length * growth > limit:
+        raise ModelError(f"the tokenizer may make more than {limit} characters of the text")
 
 
 def _growth(normalizer: Any) -> int:

@@ -121,12 +121,18 @@ class ModelWeights:
             FormatError: A blob does not match its layer; nothing is loaded then.
             ModelError: MLX does not support a type.
         """
+        self._loaded = dict(self.read(dtype, keep_quantized=keep_quantized))
+        self._dtype = dtype
+
+    def read(
+        self, dtype: mx.Dtype | None = None, *, keep_quantized: bool | None = None
+    ) -> Iterator[tuple[str, Value]]:
+        """Yield all tensors by name, as ``load`` reads them. Raises as ``load`` does."""
         from clowder_aimage.model.array import read_arrays
 
         tensors = (self._catalogue.find(name) for name in self._catalogue.names())
         values = read_arrays(tensors, dtype, keep_quantized=_keeps(keep_quantized))
-        self._loaded = {tensor.name: value for tensor, value in values}
-        self._dtype = dtype
+        yield from ((tensor.name, value) for tensor, value in values)
 
     def __getitem__(self, name: str) -> mx.array:
         """Return the tensor ``name``, loaded or read now. Raises as ``load``, and NotFoundError.

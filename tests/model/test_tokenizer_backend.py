@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import ModelError, StuckError
-from clowder_aimage.model import tokenizer_backend
-from clowder_aimage.model.tokenizer_backend import TokenizerBackend
+from clowder_aimage.model.tokenizer_backend import EncodingLimits, TokenizerBackend
 from tests.conftest import TINY
 
 BASE = json.loads((TINY / "tokenizer" / "tokenizer.json").read_text())
@@ -133,14 +132,13 @@ def test_a_tokenizer_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
 
     class Endless:
-        def encode_batch(self, _: list[str]) -> None:
+        def encode_batch(self, _: list[str], add_special_tokens: bool) -> None:
             is_over.wait(30)
 
     slow = backend()
     monkeypatch.setattr(slow, "_backend", Endless())
-    monkeypatch.setattr(tokenizer_backend, "_SECONDS", 0.0)
     with pytest.raises(StuckError, match="takes longer than"):
-        slow.encode("a fox")
+        slow.encode("a fox", limits=EncodingLimits(seconds=0.0))
     is_over.set()
 
 

@@ -60,7 +60,8 @@ def write_model(
             "llama" (tools, a token that begins each text).
         seed: Decides the weights.
         says: Different pieces, at most half the width. Each becomes a token, and the answer to
-            every prompt is these tokens; the embeddings are not tied then.
+            every prompt is these tokens; the embeddings are not tied then. None may be the last
+            token of the prompt, which is a line break in these templates.
         template: In place of the chat template of the kind.
         generation: Further fields of generation_config.json.
         config: Further fields of config.json.

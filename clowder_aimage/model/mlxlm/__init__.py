@@ -1,0 +1,1 @@
+"""Language models of Transformers AImages, computed by the networks of mlx-lm."""

@@ -1,0 +1,83 @@
+"""Keys and values of earlier requests, for those that begin with the same tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.mlxlm.library import library_module
+
+_LEAST = 16  # tokens for which a part of a cache is copied
+Cache = list[Any]  # one of mlx-lm's caches for each layer
+
+
+@dataclass(slots=True)
+class _Entry:
+    tokens: list[int]
+    cache: Cache
+    size: int
+
+
+class KeptCaches:
+    """The caches of the last requests, at most ``count`` and of ``limit`` bytes together."""
+
+    def __init__(self, network: Any, limit: int, count: int = 8) -> None:
+        self._network, self._limit, self._count = network, limit, count
+        self._library = library_module("models.cache")
+        self._entries: list[_Entry] = []  # the last one is the newest
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all caches."""
+        return sum(entry.size for entry in self._entries)
+
+    def take(self, prompt: Sequence[int]) -> tuple[Cache, int]:
+        """Return a cache for a prompt, and the number of its first tokens that are in it.
+
+        At least one token of the prompt remains. A conversation that goes on takes its cache; one
+        that only begins alike gets a copy, if the kind of cache can be cut.
+        """
+        best, count = None, 0
+        for entry in reversed(self._entries):
+            found = _common(entry.tokens, prompt[:-1])
+            if found > count and (found == len(entry.tokens) or self._is_divisible(entry, found)):
+                best, count = entry, found
+        if best is None:
+            return self._library.make_prompt_cache(self._network), 0
+        if count == len(best.tokens):
+            self._entries.remove(best)
+            return best.cache, count
+        cache = copy.deepcopy(best.cache)
+        self._library.trim_prompt_cache(cache, len(best.tokens) - count)
+        return cache, count
+
+    def _is_divisible(self, entry: _Entry, count: int) -> bool:
+        return count >= _LEAST and bool(self._library.can_trim_prompt_cache(entry.cache))
+
+    def put(self, tokens: list[int], cache: Cache) -> None:
+        """Keep a cache of ``tokens``, in place of caches of their beginning and of older ones."""
+        mx.eval([one.state for one in cache])
+        size = cache_size(cache)
+        self._entries = [
+            entry for entry in self._entries if entry.tokens != tokens[: len(entry.tokens)]
+        ]
+        if size <= self._limit and tokens:
+            self._entries.append(_Entry(tokens, cache, size))
+        while len(self._entries) > self._count or self.size > self._limit:
+            self._entries.pop(0)
+
+
+def cache_size(cache: Cache) -> int:
+    """Return the bytes of a cache."""
+    return sum(int(one.nbytes) for one in cache)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of equal elements at the beginning."""
+    count = min(len(first), len(second))
+    if first[:count] == second[:count]:
+        return count
+    return next(index for index in range(count) if first[index] != second[index])

@@ -1,0 +1,108 @@
+"""The library mlx-lm, of which only networks, caches and samplers are used.
+
+The package's own initialisation, and its module ``utils``, import transformers and the hub's client
+(3 seconds, 200 MB) and lower this process's limit of open files. So the package is entered without
+its initialisation, and the one table of ``utils`` that is needed is read from its source.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model import backend  # MLX, with a fast BLAS
+
+_PACKAGE = "mlx_lm"
+_TABLES = ("MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING")
+_MAX_COUNT = 4096  # layers, blocks, experts
+_COUNTS = re.compile(r"layers?$|^n_layer|blocks?$|experts$")
+
+
+def enter() -> None:
+    """Make the modules of mlx-lm importable. Raises UsageError without the extra [text]."""
+    if _PACKAGE in sys.modules:
+        return
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None:
+        raise UsageError(
+            "language models of Transformers need mlx-lm", hint="install the extra [text]"
+        )
+    sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
+    if not backend.on_gpu():
+        backend.mx.disable_compile()  # it runs a C++ compiler, for seconds, and writes to /tmp
+
+
+def library_module(name: str) -> ModuleType:
+    """Import a module of mlx-lm. Raises UsageError without it, ImportError."""
+    enter()
+    return importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+def make_network(config: Mapping[str, Any]) -> Any:
+    """Return the network of ``config.json`` with its parameters not computed.
+
+    The model's own code is never run.
+
+    Raises:
+        ModelError: The model type is unknown, or the configuration is invalid.
+    """
+    _check_counts(config)
+    kind = _model_type(config)
+    try:
+        module = library_module(f"models.{kind}")
+        network, arguments = module.Model, module.ModelArgs
+    except (ImportError, AttributeError):
+        raise ModelError(f"mlx-lm has no model of the type {kind!r:.80}") from None
+    try:
+        return network(arguments.from_dict(dict(config)))
+    except Exception as error:  # any field may have any type
+        reason = f"{type(error).__name__}: {error}"
+        raise ModelError(f"config.json does not fit {kind}: {reason[:300]}") from None
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    """Return the name of the module of a configuration, by mlx-lm's own tables."""
+    kind, names = config.get("model_type"), config.get("architectures") or ()
+    if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kind):
+        raise ModelError(f"config.json: model_type is {kind!r:.80}")
+    other, special = _tables()
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and (kind, name) in special:
+            return str(special[kind, name])
+    return str(other.get(kind, kind))
+
+
+@functools.cache
+def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    enter()
+    path = Path(str(sys.modules[_PACKAGE].__path__[0])) / "utils.py"
+    found: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in found:
+                found[name] = ast.literal_eval(node.value)
+    return found[_TABLES[0]], found[_TABLES[1]]
+
+
+def _check_counts(config: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers with which a network would not be made in a reasonable time."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif type(value) is int and _COUNTS.search(key) and abs(value) > _MAX_COUNT:
+            raise ModelError(f"config.json: {key[:80]} must be at most {_MAX_COUNT}")
+
+
+def describe() -> str:
+    """Return the device and the library in words."""
+    return f"{backend.describe()}, mlx-lm"

@@ -1,0 +1,121 @@
+"""The weights of a network of mlx-lm, from blobs, strictly.
+
+mlx-lm maps Hugging Face's names to its own with arrays in hand (``sanitize``), because some
+networks stack or split tensors. So all arrays are read first, quantized ones as MLX stores them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from clowder_aimage.errors import FormatError, ModelError
+from clowder_aimage.model.backend import compute_dtype, mx, on_gpu, quantize_layers, tree_flatten
+from clowder_aimage.model.quantized import QuantizedArray
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.tensor import Quantization
+
+_WEIGHT = ".weight"
+_INNER = "model."  # before the names of a model without a head, such as Qwen3Model
+Arrays = dict[str, mx.array]
+
+
+def load_network(
+    weights: ModelWeights, network: Any, dtype: mx.Dtype, *, keep_quantized: bool
+) -> None:
+    """Load all tensors into ``network`` and evaluate it.
+
+    Raises:
+        ModelError: A tensor is missing or unexpected, or has the wrong shape.
+        FormatError: A blob does not match its layer.
+    """
+    arrays, quantized = _read(weights, dtype, keep_quantized=keep_quantized)
+    if not any(name.startswith(_INNER) for name in arrays) and hasattr(network, "model"):
+        arrays = {_INNER + name: value for name, value in arrays.items()}
+        quantized = {_INNER + name: value for name, value in quantized.items()}
+    try:
+        sanitize = getattr(network, "sanitize", None)
+        found: Arrays = arrays if sanitize is None else sanitize(arrays)
+        _quantize(network, found, quantized)
+        network.load_weights([*found.items()], strict=True)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        text = "; ".join(str(error).split("\n"))
+        raise ModelError(
+            f"the weights do not fit config.json: {text[:500]}",
+            hint="the weights and the configuration are those of different models",
+        ) from None
+    mx.eval(network.parameters())
+    network.eval()
+
+
+def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[mx.Dtype, bool]:
+    """Return the type of the computation, and whether quantized matrices stay quantized.
+
+    They do on a GPU. A CPU computes slowly and inexactly with codes, and slowly in bfloat16, so
+    both are for weights that exceed ``limit`` bytes in float32.
+
+    Raises:
+        ModelError: The weights exceed the limit in any form.
+    """
+    chosen = compute_dtype(dtype)
+    if on_gpu():
+        return chosen, True
+    count = sum(math.prod(shape) for shape in weights.shapes().values())
+    types = (chosen,) if dtype is not None else (chosen, mx.bfloat16)
+    for one in types:
+        if count * one.size <= limit:
+            return one, False
+    if any(weights.quantization(name) for name in weights):
+        return types[-1], True
+    raise ModelError(
+        f"the weights take {count * types[-1].size >> 20} MiB in {type_name(types[-1])}; the limit"
+        f" is {limit >> 20} MiB",
+        hint="use a quantized variant of the model",
+    )
+
+
+def type_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type, such as "float32"."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
+def _read(
+    weights: ModelWeights, dtype: mx.Dtype, *, keep_quantized: bool
+) -> tuple[Arrays, dict[str, Quantization]]:
+    """Return the arrays by MLX's names, and the quantization of each quantized layer."""
+    arrays: Arrays = {}
+    quantized: dict[str, Quantization] = {}
+    for name, value in weights.read(dtype, keep_quantized=keep_quantized):
+        if isinstance(value, QuantizedArray) and value.global_scale is not None:
+            value = value.dequantized(dtype)  # MLX's layers have no factor
+        if not isinstance(value, QuantizedArray):
+            arrays[name] = value
+            continue
+        if not name.endswith(_WEIGHT):
+            raise FormatError(f"{name[:200]}: only weights of layers can be quantized")
+        path = name.removesuffix(_WEIGHT)
+        quantized[path] = value.quantization
+        arrays |= {f"{path}.{part}": array for part, array in value.parts.items()}
+    return arrays, quantized
+
+
+def _quantize(network: Any, arrays: Arrays, quantized: dict[str, Quantization]) -> None:
+    """Replace the layers whose arrays are quantized by MLX's quantized layers."""
+    if not quantized:
+        return
+    usual = next(iter(quantized.values()))
+
+    def options(path: str, module: Any) -> bool | dict[str, Any]:
+        if f"{path}.scales" not in arrays or not hasattr(module, "to_quantized"):
+            return False
+        found = quantized.get(path, usual)  # stacked experts have a new name
+        kind = found.type
+        return {"group_size": found.group_size, "bits": kind.bits, "mode": kind.mode}
+
+    quantize_layers(network, class_predicate=options)
+
+
+def parameter_bytes(network: Any) -> int:
+    """Return the bytes of all parameters."""
+    parameters: Any = tree_flatten(network.parameters())
+    return sum(int(value.nbytes) for _, value in parameters)

@@ -1,0 +1,158 @@
+"""Calls of functions in the text of a model.
+
+The chat template shows which form a model writes:
+
+    Hermes, Qwen      <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    Qwen3-Coder       <tool_call><function=name><parameter=key>value</parameter></function>
+                      </tool_call>
+    GLM               <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>
+    Mistral           [TOOL_CALLS] [{"name": ..., "arguments": {...}}]
+                      [TOOL_CALLS]name[ARGS]{...}
+    Llama 3.1         {"name": ..., "parameters": {...}}, the whole answer, perhaps after
+                      <|python_tag|>, several of them separated by ;
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.model.text.language_model import ToolCall
+from clowder_aimage.strict_json import read_json
+
+MAX_CALL = 1 << 20  # characters of the calls of a text
+_MAX_HEADS = 64  # places that look like the name of a function before its arguments
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+_FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>\s*(.*?)\s*(?:</function>)?\s*", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\s]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_ARGUMENTS = re.compile(r"(?:\[TOOL_CALLS\])?\s*([\w.:/-]{1,256})\s*(?:\[ARGS\])?\s*(?=\{)")
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The marks around calls.
+
+    start: begins calls; an empty one means that an answer which begins with { may be a call. end:
+    ends a call, or is empty if calls last until the end of the text.
+    """
+
+    starts: tuple[str, ...]
+    end: str = ""
+    is_whole: bool = False
+
+    def parse(self, text: str, tools: Tools = ()) -> list[ToolCall]:
+        """Return the calls between the marks, or an empty list if the text has another form."""
+        if len(text) > MAX_CALL:
+            return []
+        try:
+            return _parse(text.strip(), tools)
+        except (FormatError, ValueError, UnicodeEncodeError):
+            return []
+
+
+TAGGED = CallFormat(("<tool_call>",), "</tool_call>")
+BRACKETED = CallFormat(("[TOOL_CALLS]",))
+WHOLE = CallFormat(("<|python_tag|>",), is_whole=True)
+
+
+def call_format(template: str) -> CallFormat:
+    """Return the format that a chat template shows; JSON as the whole answer if it shows none."""
+    for known in (TAGGED, BRACKETED):
+        if known.starts[0] in template:
+            return known
+    return WHOLE
+
+
+def _parse(text: str, tools: Tools) -> list[ToolCall]:
+    if match := _FUNCTION.fullmatch(text):
+        types = _types(tools, match[1])
+        found = {key: _value(value, types.get(key)) for key, value in _PARAMETER.findall(match[2])}
+        return [_call(match[1], found)]
+    if "<arg_key>" in text:
+        name = text.partition("<arg_key>")[0].strip()
+        types = _types(tools, name)
+        pairs = _ARGUMENT.findall(text)
+        return [_call(name, {key: _value(value, types.get(key)) for key, value in pairs})]
+    if text[:1] in ("{", "["):
+        return [_from_json(one) for one in _objects(text)]
+    return _named(text)
+
+
+def _objects(text: str) -> list[Any]:
+    """Return the objects of a list, of one object, or of several separated by ;."""
+    try:
+        value = read_json(text.encode(), "a call")
+    except FormatError:
+        value = [read_json(one.encode(), "a call") for one in re.split(r";\s*(?=\{)", text)]
+    return value if isinstance(value, list) else [value]
+
+
+def _from_json(value: Any) -> ToolCall:
+    if not isinstance(value, dict):
+        raise FormatError("a call must be an object")
+    inner = value.get("function")
+    if isinstance(inner, dict):
+        value = inner
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = read_json(arguments.encode(), "the arguments")
+    return _call(value.get("name"), arguments)
+
+
+def _named(text: str) -> list[ToolCall]:
+    """Return calls that are names, each followed by the JSON of its arguments."""
+    heads = [*islice(_ARGUMENTS.finditer(text), _MAX_HEADS)]
+    calls, place = [], 0
+    for index, head in enumerate(heads):
+        if head.start() < place:
+            continue  # inside the arguments before
+        for end in (*(one.start() for one in heads[index + 1 :]), len(text)):
+            try:
+                value = read_json(text[head.end() : end].encode(), "the arguments")
+            except FormatError:
+                continue
+            calls.append(_call(head[1], value))
+            place = end
+            break
+    if not calls or place != len(text) or heads[0].start():
+        raise FormatError("not a call")
+    return calls
+
+
+def _call(name: Any, arguments: Any) -> ToolCall:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise FormatError("a call has no valid name")
+    if not isinstance(arguments, dict):
+        raise FormatError("the arguments must be an object")
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _types(tools: Tools, name: str) -> dict[str, Any]:
+    """Return the stated types of a function's parameters."""
+    for tool in tools:
+        function = tool.get("function")
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            fields = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            if isinstance(fields, Mapping):
+                return {
+                    key: one.get("type") for key, one in fields.items() if isinstance(one, Mapping)
+                }
+    return {}
+
+
+def _value(text: str, kind: Any) -> Any:
+    """Return a parameter that is written as text: JSON unless its type is a string."""
+    if kind == "string":
+        return text
+    try:
+        return read_json(text.encode(), "a parameter")
+    except (FormatError, UnicodeEncodeError):
+        return text
