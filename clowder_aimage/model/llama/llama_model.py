@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Generator, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.formats.gguf import quantization
 from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, check_model
 from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
+from clowder_aimage.model.llama.llama_grammar import Grammars
 from clowder_aimage.model.llama.llama_params import fit_context, gpus, make_params
+from clowder_aimage.model.llama.llama_request import ModelParams, tokens_of
 from clowder_aimage.model.llama.llama_server import LlamaServer
+from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
 from clowder_aimage.model.text.language_model import (
+    CHAT,
     COMPLETION,
     EMBEDDING,
     GRAMMAR,
     LENGTH,
     LOGPROBS,
-    STOP,
+    THINKING,
+    TOOLS,
     ContextError,
     EmbeddingRequest,
     Embeddings,
-    Sampling,
     TextEnd,
     TextEvent,
     TextPiece,
     TextRequest,
-    Token,
     require,
 )
+from clowder_aimage.model.text.text_stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.tool_call_format import call_format
 
 _MEAN, _RANK = 1, 4  # enum llama_pooling_type
 _ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures
-_LEAST_LOGPROB = -9999.0  # of a token without a probability, as in OpenAI's API
-_SEEDS = (1 << 32) - 1  # llama.cpp draws a seed for the last value
-_SAMPLING = {  # by the field of Sampling: llama.cpp's name, tools/server/README.md
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repeat_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-}
-_SENTINEL = "@#@#"
+_TEMPLATE = "tokenizer.chat_template"
+_ROLES = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # the keys' spelling
 
 
 def load(
@@ -64,50 +58,65 @@ def load(
     """Load a model. Arguments and errors are those of ``load_language_model``."""
     layers = read_layers(files, aimage)
     facts = check_model(layers.metadata, layers.tensors.values())
-    for adapter, _ in layers.adapters:
-        check_adapter(
-            adapter.header.metadata, adapter.header.tensors, facts.architecture, layers.tensors
-        )
+    for file, _ in layers.adapters:
+        header = file.header
+        check_adapter(header.metadata, header.tensors, facts.architecture, layers.tensors)
     pooling = _pooling(facts)
-    wanted = context or _whole(layers.params, "num_ctx")
-    weights = sum(file.layer.descriptor.size for file in layers.model)
+    is_embedding = pooling is not None
+    template = None if is_embedding else _template(layers, facts)
+    params = ModelParams(layers.params)
     tokens, pool = fit_context(
         facts,
-        weights,
-        is_embedding=pooling is not None,
-        wanted=wanted,
+        sum(file.layer.descriptor.size for file in layers.model),
+        is_embedding=is_embedding,
+        wanted=context or params.context,
         parallel=parallel,
         memory=memory,
     )
     adapters = [(file.path, scale) for file, scale in layers.adapters]
     with layers.linked() as path:
-        params = make_params(
-            path, adapters, context=tokens, pool=pool, parallel=parallel, pooling=pooling
+        server = LlamaServer(
+            make_params(
+                path, adapters, context=tokens, pool=pool, parallel=parallel, pooling=pooling
+            )
         )
-        server = LlamaServer(params)
-    return LlamaModel(server, layers, facts, tokens, parallel, pooling is not None)
+    bos = "" if is_embedding else _added_bos(server, facts.token(layers.metadata, "bos"))
+    return LlamaModel(server, layers, template, params, bos, tokens, parallel)
 
 
 class LlamaModel:
-    """A loaded model, see LanguageModel. The text of a request is computed ahead of its reader."""
+    """A loaded model, see LanguageModel. The text of a request is computed ahead of its reader.
+
+    template: of chats; None if it only continues texts, or embeds them. bos: the token that
+    llama.cpp puts in front of each prompt.
+    """
 
     def __init__(
         self,
         server: LlamaServer,
         layers: GgufLayers,
-        facts: GgufFacts,
+        template: ChatTemplate | None,
+        params: ModelParams,
+        bos: str,
         context: int,
         parallel: int,
-        is_embedding: bool,
     ) -> None:
-        self._server, self._layers, self._facts = server, layers, facts
+        self._server, self._layers, self._template = server, layers, template
+        self._params, self._bos, self._grammars = params, bos, Grammars(server)
         self.context, self.parallel = context, parallel
-        self.device = f"{gpus()[0]}, llama.cpp" if gpus() else "cpu, llama.cpp"
+        self.device = f"{next(iter(gpus()), 'cpu')}, llama.cpp"
         self.dtype = quantization(layers.metadata, layers.tensors.values()) or "F32"
-        self.capabilities = frozenset(
-            (EMBEDDING,) if is_embedding else (COMPLETION, GRAMMAR, LOGPROBS)
-        )
-        self._grammars: dict[str, str] = {}  # by schema
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        if self._server.is_embedding:
+            return frozenset({EMBEDDING})
+        found = {COMPLETION, GRAMMAR, LOGPROBS}
+        if self._template is not None:
+            found.add(CHAT)
+            found |= {TOOLS} if self._template.has_tools else set()
+            found |= {THINKING} if self._template.has_thinking else set()
+        return frozenset(found)
 
     def close(self) -> None:
         """End all requests and release the model."""
@@ -115,90 +124,97 @@ class LlamaModel:
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
-        require(self.capabilities, EMBEDDING, "input")
+        require(self.capabilities, EMBEDDING, "model")
         answer = self._server.embed(request.texts)
         rows = sorted(answer["data"], key=lambda row: int(row["index"]))
         vectors = tuple(_unit(row["embedding"]) for row in rows)
         return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
-        """Yield pieces, and a TextEnd; see LanguageModel."""
-        require(self.capabilities, COMPLETION, "prompt")
-        body = self._body(request, str(request.prompt))
-        text = self._text(body, request)
+        """Yield pieces, calls and a TextEnd, see LanguageModel."""
+        require(self.capabilities, COMPLETION, "model")
+        check_request(request, self.capabilities)
+        prompt, stream = self._begin(request)
+        body = self._params.body(request, prompt.removeprefix(self._bos))
+        body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
+        if request.schema is not None:
+            body["grammar"] = self._grammars.of(request.schema)
+        text = self._text(body, stream, request.alternatives)
         next(text)  # raises at once
         return text
 
-    def _text(self, body: dict[str, Any], request: TextRequest) -> Generator[Any, None, None]:
+    def _begin(self, request: TextRequest) -> tuple[str, TextStream]:
+        """Return the prompt of a request, and the stream for its text."""
+        stop = (*request.stop, *self._params.stop)
+        if request.prompt is not None:
+            return request.prompt, TextStream(stop)
+        template = require_template(self._template)
+        has_schema = request.schema is not None
+        if has_schema and template.has_thinking and request.thinking is None:
+            request = replace(request, thinking=False)  # the schema has no room for thoughts
+        text = template.render(replace(request, messages=self._messages(request)))
+        return text, TextStream(
+            stop,
+            calls=call_format(template.source) if request.tools else None,
+            tools=request.tools,
+            is_thinking=is_in_thoughts(text) and not has_schema,
+            has_thinking=template.has_thinking,
+        )
+
+    def _messages(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages, after those of the model itself."""
+        system, own = self._layers.system, request.messages
+        has_system = own[0].get("role") == "system" or system is None
+        first = () if has_system else ({"role": "system", "content": system},)
+        return (*first, *self._layers.messages, *own)
+
+    def _text(
+        self, body: dict[str, Any], stream: TextStream, alternatives: int | None
+    ) -> Generator[Any, None, None]:
+        """Yield None when the request is accepted, then its events."""
         with closing(self._server.stream(body)) as answers:
             total = _prompt_tokens(next(answers))
             if total >= self.context:
                 raise ContextError(total, self.context)
             yield None
             for answer in answers:
-                yield from _pieces(answer, request)
-                if (end := _end(answer, total, self.context)) is not None:
-                    yield end
+                yield from _feed(stream, answer, alternatives)
+                reason = answer["choices"][0]["finish_reason"]
+                timings = answer.get("timings") or {}
+                is_full = total + int(timings.get("predicted_n", 0)) >= self.context
+                if reason or stream.is_stopped or is_full:
+                    yield from stream.finish()
+                    is_ended = reason == "stop" or stream.is_stopped
+                    yield _end(stream.reason if is_ended else LENGTH, total, timings)
                     return
         raise ModelError("llama.cpp ended without a result")
 
-    def _body(self, request: TextRequest, prompt: str) -> dict[str, Any]:
-        """Return llama.cpp's request."""
-        body: dict[str, Any] = {
-            "prompt": prompt,
-            "stream": True,
-            "return_progress": True,
-            "timings_per_token": True,
-            "cache_prompt": True,
-            "n_predict": request.max_tokens or _whole(self._layers.params, "num_predict") or -1,
-            "stop": [*request.stop, *_stops(self._layers.params)],
-        }
-        body |= _sampling(self._layers.params) | _sampled(request.sampling)
-        if request.alternatives is not None:
-            body["logprobs"] = max(1, request.alternatives)
-        if request.schema is not None:
-            body["grammar"] = self._grammar(request.schema)
-        return body
 
-    def _grammar(self, schema: Mapping[str, Any]) -> str:
-        """Return the grammar of a JSON Schema. Raises UsageError if it is unsupported."""
-        import xllamacpp
-
-        value = dict(schema) or {"type": "object"}
-        key = json.dumps(value, sort_keys=True)
-        if key not in self._grammars:
-            try:
-                grammar = xllamacpp.json_schema_to_grammar(value)
-            except (RuntimeError, TypeError, ValueError, RecursionError) as error:
-                raise _schema_error(str(error)) from None
-            self._check_grammar(grammar)
-            if len(self._grammars) >= 64:
-                self._grammars.clear()
-            self._grammars[key] = grammar
-        return self._grammars[key]
-
-    def _check_grammar(self, grammar: str) -> None:
-        """Refuse a grammar that llama.cpp would ignore, as it does if LLGuidance rejects it.
-
-        A text that must begin with a certain word does only if the grammar is in use.
-        """
-        head, start, rest = grammar.partition("start: ")
-        if not start:  # of llama.cpp's own kind: errors are reported
-            return
-        tried = f'{head}{start}"{_SENTINEL}" {rest}'
-        body = {"prompt": ".", "n_predict": 4, "temperature": 0, "grammar": tried, "stream": True}
-        text = ""
-        with closing(self._server.stream(body)) as answers:
-            for answer in answers:
-                text += answer["choices"][0]["text"]
-        if not text or not _SENTINEL.startswith(text[: len(_SENTINEL)]):
-            raise _schema_error("it is invalid, or has keywords that are not supported")
+def _template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
+    """Return the template of a layer, else those of the file. Raises ModelError."""
+    sources = {}
+    for name, key in (("tool_use", f"{_TEMPLATE}.tool_use"), ("default", _TEMPLATE)):
+        if isinstance(found := layers.metadata.get(key), str):
+            sources[name] = found
+    if layers.template is not None:
+        sources = {"default": layers.template}
+    if not sources:
+        return None
+    texts = {role: facts.token(layers.metadata, role) for role in _ROLES}
+    names = {"unknown": "unk", "seperator": "sep", "padding": "pad"}
+    tokens = {f"{names.get(role, role)}_token": text for role, text in texts.items() if text}
+    return ChatTemplate({"default": next(iter(sources.values())), **sources}, tokens)
 
 
-def _schema_error(reason: str) -> UsageError:
-    error = UsageError(f"the JSON Schema cannot be used: {reason:.300}")
-    error.facts["field"] = "response_format"
-    return error
+def _added_bos(server: LlamaServer, bos: str) -> str:
+    """Return the token if llama.cpp puts it in front of each prompt, else an empty text.
+
+    That depends on the kind of tokenizer. The first request also reads the weights.
+    """
+    body = {"prompt": bos or ".", "n_predict": 1, "stream": True, "return_progress": True}
+    with closing(server.stream(body)) as answers:
+        first, *_ = answers
+    return bos if _prompt_tokens(first) > 1 else ""
 
 
 def _pooling(facts: GgufFacts) -> int | None:
@@ -211,42 +227,32 @@ def _pooling(facts: GgufFacts) -> int | None:
 
 
 def _prompt_tokens(answer: Mapping[str, Any]) -> int:
-    return int(answer["prompt_progress"]["total"])
+    if (progress := answer.get("prompt_progress")) is None:
+        raise UsageError("the prompt has no tokens", field="prompt")
+    return int(progress["total"])
 
 
-def _end(answer: Mapping[str, Any], total: int, context: int) -> TextEnd | None:
-    """Return the end if this is the last answer, or if the context is full."""
-    reason = answer["choices"][0]["finish_reason"]
-    timings = answer.get("timings") or {}
-    count = int(timings.get("predicted_n", 0))
-    if reason is None and total + count < context:
-        return None
+def _feed(
+    stream: TextStream, answer: Mapping[str, Any], alternatives: int | None
+) -> Generator[TextEvent, None, None]:
+    """Yield what follows from an answer; an empty piece if it is about the prompt."""
+    if "prompt_progress" in answer:
+        yield TextPiece("")
+    choice = answer["choices"][0]
+    first, *others = tokens_of(choice, alternatives) or (None,)
+    yield from stream.feed(choice["text"].encode(), first)
+    for token in others:
+        yield from stream.feed(b"", token)
+
+
+def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:
     return TextEnd(
-        STOP if reason == "stop" else LENGTH,
+        reason,
         total,
-        count,
+        int(timings.get("predicted_n", 0)),
         int(timings.get("cache_n", 0)),
         float(timings.get("prompt_ms", 0)) / 1000,
         float(timings.get("predicted_ms", 0)) / 1000,
-    )
-
-
-def _pieces(answer: Mapping[str, Any], request: TextRequest) -> Generator[TextPiece, None, None]:
-    choice = answer["choices"][0]
-    found = (choice.get("logprobs") or {}).get("content") or ()
-    tokens = tuple(_token(one, request.alternatives or 0) for one in found)
-    if choice["text"] or tokens or "prompt_progress" in answer:  # an empty piece is progress
-        yield TextPiece(choice["text"], tokens=tokens)
-
-
-def _token(value: Mapping[str, Any], alternatives: int) -> Token:
-    others = value.get("top_logprobs", ())[:alternatives]
-    logprob = value["logprob"]
-    return Token(
-        value["token"],
-        tuple(value["bytes"]),
-        _LEAST_LOGPROB if logprob is None else float(logprob),
-        tuple(_token(one, 0) for one in others),
     )
 
 
@@ -255,34 +261,3 @@ def _unit(vector: list[float]) -> tuple[float, ...]:
     if not length or not math.isfinite(length):
         raise ModelError("the model gives no embedding: its numbers are not finite")
     return tuple(one / length for one in vector)
-
-
-def _sampled(sampling: Sampling) -> dict[str, Any]:
-    """Return the fields of a request that are not None, by llama.cpp's names."""
-    values = {name: getattr(sampling, field) for field, name in _SAMPLING.items()}
-    if values["seed"] is not None:
-        values["seed"] %= _SEEDS
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _sampling(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the model, from ollama's params. Raises FormatError."""
-    own = {field: params[name] for field, name in _SAMPLING.items() if name in params}
-    try:
-        return _sampled(Sampling(**own))
-    except (UsageError, TypeError) as error:
-        raise FormatError(f"params.json: {error}") from None
-
-
-def _stops(params: Mapping[str, Any]) -> list[str]:
-    stops = params.get("stop", [])
-    stops = [stops] if isinstance(stops, str) else stops
-    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
-        raise FormatError("params.json: stop is not a list of texts")
-    return stops
-
-
-def _whole(params: Mapping[str, Any], name: str) -> int | None:
-    """Return a positive number of the params; ollama writes -1 for none."""
-    value = params.get(name)
-    return value if type(value) is int and value > 0 else None

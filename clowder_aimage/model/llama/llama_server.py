@@ -63,6 +63,7 @@ class LlamaServer:
     """
 
     def __init__(self, params: xllamacpp.CommonParams) -> None:
+        self.is_embedding = bool(params.embedding)
         server = [_start(params)]
         calls = weakref.WeakSet[_Call]()
         self._server, self._calls = server, calls

@@ -1,0 +1,63 @@
+"""Grammars of JSON Schemas, as llama.cpp accepts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from typing import Any
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.llama.llama_server import LlamaServer
+
+_WORD = "@#@#"
+_MAX_KNOWN = 64
+
+
+class Grammars:
+    """The grammars of recent schemas, tried once each."""
+
+    def __init__(self, server: LlamaServer) -> None:
+        self._server = server
+        self._known: dict[str, str] = {}
+
+    def of(self, schema: Mapping[str, Any]) -> str:
+        """Return the grammar of a JSON Schema, of any object for an empty one.
+
+        Raises UsageError, with the field of the request as a fact, if it is unsupported.
+        """
+        import xllamacpp
+
+        value = dict(schema) or {"type": "object"}
+        try:
+            key = json.dumps(value)
+            if key in self._known:
+                return self._known[key]
+            grammar = xllamacpp.json_schema_to_grammar(value)
+        except (RuntimeError, TypeError, ValueError, RecursionError) as error:
+            raise _refusal(str(error)) from None
+        self._try(grammar)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = grammar
+        return grammar
+
+    def _try(self, grammar: str) -> None:
+        """Refuse a grammar that llama.cpp would ignore, as it does if LLGuidance rejects it.
+
+        A text that must begin with a certain word does so only if the grammar is in use.
+        """
+        head, start, rest = grammar.partition("start: ")
+        if not start:  # llama.cpp's own notation: it reports errors
+            return
+        tried = f'{head}{start}"{_WORD}" {rest}'
+        body = {"prompt": ".", "n_predict": 4, "temperature": 0, "grammar": tried, "stream": True}
+        with closing(self._server.stream(body)) as answers:
+            text = "".join(answer["choices"][0]["text"] for answer in answers)
+        if not text or not _WORD.startswith(text[: len(_WORD)]):
+            raise _refusal("it is invalid, or has keywords that are not supported")
+
+
+def _refusal(reason: str) -> UsageError:
+    message = f"the JSON Schema cannot be used: {reason:.300}"
+    return UsageError(message, field="response_format")

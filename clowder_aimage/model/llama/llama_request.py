@@ -1,0 +1,101 @@
+"""A request as llama.cpp expects it, with the defaults of the model.
+
+Source: ggml-org/llama.cpp, tools/server/README.md, "POST /completion"; ollama, docs/modelfile.md,
+"Valid Parameters and Values".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.model.text.language_model import (
+    MAX_STOP,
+    MAX_STOPS,
+    Sampling,
+    TextRequest,
+    Token,
+)
+
+_LEAST_LOGPROB = -9999.0  # of a token without a probability, as in OpenAI's API
+_SEEDS = (1 << 32) - 1  # llama.cpp draws a seed for the last value
+_NAMES = {  # llama.cpp's and ollama's, by the field of Sampling
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repeat_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "seed": "seed",
+}
+
+
+class ModelParams:
+    """Defaults of a model: the layer ``params.json`` as ollama writes it.
+
+    Raises:
+        FormatError: A parameter is invalid.
+    """
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self._params = params
+        own = {field: params[name] for field, name in _NAMES.items() if name in params}
+        try:
+            self._sampling = _fields(Sampling(**own))
+        except (UsageError, TypeError) as error:
+            raise FormatError(f"params.json: {error}") from None
+        stops = params.get("stop", [])
+        self.stop = (stops,) if isinstance(stops, str) else tuple(stops)
+        if len(self.stop) > MAX_STOPS or not all(
+            isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in self.stop
+        ):
+            raise FormatError(f"params.json: stop has up to {MAX_STOPS} texts")
+
+    @property
+    def context(self) -> int | None:
+        return self._count("num_ctx")
+
+    def body(self, request: TextRequest, prompt: str) -> dict[str, Any]:
+        """Return llama.cpp's request, without grammar and marks."""
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "stream": True,
+            "return_progress": True,
+            "timings_per_token": True,
+            "n_predict": request.max_tokens or self._count("num_predict") or -1,
+        }
+        if request.alternatives is not None:
+            body["logprobs"] = max(1, request.alternatives)
+        return body | self._sampling | _fields(request.sampling)
+
+    def _count(self, name: str) -> int | None:
+        """Return a positive number; ollama writes -1 and -2 for none."""
+        value = self._params.get(name)
+        return value if type(value) is int and value > 0 else None
+
+
+def tokens_of(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:
+    """Return the tokens of an answer with log probabilities, no tokens for one without."""
+    found = (choice.get("logprobs") or {}).get("content") or ()
+    return tuple(_token(one, alternatives or 0) for one in found)
+
+
+def _token(value: Mapping[str, Any], alternatives: int) -> Token:
+    others = value.get("top_logprobs", ())[:alternatives]
+    logprob = value["logprob"]
+    return Token(
+        value["token"],
+        tuple(value["bytes"]),
+        _LEAST_LOGPROB if logprob is None else float(logprob),
+        tuple(_token(one, 0) for one in others),
+    )
+
+
+def _fields(sampling: Sampling) -> dict[str, Any]:
+    """Return the fields that are not None, by llama.cpp's names."""
+    values = {name: getattr(sampling, field) for field, name in _NAMES.items()}
+    if values["seed"] is not None:
+        values["seed"] %= _SEEDS
+    return {name: value for name, value in values.items() if value is not None}
