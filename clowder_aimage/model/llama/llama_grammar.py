@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
+import xllamacpp
+
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.llama.llama_server import LlamaServer
 
@@ -26,14 +28,12 @@ class Grammars:
 
         Raises UsageError, with the field of the request as a fact, if it is unsupported.
         """
-        import xllamacpp
-
         value = dict(schema) or {"type": "object"}
         try:
             key = json.dumps(value)
             if key in self._known:
                 return self._known[key]
-            grammar = xllamacpp.json_schema_to_grammar(value)
+            grammar: str = xllamacpp.json_schema_to_grammar(value)
         except (RuntimeError, TypeError, ValueError, RecursionError) as error:
             raise _refusal(str(error)) from None
         self._try(grammar)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import xllamacpp
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.hardware import limited_cores, machine_memory
 from clowder_aimage.model.llama.gguf_check import GgufFacts
-
-if TYPE_CHECKING:
-    import xllamacpp
 
 STEP = 256  # llama.cpp rounds the context of a request up to a multiple of it
 BATCH = 512  # tokens of a prompt between two answers, at which a request can be cancelled
@@ -68,8 +67,6 @@ def make_params(
 
     pool: tokens of all requests together. pooling: of an embedding model, else None.
     """
-    import xllamacpp
-
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
@@ -97,16 +94,12 @@ def _rounded(tokens: int) -> int:
 
 def gpus() -> list[str]:
     """Return the descriptions of the GPUs that llama.cpp can use."""
-    import xllamacpp
-
     kinds = xllamacpp.ggml_backend_dev_type
     wanted = (kinds.GGML_BACKEND_DEVICE_TYPE_GPU, kinds.GGML_BACKEND_DEVICE_TYPE_IGPU)
     return [one["description"] for one in xllamacpp.get_device_info() if one["type"] in wanted]
 
 
 def _adapter(path: Path, scale: float) -> Any:
-    import xllamacpp
-
     adapter = xllamacpp.CommonAdapterLoraInfo()
     adapter.path, adapter.scale = str(path), scale
     return adapter

@@ -16,13 +16,12 @@ import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import xllamacpp
 
 from clowder_aimage.errors import ContentError, ModelError, UsageError
 from clowder_aimage.model.text.language_model import ContextError
-
-if TYPE_CHECKING:
-    import xllamacpp
 
 _SILENT, _ERRORS = -1, 1  # verbosity
 _MAX_SOCKET = 100  # bytes of the path of a Unix socket
@@ -109,8 +108,6 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
-    import xllamacpp
-
     params.verbosity = _SILENT
     params.api_keys = [secrets.token_hex(32)]
     params.endpoint_metrics = True
@@ -126,8 +123,6 @@ def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
 
 def _reason(params: xllamacpp.CommonParams) -> str:
     """Try again, and return the messages of llama.cpp, which writes them to stderr only."""
-    import xllamacpp
-
     params.verbosity = _ERRORS
     with _private_directory() as directory, Path(directory, "log").open("w+b") as log:
         params.hostnames = [f"{directory}/{_ERRORS}.sock"]
