@@ -28,6 +28,7 @@ from clowder_aimage.importer import (
 )
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.create_plan import plan_conversion
+from clowder_aimage.importer.enhancer_plan import plan_enhancer
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
@@ -178,6 +179,37 @@ def convert(
         check_config(plan)
         on_plan(plan)
         return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+
+
+def create_enhancer(
+    store: ContentStore,
+    base: Reference,
+    target: Reference,
+    weights: Reference | None = None,
+    *,
+    jobs: int | None = None,
+    on_plan: Callable[[CreatePlan], None] = lambda _: None,
+    on_written: OnWritten = lambda _: None,
+) -> tuple[PackedModel, tuple[str, ...]]:
+    """Name ``target`` the language model that is the text encoder of ``base``.
+
+    The blobs are those of ``base``; ``weights``, a language model or another image model with the
+    same text encoder, has those that differ. Their names are returned.
+
+    Raises:
+        NotFoundError: An AImage is not in the store, or not all of it.
+        UsageError, ModelError, FormatError: As ``plan_enhancer``.
+        StoreError, NoSpaceError: The store cannot be written.
+    """
+    with store.lease() as lease:
+        image_model = _open(store, base, lease).aimage
+        whole = None if weights is None else _open(store, weights, lease).aimage
+        made = plan_enhancer(store, image_model, str(base), whole, str(weights))
+        check_config(made.plan)
+        on_plan(made.plan)
+        chosen = DIALECTS[DEFAULT]
+        packed = pack(made.plan, store, lease, target, chosen, jobs=jobs, on_written=on_written)
+        return packed, made.replaced
 
 
 def _subject(

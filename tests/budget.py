@@ -5,10 +5,10 @@ from __future__ import annotations
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 31), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_100, 97),
+    ".": (6_130, 97),
     "adapter": (2_300, 95),
     "api": (3_730, 95),
-    "cli": (9_300, 93),
+    "cli": (9_600, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
@@ -17,7 +17,7 @@ PACKAGES = {
     "family": (1_200, 95),
     "formats": (4_700, 97),
     "http": (1_720, 87),
-    "importer": (2_960, 98),
+    "importer": (3_100, 98),
     "layout": (3_040, 96),
     "model": (11_000, 96),
     "node": (3_600, 94),

@@ -92,6 +92,8 @@ REMEDIES = {
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "
     "'aimage tag' adds one to a name in the store",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",
+    "whole_weights": "name a model whose last layer is whole with --weights: a directory or an "
+    "AImage of Qwen3-4B, or an AImage of FLUX.2 [klein] 4B",
     "worker_address": "set AIMAGE_HOST to the address of a worker; 'aimage serve --addr HOST:PORT' "
     "starts one",
     "worker_token": "set AIMAGE_TOKEN to a token in the worker's token file",

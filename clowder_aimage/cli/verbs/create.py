@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,6 +29,7 @@ from clowder_aimage.cli.console.output import number, plain, plural, remark, res
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.create import create as create_aimage
+from clowder_aimage.create import create_enhancer
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.family_weights import has_gguf_transformer
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
@@ -143,6 +146,16 @@ recipe_options = options(
     help="An adapter that NAME uses by default. May be repeated.",
 )
 @click.option(
+    "--enhancer",
+    is_flag=True,
+    help="Name the text encoder of --from NAME, as a language model; its blobs are shared.",
+)
+@click.option(
+    "--weights",
+    metavar="PATH|REF",
+    help="With --enhancer: a model with the same text encoder, for tensors that differ.",
+)
+@click.option(
     "--layer",
     "layers",
     multiple=True,
@@ -200,6 +213,8 @@ def create(
     like: Reference | None,
     from_: Reference | None,
     loras: tuple[str, ...],
+    enhancer: bool,
+    weights: str | None,
     layers: tuple[str, ...],
     dialect: str,
     manifest_type: str,
@@ -223,8 +238,15 @@ def create(
     Models share equal tensors in the store. The same model always has the same digest.
 
     create NAME --from REF --lora ADAPTER packs adapters beside a model in the store.
+
+    create NAME --from REF --enhancer makes the language model in an image model usable.
     """
     chosen = settings()
+    if enhancer or weights is not None:
+        if path != ".":
+            raise UsageError("PATH cannot be combined with --enhancer", hint="pack PATH first")
+        _enhancer(reference, from_, weights, is_wanted=enhancer)
+        return
     if from_ is not None or loras:
         if path != ".":
             raise UsageError("PATH cannot be combined with --from", hint="pack PATH first")
@@ -336,6 +358,40 @@ def _with_adapters(target: Reference, base: Reference | None, loras: tuple[str, 
             **writing(progress),
         )
     print_packed(target, made, Recipe())
+
+
+def _enhancer(
+    target: Reference, base: Reference | None, weights: str | None, *, is_wanted: bool
+) -> None:
+    if base is None or not is_wanted:
+        raise UsageError("--enhancer requires --from, and --weights requires --enhancer")
+    common = ("from_", "enhancer", "weights", "store", "jobs", "as_json", "template", "quiet")
+    if given := given_options(*common):
+        raise UsageError(f"{given[0]} cannot be combined with --enhancer")
+    layout, jobs = settings().layout, settings().jobs
+    with contextlib.ExitStack() as stack:
+        whole = None if weights is None else _weights(weights, stack)
+        progress = stack.enter_context(Progress("packing", target))
+        made, replaced = create_enhancer(
+            layout, base, target, whole, jobs=jobs, **writing(progress)
+        )
+    value = summary(target, made) | {"replaced": [*replaced]}
+    remark(text(value, made, Recipe()))
+    if replaced:
+        remark(f"{plural(len(replaced), 'tensor')} of {weights}: {', '.join(replaced)[:200]}")
+    result(value, str(made.descriptor.digest))
+
+
+def _weights(name: str, stack: contextlib.ExitStack) -> Reference:
+    """Return an AImage in the store, or that of a directory, which has a name in the meantime."""
+    if not Path(name).is_dir():
+        return stored_reference(name)
+    layout = settings().layout
+    named = Reference(None, "enhancer-weights", secrets.token_hex(8), None)
+    with Progress("reading", named) as progress:
+        create_aimage(layout, named, Path(name), jobs=settings().jobs, **callbacks(progress))
+    stack.callback(layout.untag, named)
+    return named
 
 
 def _created(given: str | None) -> str | None:
