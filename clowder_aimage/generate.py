@@ -18,6 +18,7 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.backend import describe, dtype_name
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
+    ENHANCED,
     PARAMETERS,
     GenerateRequest,
     Image,
@@ -210,6 +211,7 @@ def describe_picture(
         "digest": str(model.stored.descriptor.digest),
         **{key: getattr(request, key) for key in _facts(request)},
         **({"loras": [asdict(use) for use in request.loras]} if request.loras else {}),
+        **{key: value for key in ENHANCED if (value := getattr(request, key)) is not None},
         "dtype": model.dtype,
         "backend": model.backend,
     }

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions, DialectCache
 
 SHARED_VARIABLES = tuple(
-    f"AIMAGE_{name}" for name in "CONFIG HOST STORE TOKEN TOKEN_FILE TRUSTED_REALMS".split()
+    f"AIMAGE_{name}"
+    for name in "CONFIG ENHANCER HOST STORE TOKEN TOKEN_FILE TRUSTED_REALMS".split()
 )
 # Prefixes of the variables of a server, whose settings are an object of the configuration
 _SECTIONS = {"worker": "AIMAGE_SERVE_", "node": "AIMAGE_NODE_", "registry": "AIMAGE_REGISTRY_"}

@@ -105,7 +105,8 @@ class GenerateRequest:
     guides a control network; controlnet: the network's reference, None for the model's own;
     control_strength: a factor of its hints. references: digests of picture files that the model
     edits or combines. loras: adapters, whose changes are added, also as objects of their fields.
-    n: number of pictures. previews: number of previews of each picture.
+    original_prompt, enhancer: the prompt that a language model has enhanced, and the name of that
+    model; they change nothing. n: number of pictures. previews: number of previews of each picture.
     """
 
     prompt: str
@@ -134,6 +135,8 @@ class GenerateRequest:
     control_strength: float | None = None
     references: tuple[str, ...] = ()
     loras: tuple[LoraUse, ...] = ()
+    original_prompt: str | None = None
+    enhancer: str | None = None
     n: int = 1
     previews: int = 0
 
@@ -207,8 +210,11 @@ def previews_after(previews: int, steps: int) -> frozenset[int]:
 
 
 # The fields that determine a picture
+ENHANCED = ("original_prompt", "enhancer")  # fields that a picture states only
 PARAMETERS = tuple(
-    field.name for field in fields(GenerateRequest) if field.name not in ("n", "previews")
+    field.name
+    for field in fields(GenerateRequest)
+    if field.name not in ("n", "previews", *ENHANCED)
 )
 
 
@@ -352,9 +358,9 @@ def check_parameters(request: GenerateRequest) -> None:
     _check_number("cache_threshold", request.cache_threshold, 0, MAX_THRESHOLD)
     if request.shift is not None:
         _check_number("shift", request.shift, 1 / MAX_SCALE, MAX_SCALE)
-    _check_text("prompt", request.prompt)
-    if request.negative is not None:
-        _check_text("negative", request.negative)
+    for name in ("prompt", "negative", *ENHANCED):
+        value = getattr(request, name)
+        _check_text(name, "" if value is None and name != "prompt" else value)
     _check_loras(request.loras)
     _check_picture(request)
     _check_control(request)

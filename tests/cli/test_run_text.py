@@ -39,8 +39,7 @@ def talker(
 
     def make(answer: Callable[[TextRequest], Answer] | Answer) -> tuple[Aimage, FakeModel]:
         fake = FakeModel(answer if callable(answer) else lambda _: answer)
-        name = "clowder_aimage.model.text.runtime.load_language_model"
-        monkeypatch.setattr(name, fake.load)
+        fake.take_over(monkeypatch)
         here = aimage()
         here("create", "x", talker_files)
         return here, fake

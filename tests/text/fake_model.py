@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 from clowder_aimage.model.text.language_model import (
     CHAT,
@@ -38,6 +41,11 @@ class FakeModel:
     parallel: int = 1
     device: str = "fake"
     dtype: str = "float32"
+
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Replace the runtimes in this process."""
+        runtime = importlib.import_module("clowder_aimage.model.text.runtime")
+        monkeypatch.setattr(runtime, "load_language_model", self.load)
 
     def load(self, *_: object, **options: Any) -> FakeModel:
         """Stand in for ``load_language_model``."""

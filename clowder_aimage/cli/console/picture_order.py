@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ Render = Callable[
 ]
 _OPTIONS = tuple(name for name in PARAMETERS if name not in ("prompt", "references"))
 _OUTPUT = ("seeds", "sheet", "count", "output", "show", "inline")
+# The prompt and the seeds of pictures: the parameters that change for each, or None
+Enhance = Callable[[str, Sequence[int]], list[dict[str, Any]] | None]
 SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
 
 
@@ -47,6 +49,7 @@ class PictureOrder:
     values: dict[str, Any]
     render: Render
     protocol: str  # for pictures in the terminal
+    enhance: Enhance | None = None  # in this process
 
     def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
@@ -58,7 +61,7 @@ class PictureOrder:
         runs = order_runs(self.values)
         count = sum(each for _, each in runs)
         for picture in self._pictures(parameters, runs, output.kind):
-            text = parameters["prompt"]
+            text = parameters["prompt"] or str(picture.facts.get("prompt", ""))
             path = output.write(picture.data, text, picture.seed, len(written), count)
             facts = facts or {**picture.facts}
             if path is not None:
@@ -82,15 +85,23 @@ class PictureOrder:
 
         def announce(text: str) -> None:
             nonlocal is_first
-            if seed is None:
-                note(f"seed {parameters['seed']}")
+            if is_drawn:
+                note(f"seed {seed}")
             if is_first:
                 remark(text)
             is_first = False
 
-        for seed, count in runs:
-            parameters["seed"] = secrets.randbits(32) if seed is None else seed
-            with contextlib.closing(self.render(parameters, count, kind, announce)) as made:
+        drawn = [(secrets.randbits(32) if seed is None else seed, count) for seed, count in runs]
+        seeds = [seed + index for seed, count in drawn for index in range(count)]
+        changes = self.enhance(parameters["prompt"], seeds) if self.enhance else None
+        if changes is not None:  # a prompt for each picture
+            drawn = [(seed, 1) for seed in seeds]
+        for index, (seed, count) in enumerate(drawn):
+            is_drawn = index == 0 and runs[0][0] is None
+            changed = {"seed": seed, **(changes[index] if changes else {})}
+            with contextlib.closing(
+                self.render({**parameters, **changed}, count, kind, announce)
+            ) as made:
                 yield from made
 
     def _report(self, value: dict[str, Any], paths: list[str], kept: list[MadePicture]) -> None:

@@ -27,19 +27,20 @@ def generate_remotely(
     client: WorkerClient,
     reference: Reference,
     place: str,
+    more: Callable[[], Mapping[str, Any]],
     options: Mapping[str, Any],
     count: int,
     kind: str,
     announce: Callable[[str], None],
 ) -> Generator[MadePicture, None, None]:
-    """Generate the pictures in a worker."""
+    """Generate the pictures in a worker; ``more`` returns further fields of the requests."""
     # png_facts: so that it can be replayed
     sent = {**options, "png_facts": True, "output_format": kind}
     sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
-    sent |= to_request(options)
+    sent |= {**to_request(options), **more()}
     where = f"rendering on the {place}"
     yield from _pictures(client, reference, sent, count, on_accepted=lambda: announce(where))
 

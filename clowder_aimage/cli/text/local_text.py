@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ class LocalLanguageModel:
     reference: Reference
     dtype: str | None = None
     memory: int | None = None
+    name: str = ""  # with the digest, once it is loaded
     _loaded: list[LanguageModel] = field(default_factory=list)
 
     def load(self) -> LanguageModel:
@@ -37,7 +39,8 @@ class LocalLanguageModel:
             from clowder_aimage.model.text.runtime import load_language_model
 
             fetched = fetch_model(self.reference, check=check_language_model)
-            aimage = fetched.found.stored.aimage
+            stored = fetched.found.stored
+            aimage, self.name = stored.aimage, f"{self.reference.name}@{stored.descriptor.digest}"
             fetched.end()
             weights = sum(layer.descriptor.size for layer in aimage.layers)
             fetched.progress.remark(f"loading {size(weights)}")
@@ -54,5 +57,6 @@ class LocalLanguageModel:
             yield from events
 
     def let_go(self) -> None:
-        """Free the memory of the model."""
+        """Free the memory of the model, which is loaded again when it is used again."""
         self._loaded.clear()
+        gc.collect()

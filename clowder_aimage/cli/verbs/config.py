@@ -22,7 +22,13 @@ from clowder_aimage.user_directory import check_variables, config_file, server_v
 MASK = "***"
 # Other environment variables, as listed in the README
 _VARIABLES = (
-    *("AIMAGE_HOST", "AIMAGE_TOKEN", "AIMAGE_TOKEN_FILE", "AIMAGE_TRUSTED_REALMS"),
+    *(
+        "AIMAGE_ENHANCER",
+        "AIMAGE_HOST",
+        "AIMAGE_TOKEN",
+        "AIMAGE_TOKEN_FILE",
+        "AIMAGE_TRUSTED_REALMS",
+    ),
     *("DOCKER_CONFIG", "REGISTRY_AUTH_FILE"),
     *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
     *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy"),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,13 @@ from clowder_aimage.cli.console.remote_worker import (
 )
 from clowder_aimage.cli.console.seed_option import seed_options
 from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
+from clowder_aimage.cli.text.enhance_option import (
+    ENHANCING,
+    LocalEnhancer,
+    enhance_options,
+    is_enhanced,
+    to_worker,
+)
 from clowder_aimage.cli.text.local_text import LocalLanguageModel
 from clowder_aimage.cli.text.remote_text import answer_remotely
 from clowder_aimage.cli.text.run_kind import check_options, is_language_model
@@ -65,7 +72,7 @@ from clowder_aimage.oci import Reference
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_SENT = (*SETTABLE, *TEXT_SETTABLE, "push", "local")  # options that a worker serves too
+_SENT = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")  # options that a worker serves too
 
 
 def _model(text: str) -> Reference:
@@ -168,6 +175,7 @@ def _sides(text: str) -> tuple[int, int]:
 )
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
 @remote_option
+@enhance_options
 @text_options
 @connection_options
 def run(
@@ -195,7 +203,7 @@ def run(
         raise UsageError("--local cannot be combined with --remote")
     _check_stdin(words, values)
     prompt = read_prompt(words)
-    if prompt is not None:
+    if prompt is not None and not is_enhanced(values):
         check_prompt(prompt)
     client = _named_worker(local, remote)
     is_text = is_language_model(reference, client, local=local)
@@ -210,12 +218,14 @@ def run(
     is_last = prompt is not None and len(order_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(open_model, reference, load, precision, first, values["lora_dir"])
-    render = _renderer(place, here, first)
-    order = PictureOrder(values, render, view_protocol(values["inline"]))
+    render, is_remote = _renderer(place, here, first, values)
+    enhancer = LocalEnhancer(values, reference, dtype, memory, is_last=prompt is not None)
+    protocol = view_protocol(values["inline"])
+    order = PictureOrder(values, render, protocol, None if is_remote else enhancer.prompts)
     if prompt is not None:
         order.make(prompt, begun)
         return
-    read_prompts(order.make, values, settable(SETTABLE))
+    read_prompts(order.make, values, settable((*SETTABLE, *ENHANCING)))
 
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
@@ -259,14 +269,25 @@ class _Place:
         return choose_worker(self.reference, names, _SENT, local=self.local or local)
 
 
-def _renderer(place: _Place, here: Callable[[], Render], first: Mapping[str, Any]) -> Render:
-    """Return the function that generates pictures: in a worker, or in this process by ``here``."""
+def _renderer(
+    place: _Place, here: Callable[[], Render], first: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[Render, bool]:
+    """Return the function that generates pictures, and whether that is in a worker.
+
+    In this process it is that of ``here``, which loads the model; after the prompt is enhanced, so
+    that the language model can have the memory.
+    """
     is_here = any(is_file(use.model) for use in first["loras"])
     names = [use.model for use in first["loras"] if not use.model.startswith(OWN)]
     names += [first["controlnet"]] if first["controlnet"] else []
     if found := place.worker(names, local=is_here):
-        return partial(generate_remotely, found[0], place.reference, found[1])
-    return here()
+        client, words = found
+        more = partial(to_worker, values)
+        return partial(generate_remotely, client, place.reference, words, more), True
+    if not is_enhanced(values):
+        return here(), False
+    made = cache(here)
+    return lambda *how: made()(*how), False
 
 
 def _answer(
