@@ -73,9 +73,9 @@ class ChatTemplate:
             values["enable_thinking"] = request.thinking
         template = self._tools if request.tools else self._default
         try:
-            return render_template(template, {**values, **self._tokens})
-        except ModelError as error:
-            raise _refusal(error.__cause__) or error from None
+            return template.render({**values, **self._tokens})
+        except RenderError as error:
+            raise _refusal(error) or _failure(error) from None
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: arguments are objects, and texts exist."""
@@ -183,7 +183,7 @@ def render_template(template: SandboxedTemplate, values: Mapping[str, Any]) -> s
     try:
         return template.render(values)
     except RenderError as error:
-        raise ModelError(f"the chat template failed: {error.summary}") from error
+        raise _failure(error) from None
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:
@@ -224,9 +224,13 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _refusal(error: BaseException | None) -> UsageError | None:
+def _failure(error: RenderError) -> ModelError:
+    return ModelError(f"the chat template failed: {error.summary}")
+
+
+def _refusal(error: RenderError) -> UsageError | None:
     """Return the error for a request that the template itself refuses."""
-    if not isinstance(error, RenderError) or error.kind != _RefusalError.__name__:
+    if error.kind != _RefusalError.__name__:
         return None
     reason = "".join(one if one.isprintable() else " " for one in str(error))
     refusal = UsageError(f"the model's chat template refuses: {reason[:_MAX_REFUSAL]}")
