@@ -41,6 +41,7 @@ def convolution(
     """Return conv(silu(norm(x))) + residual, or without the steps that are not given.
 
     x: (1, height, width, channels), first upsampled by ``scale`` (1 or 2) to the nearest pixel.
+    residual: of the shape of the result; it may be overwritten.
     Returns (1, scale * height, scale * width, output channels).
     """
     if conv.weight.shape[1:3] == (1, 1) and norm is None and residual is None:
@@ -52,13 +53,14 @@ def convolution(
         y = conv(x)
         return y if residual is None else residual + y
     _, height, width, _ = x.shape
-    result = mx.zeros((1, scale * height, scale * width, len(conv.weight)))
-    arrays = contiguous(
-        x, result, conv.weight, conv.bias, *([] if residual is None else [residual])
-    )
-    image, found, weight, bias, *base = (memory(array) for array in arrays)
+    result = residual
+    if result is None:
+        result = mx.zeros((1, scale * height, scale * width, len(conv.weight)))
+    arrays = contiguous(x, result, conv.weight, conv.bias)
+    image, found, weight, bias = (memory(array) for array in arrays)
     affine = None if norm is None else _affine(image[0], norm)
-    _convolve(image[0], affine, weight, bias, base[0][0] if base else None, scale, found[0])
+    base = None if residual is None else found[0]
+    _convolve(image[0], affine, weight, bias, base, scale, found[0])
     return arrays[1]
 
 
@@ -160,35 +162,42 @@ def _convolve(
 ) -> None:
     """Write the convolution of ``image`` (height, width, channels) to ``result``.
 
-    affine: applied before, with an activation; weight: (outputs, 3, 3, channels).
+    affine: applied before, with an activation; weight: (outputs, 3, 3, channels). ``residual`` may
+    be ``result``. Values of channels are repeated for rows of pixels: numpy is slow on short rows.
     """
     height, width, channels = image.shape
     row, outputs = width + 2, len(weight)
     phases = _phases(weight, scale)
     step = max(1, min(_PIXELS // row, -(-height // 4)))
+    lines, biases = image.reshape(height, -1), np.tile(bias, width)
+    factors = None if affine is None else [np.tile(one, width) for one in affine]
 
     def rows(start: int) -> None:
         count = min(step, height - start)
-        padded = np.zeros((count + 2, row, channels), dtype=np.float32)
+        padded = np.zeros((count + 2, row * channels), dtype=np.float32)
         first, last = max(start - 1, 0), min(start + count + 1, height)
-        part = image[first:last]
-        if affine is not None:
-            part = part * affine[0]
-            part += affine[1]
-            overwrite_with_silu(part)
-        padded[first - start + 1 : last - start + 1, 1:-1] = part
+        inside = padded[first - start + 1 : last - start + 1, channels:-channels]
+        if factors is None:
+            inside[...] = lines[first:last]
+        else:
+            np.multiply(lines[first:last], factors[0], out=inside)
+            inside += factors[1]
+            overwrite_with_silu(inside)
         pixels = padded.reshape(-1, channels)
         # with the two pixels of padding between rows, which are left out afterwards
         product = np.empty((count * row, outputs), dtype=np.float32)
-        by_row = product.reshape(count, row, outputs)[:, :width]
+        found = product.reshape(count, -1)[:, : width * outputs]
         for phase in phases:
             for index, (down, right, matrix) in enumerate(phase.taps):
                 shifted = pixels[down * row + right :][: len(product) - 2]
                 blas.multiply(shifted, matrix.T, product[:-2], is_sum=index > 0)
+            found += biases
             across = slice(scale * start + phase.down, scale * (start + count), scale)
             into = result[across, phase.right :: scale]
-            np.add(by_row, bias, out=into)
-            if residual is not None:
-                into += residual[across, phase.right :: scale]
+            by_row = product.reshape(count, row, outputs)[:, :width]
+            if residual is None:
+                into[...] = by_row
+            else:
+                np.add(by_row, residual[across, phase.right :: scale], out=into)
 
     on_all_cores(rows, range(0, height, step), 9 * image.size, multiplies=True)

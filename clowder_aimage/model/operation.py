@@ -132,28 +132,34 @@ def _attention_by_tiles(
     """Compute some rows of a head at a time, whose scores stay in the processor's cache."""
     _, length, heads, _ = queries.shape
     columns, groups = keys.shape[1:3]
-    given = contiguous(queries, keys, values, *([] if mask is None else [mask]))
-    query, key, value, *seen = (memory(array) for array in given)
-    hidden = np.logical_not(seen[0]) if seen else None
+    queries, keys, values = contiguous(queries, keys, values)
+    query, key, value = (memory(array) for array in (queries, keys, values))
+    hidden = None if mask is None else np.logical_not(memory(*contiguous(mask)))
     step = max(16, _SCORES // columns)
 
     def tile(index: int) -> None:
         head, start = index % heads, index // heads * step
-        group, rows = head * groups // heads, min(step, length - start)
-        own = query[0, start : start + rows, head]
-        scores = np.empty((rows, columns), dtype=np.float32)
-        blas.multiply(own, key[0, :, group].T, scores, scale)
+        group, rows = head * groups // heads, slice(start, start + step)
+        own = query[0, rows, head]
+        seen = columns if hidden is None else _seen_columns(hidden[rows])
+        scores = np.empty((len(own), seen), dtype=np.float32)
+        blas.multiply(own, key[0, :seen, group].T, scores, scale)
         if hidden is not None:
-            np.copyto(scores, -np.inf, where=hidden[start : start + rows])
+            np.copyto(scores, -np.inf, where=hidden[rows, :seen])
         scores -= scores.max(axis=1, keepdims=True)
         np.exp(scores, out=scores)
         sums = scores.sum(axis=1, keepdims=True)
-        blas.multiply(scores, value[0, :, group], own)  # these queries are not read again
+        blas.multiply(scores, value[0, :seen, group], own)  # these queries are not read again
         own /= sums
 
     tiles = range(heads * -(-length // step))
     on_all_cores(tile, tiles, heads * length * columns, multiplies=True)
-    return given[0]
+    return queries
+
+
+def _seen_columns(hidden: npt.NDArray[np.bool_]) -> int:
+    """Return the number of columns up to the last one that a row sees; all others are hidden."""
+    return int(np.flatnonzero(~hidden.all(axis=0)).max(initial=0)) + 1
 
 
 # -- in the memory of MLX

@@ -28,11 +28,13 @@ def test_equals_the_steps_of_mlx(
     norm = GroupNorm(4, 8, eps=1e-6, pytorch_compatible=True)
     norm.weight, norm.bias = normal(8), normal(8)
     residual = normal(1, scale * size[0], scale * size[1], 6)
-    options: dict[str, Any] = {"norm": norm if is_normed else None, "residual": residual}
-    options["scale"] = scale
+    options: dict[str, Any] = {"norm": norm if is_normed else None, "scale": scale}
     found = np.array(convolution(x, conv, **options))
+    added = np.array(convolution(x, conv, residual=mx.array(residual), **options))
     monkeypatch.setattr(blas, "is_fast", lambda: False)
-    np.testing.assert_allclose(found, np.array(convolution(x, conv, **options)), atol=2e-5)
+    expected = np.array(convolution(x, conv, **options))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(added, expected + np.array(residual), atol=2e-5)
 
 
 def test_one_by_one() -> None:

@@ -35,13 +35,16 @@ def test_swiglu_of_arrays_in_another_order() -> None:
     np.testing.assert_allclose(np.array(swiglu_in_place(gate.T, up)), exact, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("known", [None, 5, 1000])
 @pytest.mark.parametrize(
     ("length", "heads", "groups"), [(7, 2, 1), (70, 4, 4), (300, 6, 2)], ids=str
 )
-def test_attention_equals_mlx(length: int, heads: int, groups: int, is_masked: bool) -> None:
+def test_attention_equals_mlx(length: int, heads: int, groups: int, known: int | None) -> None:
     queries, keys, values = (normal(1, length, n, 16) for n in (heads, groups, groups))
-    mask = mx.arange(length)[:, None] >= mx.arange(length)[None] if is_masked else None
+    columns = mx.arange(length)[None]  # those from ``known`` on are padding
+    mask = None
+    if known is not None:
+        mask = (mx.arange(length)[:, None] >= columns) & (columns < known)
     whole = mx.fast.scaled_dot_product_attention(
         *(each.transpose(0, 2, 1, 3) for each in (queries, keys, values)), scale=0.5, mask=mask
     )
