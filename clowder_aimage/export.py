@@ -18,9 +18,9 @@ from clowder_aimage.exporter.export_plan import ExportPlan, ExportPlanner
 from clowder_aimage.exporter.export_writer import ExportWriter
 from clowder_aimage.exporter.family_plan import FamilyPlanner
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
-from clowder_aimage.exporter.weight_file import SHARD
 from clowder_aimage.family.component_names import DIFFUSERS
 from clowder_aimage.family.image_family import find_family
+from clowder_aimage.formats.weight_file import SHARD
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,

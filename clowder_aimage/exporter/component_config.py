@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clowder_aimage.exporter.weight_file import is_modelopt, stem
+from clowder_aimage.formats.weight_file import is_modelopt, stem
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
 from clowder_aimage.tensor.quantization_config import METHOD, mlx_entry, mlx_type, unknown_key
 from clowder_aimage.tensor.weight import Weight

@@ -14,7 +14,10 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.exporter.component_config import merged
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
-from clowder_aimage.exporter.weight_file import (
+from clowder_aimage.formats.family_model import EXTRA, SOURCE
+from clowder_aimage.formats.model_tree import CARD, card, naming
+from clowder_aimage.formats.stored_weights import read_stored, weights_of
+from clowder_aimage.formats.weight_file import (
     STEMS,
     WeightEntry,
     WeightFile,
@@ -23,9 +26,6 @@ from clowder_aimage.exporter.weight_file import (
     is_modelopt,
     weight_files,
 )
-from clowder_aimage.formats.family_model import EXTRA, SOURCE
-from clowder_aimage.formats.model_tree import CARD, card, naming
-from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, mediatype, read_json
 from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header

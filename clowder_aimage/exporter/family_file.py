@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.exporter.weight_file import entries
 from clowder_aimage.family.component_names import DIFFUSERS, ComponentNames
 from clowder_aimage.family.image_family import ImageFamily, LayoutFile, LayoutPart
 from clowder_aimage.family.name_table import TensorChange, TensorPlace
 from clowder_aimage.family.tensor_change import last_shape
 from clowder_aimage.formats.family_model import EXTRA
+from clowder_aimage.formats.weight_file import entries
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 GROUP = 64  # values that share a scale in MLX's files of image models

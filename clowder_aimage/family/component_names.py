@@ -29,7 +29,7 @@ class ComponentNames:
     one; ``extras`` matches names without meaning. ``base`` is a
     prefix that diffusers' own names may have or lack. The tensors in ``spared`` are left out by
     some converters, those in ``optional`` need not be there. ``sizes`` are the fields of a config
-    that follow from the shapes.
+    that follow from the shapes, ``flags`` those that decide which tensors there are.
     """
 
     name: str
@@ -47,6 +47,7 @@ class ComponentNames:
     spared: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any]], str | None] = lambda _: None
 
     def full(self, name: str) -> str:

@@ -65,6 +65,8 @@ _TRANSFORMER = NameTable(
     ),
     changes=((r"^norm_out\.linear\.weight$", TensorChange.HALVES),),
 )
+_VAE_FLAGS = ("use_post_quant_conv", "use_quant_conv")
+_VAE_DEFAULTS = {"in_channels": 3, "out_channels": 3, **dict.fromkeys(_VAE_FLAGS, True)}
 _LDM = zimage_names.VAE[ORIGINAL]
 _VAE = NameTable(
     renames=(
@@ -146,12 +148,8 @@ def _widest_transformer(count: int) -> dict[str, Any]:
 
 
 def _vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    ends = {"in_channels": 3, "out_channels": 3}  # which the config need not say
-    latent = config["latent_channels"]
-    shapes = zimage_names.vae_shapes(ends | dict(config))
-    for name, width in (("quant_conv", 2 * latent), ("post_quant_conv", latent)):
-        shapes |= {f"{name}.weight": (width, width, 1, 1), f"{name}.bias": (width,)}
-    shapes |= {f"bn.running_{part}": (4 * latent,) for part in ("mean", "var")}
+    shapes = zimage_names.vae_shapes(_VAE_DEFAULTS | dict(config))
+    shapes |= {f"bn.running_{part}": (4 * config["latent_channels"],) for part in ("mean", "var")}
     return shapes | {"bn.num_batches_tracked": ()}
 
 
@@ -163,8 +161,7 @@ def _vae_config(shapes: Shapes) -> dict[str, Any]:
         "batch_norm_eps": 0.0001,
         "batch_norm_momentum": 0.1,
         "patch_size": [2, 2],
-        "use_post_quant_conv": True,
-        "use_quant_conv": True,
+        **dict.fromkeys(_VAE_FLAGS, True),
     }
 
 
@@ -206,4 +203,5 @@ VAE = ComponentNames(
     check=zimage_config.check_vae,
     optional=("bn.num_batches_tracked",),
     sizes=("block_out_channels", "layers_per_block", "latent_channels"),
+    flags=_VAE_FLAGS,
 )

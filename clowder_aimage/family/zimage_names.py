@@ -170,13 +170,20 @@ def text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 
 def vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of an ``AutoencoderKL`` without convolutions between."""
+    """Return the shapes of all tensors of an ``AutoencoderKL``."""
     channels, layers = list(config["block_out_channels"]), config["layers_per_block"]
     latent, last = config["latent_channels"], len(channels) - 1
-    shapes = dict(_ends("encoder", channels[0], channels[-1], config["in_channels"], 2 * latent))
-    shapes |= dict(_ends("decoder", channels[-1], channels[0], latent, config["out_channels"]))
+    shapes = dict(
+        _ends("encoder", channels[0], channels[-1], config.get("in_channels", 3), 2 * latent)
+    )
+    shapes |= dict(
+        _ends("decoder", channels[-1], channels[0], latent, config.get("out_channels", 3))
+    )
     for side in ("encoder", "decoder"):
         shapes |= dict(_middle(f"{side}.mid_block", channels[-1]))
+    for name, size in (("quant_conv", 2 * latent), ("post_quant_conv", latent)):
+        if config.get(f"use_{name}"):
+            shapes |= dict(_convolution(name, size, size, 1))
     for level, width in enumerate(channels):
         before = channels[max(level - 1, 0)]
         name = f"encoder.down_blocks.{level}"

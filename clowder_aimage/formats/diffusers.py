@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.formats import model_tree
+from clowder_aimage.formats import model_tree, shard_index
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.shard_index import header_files, of_variant, read_weights
 from clowder_aimage.formats.transformers import TEXTS
+from clowder_aimage.formats.weight_file import STEMS, are_usual
+from clowder_aimage.tensor.weight import Weight
 
 MODEL_INDEX = "model_index.json"
 CONTROLNET = "controlnet"  # which a pipeline may have
@@ -204,7 +206,7 @@ def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Com
     except FormatError as error:
         error.remedy, error.facts["other"] = "whole_files", error.hint or model_tree.MODEL_AGAIN
         raise
-    if not ignored and all(weight.quantization is None for weight in weights):
+    if not _is_changed(weights, ignored):
         files += header_files(f"{name}/" if name else "", paths)
     return Component(name, entry[0], entry[1], weights, files, config, ignored)
 
@@ -261,7 +263,16 @@ def _component(
     config = model_tree.read_object(root, directory / file) if name != "tokenizer" else {}
     weights, ignored = read_quantized(directory, tensors, config)
     layers = tuple(file_of(root, path) for path in paths if path.name in _FILES[name])
+    is_sharded = any(shard_index.is_index(path.name) for path in paths)
+    if is_sharded and not _is_changed(weights, ignored):
+        stem = STEMS.get(entry[0], STEMS["transformers"])
+        layers += () if are_usual(stem, weights, paths) else header_files(f"{name}/", paths)
     return Component(name, entry[0], entry[1], weights, layers, config, ignored)
+
+
+def _is_changed(weights: Iterable[Weight], ignored: tuple[str, ...]) -> bool:
+    """Return whether an export writes other tensors than those of the files."""
+    return bool(ignored) or any(weight.quantization for weight in weights)
 
 
 def tokenizer_files(root: Path) -> tuple[model_tree.SourceFile, ...]:

@@ -92,7 +92,9 @@ class _FamilyModel:
     ) -> None:
         family = family_of(one.component for one in found.values())
         if family is None:
-            raise UsageError(f"{path} has no transformer of a known image model", remedy="like")
+            raise UsageError(
+                f"{path} has no transformer of a known image model", remedy="like_unknown"
+            )
         if like is not None and like.family != family.name:
             raise UsageError(f"{like.name} is not a {family.title} model, and cannot complete it")
         if other := [one for one in found.values() if one.component not in family.components]:
@@ -152,10 +154,13 @@ class _FamilyModel:
             names.append(TOKENIZER)
         missing = [name for name in names if self._like is None or not self._like.part(name)]
         if missing:
+            tokenizer = self._root is not None and missing == [TOKENIZER]
             raise UsageError(
                 f"{self._path} lacks {', '.join(missing)}",
                 hint=f"another {self._family.title} model can complete it",
-                remedy="like",
+                remedy="like_tokenizer" if tokenizer else "like",
+                path=str(self._path),
+                family=self._family.title,
             )
 
     def _weighted(self, component: ComponentNames) -> Component:
@@ -194,6 +199,8 @@ class _FamilyModel:
                 f"{' and '.join(missing)}, which are parameters of the model",
                 hint="the original model can complete it",
                 remedy="like",
+                path=str(self._path),
+                family=self._family.title,
             )
         return tuple(there)
 
@@ -201,24 +208,35 @@ class _FamilyModel:
         """Return the config.json of a component. Raises UsageError."""
         component, shapes = found.component, found.shapes
         derived = component.configure(shapes)
+        data = self._fitting(component, derived)
+        stated = {} if data is None else read_json(data, "config.json")
+        derived |= {key: stated[key] for key in component.flags if key in stated}
         expected = component.shapes(derived)
         for name in component.optional:
             if name not in shapes:
                 del expected[name]
         _check_shapes(found.path, self._family, expected, shapes)
+        if data is not None:
+            return data
+        if (why := component.check(derived)) is not None:
+            raise UsageError(
+                f"{found.path}: the shapes fit no config of {self._family.title}: {why}",
+                hint="a model of the same shapes can complete it",
+                remedy="like",
+                path=str(self._path),
+                family=self._family.title,
+            )
+        return _text(derived)
+
+    def _fitting(self, component: ComponentNames, derived: Mapping[str, Any]) -> bytes | None:
+        """Return the first config that is there and has the sizes of a derived one, or None."""
         for data in self._candidates(component):
             config = read_json(data, "config.json")
             if isinstance(config, dict) and all(
                 config.get(key) == derived[key] for key in component.sizes
             ):
                 return data
-        if (why := component.check(derived)) is not None:
-            raise UsageError(
-                f"{found.path}: the shapes fit no config of {self._family.title}: {why}",
-                hint="a model of the same shapes can complete it",
-                remedy="like",
-            )
-        return _text(derived)
+        return None
 
     def _candidates(self, component: ComponentNames) -> list[bytes]:
         """Return configs that are there, of which the first that fits is used."""

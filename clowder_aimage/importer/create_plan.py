@@ -116,7 +116,10 @@ def make_plan(
         for file in inventory.files
     ]
     for component in inventory.components:
-        layers += [planned_layer.file_layer(file) for file in component.files]
+        files = [planned_layer.file_layer(file) for file in component.files]
+        layers += [
+            one for one in files if not _is_outdated(one.media_type, decided[component.name])
+        ]
         layers += _component_layers(component, decided[component.name])
     layers.sort(key=lambda layer: layer.name)
     config = _config(inventory, decided, layers, provenance)
@@ -125,6 +128,12 @@ def make_plan(
     plan = CreatePlan(tuple(layers), encode(config), algorithm, summary, subject)
     _check(plan, dialect)
     return plan
+
+
+def _is_outdated(media_type: str, decisions: Sequence[WeightDecision]) -> bool:
+    """Return whether a layer is the header of a weight file whose tensors change."""
+    plain, _ = mediatype.split_compression(media_type)
+    return plain == mediatype.AIMAGE_HEADER and any(one.changes for one in decisions)
 
 
 def _component_layers(
@@ -251,7 +260,13 @@ def plan_conversion(
         for name, decisions in decided.items()
         for decision in decisions
     }
-    planned = [_plan(stored, by_weight) for stored in layers]
+    planned = [
+        _plan(stored, by_weight)
+        for stored in layers
+        if not _is_outdated(
+            stored.layer.descriptor.media_type, decided.get(stored.layer.component, [])
+        )
+    ]
     config = _converted_config(aimage.properties, decided, planned)
     if base is not None:
         config["variant"] = recipe.precision

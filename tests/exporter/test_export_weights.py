@@ -88,8 +88,11 @@ def test_large_weights_are_sharded_with_an_index(tmp_path: Path, most: int) -> N
                 "metadata": {"total_size": sum(sizes.values())},
                 "weight_map": found,
             }
-    again = create(ImageLayout(tmp_path / "other"), NAME, out)
-    assert again.descriptor == made.descriptor
+    other = ImageLayout(tmp_path / "other")
+    again = create(other, NAME, out)
+    assert (again.descriptor == made.descriptor) == (most == 10_000)  # shards are remembered
+    export(other, NAME, tmp_path / "back")
+    assert files_in(tmp_path / "back") == files_in(out)
 
 
 def test_shard_size_is_configurable(artifact: Artifact) -> None:

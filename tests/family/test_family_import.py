@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, FormatError, UsageError
 from clowder_aimage.family.image_family import Z_IMAGE
 from clowder_aimage.oci import Reference
@@ -46,7 +47,10 @@ def test_a_lone_transformer_is_completed(family: FamilyStore) -> None:
     assert found.items() > digests(family.tiny).items()
     with pytest.raises(UsageError, match="lacks text_encoder, vae, tokenizer") as error:
         family.create("alone", path, like=None)
-    assert error.value.remedy == "like"
+    assert f"aimage create NAME {path} --like REF" in str(advice(error.value))
+    with pytest.raises(UsageError, match="lacks tokenizer") as error:
+        family.create("alone", family.path("comfyui"), like=None)
+    assert f"into {family.path('comfyui')}/tokenizer, or take them" in str(advice(error.value))
 
 
 def sized(root: Path, **sizes: int) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from clowder_aimage.create import create
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, UsageError
 from clowder_aimage.export import export
 from clowder_aimage.family.image_family import FLUX_2
 from clowder_aimage.importer import PackedModel
@@ -18,9 +18,10 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
+from tests.exporter.conftest import files_in
 from tests.family import flux2_layout
 from tests.family.conftest import digests
-from tests.model.random_flux2 import write_flux2
+from tests.model.random_flux2 import CONFIGS, write_flux2
 
 FLUX = Reference.parse("flux")
 KLEIN = {  # 3,875,544,576 parameters in the transformer
@@ -71,6 +72,31 @@ def test_flux2_becomes_the_same_tensors_and_returns(
     layout = "comfyui-all-in-one" if is_whole else "comfyui"
     export(store, FLUX, tmp_path / "written", layout=layout)
     assert tensors(tmp_path / "written") == tensors(tmp_path / "there")
+
+
+def test_an_autoencoder_without_outer_convolutions_returns(tmp_path: Path) -> None:
+    flags = {"use_quant_conv": False, "use_post_quant_conv": False}
+    write_flux2(tmp_path / "plain", configs=CONFIGS | {"vae": CONFIGS["vae"] | flags})
+    store, plain = ImageLayout(tmp_path / "store"), Reference.parse("plain")
+    own = digests(create(store, plain, tmp_path / "plain"))
+    export(store, plain, tmp_path / "written", layout="comfyui")
+    assert digests(made_from(store, tmp_path / "written", plain)).items() >= own.items()
+    write_flux2(tmp_path / "usual")
+    create(store, FLUX, tmp_path / "usual")
+    with pytest.raises(FormatError, match=r"lacks 4 tensors \(quant_conv.weight"):
+        made_from(store, tmp_path / "written")
+
+
+def test_shards_come_back_by_way_of_another_layout(source: Path, tmp_path: Path) -> None:
+    store, there = ImageLayout(tmp_path / "store"), tmp_path / "sharded"
+    create(store, FLUX, source)
+    export(store, FLUX, there, shard=100_000)
+    create(store, FLUX, there)
+    export(store, FLUX, tmp_path / "comfyui", layout="comfyui")
+    made_from(store, tmp_path / "comfyui")
+    export(store, Reference.parse("again"), tmp_path / "back", layout="diffusers")
+    assert files_in(tmp_path / "back") == files_in(there)
+    assert len(list(there.rglob("*-of-*.safetensors"))) > 2
 
 
 def tensors(root: Path) -> dict[str, Any]:

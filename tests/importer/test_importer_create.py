@@ -14,8 +14,9 @@ import safetensors
 
 from clowder_aimage import __version__
 from clowder_aimage.create import create
-from clowder_aimage.dialect import DIALECTS
+from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.export import export
 from clowder_aimage.importer import CreatePlan, Provenance
 from clowder_aimage.importer.blob_writer import WrittenLayers
 from clowder_aimage.importer.create_plan import request_defaults
@@ -23,6 +24,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
+from tests.exporter.conftest import files_in
 from tests.importer.conftest import CLASSES, FILES, WEIGHTS, Model, data_of, in_memory
 
 
@@ -198,17 +200,28 @@ def test_the_digest_is_pinned(model: Model) -> None:
 PINNED = "sha256:3c88f55cd1dbb302d650f6243ddaf038f82d893a43451aebd268cbc27a424aa1"
 
 
+def stored(model: Model) -> AImage:
+    return read_aimage(ImageLayout(model.store), Reference.parse("model")).aimage
+
+
 def test_one_file_or_shards_from_any_place_in_any_order(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Shards have the tensors of one file, and come back with their headers and index."""
     digest = model.digest()
+    model.create()
+    whole = {x.name: x.descriptor.digest for x in stored(model).layers if x.is_tensor}
     for order in ([[2, 0], [1]], [[1, 0, 2]]):
         other = tmp_path / f"elsewhere-{order}" / "ünïcode and spaces"
         shutil.copytree(model.directory, other)
         sharded = type(model)(other, model.store)
         tensors = WEIGHTS["text_encoder"]
         sharded.shard("text_encoder", *[[tensors[i] for i in shard] for shard in order])
-        assert sharded.digest() == digest
+        sharded.create()
+        assert {x.name: x.descriptor.digest for x in stored(model).layers if x.is_tensor} == whole
+        out = tmp_path / f"out-{order}"
+        export(ImageLayout(model.store), Reference.parse("model"), out)
+        assert files_in(out / "text_encoder") == files_in(other / "text_encoder")
     monkeypatch.chdir(model.directory)
     here = type(model)(Path(), model.store)
     assert here.digest() == digest

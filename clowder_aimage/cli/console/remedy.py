@@ -55,8 +55,13 @@ REMEDIES = {
     "install_extra": "{command}",
     "layer_of_other_type": "use --layer for other media types only",
     "layout_as_store": "use an image layout in a directory with --store",
-    "like": "name a complete model in the store with --like REF, or pack the file as it is with "
-    "--format safetensors",
+    "like": "take it from a complete {family} model in the store: aimage create NAME {path} "
+    "--like REF; or pack the file as it is with --format safetensors",
+    "like_tokenizer": "put its files (tokenizer.json, tokenizer_config.json and a chat template) "
+    "into {path}/tokenizer, or take them from a complete {family} model in the store: "
+    "aimage create NAME {path} --like REF",
+    "like_unknown": "name a complete model in the store with --like REF, or pack the file as it is "
+    "with --format safetensors",
     "list_attached": "'aimage referrers' lists the artifacts that are attached to a name",
     "listen_elsewhere": "choose another address with --addr",
     "listen_without_tokens": "listen on 127.0.0.1, require a token with --token-file, or allow "

@@ -9,9 +9,10 @@ aligned for its type (safetensors, ``serialize``).
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.tensor import DTYPE_BITS, encode_header
@@ -61,6 +62,24 @@ def index(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
     value = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     return f"{stem}.safetensors.index.json", text.encode()
+
+
+def are_usual(stem: str, weights: Sequence[Weight], paths: Iterable[Path]) -> bool:
+    """Return whether weight files and their index are those that an export writes by itself."""
+    tensors = [entry for weight in weights for entry in entries("", weight)]
+    files = weight_files(stem, tensors)
+    expected = {file.name: file.header for file in files}
+    if (found := index(stem, files)) is not None:
+        expected[found[0]] = found[1]
+    weight_paths = {path.name: path for path in paths if ".safetensors" in path.name}
+    return expected.keys() == weight_paths.keys() and all(
+        _begins(weight_paths[name], start) for name, start in expected.items()
+    )
+
+
+def _begins(path: Path, start: bytes) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
 
 
 def _split(ordered: Sequence[WeightEntry], most: int) -> list[list[WeightEntry]]:
