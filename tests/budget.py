@@ -7,7 +7,7 @@ from __future__ import annotations
 PACKAGES = {
     ".": (6_130, 97),
     "adapter": (2_300, 95),
-    "api": (3_730, 95),
+    "api": (5_270, 95),
     "cli": (9_600, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
@@ -19,7 +19,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (3_100, 98),
     "layout": (3_040, 96),
-    "model": (11_000, 96),
+    "model": (11_250, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),

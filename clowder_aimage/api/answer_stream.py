@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http.api_error import api_error
+from clowder_aimage.http.api_error import ApiError, api_error, response
 
 TICK = 0.5  # seconds between two checks that the client is still connected
 KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
 STALL = 60.0  # seconds within which a client must receive a piece
 _PIECE = 64 * 1024
 
+_log = logging.getLogger("aimage.worker")
 T = TypeVar("T")
 
 
@@ -69,6 +72,16 @@ async def ticking(
             yield event
 
 
+async def present(request: web.Request, events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Yield the events while the client is connected. Raises ConnectionResetError."""
+    async with contextlib.aclosing(ticking(events)) as coming:
+        async for event in coming:
+            if is_gone(request):
+                raise ConnectionResetError("the client disconnected")
+            if event is not None:
+                yield event
+
+
 def is_gone(request: web.Request) -> bool:
     """Return whether the client has disconnected."""
     return request.transport is None or request.transport.is_closing()
@@ -109,7 +122,8 @@ class EventStream:
                 if is_gone(self._request):
                     raise ConnectionResetError("the client disconnected")
                 await self._in_time(self.response.write(whole[start : start + _PIECE]))
-        self._sent = self._clock()
+        if frames:
+            self._sent = self._clock()
 
     async def _in_time(self, writing: Awaitable[None]) -> None:
         try:
@@ -120,11 +134,16 @@ class EventStream:
                 self._request.transport.abort()
             raise ConnectionResetError("the client stopped reading") from None
 
+    @property
+    def is_silent(self) -> bool:
+        """Return whether nothing was sent for a long time."""
+        return self._clock() - self._sent >= KEEP_ALIVE
+
     async def keep_alive(self) -> None:
         """Send a comment after a long silence. Raises ConnectionResetError."""
         if is_gone(self._request):
             raise ConnectionResetError("the client disconnected")
-        if self._clock() - self._sent >= KEEP_ALIVE:
+        if self.is_silent:
             await self.send(comment("keep-alive"))
 
     async def close(self) -> web.StreamResponse:
@@ -132,6 +151,64 @@ class EventStream:
         await self._in_time(self.response.write_eof())
         self._request["ended"] = self.response.status
         return self.response
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm(Generic[T]):
+    """The frames of events: ``frames`` for each, ``end`` after the last.
+
+    ``explain`` returns an error with the field of the request that caused it. ``warnings`` are
+    complete when the first event arrives. ``is_early``: the response begins with the first event,
+    else with the first frame, or a comment after a long silence.
+    """
+
+    frames: Callable[[T], Iterable[bytes]]
+    end: Callable[[], Iterable[bytes]]
+    explain: Callable[[Exception], Exception]
+    warnings: Sequence[str] = ()
+    is_early: bool = True
+
+
+async def stream_events(
+    request: web.Request,
+    events: AsyncGenerator[T, None],
+    form: StreamForm[T],
+    headers: Mapping[str, str],
+) -> web.StreamResponse:
+    """Stream events as they arrive; a disconnection cancels the work.
+
+    An error before the response has begun determines the status; a later one is sent as an event.
+    """
+    stream = EventStream(request, headers)
+    async with contextlib.aclosing(ticking(events)) as coming:
+        try:
+            async for event in coming:
+                frames = [] if event is None else [*form.frames(event)]
+                if not stream.response.prepared and (form.is_early or frames or stream.is_silent):
+                    add_warnings(stream.response.headers, form.warnings)
+                    await stream.open()
+                if event is None:
+                    await stream.keep_alive()
+                else:
+                    await stream.send(*frames)
+            await stream.send(*form.end())
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if not stream.response.prepared:
+                raise form.explain(error) from None
+            await stream.send(frame("error", _error_data(request, form.explain(error))))
+        return await stream.close()
+
+
+def _error_data(request: web.Request, error: Exception) -> str:
+    if not isinstance(error, AImageError):
+        _log.error("stream failed: %s", type(error).__name__)  # its text may contain a prompt
+        error = ApiError(500, "internal error; see the server's log", code="internal_error")
+    found = api_error(error)
+    if found.status >= 500:
+        _log.warning("request failed: %s", found.message)
+    return response(request, found).text or ""
 
 
 class NdjsonStream:

@@ -13,17 +13,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from clowder_aimage.api.guidance_field import MAX_TEXT, Guidance, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture_field import MAX_PIXELS, PictureFields, check_pixels
 from clowder_aimage.api.picture_output import OutputField
 from clowder_aimage.api.picture_upload import KeptPictures
-from clowder_aimage.api.request_body import check_fields, wrong
+from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError
-from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import (
     MAX_SEED,
     MAX_STEPS,
@@ -49,27 +48,21 @@ _Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of
 _OBJECTS = ("loras", "output")  # fields that are JSON in a form
 
 
-def _flag(value: object) -> object:
-    return bool(value) if type(value) is int and value in (0, 1) else value
-
-
 def _no_prompt(text: str) -> str:
     if text:
         raise ValueError("is not accepted by variations: send it to edits")
     return text
 
 
-class ImageRequest(GuidanceFields, PictureFields):
+class ImageRequest(GuidanceFields, PictureFields, GenerationBody):
     """A validated request; the AImage provides the defaults of fields that are None."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
     NEEDS_PROMPT: ClassVar[bool] = True
     # Accepted from clients and ignored; ``user`` is neither kept nor logged
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
     prompt: _Text
-    model: Annotated[str, Field(max_length=1024)] | None = None
     size: _Text = "auto"
     width: _Side | None = None
     height: _Side | None = None
@@ -88,10 +81,8 @@ class ImageRequest(GuidanceFields, PictureFields):
     stream: bool = False
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     partial_images: int | None = Field(None, ge=0, le=MAX_PREVIEWS)
-    pull: Literal["never", "if-missing", "always"] = "if-missing"
     png_facts: bool = True
     output: OutputField | None = None
-    strict: Annotated[bool, BeforeValidator(_flag)] = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -118,11 +109,6 @@ class ImageRequest(GuidanceFields, PictureFields):
     def adapters(self) -> PromptedLoras:
         """The prompt without tags, and the adapters. Raises ApiError."""
         return PromptedLoras.of(self.prompt, self.loras, has_words=self.trigger)
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """The unknown fields."""
-        return tuple(sorted(self.model_extra or ()))
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -214,11 +200,7 @@ def read_request(
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
         body = body.model_copy(update={"response_format": "url"})
-    if body.ignored and (strict or body.strict):
-        name = body.ignored[0][:60]
-        message = f"unknown parameter {name!a}; it is ignored unless strict is set"
-        raise ApiError(400, message, code="unknown_parameter", param=name)
-    return body
+    return check_ignored(body, strict=strict)
 
 
 def _parsed(name: str, text: str) -> Any:

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
 from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, describe_each
 from clowder_aimage.http.api_error import ApiError
@@ -24,6 +26,8 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.pipeline import LoraUse
+from clowder_aimage.model.text.language_model import COMPLETION, EMBEDDING, THINKING, TOOLS
+from clowder_aimage.model.text.text_facts import TextFacts, text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 _MOST = (1 << 53) - 1  # parameters
@@ -89,12 +93,23 @@ def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) ->
     return ModelEntry(reference, descriptor, found.total, found.missing)
 
 
-def properties(store: ImageLayout, reference: Reference) -> dict[str, Any]:
-    """Return the config of the AImage; empty if it is not an AImage or unreadable."""
+def described_model(
+    store: ImageLayout, reference: Reference
+) -> tuple[dict[str, Any], AImage | None, TextFacts | None]:
+    """Return the config of an AImage, itself, and the facts of a language model.
+
+    The config is empty if it is not an AImage or unreadable; the others are None if it is invalid.
+    """
+    known: dict[str, Any] = {}
     try:
-        return dict(read_aimage(store, reference).aimage.properties)
+        stored = read_aimage(store, reference)
+        known = dict(stored.aimage.properties)
+        stored.aimage.validate()
     except AImageError:
-        return {}
+        return known, None, None
+    is_text = kind_of(stored.aimage) in (TEXT, EMBEDDER)
+    facts = text_facts(store, stored.descriptor.digest, stored.aimage) if is_text else None
+    return known, stored.aimage, facts
 
 
 def changed(store: ImageLayout, descriptor: Descriptor) -> datetime:
@@ -184,6 +199,11 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def capabilities(known: Mapping[str, Any]) -> list[str]:
-    """Return ``image`` for an image model, so that chat clients do not offer it."""
-    return ["image"] if "pipeline" in known and "format" not in known else []
+def capabilities(aimage: AImage | None, facts: TextFacts | None) -> list[str]:
+    """Return ``image`` for an image model, and ollama's words for a language model.
+
+    Chat clients offer the models with ``completion``.
+    """
+    if facts is None:
+        return [PICTURES] if aimage is not None and kind_of(aimage) == PICTURES else []
+    return [one for one in (COMPLETION, EMBEDDING, TOOLS, THINKING) if one in facts.capabilities]

@@ -1,4 +1,4 @@
-"""ollama's API for a worker with image models (ollama, docs/api.md).
+"""ollama's API for the models of a worker (ollama, docs/api.md).
 
 The JSON is what clients require: the ``ollama`` Python client, and Open WebUI, which parses
 versions with ``int()``, requires ``name`` and ``model`` of every model, and parses ``expires_at``
@@ -37,7 +37,7 @@ _Lines = AsyncGenerator[dict[str, Any], None]
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this interface that do not generate pictures."""
+    """Return the routes of this interface that do not use a model."""
     return [
         Route("GET", "/", _hello, OPEN),
         Route("GET", "/api/version", _version, OPEN),
@@ -73,13 +73,13 @@ async def _tags(service: Service, _: web.Request) -> web.StreamResponse:
 
 
 def _model(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
-    known = model_list.properties(store, item.reference)
+    known, aimage, facts = model_list.described_model(store, item.reference)
     return {
         **_named(item.reference, item.descriptor.digest),
         "modified_at": model_list.changed(store, item.descriptor).isoformat(),
         "size": item.size,
         "details": details(known),
-        "capabilities": capabilities(known),
+        "capabilities": capabilities(aimage, facts),
     }
 
 
@@ -101,13 +101,16 @@ def _loaded(store: ImageLayout, model: ModelSlot) -> dict[str, Any]:
     device = model.runner.device if model.runner is not None else ""
     until = model.until or datetime.now(UTC) + FOR_EVER
     is_gpu = "gpu" in device.lower() or "metal" in device.lower()
+    known, _, _ = model_list.described_model(store, model.reference)
+    context = model.runner.context if model.runner is not None else 0
     return {
         **_named(model.reference, model.digest),
         "size": size,
         "size_vram": size if is_gpu else 0,
         "device": device,
-        "details": details(model_list.properties(store, model.reference)),
+        "details": details(known),
         "expires_at": until.isoformat(),
+        **({"context_length": context} if context else {}),
         **described(model.loras),
     }
 
@@ -123,10 +126,12 @@ async def _show(service: Service, request: web.Request) -> web.StreamResponse:
 
 
 def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
-    known = model_list.properties(store, item.reference)
+    known, aimage, text = model_list.described_model(store, item.reference)
     defaults = given if isinstance(given := known.get("defaults"), dict) else {}
-    facts = {"general.architecture": details(known)["family"]}
+    family = details(known)["family"]
+    facts = {"general.architecture": family}
     facts |= {"general.parameter_count": known["parameters"]} if "parameters" in known else {}
+    facts |= {f"{family}.context_length": text.context} if text and text.context else {}
     facts |= {"aimage.digest": str(item.descriptor.digest)}
     kept = ("pipeline", "format", "name", "dtype", "source", "created")
     facts |= {f"aimage.{key}": known[key] for key in kept if key in known}
@@ -134,10 +139,10 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
         "license": str(known.get("license") or ""),
         "modelfile": f"FROM {item.reference}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in sorted(defaults.items())),
-        "template": "",
+        "template": text.template if text else "",
         "details": details(known),
         "model_info": facts,
-        "capabilities": capabilities(known),
+        "capabilities": capabilities(aimage, text),
         "modified_at": model_list.changed(store, item.descriptor).isoformat(),
     }
 

@@ -5,23 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from aiohttp import web
 
-from clowder_aimage.api import (
-    answer_stream,
-    openai_model,
-    openai_stream,
-    picture_link,
-    picture_output,
-)
+from clowder_aimage.api import answer_stream, openai_stream, picture_link, picture_output
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.image_request import (
     EditRequest,
@@ -30,16 +22,19 @@ from clowder_aimage.api.image_request import (
     read_request,
 )
 from clowder_aimage.api.lora_field import LoraField
+from clowder_aimage.api.model_choice import SelectedModel, choose_model
+from clowder_aimage.api.model_kind import PICTURES, check_kind
 from clowder_aimage.api.model_list import described
-from clowder_aimage.api.openai_stream import ImageStream, KeepPicture
+from clowder_aimage.api.openai_model import ModelCatalog
+from clowder_aimage.api.openai_stream import KeepPicture
 from clowder_aimage.api.picture_source import IMAGE, IMAGES, take_pictures
 from clowder_aimage.api.picture_upload import KeptPictures, PictureUpload, PictureUploads
+from clowder_aimage.api.request_body import is_strict
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
-from clowder_aimage.http import api_error as fault
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
@@ -48,16 +43,14 @@ from clowder_aimage.oci import Reference
 # Fields of the pipeline and their names in requests
 _PARAMS = {name: name for name in ("n", *PARAMETERS)}
 _PARAMS |= {"width": "size", "height": "size", "negative": "negative_prompt"}
-_MAX_IGNORED = 20  # names in a header
 
-_log = logging.getLogger("aimage.worker")
 _Learn = Callable[[GenerateRequest, Sequence[str]], None]
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
 def routes(service: Service, uploads: PictureUploads) -> list[Route]:
     """Return the routes of OpenAI's API."""
-    images, models = ImageRoutes(service, uploads), openai_model.ModelCatalog(service)
+    images, models = ImageRoutes(service, uploads), ModelCatalog(service)
 
     async def list_models(_: web.Request) -> web.StreamResponse:
         data = await run_io(models.all)
@@ -84,7 +77,7 @@ class _Work:
     """
 
     body: ImageRequest
-    selected: openai_model.SelectedModel
+    selected: SelectedModel
     adapters: Mapping[int, Reference]
     pictures: KeptPictures | None
     target: Reference | None  # to which the pictures are pushed
@@ -126,8 +119,8 @@ class ImageRoutes:
         service, names = self._service, ("pull", "stream_format", "png_facts")
         given = take_pictures(fields)
         defaults = {name: getattr(service.settings, name) for name in names}
-        strict = request.query.get("strict", "") in ("1", "true")
-        body = read_request(fields, kind, strict=strict, is_form=upload.is_form, **defaults)
+        strict, is_form = is_strict(request), upload.is_form
+        body = read_request(fields, kind, strict=strict, is_form=is_form, **defaults)
         if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
             message = "missing required field: image"
             raise ApiError(400, message, code="missing_required_parameter", param="image")
@@ -136,7 +129,7 @@ class ImageRoutes:
         target = await picture_output.target_of(
             body.output, service, may_push=may_pull, is_streamed=body.stream
         )
-        selected = await openai_model.choose_model(service, body, may_pull=may_pull)
+        selected = await choose_model(service, body, [PICTURES], may_pull=may_pull)
         if selected.adapter is not None:
             own = LoraField(model=str(selected.adapter), strength=None)
             body = body.model_copy(update={"loras": [own, *body.loras]})
@@ -146,9 +139,8 @@ class ImageRoutes:
             body.of_pictures(pictures, selected.aimage, has_size=body.has_size)
         except UsageError as error:
             raise _with_param(error, body) from None
-        headers = _headers(body, selected.reference)
-        if body.model and service.alias(body.model) and not selected.is_default:
-            headers["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
+        headers = {"X-Aimage-Seed": str(body.seed)} | body.headers
+        headers |= selected.headers(service, body)
         work = _Work(body, selected, await body.adapters.references(service), pictures, target)
         if not body.stream:
             return await self._whole(request, work, headers)
@@ -156,7 +148,10 @@ class ImageRoutes:
         stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
         previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
         events = self._events(work, stream_form.learn, previews)
-        return await _streamed(request, work, stream_form, events, headers)
+        form = answer_stream.StreamForm(
+            stream_form.frames, stream_form.end, partial(_with_param, body=body), work.warnings
+        )
+        return await answer_stream.stream_events(request, events, form, headers)
 
     async def fetch(self, request: web.Request) -> web.StreamResponse:
         """Respond with the picture of a link."""
@@ -180,8 +175,7 @@ class ImageRoutes:
         body, selected = work.body, work.selected
 
         def make(aimage: AImage) -> GenerateRequest:
-            if not openai_model.is_runnable(aimage):
-                raise openai_model.no_pictures(selected.reference)
+            check_kind(selected.reference, aimage, PICTURES)
             parameters = body.for_model(aimage, previews, work.pictures)
             check_parameters(parameters)  # before the request is queued
             parameters = find_controlnet(self._service, parameters, aimage)
@@ -208,10 +202,8 @@ class ImageRoutes:
 
         events = self._events(work, learn)
         try:
-            async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
+            async with contextlib.aclosing(answer_stream.present(request, events)) as coming:
                 async for event in coming:
-                    if answer_stream.is_gone(request):
-                        raise ConnectionResetError("the client disconnected")
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
         except AImageError as error:
@@ -256,56 +248,6 @@ def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -
         "size": f"{first.width}x{first.height}",
         "usage": openai_stream.usage(),
     }
-
-
-def _headers(body: ImageRequest, reference: Reference) -> dict[str, str]:
-    headers = {"X-Aimage-Seed": str(body.seed), "X-Aimage-Model": str(reference)}
-    if body.ignored:
-        names = [name[:60].encode("utf-8", "replace") for name in body.ignored[:_MAX_IGNORED]]
-        headers["X-Aimage-Ignored"] = ", ".join(quote(name, safe="") for name in names)
-    return headers
-
-
-async def _streamed(
-    request: web.Request,
-    work: _Work,
-    stream_form: ImageStream,
-    events: AsyncGenerator[Event, None],
-    headers: dict[str, str],
-) -> web.StreamResponse:
-    """Stream events as they arrive; a disconnection cancels the work.
-
-    An error before the first event determines the status; a later one is sent as an event.
-    """
-    stream, body = answer_stream.EventStream(request, headers), work.body
-    async with contextlib.aclosing(answer_stream.ticking(events)) as coming:
-        try:
-            async for event in coming:
-                if not stream.response.prepared:
-                    answer_stream.add_warnings(stream.response.headers, work.warnings)
-                    await stream.open()
-                if event is None:
-                    await stream.keep_alive()
-                else:
-                    await stream.send(*stream_form.frames(event))
-            await stream.send(*stream_form.end())
-        except ConnectionError:
-            raise
-        except Exception as error:
-            if not stream.response.prepared:
-                raise _with_param(error, body) from None
-            await stream.send(answer_stream.frame("error", _error_data(request, body, error)))
-        return await stream.close()
-
-
-def _error_data(request: web.Request, body: ImageRequest, error: Exception) -> str:
-    if not isinstance(error, AImageError):
-        _log.error("stream failed: %s", type(error).__name__)  # its text may contain a prompt
-        error = ApiError(500, "internal error; see the server's log", code="internal_error")
-    found = fault.api_error(_with_param(error, body))
-    if found.status >= 500:
-        _log.warning("request failed: %s", found.message)
-    return fault.response(request, found).text or ""
 
 
 def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | AImageError:

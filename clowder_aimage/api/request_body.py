@@ -1,20 +1,27 @@
-"""Request bodies: strict JSON parsed into pydantic models; errors name the field."""
+"""Request bodies: strict JSON parsed into pydantic models; errors name the field.
+
+Requests for a generation have the name of a model, and fields that this worker does not know, which
+are ignored unless the request is strict.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from urllib.parse import quote
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import read_json
 from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
+_MAX_IGNORED = 20  # names in a header
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
+_OpenT = TypeVar("_OpenT", bound="GenerationBody")
 
 
 class RequestBody(BaseModel):
@@ -43,6 +50,46 @@ def _integer(value: object) -> object:
 
 
 Whole = Annotated[int, BeforeValidator(_integer)]
+
+
+def _flag(value: object) -> object:
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+class GenerationBody(RequestBody):
+    """The model of a request of OpenAI's API, and what the worker does with the request."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    pull: Literal["never", "if-missing", "always"] = "if-missing"
+    strict: Annotated[bool, BeforeValidator(_flag)] = False
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The unknown fields."""
+        return tuple(sorted(self.model_extra or ()))
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The header of the response that names the ignored fields, if there are any."""
+        names = [name[:60].encode("utf-8", "replace") for name in self.ignored[:_MAX_IGNORED]]
+        listed = ", ".join(quote(name, safe="") for name in names)
+        return {"X-Aimage-Ignored": listed} if listed else {}
+
+
+def is_strict(request: web.Request) -> bool:
+    """Return whether the query of a request asks for the refusal of unknown fields."""
+    return request.query.get("strict", "") in ("1", "true")
+
+
+def check_ignored(body: _OpenT, *, strict: bool) -> _OpenT:
+    """Return the body. Raises ApiError for an unknown field if ``strict`` is set, or in it."""
+    if body.ignored and (strict or body.strict):
+        name = body.ignored[0][:60]
+        message = f"unknown parameter {name!a}; it is ignored unless strict is set"
+        raise ApiError(400, message, code="unknown_parameter", param=name)
+    return body
 
 
 async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
@@ -100,6 +147,8 @@ def _field_error(error: ValidationError) -> ApiError:
     if kind == "missing":
         message = f"missing required field: {param}"
         return ApiError(400, message, code="missing_required_parameter", param=param)
+    if kind == "extra_forbidden":
+        return wrong(param, "is not supported", "unknown_parameter")
     message = re.sub(r"^(Input|String) should ", "must ", first["msg"])
     is_literal = kind == "literal_error" and not isinstance(first["input"], str)
     is_type = kind.endswith("_type") or is_literal
@@ -107,9 +156,12 @@ def _field_error(error: ValidationError) -> ApiError:
 
 
 def _path(place: tuple[int | str, ...]) -> str:
-    """Return the name of a field, with the list that it is in: ``loras[0].model``."""
-    start = next((at - 1 for at, part in enumerate(place) if isinstance(part, int)), len(place) - 1)
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[start:])
+    """Return the name of a field and of what it is in: ``loras[0].model``.
+
+    ollama's ``options`` are named alone, since they may be in the body too.
+    """
+    named = place[1:] if place[:1] == ("options",) and len(place) > 1 else place
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)
     return "".join(parts).removeprefix(".")
 
 

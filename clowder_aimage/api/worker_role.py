@@ -35,11 +35,15 @@ class WorkerRole(Role):
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         if not self._makes_pictures:
             return found
-        from clowder_aimage.api import ollama_generate, openai  # import what pictures need
+        # Import what pictures and texts need
+        from clowder_aimage.api import ollama_generate, openai
         from clowder_aimage.api.picture_upload import PictureUploads
+        from clowder_aimage.api.text import ollama_text
+        from clowder_aimage.api.text.openai_text import TextRoutes
 
         uploads = PictureUploads(service)
-        return [*openai.routes(service, uploads), *ollama_generate.routes(uploads), *found]
+        found += ollama_generate.routes(uploads) + ollama_text.routes(service)
+        return [*openai.routes(service, uploads), *TextRoutes(service).routes(), *found]
 
     def count(self, exchange: Exchange) -> None:
         self._service.metrics.requests.labels(exchange.route, str(exchange.status)).inc()

@@ -202,6 +202,26 @@ def read_header(file: BinaryIO, size: int, *, is_whole: bool = False) -> GgufHea
     return GgufHeader(version, metadata, tensors)
 
 
+def find_value(head: bytes, key: str) -> str | int | None:
+    """Return a string or UINT32 of the metadata in the first bytes of a file; None if cut off.
+
+    The lists of a vocabulary are not parsed, so that this is fast; only for descriptions of models.
+    """
+    name = key.encode()
+    place = head.find(_U64.pack(len(name)) + name) + _U64.size + len(name)
+    kind = head[place : place + _U32.size]
+    if place < _U64.size + len(name) or len(kind) < _U32.size:
+        return None
+    value = head[place + _U32.size :][: _U64.size]
+    if kind == _U32.pack(UINT32) and len(value) >= _U32.size:
+        return int(_U32.unpack_from(value)[0])
+    if kind != _U32.pack(STRING) or len(value) < _U64.size:
+        return None
+    start = place + _U32.size + _U64.size
+    end = start + _U64.unpack(value)[0]
+    return head[start:end].decode(errors="replace") if end <= len(head) else None
+
+
 def _version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic number")
     if magic in OLDER:

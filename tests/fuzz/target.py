@@ -24,6 +24,8 @@ from clowder_aimage.api import model_list, ollama_generate, ollama_routes
 from clowder_aimage.api.image_request import read_request
 from clowder_aimage.api.openai_model import ModelCatalog
 from clowder_aimage.api.request_body import ModelBody, parse_body, read_object
+from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaPromptBody
+from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, TextBody
 from clowder_aimage.dialect import DIALECTS, detect
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import AImageError, FormatError
@@ -323,6 +325,46 @@ class Requests(Target):
         "stream": True,
         "options": {"seed": 3, "num_ctx": 2048},
     }
+    CALL: ClassVar[dict[str, Any]] = {"name": "look", "arguments": '{"at": 1}'}
+    USE: ClassVar[dict[str, Any]] = {"function": CALL | {"arguments": {"at": 1}}}
+    CHAT: ClassVar[dict[str, Any]] = {
+        "model": "words",
+        "messages": [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hello"}], "name": "ann"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": CALL}],
+            },
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {"a": {}}}}],
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}},
+        "stream_options": {"include_usage": True},
+        "stop": ["x", "y"],
+        "n": 2,
+        "temperature": 0.5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "logit_bias": {},
+    }
+    TEXTS: ClassVar[dict[Any, dict[str, Any]]] = {
+        ChatRequest: CHAT,
+        CompletionRequest: {"prompt": ["a", "b"], "max_tokens": 3, "logprobs": 1, "seed": -1},
+        OllamaChatBody: {
+            "messages": [
+                {"role": "user", "content": "hello", "images": []},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": CALL | {"arguments": {"at": 1}}}],
+                },
+            ],
+            "format": {"type": "object"},
+            "think": "low",
+            "options": {"num_predict": 3, "stop": "x", "repeat_penalty": 1.5},
+        },
+        OllamaPromptBody: {"prompt": "a", "system": "b", "raw": False, "format": "json"},
+    }
 
     def case(self, rng: random.Random) -> None:
         raw = encoded(rng, damage_json(rng, self.IMAGE))
@@ -331,6 +373,10 @@ class Requests(Target):
         raw = encoded(rng, damage_json(rng, self.GENERATE))
         permitted(lambda: parse_body(raw, ollama_generate._GenerateBody).parameters())
         permitted(parse_body, raw, ModelBody)
+        kind, body = rng.choice([*self.TEXTS.items()])
+        raw = encoded(rng, damage_json(rng, body))
+        is_openai = issubclass(kind, TextBody)
+        permitted(lambda: getattr(parse_body(raw, kind), "requests" if is_openai else "request")())
 
 
 class Pictures(Target):

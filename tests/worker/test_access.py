@@ -47,6 +47,8 @@ NOT_THERE = [("GET", "/nothing"), ("POST", "/../etc/passwd"), ("PUT", "/metrics"
 IMAGES = ("generations", "edits", "variations")
 HARMLESS = {("POST", "/api/generate"), ("POST", "/api/show")}
 HARMLESS |= {("POST", f"/v1/images/{name}") for name in IMAGES}
+TEXTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+HARMLESS |= {("POST", path) for path in (*TEXTS, "/api/chat", "/api/embed", "/api/embeddings")}
 
 
 @pytest.fixture

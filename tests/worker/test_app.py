@@ -193,7 +193,7 @@ def test_a_client_that_leaves_after_the_end_has_had_its_answer(
         return str(text)
 
     text = talked(Routes(service, Route("GET", "/x", handler, "infer")), talk)
-    assert 'code="200"' in text and "499" not in text
+    assert 'code="200"' in text and 'code="499"' not in text
 
 
 def test_error_messages_contain_no_local_paths() -> None:

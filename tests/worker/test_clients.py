@@ -30,6 +30,7 @@ from tests.worker.conftest import Worker, answer_to, begin
 PAGE = Document(ROOT / "docs/clients.md")
 DEFAULT = "http://127.0.0.1:11434"  # the worker in the document
 PROMPT = "two blue squares"
+CHAT = [{"role": "user", "content": PROMPT}]
 SDK = {
     "Accept": "application/json",
     "User-Agent": "OpenAI/Python 2.54.0",
@@ -243,10 +244,11 @@ def test_the_example_of_the_sdk_writes_a_picture(
         ("", {}, {"model": "nope/foo"}, 404, "model_not_found", "shapes"),
         ("", {}, {"size": "100x100"}, 400, "invalid_value", "multiple"),
         ("/v1/images/edits", {}, {}, 400, "missing_required_parameter", "image"),
-        ("/v1/chat/completions", {}, {}, 404, "unknown_url", "not supported"),
+        ("/v1/chat/completions", {}, {"messages": CHAT}, 400, "model_not_supported", "/v1/images"),
+        ("/v1/responses", {}, {}, 404, "unknown_url", "not supported"),
         ("/images/generations", {}, {}, 404, "unknown_url", "/images/generations"),
     ],
-    ids=["host", "origin", "model", "size", "edits", "chat", "base"],
+    ids=["host", "origin", "model", "size", "edits", "chat", "responses", "base"],
 )
 def test_a_failure_says_what_to_change(
     path: str,

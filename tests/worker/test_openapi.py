@@ -21,10 +21,12 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from clowder_aimage.api.health import DESCRIPTION as FILE
 from clowder_aimage.api.image_request import read_request
 from clowder_aimage.api.picture_source import take_pictures
-from clowder_aimage.api.request_body import read_object
+from clowder_aimage.api.request_body import GenerationBody, check_fields, read_object
 from clowder_aimage.api.service import make_service
+from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, EmbeddingsBody
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
+from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import OPEN
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.registry import ClientOptions
@@ -140,6 +142,21 @@ def test_every_documented_request_field_is_accepted() -> None:
         ).n
         == 1
     )
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, EmbeddingsBody])
+def test_the_fields_of_texts_are_documented(kind: type[GenerationBody]) -> None:
+    """``function_call``, which is refused, is not; what has no effect has one example, ``user``."""
+    name = kind.__name__.replace("Body", "Request")
+    properties = DOCUMENT["components"]["schemas"][name]["properties"]
+    assert set(properties) == {*kind.model_fields, "user"} - {"function_call"}
+    for field, schema in properties.items():  # the bounds are those of the document
+        for bound, step in ("minimum", -1), ("maximum", 1):
+            if bound in schema and field not in ("best_of", "top_logprobs"):
+                body = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "input": "a"}
+                assert getattr(check_fields(body | {field: schema[bound]}, kind), field) is not None
+                with pytest.raises(ApiError):
+                    check_fields(body | {field: schema[bound] + step}, kind)
 
 
 def test_the_committed_document_is_served(worker: LocalWorker) -> None:

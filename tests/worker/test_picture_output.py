@@ -122,7 +122,7 @@ def test_run_pushes_the_pictures_of_a_worker(worker: LocalWorker, host: str) -> 
         (ADMIN, {"output": {"push": "made:v1"}}, 400, "no registry host"),
         (ADMIN, {"output": {"push": "h.example/x@sha256:" + "0" * 64}}, 400, "by tag"),
         (ADMIN, {"output": {"push": ""}}, 400, "invalid reference"),
-        (ADMIN, {"output": {}}, 400, "missing required field: push"),
+        (ADMIN, {"output": {}}, 400, "missing required field: output.push"),
         (ADMIN, {"stream": True}, 400, "stream"),
         (ADMIN, {"output": {"push": "127.0.0.1:1/team/x:v1"}}, 502, "127.0.0.1:1"),
     ],

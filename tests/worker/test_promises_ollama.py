@@ -121,19 +121,11 @@ def test_models_have_the_image_capability_only(client: Any, worker: LocalWorker)
 
 
 def test_unsupported_calls_are_404_errors_of_the_client(client: Any, worker: LocalWorker) -> None:
-    chat = [{"role": "user", "content": "hello"}]
-    calls = {
-        "/api/chat": [
-            lambda: client.chat("tiny", chat),
-            lambda: list(client.chat("tiny", chat, stream=True)),
-        ],
-        "/api/embed": [lambda: client.embed("tiny", "hello")],
-        "/api/create": [lambda: client.create("new", from_="tiny")],
-    }
-    for path, call in ((path, call) for path, group in calls.items() for call in group):
-        with pytest.raises(ollama.ResponseError, match=f"POST {path} is not supported") as caught:
-            call()
-        assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="POST /api/create is not supported") as caught:
+        client.create("new", from_="tiny")
+    assert caught.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="generates pictures; use /api/generate"):
+        client.chat("tiny", [{"role": "user", "content": "hello"}])
     for digest in ("0" * 64, "..%2f..%2fsecret"):
         for method in ("HEAD", "POST"):
             assert ask(worker, method, f"/api/blobs/sha256:{digest}", {})[0] == 404

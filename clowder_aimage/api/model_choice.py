@@ -1,0 +1,140 @@
+"""The model of a request: found in the store, pulled, or the worker's default."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Protocol
+from urllib.parse import quote
+
+from clowder_aimage.adapter_source import is_adapter
+from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported
+from clowder_aimage.api.openai_model import ModelCatalog, read_model, unknown_model
+from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
+from clowder_aimage.engine.executor import run_generation, run_io
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.oci import Reference
+from clowder_aimage.oci.reference import DEFAULT_TAG
+
+_MAX_NAMED = 10  # models in a message
+
+
+class ModelChoice(Protocol):
+    """The fields of a request that choose its model."""
+
+    @property
+    def model(self) -> str | None: ...
+
+    @property
+    def pull(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedModel:
+    """The AImage of a request, if it is in the store, and when it may be pulled.
+
+    ``is_default``: it replaces another model. ``adapter``: the request names an adapter, whose base
+    model this is.
+    """
+
+    reference: Reference
+    aimage: AImage | None
+    pull: str
+    is_default: bool = False
+    adapter: Reference | None = None
+
+    def headers(self, service: Service, body: ModelChoice) -> dict[str, str]:
+        """Return the headers with the name of the model, and the alias that was requested."""
+        found = {"X-Aimage-Model": str(self.reference)}
+        if body.model and service.alias(body.model) and not self.is_default:
+            found["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
+        return found
+
+
+async def choose_model(
+    service: Service, body: ModelChoice, wanted: Sequence[str], *, may_pull: bool
+) -> SelectedModel:
+    """Return the model of one of the ``wanted`` kinds that serves a request.
+
+    The worker's default replaces only unknown names that clients have built in, see ``default_for``
+    of the settings. A name with a registry or a digest is never replaced. Raises ApiError, also if
+    the model is in the store and of another kind.
+    """
+    pull = body.pull if may_pull else NEVER
+    reference = _parse(service, body.model)
+    aimage, is_default = await read_here(service, reference, wanted[0]), False
+    if aimage is None and not (reference.registry and pull != NEVER):
+        is_exact = reference.registry is not None or reference.digest is not None
+        is_literal = service.alias(body.model) is None if body.model else False
+        is_built_in = body.model is None or _is_built_in(service, body.model)
+        has_default = service.settings.default_model is not None
+        missing = partial(_missing, service, body.model or str(reference), wanted)
+        if not (has_default and is_built_in) or (is_exact and is_literal):
+            raise await run_io(missing)
+        reference, is_default = service.reference(None), True
+        aimage = await read_here(service, reference, wanted[0])
+        if aimage is None and not (reference.registry and pull != NEVER):
+            raise await run_io(missing)
+    adapter = None
+    if aimage is not None and is_adapter(aimage) and PICTURES in wanted:
+        adapter, reference = reference, await run_io(_base_of, service, reference, aimage)
+    elif aimage is not None:
+        check_kind(reference, aimage, *wanted)
+    if reference.registry is None and pull == ALWAYS:
+        pull = IF_MISSING
+    return SelectedModel(reference, aimage, pull, is_default, adapter)
+
+
+def _base_of(service: Service, reference: Reference, adapter: AImage) -> Reference:
+    """Return a name of the base model of an adapter. Raises ApiError if the store has none."""
+    digest = adapter.subject and adapter.subject.digest
+    for name, descriptor in sorted(service.store.tags(), key=lambda tag: tag[0]):
+        if descriptor.digest == digest:
+            with contextlib.suppress(UsageError):  # another tool's name
+                return Reference.parse(name)
+    message = f"{reference} is an adapter, whose base model is not here: use it in loras"
+    raise wrong("model", message, "model_not_supported")
+
+
+def _is_built_in(service: Service, name: str) -> bool:
+    plain = name.removesuffix(f":{DEFAULT_TAG}")
+    return any(fnmatchcase(plain, pattern) for pattern in service.settings.default_for)
+
+
+def _missing(service: Service, name: str, wanted: Sequence[str]) -> ApiError:
+    """Return the error for a missing model, with the names of those that could serve it."""
+    models = [model for model in ModelCatalog(service).all() if "adapter" not in model]
+    is_picture = PICTURES in wanted
+    names = [model["id"] for model in models if (PICTURES in model["capabilities"]) == is_picture]
+    if not names:
+        return unknown_model(name)
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    message = f"model {name[:200]!r} not found; available: {', '.join(names[:_MAX_NAMED])}{more}"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+def _parse(service: Service, name: str | None) -> Reference:
+    try:
+        return service.reference(name)
+    except UsageError as error:
+        code = "invalid_value" if name else "missing_required_parameter"
+        message = error.message.encode("ascii", "backslashreplace").decode()
+        raise ApiError(400, message[:300], code=code, param="model") from None
+
+
+async def read_here(service: Service, reference: Reference, wanted: str) -> AImage | None:
+    """Return the AImage if it is in the store. Raises ApiError if its config is invalid."""
+    try:
+        stored = await run_generation(read_model, service.store, reference)
+    except NotFoundError:
+        return None
+    except FormatError:
+        raise unsupported(reference, wanted=wanted) from None
+    return stored.aimage

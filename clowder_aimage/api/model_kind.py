@@ -1,0 +1,73 @@
+"""Kinds of AImages, and which interface serves them: known without loading a model."""
+
+from __future__ import annotations
+
+from clowder_aimage.api.request_body import wrong
+from clowder_aimage.dialect import AImage
+from clowder_aimage.formats.diffusers import FAMILIES
+from clowder_aimage.http.api_error import OLLAMA, OPENAI, ApiError
+from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.model.text.text_facts import is_embedder
+from clowder_aimage.oci import Reference
+
+PICTURES, TEXT, EMBEDDER = "image", "text", "embedder"
+_ADAPTER, _CONTROLNET, _OTHER = "adapter", "controlnet", "other"
+_PARTS = {"text_encoder", "transformer", "vae"}
+_ROUTES = {
+    (OPENAI, PICTURES): "/v1/images/generations",
+    (OPENAI, TEXT): "/v1/chat/completions",
+    (OPENAI, EMBEDDER): "/v1/embeddings",
+    (OLLAMA, PICTURES): "/api/generate",
+    (OLLAMA, TEXT): "/api/chat",
+    (OLLAMA, EMBEDDER): "/api/embed",
+}
+_DOES = {
+    PICTURES: "generates pictures",
+    TEXT: "is a language model",
+    EMBEDDER: "computes embeddings",
+}
+
+
+def is_runnable(aimage: AImage) -> bool:
+    """Return whether the AImage belongs to a family of image models that can be run.
+
+    An AImage of another tool may lack its family; then its components are checked.
+    """
+    properties = aimage.properties
+    if "family" in properties:
+        return bool(properties["family"] in FAMILIES)
+    return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
+
+
+def kind_of(aimage: AImage) -> str:
+    """Return PICTURES, TEXT or EMBEDDER for what can be run, else another word."""
+    properties = aimage.properties
+    if properties.get("format") == "lora" or "adapter" in properties:
+        return _ADAPTER
+    if properties.get("format") == "controlnet":
+        return _CONTROLNET
+    if runtime_of(aimage) is not None:
+        return EMBEDDER if is_embedder(aimage) else TEXT
+    return PICTURES if is_runnable(aimage) else _OTHER
+
+
+def check_kind(reference: Reference, aimage: AImage, *wanted: str, interface: str = OPENAI) -> None:
+    """Raise ApiError if the AImage is of none of the ``wanted`` kinds: it names the right route."""
+    kind = kind_of(aimage)
+    if kind not in wanted:
+        raise unsupported(reference, kind, wanted[0], interface)
+
+
+def unsupported(
+    reference: Reference, kind: str = _OTHER, wanted: str = PICTURES, interface: str = OPENAI
+) -> ApiError:
+    """Return the error for an AImage that a route cannot serve."""
+    if kind in _DOES:
+        message = f"{_DOES[kind]}; use {_ROUTES[interface, kind]}"
+    elif kind == _ADAPTER:
+        message = "is an adapter; name its base model"
+    elif kind == _CONTROLNET:
+        message = "is a ControlNet; name an image model, and this as controlnet"
+    else:
+        message = f"is not a supported {'image' if wanted == PICTURES else 'language'} model"
+    return wrong("model", f"{reference} {message}", "model_not_supported")

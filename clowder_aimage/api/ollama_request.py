@@ -1,0 +1,147 @@
+"""Requests of ollama's API for a model: loading and unloading, and the lines of a response."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from aiohttp import web
+from pydantic import BeforeValidator
+
+from clowder_aimage.api import model_list
+from clowder_aimage.api.answer_stream import NdjsonStream, add_warnings, ticking
+from clowder_aimage.api.request_body import ModelBody
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.admission import NEVER
+from clowder_aimage.engine.event import Event, PullingEvent
+from clowder_aimage.engine.executor import run_generation
+from clowder_aimage.engine.settings import duration
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import ADMIN
+from clowder_aimage.oci import Descriptor
+
+SILENCE = 10.0  # seconds of silence before an empty line is sent
+_Line = dict[str, Any]
+
+
+def _keep_alive(value: object) -> float | None:
+    """Parse seconds, a number or a duration in Go's form. A negative value means for ever."""
+    try:
+        return None if value == "" else duration(value)
+    except ValueError:
+        message = "must be a number of seconds, or a duration such as '5m' or '1h30m'"
+        raise ValueError(message) from None
+
+
+class OllamaBody(ModelBody):
+    """The fields of a request that loads a model. ``stop`` is an extension."""
+
+    keep_alive: Annotated[float | None, BeforeValidator(_keep_alive)] = None
+    stop: bool = False
+
+
+class OllamaRequest:
+    """A request for a model. ``EMPTY`` are the fields of a line without a part of the answer."""
+
+    EMPTY: _Line = {"response": ""}  # noqa: RUF012 - not changed
+
+    def __init__(self, service: Service, request: web.Request, body: OllamaBody) -> None:
+        self.service = service
+        self._request, self._body = request, body
+        self.reference = service.reference(body.reference)
+        request["model"] = str(self.reference)
+        self._is_admin = request.get("scope") == ADMIN
+        self.begun = time.monotonic_ns()
+        self.warnings: list[str] = []
+
+    async def change(self) -> web.StreamResponse:
+        """Load, unload or stop the model, as the request says. Raises AImageError."""
+        if self._body.stop:
+            self._check_admin("stop")
+            was_loaded = await self.service.engine.stop(self.reference)
+            if not was_loaded and not await run_generation(self._resolve):
+                raise model_list.unknown(self.reference)
+            return web.json_response(self.line(done=True, done_reason="unload"))
+        if self._body.keep_alive == 0:
+            self._check_admin("unload")
+            return await self._unload()
+        events = self.service.engine.load(self.reference, **self.terms())
+        return await self.stream(events, lambda _: None, self.line(done=True, done_reason="load"))
+
+    def _check_admin(self, verb: str) -> None:
+        if not self._is_admin:
+            message = f"the scope admin is required to {verb} models"
+            raise ApiError(403, message, code="insufficient_scope")
+
+    def terms(self) -> dict[str, Any]:
+        """Return ``keep_alive`` and ``pull`` for the engine; only admins may set them."""
+        if not self._is_admin:
+            return {"pull": NEVER}
+        return {"keep_alive": self._body.keep_alive, "pull": self.service.settings.pull}
+
+    def _resolve(self) -> Descriptor | None:
+        try:
+            return self.service.store.resolve(self.reference)
+        except NotFoundError:
+            return None
+
+    async def _unload(self) -> web.StreamResponse:
+        found = await run_generation(self._resolve)
+        loaded = self.service.engine.loaded()
+        digests = {found.digest} if found else set()
+        digests |= {one.digest for one in loaded if one.reference == self.reference}
+        if not digests:
+            raise model_list.unknown(self.reference)
+        for digest in digests:
+            await model_list.unload(self.service, digest)
+        return web.json_response(self.line(done=True, done_reason="unload"))
+
+    async def stream(
+        self,
+        events: AsyncGenerator[Event, None],
+        progress: Callable[[Event], _Line | None],
+        last: _Line | None = None,
+    ) -> web.StreamResponse:
+        """Respond with the lines of the events, and with the ``last`` line or that of ``finished``.
+
+        Queueing and loading have no line, so that an error can still determine the status. Raises
+        AImageError before the first line.
+        """
+        answer, is_change = NdjsonStream(self._request), last is not None
+        try:
+            async with contextlib.aclosing(ticking(events, SILENCE)) as coming:
+                async for event in coming:
+                    line = self.line() if event is None else progress(event)
+                    if isinstance(event, PullingEvent):  # no completed and total, which are steps
+                        line = self.line(status="pulling", pulled=event.done, size=event.total)
+                    if line is not None and self._body.stream:
+                        if not answer.has_begun:
+                            add_warnings(answer.headers, self.warnings)
+                        await answer.write(line)
+            last = last or self.finished()
+        except AImageError as error:
+            return await answer.fail(self.explained(error))
+        if not self._body.stream or (is_change and not answer.has_begun):
+            response = web.json_response(last)
+            add_warnings(response.headers, self.warnings)
+            return response
+        await answer.write(last)
+        return await answer.end()
+
+    def finished(self) -> _Line:
+        """Return the last line. Raises ModelError."""
+        raise NotImplementedError
+
+    def explained(self, error: AImageError) -> AImageError:
+        """Return the error with what a client needs to know."""
+        return error
+
+    def line(self, *, done: bool = False, **more: Any) -> _Line:
+        """Return a line of the response."""
+        name = self._body.reference or str(self.reference)
+        created = datetime.now(UTC).isoformat()
+        return {"model": name, "created_at": created, **self.EMPTY, **more, "done": done}

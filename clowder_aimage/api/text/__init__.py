@@ -1,0 +1,1 @@
+"""Interfaces of language models: OpenAI's text APIs and ollama's."""

@@ -1,0 +1,96 @@
+"""The messages and tools of a chat in OpenAI's form (OpenAI, "Create chat completion")."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from clowder_aimage.api.request_body import RequestBody
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_NAME = 256  # characters of a name or an id
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def _joined(content: object) -> object:
+    """Return the text of a list of parts. Raises ValueError for a part that is not text."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise ValueError("must be a text or a list of parts with a type")
+        if kind not in _TEXT_PARTS:
+            raise ValueError(f"has a part of the type {kind[:40]!a}; only text is supported")
+        if not isinstance(text := part.get("text"), str):
+            raise ValueError("has a part without a text")
+        texts.append(text)
+    return "".join(texts)
+
+
+Content = Annotated[str, BeforeValidator(_joined)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+
+
+class _CalledFunction(RequestBody):
+    name: _Name
+    arguments: str = "{}"
+
+
+class Call(RequestBody):
+    """A call of a function in an earlier answer; ``arguments`` is a JSON object as text."""
+
+    id: str = Field("", max_length=MAX_NAME)
+    type: Literal["function"] = "function"
+    function: _CalledFunction
+
+
+class Message(RequestBody):
+    """A message of a chat. Other fields of an answer that is sent back are ignored."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: _Name | None = None
+    tool_calls: list[Call] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME)
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ValueError for a message without what its role needs."""
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("of the role tool needs a tool_call_id")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"of the role {self.role} cannot have tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("has no content")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """Return the message for a template: only known roles, and always a content."""
+        found = self.model_dump(exclude_none=True)
+        found["role"] = "system" if self.role == "developer" else self.role
+        found["content"] = self.content or ""
+        return found
+
+
+class _Function(RequestBody):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestBody):
+    """A function that the model may call; ``parameters`` is the JSON Schema of its arguments."""
+
+    type: Literal["function"] = "function"
+    function: _Function
+
+    def values(self) -> dict[str, Any]:
+        """Return the tool for a template."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": function}

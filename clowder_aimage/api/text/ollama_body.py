@@ -1,0 +1,197 @@
+"""The requests of ollama's API for language models (ollama, docs/api.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from clowder_aimage.api.ollama_request import OllamaBody
+from clowder_aimage.api.request_body import RequestBody, Whole, wrong
+from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
+from clowder_aimage.api.text.text_request import MAX_INPUTS, SamplingFields, Stops, text_list
+from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest
+
+
+class _Options(SamplingFields):
+    """The options that have an effect; ``num_ctx`` and those of the machine are the worker's."""
+
+    repeat_penalty: float | None = Field(default=None, ge=1e-3, le=100, allow_inf_nan=False)
+    num_predict: Whole | None = None
+    stop: Stops = Field(default_factory=list)
+
+    def request(self) -> dict[str, Any]:
+        """Return the fields of a request. A negative seed, or number of tokens, is not set."""
+        changed: dict[str, Any] = {}
+        if self.repeat_penalty is not None:
+            changed["repetition_penalty"] = self.repeat_penalty
+        if (self.seed or 0) < 0:
+            changed["seed"] = None
+        count = self.num_predict
+        return {
+            "sampling": self.model_copy(update=changed).sampling(),
+            "max_tokens": count if count is not None and count > 0 else None,
+            "stop": tuple(self.stop),
+        }
+
+
+def _schema(value: object) -> Any:
+    """Return the JSON Schema of ``format``: "json" is any object."""
+    if value in ("", None):
+        return None
+    if value == "json":
+        return {}
+    if isinstance(value, dict):
+        return value
+    raise ValueError('must be "json" or a JSON Schema')
+
+
+def _thinking(value: object) -> object:
+    """Return whether a model thinks; the levels of newer models all mean that it does."""
+    return True if value in ("low", "medium", "high", "max") else value
+
+
+def _arguments(value: object) -> Any:
+    """Return the arguments of a call as text; ollama's are an object."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+class _CalledTool(RequestBody):
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+
+
+class _ToolUse(RequestBody):
+    id: str | None = Field(default=None, max_length=MAX_NAME)
+    function: _CalledTool
+
+
+class _OllamaMessage(RequestBody):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[_ToolUse] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_name: str | None = Field(default=None, max_length=MAX_NAME)
+    tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)
+    images: list[Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.images:
+            raise ValueError("has images; only text is supported")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        found |= {"reasoning_content": self.thinking} if self.thinking else {}
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            found["tool_calls"] = [
+                {"id": one.id or f"call_{at}", "type": "function", "function": dict(one.function)}
+                for at, one in calls
+            ]
+        if self.role == "tool":
+            found |= {"name": self.tool_name} if self.tool_name else {}
+            found["tool_call_id"] = self.tool_call_id or "call_0"
+        return found
+
+
+class OllamaTextBody(OllamaBody):
+    """The fields that requests of chat and of generate have in common."""
+
+    options: _Options = _Options()
+    format: Annotated[Mapping[str, Any] | None, BeforeValidator(_schema)] = None
+    think: Annotated[bool | None, BeforeValidator(_thinking)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_ALTERNATIVES)] = 0
+
+    @property
+    def is_change(self) -> bool:
+        """Return whether the request only loads or unloads the model."""
+        raise NotImplementedError
+
+    def request(self) -> TextRequest:
+        """Return the request of the model."""
+        return TextRequest(
+            **self._content(),
+            **self.options.request(),
+            alternatives=self.top_logprobs if self.logprobs else None,
+            schema=self.format,
+            thinking=self.think,
+        )
+
+    def _content(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class OllamaChatBody(OllamaTextBody):
+    """A request of ``/api/chat``."""
+
+    messages: list[_OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+
+    @property
+    def is_change(self) -> bool:
+        return not self.messages
+
+    def _content(self) -> dict[str, Any]:
+        messages = tuple(one.values() for one in self.messages)
+        return {"messages": messages, "tools": tuple(one.values() for one in self.tools)}
+
+
+class OllamaPromptBody(OllamaTextBody):
+    """A request of ``/api/generate`` for a language model."""
+
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    suffix: str = ""
+    template: str = ""
+    images: list[Any] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for what no runtime supports."""
+        for name in ("suffix", "template"):
+            if getattr(self, name):
+                raise wrong(name, "is not supported by language models", "unsupported_value")
+        if self.images:
+            raise wrong("images", "is not supported by language models", "unsupported_value")
+        return self
+
+    @property
+    def is_change(self) -> bool:
+        return not self.prompt
+
+    def _content(self) -> dict[str, Any]:
+        if self.raw:
+            return {"prompt": self.prompt}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {"messages": (*system, {"role": "user", "content": self.prompt})}
+
+
+class OllamaEmbedBody(OllamaBody):
+    """A request of ``/api/embed``, or of the older ``/api/embeddings``."""
+
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), BeforeValidator(text_list)] | None = (
+        None
+    )
+    prompt: str = ""  # of the older route
+    dimensions: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dimensions is not None:
+            message = "is not supported: embeddings have the dimensions of the model"
+            raise wrong("dimensions", message, "unsupported_value")
+        if self.input and len(self.input) > 1 and "" in self.input:
+            raise wrong("input", "must not have an empty text")
+        return self
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts; none if the request only loads the model."""
+        return tuple(filter(None, self.input or [self.prompt]))

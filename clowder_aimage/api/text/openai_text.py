@@ -1,0 +1,195 @@
+"""OpenAI's APIs of language models: chat completions, completions, and embeddings."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
+
+from aiohttp import web
+
+from clowder_aimage.api.answer_stream import StreamForm, present, stream_events
+from clowder_aimage.api.model_choice import SelectedModel, choose_model
+from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
+from clowder_aimage.api.request_body import (
+    GenerationBody,
+    check_fields,
+    check_ignored,
+    is_strict,
+    read_object,
+)
+from clowder_aimage.api.service import Service
+from clowder_aimage.api.text.openai_chunk import (
+    ChatAnswer,
+    CompletionAnswer,
+    TextAnswer,
+    embeddings,
+)
+from clowder_aimage.api.text.text_request import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsBody,
+    TextBody,
+)
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.event import Event
+from clowder_aimage.engine.executor import run_generation, run_io
+from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import ADMIN, INFER, Route
+from clowder_aimage.model.text.language_model import (
+    ContextError,
+    EmbeddingRequest,
+    Embeddings,
+    TextRequest,
+)
+
+MAX_BODY = 4 << 20  # bytes: ample for the context of a model
+_SHORT = 1 << 16  # bytes that are parsed at once, in the event loop
+# Fields of a model's request and their names in those of OpenAI's API
+_PARAMS = {
+    "schema": "response_format",
+    "alternatives": "logprobs",
+    "thinking": "reasoning_effort",
+    "texts": "input",
+}
+_BodyT = TypeVar("_BodyT", bound=GenerationBody)
+
+
+class TextRoutes:
+    """Handlers that generate texts and compute embeddings."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        handlers = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.complete,
+            "/v1/embeddings": self.embed,
+        }
+        return [
+            Route("POST", path, handler, INFER, body=MAX_BODY) for path, handler in handlers.items()
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Respond with the next message of a chat."""
+        body = await self._read(request, ChatRequest)
+        selected = await self._choose(request, body, TEXT)
+        return await self._answer(request, body, selected, ChatAnswer(body))
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Respond with continuations of texts."""
+        body = await self._read(request, CompletionRequest)
+        selected = await self._choose(request, body, TEXT)
+        return await self._answer(request, body, selected, CompletionAnswer(body))
+
+    async def embed(self, request: web.Request) -> web.StreamResponse:
+        """Respond with embeddings of texts."""
+        body = await self._read(request, EmbeddingsBody)
+        selected = await self._choose(request, body, EMBEDDER, TEXT)
+        headers = body.headers | selected.headers(self._service, body)
+        found, wanted = Embeddings((), 0), body.request()
+        try:
+            events = self._events(selected, wanted, EMBEDDER, TEXT)
+            async with contextlib.aclosing(present(request, events)) as coming:
+                async for event in coming:
+                    if isinstance(event, Embeddings):
+                        found = event
+        except UsageError as error:
+            raise explained(error, "input") from None
+        if digest := await self._digest(selected):
+            headers["X-Aimage-Digest"] = digest
+        facts = await run_generation(embeddings, found, body, str(selected.reference))
+        return web.json_response(facts, headers=headers)
+
+    async def _read(self, request: web.Request, kind: type[_BodyT]) -> _BodyT:
+        raw, strict = await request.read(), is_strict(request)
+
+        def parse() -> _BodyT:
+            defaults = {"pull": self._service.settings.pull}
+            found = check_fields(read_object(raw), kind, defaults)
+            return check_ignored(found, strict=strict)
+
+        return parse() if len(raw) <= _SHORT else await run_generation(parse)
+
+    async def _choose(
+        self, request: web.Request, body: GenerationBody, *wanted: str
+    ) -> SelectedModel:
+        may_pull = request.get("scope") == ADMIN
+        selected = await choose_model(self._service, body, wanted, may_pull=may_pull)
+        request["model"] = selected.reference
+        return selected
+
+    def _events(
+        self, selected: SelectedModel, wanted: TextRequest | EmbeddingRequest, *kinds: str
+    ) -> AsyncGenerator[Event, None]:
+        def make(aimage: AImage) -> TextRequest | EmbeddingRequest:
+            check_kind(selected.reference, aimage, *kinds)
+            return wanted
+
+        engine = self._service.engine
+        return engine.generate(selected.reference, make, pull=selected.pull, is_text=True)
+
+    async def _choices(
+        self, selected: SelectedModel, requests: list[TextRequest], answer: TextAnswer
+    ) -> AsyncGenerator[tuple[int, Event], None]:
+        """Yield the index of a choice and its events; the choices are made one after another."""
+        for index, wanted in enumerate(requests):
+            async with contextlib.aclosing(self._events(selected, wanted, TEXT)) as events:
+                async for event in events:
+                    if not answer.digest and answer.is_text(event):
+                        answer.digest = await self._digest(selected)
+                    yield index, event
+
+    async def _digest(self, selected: SelectedModel) -> str:
+        """Return the digest of the manifest, if the store still has it."""
+
+        def resolve() -> str:
+            try:
+                return str(self._service.store.resolve(selected.reference).digest)
+            except NotFoundError:
+                return ""
+
+        return await run_io(resolve)
+
+    async def _answer(
+        self, request: web.Request, body: TextBody, selected: SelectedModel, answer: TextAnswer
+    ) -> web.StreamResponse:
+        """Respond with the texts, in one piece or as a stream."""
+        answer.model = str(selected.reference)
+        headers = body.headers | selected.headers(self._service, body)
+        if selected.aimage is not None and (digest := await self._digest(selected)):
+            answer.digest = headers["X-Aimage-Digest"] = digest
+        requests = body.requests()
+        explain = _explainer("messages" if isinstance(body, ChatRequest) else "prompt")
+        events = self._choices(selected, requests, answer)
+        if body.stream:
+            form = StreamForm(answer.frames, answer.end, explain, is_early=False)
+            return await stream_events(request, events, form, headers)
+        try:
+            async with contextlib.aclosing(present(request, events)) as coming:
+                async for event in coming:
+                    answer.add(*event)
+        except UsageError as error:
+            raise explain(error) from None
+        if answer.digest:
+            headers["X-Aimage-Digest"] = answer.digest
+        return web.json_response(answer.whole(), headers=headers)
+
+
+def _explainer(prompt: str) -> Callable[[Exception], Exception]:
+    return lambda error: explained(error, prompt) if isinstance(error, UsageError) else error
+
+
+def explained(error: UsageError, prompt: str) -> ApiError:
+    """Return the response to what a model refuses: it names the field of the request."""
+    name = error.facts.get("field")
+    if isinstance(error, ContextError) or "context" in error.facts:
+        return ApiError(400, error.message, code="context_length_exceeded", param=prompt)
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    param = None if name is None else _PARAMS.get(name, name)
+    return ApiError(
+        400, message, code="unsupported_value" if param else "invalid_value", param=param
+    )

@@ -1,0 +1,263 @@
+"""The requests of OpenAI's text APIs: chat completions, completions and embeddings.
+
+The fields are those of OpenAI's API, and extensions of other servers: ``top_k``, ``min_p``,
+``repetition_penalty`` and ``chat_template_kwargs`` are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from clowder_aimage.api.request_body import GenerationBody, RequestBody, Whole, wrong
+from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from clowder_aimage.model.text.language_model import (
+    MAX_ALTERNATIVES,
+    MAX_SEED,
+    MAX_STOP,
+    MAX_STOPS,
+    EmbeddingRequest,
+    Sampling,
+    TextRequest,
+)
+
+MAX_CHOICES = 128  # texts of a request
+MAX_INPUTS = 2048  # texts whose embeddings are requested, as at OpenAI
+_MAX_TOKENS = 1 << 31
+_TOKENS = "must be text: lists of tokens are not supported"
+_NO_EFFECT = frozenset(
+    {"user", "safety_identifier", "prompt_cache_key", "store", "metadata", "service_tier"}
+)
+_Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+
+
+def _stops(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def text_list(value: object) -> object:
+    """Return the texts of a field that is a text or a list. Raises ValueError for tokens."""
+    found = [value] if isinstance(value, str) else value
+    if isinstance(found, list) and found and all(isinstance(one, int | list) for one in found):
+        raise ValueError(_TOKENS)
+    if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
+        raise ValueError("must be a text or a list of texts")
+    return found
+
+
+def _top_k(value: int) -> int:
+    return max(0, value)  # -1 is vLLM's for no limit
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_stops),
+]
+
+
+class SamplingFields(RequestBody):
+    """Parameters of drawing tokens; None leaves them to the model."""
+
+    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    top_k: Annotated[Whole, Field(ge=-1, le=1 << 31), AfterValidator(_top_k)] | None = None
+    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, ge=1e-3, le=100, allow_inf_nan=False)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
+    seed: Annotated[Whole, Field(ge=-(1 << 63), le=MAX_SEED)] | None = None
+
+    def sampling(self) -> Sampling:
+        """Return the values of a request; a negative seed counts as the unsigned one."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        if self.seed is not None:
+            found["seed"] = self.seed & MAX_SEED
+        return Sampling(**found)
+
+
+class _StreamOptions(RequestBody):
+    include_usage: bool = False
+
+
+class TextBody(SamplingFields, GenerationBody):
+    """The fields that requests of chat and of completions have in common."""
+
+    NO_EFFECT = _NO_EFFECT
+
+    max_tokens: Annotated[Whole, Field(ge=1, le=_MAX_TOKENS)] | None = None
+    n: _Choices = 1
+    stop: Stops = Field(default_factory=list)
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        """Raise ApiError for what no runtime supports."""
+        if self.logit_bias:
+            raise wrong("logit_bias", "is not supported", "unsupported_value")
+        return self
+
+    @property
+    def has_usage(self) -> bool:
+        """Return whether a stream ends with the counts of tokens."""
+        return self.stream_options.include_usage
+
+    def requests(self) -> list[TextRequest]:
+        """Return the request of each choice, in order. Raises ApiError."""
+        raise NotImplementedError
+
+    def _each(self, request: TextRequest) -> list[TextRequest]:
+        """Return ``n`` requests, each with a seed that is one higher."""
+        own, seed = request.sampling, request.sampling.seed
+        seeds = [None if seed is None else (seed + at) & MAX_SEED for at in range(self.n)]
+        return [replace(request, sampling=replace(own, seed=one)) for one in seeds]
+
+
+class _Format(RequestBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type == "json_schema" and self.value is None:
+            raise ValueError("needs json_schema with a schema, a JSON object")
+        return self
+
+    @property
+    def value(self) -> Mapping[str, Any] | None:
+        """The JSON Schema of the answer; an empty one is any JSON object."""
+        if self.type == "text":
+            return None
+        found = (self.json_schema or {}).get("schema") if self.type == "json_schema" else {}
+        return found if isinstance(found, dict) else None
+
+
+class _TemplateFields(RequestBody):
+    model_config = RequestBody.model_config | {"extra": "forbid"}
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(TextBody):
+    """A request of ``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_completion_tokens: Annotated[Whole, Field(ge=1, le=_MAX_TOKENS)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    response_format: _Format | None = None
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    chat_template_kwargs: _TemplateFields | None = None
+    modalities: list[Literal["text"]] = Field(default_factory=list)
+    functions: list[Any] = Field(default_factory=list)  # replaced by tools
+    function_call: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for incompatible fields."""
+        if self.functions or self.function_call is not None:
+            name = "functions" if self.functions else "function_call"
+            raise wrong(name, "is not supported: use tools", "unsupported_value")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise wrong("max_tokens", "and max_completion_tokens must be equal if both are set")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("top_logprobs", "requires logprobs")
+        if self.tool_choice not in ("auto", "none"):
+            allowed = 'must be "auto" or "none": a model cannot be made to call a function'
+            raise wrong("tool_choice", allowed, "unsupported_value")
+        return self
+
+    @property
+    def _thinking(self) -> bool | None:
+        if self.chat_template_kwargs and self.chat_template_kwargs.enable_thinking is not None:
+            return self.chat_template_kwargs.enable_thinking
+        effort = self.reasoning_effort
+        return None if effort is None else effort not in ("none", "minimal")
+
+    def requests(self) -> list[TextRequest]:
+        """Return the request of each choice."""
+        tools = () if self.tool_choice == "none" else tuple(one.values() for one in self.tools)
+        request = TextRequest(
+            messages=tuple(one.values() for one in self.messages),
+            tools=tools,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            sampling=self.sampling(),
+            stop=tuple(self.stop),
+            alternatives=(self.top_logprobs or 0) if self.logprobs else None,
+            schema=self.response_format.value if self.response_format else None,
+            thinking=self._thinking,
+        )
+        return self._each(request)
+
+
+class CompletionRequest(TextBody):
+    """A request of ``/v1/completions``: each text of ``prompt`` is continued ``n`` times."""
+
+    prompt: Annotated[list[str], Field(max_length=MAX_CHOICES), BeforeValidator(text_list)]
+    max_tokens: Annotated[Whole, Field(ge=1, le=_MAX_TOKENS)] | None = 16  # as at OpenAI
+    echo: bool = False
+    suffix: str = ""
+    best_of: _Choices | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for incompatible fields."""
+        if self.suffix:
+            raise wrong("suffix", "is not supported", "unsupported_value")
+        if (self.best_of or 1) > 1:
+            raise wrong("best_of", "must be 1: use n", "unsupported_value")
+        if self.echo and self.logprobs is not None:
+            raise wrong("logprobs", "of an echoed prompt are not supported", "unsupported_value")
+        if self.n * len(self.prompt) > MAX_CHOICES:
+            raise wrong("n", f"times the number of prompts must be at most {MAX_CHOICES}")
+        if "" in self.prompt:
+            raise wrong("prompt", "must not be empty")
+        return self
+
+    def requests(self) -> list[TextRequest]:
+        """Return the requests of all choices: those of the first prompt first."""
+        found = []
+        for prompt in self.prompt:
+            request = TextRequest(
+                prompt=prompt,
+                max_tokens=self.max_tokens,
+                sampling=self.sampling(),
+                stop=tuple(self.stop),
+                alternatives=self.logprobs,
+            )
+            found += self._each(request)
+        return found
+
+
+class EmbeddingsBody(GenerationBody):
+    """A request of ``/v1/embeddings``."""
+
+    NO_EFFECT = _NO_EFFECT
+
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), BeforeValidator(text_list)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for what no model supports."""
+        if self.dimensions is not None:
+            message = "is not supported: embeddings have the dimensions of the model"
+            raise wrong("dimensions", message, "unsupported_value")
+        if "" in self.input:
+            raise wrong("input", "must not be empty")
+        return self
+
+    def request(self) -> EmbeddingRequest:
+        """Return the request of the model."""
+        return EmbeddingRequest(tuple(self.input))

@@ -1,0 +1,101 @@
+"""Facts about a language model from its files, without loading it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import AImageError
+from clowder_aimage.formats.gguf_header import find_value
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
+from clowder_aimage.oci import Digest, mediatype
+from clowder_aimage.strict_json import ParseCache
+from clowder_aimage.tensor.config_fields import parse_object
+
+_MAX_FILE = 16 << 20  # bytes of a tokenizer's configuration, or of a GGUF file's metadata
+_TOOLS = re.compile(r"\btools\b")
+_THINKING = re.compile(r"enable_thinking|<think>")
+_CONFIG = "tokenizer_config.json"
+_POOLING = ("modules.json", "1_Pooling/config.json")  # of sentence-transformers
+# Architectures that compute embeddings only: ggml-org/llama.cpp, src/llama-arch.cpp, and classes of
+# Transformers without a language modeling head
+_EMBEDDERS = re.compile(r"bert|embed|t5encoder|(?<!LMHead)Model$|ForMaskedLM$")
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """The capabilities of a language model, its context in tokens if known, and its template."""
+
+    capabilities: tuple[str, ...]
+    context: int | None
+    template: str
+
+
+_KNOWN = ParseCache()
+
+
+def is_embedder(aimage: AImage) -> bool:
+    """Return whether the architecture of a language model computes embeddings only."""
+    return _EMBEDDERS.search(str(aimage.properties.get("architecture"))) is not None
+
+
+def text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> TextFacts:
+    """Return the facts of a language model, whose files are read once.
+
+    The template is left out if its file is damaged, or not in the store yet.
+    """
+    context = aimage.properties.get("context")
+    known = context if type(context) is int else None
+    try:
+        size = sum(len(layer.name) for layer in aimage.layers)
+        read = partial(_read_facts, store, aimage, known)
+        return _KNOWN.get((store.root, manifest), size, read)
+    except (AImageError, OSError):
+        kind = EMBEDDING if is_embedder(aimage) else COMPLETION
+        return TextFacts((kind,), known, "")
+
+
+def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> TextFacts:
+    if is_embedder(aimage):
+        return TextFacts((EMBEDDING,), context, "")
+    template = _template(store, aimage)
+    if head := _gguf_head(store, aimage):
+        template = template or str(find_value(head, "tokenizer.chat_template") or "")
+        if find_value(head, f"{aimage.properties.get('architecture')}.pooling_type"):
+            return TextFacts((EMBEDDING,), context, template)
+    found = [CHAT] if template else []
+    found += [COMPLETION]
+    found += [EMBEDDING] if any(aimage.find(name) for name in _POOLING) else []
+    found += [TOOLS] if _TOOLS.search(template) else []
+    found += [THINKING] if _THINKING.search(template) else []
+    return TextFacts(tuple(found), context, template)
+
+
+def _gguf_head(store: ImageLayout, aimage: AImage) -> bytes:
+    """Return the first bytes of the first GGUF file, or nothing."""
+    for layer in aimage.layers:
+        if layer.descriptor.media_type == mediatype.AIMAGE_GGUF:
+            with store.path(layer.descriptor).open("rb") as file:
+                return file.read(_MAX_FILE)
+    return b""
+
+
+def _template(store: ImageLayout, aimage: AImage) -> str:
+    """Return the default template in a file; without jinja2 nothing can be rendered."""
+    try:
+        from clowder_aimage.model.text.chat_template import find_templates
+    except ModuleNotFoundError:
+        return ""
+
+    def read(name: str) -> bytes | None:
+        layer = aimage.find(name) or aimage.find(f"model/{name}")
+        if layer is None:
+            return None
+        return read_all(store.open(layer.descriptor), layer.descriptor, _MAX_FILE)
+
+    config = parse_object(_CONFIG, data) if (data := read(_CONFIG)) else {}
+    return find_templates(config, read).get("default", "")

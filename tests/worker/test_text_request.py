@@ -1,0 +1,248 @@
+"""Requests of the text APIs: what is accepted, what is refused by the name of its field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from clowder_aimage.api.request_body import check_fields, check_ignored, read_object
+from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
+from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, EmbeddingsBody
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.model.text.language_model import MAX_SEED
+
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+
+
+def chat(**fields: Any) -> Any:
+    raw = json.dumps({"messages": [USER], **fields}).encode()
+    return check_fields(read_object(raw), ChatRequest)
+
+
+def completion(**fields: Any) -> Any:
+    return check_fields({"prompt": "a", **fields}, CompletionRequest)
+
+
+def test_messages_are_passed_on_with_known_roles_and_texts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (request,) = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": parts, "name": "ann"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ],
+        tools=[TOOL],
+    ).requests()
+    assert request.messages == (
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "ab", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    )
+    assert request.tools == (TOOL,)
+    assert chat(tools=[TOOL], tool_choice="none").requests()[0].tools == ()
+
+
+def test_parameters_are_passed_on() -> None:
+    requests = chat(
+        temperature=0,
+        top_p=0.9,
+        top_k=-1,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        seed=-1,
+        n=2,
+        stop="x",
+        max_completion_tokens=5,
+        logprobs=True,
+        top_logprobs=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": 1}}},
+        reasoning_effort="none",
+    ).requests()
+    first, second = requests
+    assert (first.sampling.seed, second.sampling.seed) == (MAX_SEED, 0)
+    assert (first.sampling.temperature, first.sampling.top_k, first.sampling.min_p) == (0, 0, 0.1)
+    assert (first.stop, first.max_tokens, first.alternatives) == (("x",), 5, 3)
+    assert (first.schema, first.thinking) == ({"a": 1}, False)
+    assert chat(response_format={"type": "json_object"}).requests()[0].schema == {}
+    assert chat(response_format={"type": "text"}).requests()[0].schema is None
+    thinks = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert thinks.requests()[0].thinking is False
+    assert chat(logprobs=True).requests()[0].alternatives == 0
+    assert chat(top_k=3).requests()[0].sampling.seed is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1]"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]"),
+        ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{**USER, "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages[0]"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"functions": [{"name": "look"}]}, "functions"),
+        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"chat_template_kwargs": {"other": 1}}, "chat_template_kwargs.other"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ],
+    ids=str,
+)
+def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param)
+
+
+def test_prompts_are_continued_in_order() -> None:
+    requests = completion(prompt=["a", "b"], n=2, seed=4, logprobs=2).requests()
+    assert [(one.prompt, one.sampling.seed) for one in requests] == [
+        ("a", 4),
+        ("a", 5),
+        ("b", 4),
+        ("b", 5),
+    ]
+    assert (requests[0].max_tokens, requests[0].alternatives) == (16, 2)
+    assert completion(best_of=1, suffix=None, max_tokens=7).requests()[0].max_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": [[1, 2]]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n"),
+        ({"suffix": "b"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+    ids=str,
+)
+def test_a_completion_is_refused_by_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        completion(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": [1, 2]}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": "a", "dimensions": 2}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({}, "input"),
+    ],
+    ids=str,
+)
+def test_embeddings_are_refused_by_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_fields(fields, EmbeddingsBody)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_unknown_fields_are_ignored_unless_strict() -> None:
+    body = chat(user="ann", metadata={"a": "b"}, other=1)
+    assert check_ignored(body, strict=False).headers == {"X-Aimage-Ignored": "other"}
+    assert "ann" not in repr(body)
+    with pytest.raises(ApiError, match="unknown parameter 'other'"):
+        check_ignored(body, strict=True)
+    with pytest.raises(ApiError, match="unknown parameter 'other'"):
+        check_ignored(chat(other=1, strict=True), strict=False)
+
+
+def test_ollamas_messages_and_options_become_openais() -> None:
+    call = {"function": {"name": "look", "arguments": {"at": 1}}}
+    body = check_fields(
+        {
+            "model": "a",
+            "messages": [
+                {"role": "assistant", "thinking": "hm", "tool_calls": [call]},
+                {"role": "tool", "content": "3", "tool_name": "look"},
+            ],
+            "format": "json",
+            "think": "low",
+            "options": {"num_predict": -1, "seed": -1, "repeat_penalty": 1.5, "stop": ["x"]}
+            | {"num_ctx": 2048, "mirostat": 1},
+        },
+        OllamaChatBody,
+    )
+    request = body.request()
+    first, second = request.messages
+    function = {"name": "look", "arguments": '{"at": 1}'}
+    assert first["tool_calls"] == [{"id": "call_0", "type": "function", "function": function}]
+    assert (first["content"], first["reasoning_content"]) == ("", "hm")
+    assert (second["name"], second["content"]) == ("look", "3")
+    assert (request.schema, request.thinking, request.stop) == ({}, True, ("x",))
+    assert (request.max_tokens, request.sampling.seed) == (None, None)
+    assert request.sampling.repetition_penalty == 1.5
+
+
+def test_ollamas_prompts_are_messages_unless_raw() -> None:
+    body = check_fields({"prompt": "a", "system": "b", "context": [1]}, OllamaPromptBody)
+    assert body.request().messages == (
+        {"role": "system", "content": "b"},
+        {"role": "user", "content": "a"},
+    )
+    raw = check_fields({"prompt": "a", "raw": True}, OllamaPromptBody).request()
+    assert (raw.prompt, raw.messages) == ("a", ())
+    schema = {"type": "object"}
+    formatted = check_fields({"prompt": "a", "format": schema}, OllamaPromptBody)
+    assert formatted.request().schema == schema
+    assert check_fields({"input": ["a", "b"]}, OllamaEmbedBody).texts == ("a", "b")
+    assert check_fields({"prompt": "a"}, OllamaEmbedBody).texts == ("a",)
+    assert check_fields({"input": ""}, OllamaEmbedBody).texts == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (OllamaPromptBody, {"suffix": "b"}, "suffix"),
+        (OllamaPromptBody, {"template": "{{ .Prompt }}"}, "template"),
+        (OllamaPromptBody, {"images": ["AAAA"]}, "images"),
+        (OllamaPromptBody, {"format": "xml"}, "format"),
+        (OllamaPromptBody, {"options": {"temperature": "hot"}}, "temperature"),
+        (OllamaChatBody, {"messages": [{"role": "user", "images": ["AAAA"]}]}, "messages[0]"),
+        (OllamaChatBody, {"think": "hard"}, "think"),
+        (OllamaEmbedBody, {"input": "a", "dimensions": 4}, "dimensions"),
+        (OllamaEmbedBody, {"input": ["a", ""]}, "input"),
+    ],
+    ids=str,
+)
+def test_ollamas_requests_are_refused_by_field(kind: Any, fields: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        check_fields(fields, kind)
+    assert caught.value.param == param
