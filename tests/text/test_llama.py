@@ -30,7 +30,7 @@ from clowder_aimage.model.text.language_model import (
 from tests.process import run
 from tests.text.file_aimage import gguf_aimage
 from tests.text.llama_models import GREEDY, complete, load, write, write_plain
-from tests.text.tiny_gguf import split_gguf, write_gguf, write_lora
+from tests.text.tiny_gguf import split_gguf, write_bert, write_gguf, write_lora
 from tests.text.tiny_text import write_model
 
 PROMPTS = ("the red ball", "what is the weather", "a small green circle", "Größe, été")
@@ -351,3 +351,18 @@ def test_embeddings_have_unit_length(directory: Path, tmp_path: Path) -> None:
 def test_embeddings_of_other_models_are_refused(model: LlamaModel) -> None:
     with pytest.raises(UsageError, match="does not support embedding"):
         model.embed(EmbeddingRequest(("the",)))
+
+
+def test_encoder_embeds(tmp_path: Path) -> None:
+    words = "the red ball is on table small green circle"
+    path = write_bert(tmp_path / "bert.gguf", words, arch__pooling_type=1)
+    model = load(path)
+    assert (model.capabilities, model.context) == ({"embedding"}, 128)
+    found = model.embed(EmbeddingRequest(("the red ball", "the red ball", "small green circle")))
+    assert found.tokens == 3 * 5  # with [CLS] and [SEP]
+    assert found.vectors[0] == pytest.approx(found.vectors[1], abs=1e-5)
+    assert found.vectors[0] != pytest.approx(found.vectors[2], abs=1e-2)
+    unstated = write_bert(tmp_path / "unstated.gguf", words)
+    assert len(load(unstated).embed(EmbeddingRequest(("red",))).vectors[0]) == 32
+    with pytest.raises(ModelError, match="ranks documents"):
+        load(write_bert(tmp_path / "rank.gguf", words, arch__pooling_type=4))

@@ -160,3 +160,45 @@ def _finish(writer: gguf.GGUFWriter) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_bert(path: Path, words: str, *, seed: int = 0, **metadata: Any) -> Path:
+    """Write a random encoder with a WordPiece vocabulary of these words, and return the path."""
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_context_length(128)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_layer_norm_eps(1e-6)
+    writer.add_causal_attention(False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokens = [*special, *(f"\u2581{word}" for word in words.split())]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(tokens)
+    writer.add_token_types([_CONTROL] * len(special) + [_NORMAL] * (len(tokens) - len(special)))
+    writer.add_token_type_count(2)
+    for name, number in (("pad", 0), ("unk", 1), ("bos", 2), ("sep", 3), ("mask", 4)):
+        getattr(writer, f"add_{name}_token_id")(number)
+    for key, value in metadata.items():
+        _add(writer, key.replace("arch__", "bert."), value)
+    draw = np.random.default_rng(seed)
+    layer = "blk.0."
+    shapes = {
+        "token_embd": (len(tokens), 32),
+        "position_embd": (128, 32),
+        "token_types": (2, 32),
+        **{f"{layer}attn_{part}": (32, 32) for part in ("q", "k", "v", "output")},
+        f"{layer}ffn_up": (64, 32),
+        f"{layer}ffn_down": (32, 64),
+    }
+    for name, shape in shapes.items():
+        values = draw.standard_normal(shape) / np.sqrt(shape[-1])
+        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
+        if name.startswith(layer):
+            writer.add_tensor(f"{name}.bias", np.zeros(shape[0], np.float32))
+    for name in ("token_embd_norm", f"{layer}attn_output_norm", f"{layer}layer_output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(32, np.float32))
+        writer.add_tensor(f"{name}.bias", np.zeros(32, np.float32))
+    _finish(writer)
+    return path

@@ -12,6 +12,7 @@ import os
 import secrets
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -26,7 +27,9 @@ from clowder_aimage.model.text.language_model import ContextError
 _SILENT, _ERRORS = -1, 1  # verbosity
 _MAX_SOCKET = 100  # bytes of the path of a Unix socket
 _PATIENCE = 10.0  # seconds until a request ends that was cancelled
-_MAX_LOG = 2000
+_MAX_LOG = 500
+_LAST = b"exiting due to"
+_REASON = "error loading model: "
 
 
 class _Call:
@@ -129,17 +132,27 @@ def _reason(params: xllamacpp.CommonParams) -> str:
         stderr = os.dup(2)
         try:
             os.dup2(log.fileno(), 2)
-            xllamacpp.Server(params)
+            xllamacpp.Server(params).handle_metrics()
         except RuntimeError:
-            pass
+            lines = _read_log(Path(log.name))
+        else:
+            lines = []  # it can be loaded now
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)
-        log.seek(0)
-        lines = log.read().decode(errors="replace").splitlines()
     # such as ``0.00.083.579 E llama_model_load: error loading model: ...``
     texts = [text for line in lines if (text := line.partition(" E ")[2].strip())]
-    return "; ".join(dict.fromkeys(texts))[:_MAX_LOG] or "it states no reason"
+    reasons = [text.rpartition(_REASON)[2] for text in texts if _REASON in text] or texts
+    return "; ".join(reasons)[:_MAX_LOG] or "it states no reason"
+
+
+def _read_log(path: Path) -> list[str]:
+    """Return the lines up to the last message, which a thread of llama.cpp writes."""
+    for _ in range(100):
+        if _LAST in (data := path.read_bytes()):
+            break
+        time.sleep(0.01)
+    return data.decode(errors="replace").splitlines()
 
 
 def _private_directory() -> tempfile.TemporaryDirectory[str]:
