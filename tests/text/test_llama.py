@@ -30,7 +30,7 @@ from clowder_aimage.model.text.language_model import (
 from tests.process import run
 from tests.text.file_aimage import gguf_aimage
 from tests.text.llama_models import GREEDY, complete, load, write, write_plain
-from tests.text.tiny_gguf import split_gguf, write_bert, write_gguf, write_lora
+from tests.text.tiny_gguf import split_gguf, write_bert, write_gguf, write_lora, write_projector
 from tests.text.tiny_text import write_model
 
 PROMPTS = ("the red ball", "what is the weather", "a small green circle", "Größe, été")
@@ -282,6 +282,14 @@ def test_several_models_are_refused(path: Path, tmp_path: Path) -> None:
         load(path, other)
     with pytest.raises(ModelError, match="no GGUF model"):
         load()
+
+
+def test_projector_of_pictures_is_left_out(
+    path: Path, tmp_path: Path, model: LlamaModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(path, write_projector(tmp_path / "mmproj.gguf"))
+    assert caplog.messages == ["not used by llama.cpp here: mmproj.gguf"]
+    assert write(loaded, complete("the")) == write(model, complete("the"))
 
 
 def test_compressed_model_is_refused(path: Path) -> None:

@@ -81,6 +81,15 @@ def split_gguf(path: Path, parts: int) -> list[Path]:
     return made
 
 
+def write_projector(path: Path) -> Path:
+    """Write what looks like an encoder of pictures for another model."""
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
+    _finish(writer)
+    return path
+
+
 def _copy_fields(writer: gguf.GGUFWriter, reader: gguf.GGUFReader) -> None:
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name != "general.architecture":

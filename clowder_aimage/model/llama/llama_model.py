@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Mapping
 from contextlib import closing
@@ -40,6 +41,7 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.text_stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import call_format
 
+_log = logging.getLogger("aimage.worker")
 _MEAN, _RANK = 1, 4  # enum llama_pooling_type
 _ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures
 _TEMPLATE = "tokenizer.chat_template"
@@ -57,6 +59,8 @@ def load(
 ) -> LlamaModel:
     """Load a model. Arguments and errors are those of ``load_language_model``."""
     layers = read_layers(files, aimage)
+    if layers.left_out:
+        _log.warning("not used by llama.cpp here: %s", ", ".join(layers.left_out))
     facts = check_model(layers.metadata, layers.tensors.values())
     for file, _ in layers.adapters:
         header = file.header
