@@ -365,7 +365,8 @@ def test_encoder_embeds(tmp_path: Path) -> None:
     words = "the red ball is on table small green circle"
     path = write_bert(tmp_path / "bert.gguf", words, arch__pooling_type=1)
     model = load(path)
-    assert (model.capabilities, model.context) == ({"embedding"}, 128)
+    assert model.capabilities == {"embedding"}
+    assert model.context == 128
     found = model.embed(EmbeddingRequest(("the red ball", "the red ball", "small green circle")))
     assert found.tokens == 3 * 5  # with [CLS] and [SEP]
     assert found.vectors[0] == pytest.approx(found.vectors[1], abs=1e-5)
