@@ -61,9 +61,10 @@ def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
     from clowder_aimage.model.backend import mx
     from clowder_aimage.model.flow.config import TextEncoderConfig
     from clowder_aimage.model.flow.text_encoder import TextEncoder
+    from clowder_aimage.model.flow.vae import LatentEncoder
     from clowder_aimage.model.zimage import config
     from clowder_aimage.model.zimage.transformer import Transformer
-    from clowder_aimage.model.zimage.vae import Vae, VaeEncoder
+    from clowder_aimage.model.zimage.vae import Vae
 
     def load(component: str, kind: Any, parsed: Any) -> Any:
         folder = directory / component
@@ -95,7 +96,7 @@ def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
         vae = load("vae", Vae, config.VaeConfig)
         return lambda: evaluated(vae.decode(mx.array(given["latents"])))
     if part == "picture":
-        pixels, reader = mx.array(given["pixels"]), load("vae", VaeEncoder, config.VaeConfig)
+        pixels, reader = mx.array(given["pixels"]), load("vae", LatentEncoder, config.VaeConfig)
         return lambda: evaluated(reader.encode(pixels)[0])
     encoder = load("text_encoder", TextEncoder, TextEncoderConfig)
     return lambda: evaluated(encoder(mx.array(given["tokens"])))

@@ -61,6 +61,7 @@ class FlowFamily(ABC):
     NETWORKS: ClassVar[Mapping[str, NetworkKind]]
     CAPTIONING: ClassVar[tuple[str, ...]]
     IS_THINKING: ClassVar[bool] = True  # the chat template's option
+    SEES_REFERENCES: ClassVar[bool] = False  # instead of a picture to begin with
 
     tokenizer: Tokenizer
     text_encoder_module: OffloadedModule[TextEncoder, TextEncoderConfig]
@@ -89,9 +90,20 @@ class FlowFamily(ABC):
     def check_fit(text_encoder: TextEncoderConfig, transformer: Any, vae: Any) -> None:
         """Reject networks that do not fit together. Raises ModelError."""
 
-    @abstractmethod
     def refuse(self, request: GenerateRequest) -> None:
         """Reject a request with what only other families have. Raises UsageError."""
+        if request.image is not None and self.SEES_REFERENCES:
+            raise UsageError(
+                "this model does not begin with a picture: it edits reference pictures",
+                hint="give the picture as a reference",
+            )
+        if request.references and not self.SEES_REFERENCES:
+            raise UsageError(
+                "this model does not see reference pictures",
+                hint="give the picture as the image to begin with",
+            )
+        if request.control is not None and request.controlnet is None:
+            self.use_control(None)
 
     @abstractmethod
     def weight(self, request: GenerateRequest) -> float:
@@ -144,9 +156,13 @@ class FlowFamily(ABC):
         """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""
         return self.text_encoder(mx.array(self.ids(prompt)))
 
-    @abstractmethod
-    def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:
+    def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:  # noqa: ARG002
         """Return modules that steps use beside the transformer, and the bytes of their arrays."""
+        return (), 0
+
+    def fit(self, given: PictureInput) -> PictureInput:
+        """Return pictures in the sizes that the family sees. Raises UsageError: unsuitable."""
+        return given
 
     @abstractmethod
     def inputs(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from clowder_aimage.errors import UsageError
 from clowder_aimage.model.adaptation import Use
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.conditioning import Caption, Conditioning
@@ -171,13 +172,17 @@ class FlowPipeline(FlowFamily):
     ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
 
-        ``given`` is the picture to begin with, of the request's size.
+        ``given`` is the picture to begin with, of the request's size, or references of any size.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
             ModelError: Later, if the model computes values that are not finite.
         """
         self.check(request, given)
+        count = 0 if given is None else len(given.references)
+        if count < len(request.references):
+            raise UsageError(f"{count} of {len(request.references)} reference pictures are given")
+        given = None if given is None else self.fit(given)
         return self._generate(request, self.schedule(request), given)
 
     def _generate(

@@ -88,6 +88,12 @@ def _turn(turns: npt.NDArray[np.complex64], *arrays: npt.NDArray[np.complex64]) 
         pairs *= turns
 
 
+def place_pixels(positions: npt.NDArray[np.int64], height: int, width: int) -> None:
+    """Write row and column, row by row, to the columns 1 and 2 of positions of a picture."""
+    positions[:, 1] = np.repeat(np.arange(height), width)
+    positions[:, 2] = np.tile(np.arange(width), height)
+
+
 def axes_table(
     positions: npt.NDArray[np.int64],
     axes_dims: tuple[int, ...],

@@ -6,6 +6,8 @@ Group norms follow PyTorch; MLX groups channels differently by default.
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from clowder_aimage.model.backend import Conv2d, GroupNorm, Network, mx
 from clowder_aimage.model.convolution import convolution, halving_convolution
 from clowder_aimage.model.flow.config import AutoencoderConfig
@@ -176,11 +178,36 @@ class Encoder(Network):
         return convolution(self.mid_block(x), self.conv_out, norm=self.conv_norm_out)
 
 
-class LatentEncoder(Network):
+class Autoencoder(Network):
+    """Half of an autoencoder; a family adds what scales its latents.
+
+    ``OTHERS``: the beginnings of names of tensors that it does not use.
+    """
+
+    OTHERS: ClassVar[tuple[str, ...]]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a diffusers tensor."""
+        return name.replace(".to_out.0.", ".to_out.")
+
+    @classmethod
+    def skip(cls, name: str) -> bool:
+        """Return True for tensors of the other half."""
+        return name.startswith(cls.OTHERS)
+
+
+class LatentEncoder(Autoencoder):
     """The encoder alone: only requests with a picture need it."""
 
+    OTHERS: ClassVar[tuple[str, ...]] = ("decoder.", "post_quant_conv.")
+
     def __init__(self, config: AutoencoderConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.encoder = Encoder(config)
         if config.use_quant_conv:
             width = 2 * config.latent_channels
@@ -198,22 +225,14 @@ class LatentEncoder(Network):
         means, logarithms = mx.split(x[0].transpose(2, 0, 1), 2)
         return means, mx.exp(0.5 * mx.clip(logarithms, -30, 20))
 
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a diffusers tensor."""
-        return name.replace(".to_out.0.", ".to_out.")
 
-    @staticmethod
-    def skip(name: str) -> bool:
-        """Return True for tensors of the decoder."""
-        return name.startswith(("decoder.", "post_quant_conv."))
-
-
-class LatentDecoder(Network):
+class LatentDecoder(Autoencoder):
     """The decoder; the encoder is another network."""
 
+    OTHERS: ClassVar[tuple[str, ...]] = ("encoder.", "quant_conv.")
+
     def __init__(self, config: AutoencoderConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.decoder = Decoder(config)
         if config.use_post_quant_conv:
             width = config.latent_channels
@@ -228,13 +247,3 @@ class LatentDecoder(Network):
         if "post_quant_conv" in self:
             x = self.post_quant_conv(x)
         return self.decoder(x)[0]
-
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a diffusers tensor."""
-        return name.replace(".to_out.0.", ".to_out.")
-
-    @staticmethod
-    def skip(name: str) -> bool:
-        """Return True for tensors of the encoder."""
-        return name.startswith(("encoder.", "quant_conv."))

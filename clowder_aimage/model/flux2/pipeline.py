@@ -6,7 +6,6 @@ transformer sees; the distilled model has no guidance.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,11 +27,10 @@ from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfi
 from clowder_aimage.model.flux2.reference_picture import fit_reference
 from clowder_aimage.model.flux2.transformer import ReferenceTokens, Transformer
 from clowder_aimage.model.flux2.vae import Vae, VaeEncoder
-from clowder_aimage.model.memory_budget import Module, OffloadedModule
+from clowder_aimage.model.memory_budget import OffloadedModule
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
     PictureInput,
-    PipelineEvent,
     Sides,
 )
 from clowder_aimage.model.step_cache import StepCache
@@ -57,6 +55,7 @@ class Flux2KleinPipeline(FlowPipeline):
     }
     CAPTIONING = ("text_encoder/", "transformer/context_embedder.")
     IS_THINKING = False
+    SEES_REFERENCES = True
 
     transformer_module: OffloadedModule[Transformer, TransformerConfig]
     vae_module: OffloadedModule[Vae, VaeConfig]
@@ -87,13 +86,7 @@ class Flux2KleinPipeline(FlowPipeline):
         check_channels(*features, *latents, vae.out_channels)
 
     def refuse(self, request: GenerateRequest) -> None:
-        if request.image is not None:
-            raise UsageError(
-                "this model does not begin with a picture: it edits reference pictures",
-                hint="give the picture as a reference",
-            )
-        if request.control is not None:
-            self.use_control(None)
+        super().refuse(request)
         if self.is_distilled and request.guidance > 1:
             raise UsageError("this model is distilled and has no guidance; omit guidance")
 
@@ -137,25 +130,10 @@ class Flux2KleinPipeline(FlowPipeline):
         sigma = float(np.float32(1) - np.float32(time))
         return -self.transformer_module.get()(latents, sigma, caption, pictures, cache)
 
-    def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:  # noqa: ARG002
-        return (), 0
-
-    def generate(
-        self, request: GenerateRequest, given: PictureInput | None = None
-    ) -> Generator[PipelineEvent, None, None]:
-        """Yield steps, previews and pictures; ``given`` has the reference pictures, of any size.
-
-        Raises as ``FlowPipeline.generate`` does; UsageError also for a reference that is too small.
-        """
-        self.check(request)
-        count = 0 if given is None else len(given.references)
-        if count < len(request.references):
-            raise UsageError(f"{count} of {len(request.references)} reference pictures are given")
-        if given is not None:
-            multiple = self.sides.multiple
-            fitted = tuple(fit_reference(one, multiple) for one in given.references)
-            given = replace(given, references=fitted)
-        return super().generate(request, given)
+    def fit(self, given: PictureInput) -> PictureInput:
+        multiple = self.sides.multiple
+        references = tuple(fit_reference(one, multiple) for one in given.references)
+        return replace(given, references=references)
 
     def inputs(
         self,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.rope import Table, axes_table, place_pixels, rotate_pairs
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.flux2.config import AXES, TransformerConfig
 from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
@@ -277,6 +277,5 @@ def _grid(picture: int, height: int, width: int) -> Positions:
     """Return the positions of the latents of a picture, row by row."""
     positions = np.zeros((height * width, AXES), dtype=np.int64)
     positions[:, 0] = picture
-    positions[:, 1] = np.repeat(np.arange(height), width)
-    positions[:, 2] = np.tile(np.arange(width), height)
+    place_pixels(positions, height, width)
     return positions

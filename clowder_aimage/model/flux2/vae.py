@@ -40,9 +40,10 @@ class ChannelStatistics(Network):
 class VaeEncoder(LatentEncoder):
     """The encoder alone."""
 
+    OTHERS = (*LatentEncoder.OTHERS, _COUNT)
+
     def __init__(self, config: VaeConfig) -> None:
         super().__init__(config)
-        self.config = config
         self.bn = ChannelStatistics(config)
 
     def normalize(self, cells: mx.array) -> mx.array:
@@ -52,18 +53,14 @@ class VaeEncoder(LatentEncoder):
         patches = cells.reshape(channels, rows, PATCH, columns, PATCH).transpose(0, 2, 4, 1, 3)
         return self.bn.normalize(patches.reshape(-1, rows, columns))
 
-    @staticmethod
-    def skip(name: str) -> bool:
-        """Return True for tensors of the decoder."""
-        return name == _COUNT or LatentEncoder.skip(name)
-
 
 class Vae(LatentDecoder):
     """The decoder alone."""
 
+    OTHERS = (*LatentDecoder.OTHERS, _COUNT)
+
     def __init__(self, config: VaeConfig) -> None:
         super().__init__(config)
-        self.config = config
         self.bn = ChannelStatistics(config)
 
     def decode(self, latents: mx.array) -> mx.array:
@@ -75,8 +72,3 @@ class Vae(LatentDecoder):
         patches = self.bn.restore(latents).reshape(-1, PATCH, PATCH, rows, columns)
         cells = patches.transpose(0, 3, 1, 4, 2).reshape(-1, PATCH * rows, PATCH * columns)
         return self.to_pixels(cells)
-
-    @staticmethod
-    def skip(name: str) -> bool:
-        """Return True for tensors of the encoder."""
-        return name == _COUNT or LatentDecoder.skip(name)

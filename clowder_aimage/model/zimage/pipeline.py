@@ -23,6 +23,7 @@ from clowder_aimage.model.flow.family import check_channels
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
 from clowder_aimage.model.flow.pipeline import FlowPipeline, to_values
 from clowder_aimage.model.flow.text_encoder import TextEncoder
+from clowder_aimage.model.flow.vae import LatentEncoder
 from clowder_aimage.model.memory_budget import Module, OffloadedModule
 from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Sides, StoredControlNet
 from clowder_aimage.model.step_cache import StepCache
@@ -36,7 +37,7 @@ from clowder_aimage.model.zimage.control import (
 )
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
 from clowder_aimage.model.zimage.transformer import Hints, Transformer, padded
-from clowder_aimage.model.zimage.vae import Vae, VaeEncoder
+from clowder_aimage.model.zimage.vae import Vae
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,7 +51,7 @@ class ZImagePipeline(FlowPipeline):
         "text_encoder": NetworkKind("text_encoder", TextEncoder, TextEncoderConfig.parse),
         "transformer": NetworkKind("transformer", Transformer, TransformerConfig.parse),
         "vae": NetworkKind("vae", Vae, VaeConfig.parse),
-        "picture_encoder": NetworkKind("vae", VaeEncoder, VaeConfig.parse),
+        "picture_encoder": NetworkKind("vae", LatentEncoder, VaeConfig.parse),
     }
     CAPTIONING = (
         "text_encoder/",
@@ -95,15 +96,6 @@ class ZImagePipeline(FlowPipeline):
         features, latents = transformer.cap_feat_dim, transformer.in_channels
         found = text_encoder.hidden_size, vae.latent_channels
         check_channels(found[0], features, found[1], latents, vae.out_channels)
-
-    def refuse(self, request: GenerateRequest) -> None:
-        if request.references:
-            raise UsageError(
-                "this model does not see reference pictures",
-                hint="give the picture as the image to begin with",
-            )
-        if request.control is not None and request.controlnet is None:
-            self.use_control(None)
 
     def weight(self, request: GenerateRequest) -> float:
         return request.guidance

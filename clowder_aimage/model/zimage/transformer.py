@@ -14,7 +14,7 @@ import numpy as np
 
 from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.rope import Table, axes_table, place_pixels, rotate_pairs
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
 from clowder_aimage.model.step_cache import StepCache
@@ -240,8 +240,7 @@ class Transformer(Network):
         positions = np.zeros((length, 3), dtype=np.int64)
         tokens = positions[: rows * columns]
         tokens[:, 0] = caption + 1
-        tokens[:, 1] = np.repeat(np.arange(rows), columns)
-        tokens[:, 2] = np.tile(np.arange(columns), rows)
+        place_pixels(tokens, rows, columns)
         return self._rope(positions)
 
     def _rope(self, positions: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Table:
