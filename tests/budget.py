@@ -13,9 +13,9 @@ PACKAGES = {
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (3_720, 88),
-    "exporter": (1_800, 97),
+    "exporter": (1_640, 97),
     "family": (1_200, 95),
-    "formats": (4_700, 97),
+    "formats": (4_860, 97),
     "http": (1_720, 87),
     "importer": (3_120, 98),
     "layout": (3_040, 96),
