@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -24,6 +25,7 @@ from tests.real_registry import RealRegistry, find_registry
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
+_MARKED = re.compile(r"\bmark\.(integration|slow)\b")
 _INTEGRATION = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|slow)\b", re.M)
 
 
@@ -68,9 +70,21 @@ def pytest_configure() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out modules whose tests are all deselected: importing torch takes ten seconds."""
-    if "not integration" not in config.option.markexpr or collection_path.suffix != ".py":
+    if collection_path.suffix != ".py":
+        return None
+    if collection_path.relative_to(ROOT).as_posix() in _left_out():
+        return True
+    if "not integration" not in config.option.markexpr:
         return None
     return True if _INTEGRATION.search(collection_path.read_text("utf-8")) else None
+
+
+@functools.cache
+def _left_out() -> frozenset[str]:
+    """Return the tests that AIMAGE_LEAVE_OUT lists, and the modules of which it lists all."""
+    if "AIMAGE_LEAVE_OUT" not in os.environ:
+        return frozenset()
+    return frozenset(Path(os.environ["AIMAGE_LEAVE_OUT"]).read_text().splitlines())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -93,17 +107,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
             item.add_marker(pytest.mark.xfail(reason=reason))
-    if "AIMAGE_LEAVE_OUT" in os.environ:
-        passed = set(Path(os.environ["AIMAGE_LEAVE_OUT"]).read_text().splitlines())
+    if passed := _left_out():
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = [item for item in items if item.nodeid not in passed]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the passed tests to the file in AIMAGE_PASSED."""
+    """Write the passed tests to the file in AIMAGE_PASSED, and the modules that have no others."""
     if "AIMAGE_PASSED" in os.environ:
-        passed = {report.nodeid for report in terminalreporter.stats.get("passed", [])}
-        Path(os.environ["AIMAGE_PASSED"]).write_text("\n".join(sorted(passed)))
+        stats = terminalreporter.stats
+        passed = {report.nodeid for report in stats.get("passed", ())}
+        others = {
+            report.nodeid.partition("::")[0]
+            for outcome in ("failed", "error", "skipped", "xfailed", "xpassed")
+            for report in stats.get(outcome, ())
+        }
+        modules = {
+            name
+            for name in {each.partition("::")[0] for each in passed} - others
+            if not _MARKED.search((ROOT / name).read_text("utf-8"))
+        }
+        Path(os.environ["AIMAGE_PASSED"]).write_text("\n".join(sorted(passed | modules)))
 
 
 def pytest_report_header() -> str:

@@ -7,7 +7,6 @@ import hashlib
 import io
 import math
 import os
-import random
 import threading
 import tracemalloc
 from collections import Counter
@@ -39,7 +38,7 @@ MIB = 1024 * 1024
 
 def noise(size: int, seed: bytes = b"seed") -> bytes:
     """Return bytes without repetition."""
-    return random.Random(seed).randbytes(size)
+    return hashlib.shake_128(seed).digest(size)
 
 
 BIG = noise(40 * MIB + 12345)

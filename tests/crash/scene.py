@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
 import queue
-import random
 import shutil
 import subprocess
 import sys
@@ -28,8 +28,8 @@ from tests.process import Aimage, Done, spawn
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1024 * 1024
-BIG = random.Random("big").randbytes(20 * MIB)  # more than 16 MiB, so that it has a journal
-SMALL = [random.Random(number).randbytes(100_000) for number in range(3)]
+BIG = hashlib.shake_128(b"big").digest(20 * MIB)  # more than 16 MiB, so that it has a journal
+SMALL = [hashlib.shake_128(b"%d" % number).digest(100_000) for number in range(3)]
 KILLED = -9
 WORKERS = 2
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-import random
 import shutil
 import tempfile
 import threading
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MIB = 1024 * 1024
-DATA = random.Random("seed").randbytes(20 * MIB)
+DATA = hashlib.shake_128(b"seed").digest(20 * MIB)
 CONTENT = blob(DATA)
 WHOLE = [(0, len(DATA))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
+import hashlib
 import secrets
 import threading
 import time
@@ -35,7 +35,7 @@ LIMITS = SharingLimits(ping=0.1, spared=0)
 
 def noise(size: int, seed: str = "seed") -> bytes:
     """Return pseudorandom bytes."""
-    return random.Random(seed).randbytes(size)
+    return hashlib.shake_128(seed.encode()).digest(size)
 
 
 def push_model(home: Path, repository: str, *layers: bytes, tag: str = "1") -> Reference:
