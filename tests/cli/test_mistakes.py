@@ -117,7 +117,7 @@ def test_wrong_credentials_fail(
     here = aimage()
     host = private_registry.host
     reference = f"{host}/team/x"
-    here("create", reference, tiny)
+    here("create", reference, tiny, "--whole-files")
     done = here("push", reference, code=4)
     assert f"aimage login {host}" in done.err
     done = here("login", host, "-u", "operator", "--password-stdin", stdin="wrong\n", code=4)
@@ -150,7 +150,7 @@ def test_a_credential_helper_is_used(
     config.parent.mkdir()
     config.write_text(json.dumps({"credHelpers": {host: "test"}}))
     here.environment["PATH"] = f"{helpers}:{os.environ['PATH']}"
-    here("create", f"{host}/helped/x", tiny)
+    here("create", f"{host}/helped/x", tiny, "--whole-files")
     here("push", f"{host}/helped/x")
 
 

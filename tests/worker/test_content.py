@@ -18,6 +18,7 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.oci import Digest
 from clowder_aimage.registry.client_options import DEFAULT_JOBS
+from tests.model_script import TINY
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER, RealRegistry
 from tests.worker.conftest import LocalWorker
@@ -67,7 +68,7 @@ def pushed(worker: LocalWorker, registry: RealRegistry) -> str:
 
 
 def push(worker: LocalWorker, name: str) -> str:
-    worker.aimage("tag", "tiny", name)
+    worker.aimage("create", "-q", name, TINY, "--whole-files")  # a few blobs
     digest: str = worker.aimage("push", "-q", name).line
     worker.aimage("rm", name)
     return digest

@@ -102,7 +102,7 @@ def test_every_verb_that_makes_requests_is_a_trace(
     spans: Any, aimage: Callable[..., Aimage], repository: str, tiny: Path
 ) -> None:
     here, name = aimage(), f"{repository}:v1"
-    here("create", "-q", name, tiny)
+    here("create", "-q", name, tiny, "--whole-files")
     assert not spans.get_finished_spans()
     here("push", "-q", name)
     here("tag", "--remote", name, "v2")
@@ -176,7 +176,7 @@ def test_the_command_line_sends_its_spans_before_it_ends(
     aimage: Callable[..., Aimage], registry: RealRegistry, tiny: Path
 ) -> None:
     here, name = aimage(), f"{registry.host}/team/tiny:v1"
-    here("create", "-q", name, tiny)
+    here("create", "-q", name, tiny, "--whole-files")
     here("push", "-q", name)
     with ScriptedRegistry(lambda _: Answer(200)).running() as collector:
         other = aimage("other")
@@ -192,7 +192,7 @@ def test_an_unreachable_collector_costs_no_result(
     aimage: Callable[..., Aimage], registry: RealRegistry, tiny: Path
 ) -> None:
     here, name = aimage(), f"{registry.host}/team/again:v1"
-    here("create", "-q", name, tiny)
+    here("create", "-q", name, tiny, "--whole-files")
     here("push", "-q", name)
     other = aimage("other")
     other.environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
@@ -210,7 +210,7 @@ def test_a_missing_extra_is_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here, name = aimage(), f"{registry.host}/team/warned:v1"
-    here("create", "-q", name, tiny)
+    here("create", "-q", name, tiny, "--whole-files")
     here("push", "-q", name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
