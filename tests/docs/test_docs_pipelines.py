@@ -48,6 +48,7 @@ def commands(text: str) -> list[str]:
     return steps[1:]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("forge", ["github", "gitlab"])
 def test_the_commands_of_a_pipeline_push_the_model(
     forge: str, aimage: Callable[..., Aimage], private_registry: RealRegistry, tiny: Path

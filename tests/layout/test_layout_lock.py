@@ -290,8 +290,10 @@ def check_modes(store: Path) -> None:
 @needs_root
 def test_two_users_of_a_group_share_a_store(shared: tuple[Member, Member], model: Path) -> None:
     anna, bert = shared
-    first = anna("-q", "create", "anna:v1", model).strip()
-    assert bert("-q", "create", "bert:v1", model, "--license", "mit").strip() != first
+    first = anna("-q", "create", "anna:v1", model, "--whole-files").strip()
+    assert (
+        bert("-q", "create", "bert:v1", model, "--whole-files", "--license", "mit").strip() != first
+    )
     check_modes(anna.store)
     assert bert("tag", "anna:v1", "again:v1").strip() == first
     anna("rm", "bert:v1", "again:v1")
@@ -301,7 +303,7 @@ def test_two_users_of_a_group_share_a_store(shared: tuple[Member, Member], model
     assert done["blobs"] > 0
     bert("rm", "anna:v1")
     assert json.loads(bert("--json", "gc", "--grace", "0"))["left"] == 0
-    anna("-q", "create", "anna:v2", model)
+    anna("-q", "create", "anna:v2", model, "--whole-files")
     bert("verify")
     check_modes(anna.store)
 
@@ -316,7 +318,7 @@ def test_two_users_pull_into_one_store(
         elsewhere = Path(name)
         here = ["--store", str(elsewhere)]
         Path(name).chmod(0o777)
-        anna(*here, "-q", "create", f"{repository}:v1", model)
+        anna(*here, "-q", "create", f"{repository}:v1", model, "--whole-files")
         anna(*here, "-q", "push", f"{repository}:v1")
     bert("-q", "pull", f"{repository}:v1")
     anna("-q", "pull", f"{repository}:v1")
