@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -85,12 +84,21 @@ def test_alerts_fire_as_expected() -> None:
     ],
 )
 def test_the_alert_tests_detect_a_failure(before: str, after: str, tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     text = RULES.read_text()
     assert text.count(before) == 1
-    (tmp_path / RULES.name).write_text(text.replace(before, after))
-    shutil.copy(RULES_TEST, tmp_path)
+    alert = re.findall(r"- alert: (\w+)", text.partition(before)[0])[-1]
+    document = yaml.safe_load(RULES_TEST.read_text())
+    document["tests"] = [  # those of all alerts take a second
+        test
+        for test in document["tests"]
+        if alert in {case["alertname"] for case in test["alert_rule_test"]}
+    ]
+    (tmp_path / RULES_TEST.name).write_text(json.dumps(document))
     command = [tool("promtool"), "test", "rules", str(tmp_path / RULES_TEST.name)]
-    assert run(command).returncode == 1
+    for rules_text, code in ((text, 0), (text.replace(before, after), 1)):
+        (tmp_path / RULES.name).write_text(rules_text)
+        assert run(command).returncode == code
 
 
 def test_every_alert_is_tested_firing_and_silent() -> None:
