@@ -62,6 +62,11 @@ def key(name: str, value: Any) -> Callable[[Metadata], None]:
     return lambda metadata: metadata.update({name: value})
 
 
+def forget_bos(metadata: Metadata) -> None:
+    del metadata["tokenizer.ggml.bos_token_id"]
+    metadata["tokenizer.ggml.model"] = "rwkv"  # has none by default
+
+
 LIES: dict[str, Callable[[Metadata], None]] = {
     "general.architecture is not a name": key("general.architecture", "../llama"),
     "llama.block_count must be": key("llama.block_count", 0),
@@ -85,6 +90,7 @@ LIES: dict[str, Callable[[Metadata], None]] = {
     "scores has 1 values": key("tokenizer.ggml.scores", GgufList(FLOAT32, (1.0,))),
     "is not a list of the expected type": key("tokenizer.ggml.token_type", GgufList(STRING, ())),
     "not one of 400 tokens": key("tokenizer.ggml.eos_token_id", 400),
+    "bos_token_id is missing": forget_bos,
     "400 tokens of width 32": key("llama.embedding_length", 32),
 }
 

@@ -36,6 +36,14 @@ _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _VECTORS = ("F32", "I32")  # the types of vectors that llama.cpp's operations accept
 _VECTOR_NAMES = ("norm.weight", ".bias")
 _REFUSED = ("I8", "I16", "I64", "F64", "Q8_1", "Q8_K")  # types of no weight
+# Special tokens of a tokenizer without their keys, whose spelling is that of the format
+_ASSUMED = {
+    "llama": {"unknown": 0, "bos": 1, "eos": 2},
+    "gpt2": {"bos": 11, "eos": 11},
+    "bert": {"unknown": 100, "bos": 101, "seperator": 102},
+    "t5": {"eos": 1, "unknown": 2},
+}
+_ADDED = {"seperator": "sep"}
 _KINDS = range(7)  # enum llama_token_type
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _TOKEN = re.compile(r"tokenizer\.ggml\.\w+_token_id")
@@ -245,7 +253,19 @@ def _check_vocabulary(metadata: Mapping[str, Any]) -> tuple[bytes, ...]:
     for key, value in metadata.items():
         if _TOKEN.fullmatch(key) and (type(value) is not int or not 0 <= value < count):
             raise FormatError(f"{key:.100} is {value!r:.40}: not one of {count} tokens")
+    _check_special(metadata, count)
     return tuple(tokens.items)
+
+
+def _check_special(metadata: Mapping[str, Any], count: int) -> None:
+    """Check the special tokens that are not stated: llama.cpp assumes some, and needs others."""
+    prefix = "tokenizer.ggml."
+    assumed = _ASSUMED.get(str(metadata.get(f"{prefix}model")), {})
+    for name in ("bos", "eos", "unknown", "seperator"):
+        is_added = metadata.get(f"{prefix}add_{_ADDED.get(name, name)}_token") is True
+        number = assumed.get(name, count if is_added else 0)
+        if number >= count and f"{prefix}{name}_token_id" not in metadata:
+            raise FormatError(f"{prefix}{name}_token_id is missing")
 
 
 def _list(metadata: Mapping[str, Any], key: str, *kinds: int) -> GgufList | None:
