@@ -20,6 +20,7 @@ from clowder_aimage.oci import mediatype
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
+POOLING = "1_Pooling/config.json"  # of sentence-transformers: how embeddings are made
 TEXTS = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
 _TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 _NOT = (*_TRAINING, "trainer_state.json", "all_results.json", "train_results.json")
@@ -106,8 +107,12 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
 
 
 def _files(directory: Path, paths: list[Path]) -> list[model_tree.SourceFile]:
-    return [
+    files = [
         model_tree.source_file(directory, path, path.name)
         for path in paths
         if path.suffix in TEXTS and not path.name.endswith(_INDEX)
     ]
+    pooling = directory / POOLING
+    if pooling.exists():
+        files.append(model_tree.source_file(directory, pooling, POOLING))
+    return files

@@ -68,7 +68,9 @@ def write_model(
     """
     directory.mkdir(parents=True, exist_ok=True)
     special, marks, own, bos, eos, pad = KINDS[kind]
-    tokenizer = make_tokenizer(special, (*marks, *(one for one in says if one not in marks)))
+    tokenizer = make_tokenizer(
+        special, (*marks, *(one for one in says if one not in (*marks, *special)))
+    )
     fields = make_config(kind, tokenizer, says) | config
     save_file(make_weights(fields, tokenizer, seed, says, eos), directory / "model.safetensors")
     tokenizer.save(str(directory / "tokenizer.json"))

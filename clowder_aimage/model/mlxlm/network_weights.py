@@ -11,6 +11,7 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.model.backend import compute_dtype, mx, on_gpu, quantize_layers, tree_flatten
+from clowder_aimage.model.mlxlm.cpu_network import accelerate
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor import Quantization
@@ -46,6 +47,7 @@ def load_network(
         ) from None
     mx.eval(network.parameters())
     network.eval()
+    accelerate(network)
 
 
 def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[mx.Dtype, bool]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.formats.transformers import POOLING
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
 
-_POOLING = "1_Pooling/config.json"
 _LAST, _MEAN, _FIRST = "lasttoken", "mean_tokens", "cls_token"
 _MODES = (_LAST, _MEAN, _FIRST)
 
@@ -28,15 +28,13 @@ class TextEmbedding:
     @classmethod
     def find(cls, files: TokenizerFiles, network: Any) -> TextEmbedding | None:
         """Return the pooling that the files state, or None. Raises ModelError: it is unknown."""
-        if files.read("modules.json") is None and files.read(_POOLING) is None:
+        if files.read("modules.json") is None and files.read(POOLING) is None:
             return None
-        config = files.read_object(_POOLING)
+        config = files.read_object(POOLING)
         stated = [mode for mode in _MODES if config.get(f"pooling_mode_{mode}") is True]
         inner = getattr(network, "model", None)
         if len(stated) != 1 or not callable(inner):
-            raise ModelError(
-                f"{_POOLING}: one of {', '.join(_MODES)} must be stated for embeddings"
-            )
+            raise ModelError(f"{POOLING}: one of {', '.join(_MODES)} must be stated for embeddings")
         return cls(inner, stated[0])
 
     def vector(self, tokens: list[int]) -> tuple[float, ...]:

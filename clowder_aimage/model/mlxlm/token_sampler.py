@@ -52,6 +52,7 @@ class TokenSampler:
     def _penalized(self, logits: mx.array, previous: mx.array | None) -> mx.array:
         if not (self._of_all or self._of_text):
             return logits
+        logits = mx.array(logits)  # the processors change it, and its values are reported
         if previous is not None:
             both = previous if self._text is None else mx.concatenate([self._text, previous])
             self._text = both

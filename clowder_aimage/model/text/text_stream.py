@@ -45,7 +45,7 @@ class TextStream:
         is_stripped: bool = False,
     ) -> None:
         self._stop, self._calls, self._tools = tuple(stop), calls, tools
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._state = _THINKING if is_thinking else _CONTENT
         self._has_thinking, self._is_stripped = has_thinking, is_stripped or is_thinking
         self._is_begun = False  # the answer has begun
@@ -71,16 +71,17 @@ class TextStream:
         """Return what is known after the bytes of a token. Nothing follows a stop string."""
         if self.is_stopped:
             return []
-        self._buffer += self._decode(data)
+        self._buffer += self._decoder.decode(data)
         if token is not None:
-            self._tokens.append((self._place + len(self._buffer), token))
+            is_partial = self._decoder.getstate()[0] != b""  # its text is the next character
+            self._tokens.append((self._place + len(self._buffer) + is_partial, token))
         return [*self._scan(is_end=False)]
 
     def finish(self) -> list[TextEvent]:
         """Return the rest at the end of the text."""
         if self.is_stopped:
             return []
-        self._buffer += self._decode(b"", True)
+        self._buffer += self._decoder.decode(b"", True)
         return [*self._scan(is_end=True)]
 
     def _scan(self, *, is_end: bool) -> Iterator[TextEvent]:
@@ -184,6 +185,7 @@ class TextStream:
         text = self._buffer[:length]
         if self._is_stripped:
             text = text.lstrip()
+            self._until(length - len(text))
         if is_before_mark and self._state == _THINKING:
             text = text.rstrip()
         if is_before_mark and not text.strip() and not self._is_begun:

@@ -1,0 +1,157 @@
+"""Networks of mlx-lm in float32 on a CPU, where MLX multiplies 30 times as slowly as OpenBLAS.
+
+Linear layers and embeddings are replaced by subclasses with the same parameters, and the attention
+function that a module of mlx-lm imports by one that computes the same. Quantized layers, other
+types and GPUs keep MLX's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from clowder_aimage.model import backend
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.hardware import cores
+from clowder_aimage.model.mlxlm.library import library_module
+from clowder_aimage.model.operation import is_slow, linear, memory, on_all_cores
+from clowder_aimage.tensor import blas
+
+_NAME = "scaled_dot_product_attention"
+_SCORES = 128 * 1024  # that a core computes at a time
+Attention = Callable[..., mx.array]
+
+
+class TextLinear(backend.Linear):
+    """``mlx.nn.Linear`` with a fast BLAS, also for one token at a time."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return x @ weight^T + bias. x: (..., inputs)."""
+        return project(x, self.weight, self.get("bias"))
+
+
+class TiedEmbedding(backend.Embedding):
+    """``mlx.nn.Embedding`` whose table is multiplied by a fast BLAS, for logits."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return x @ weight^T. x: (..., width)."""
+        return project(x, self.weight, None)
+
+
+def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    """Return x @ weight^T + bias. x: (..., inputs); weight: (outputs, inputs).
+
+    numpy multiplies a matrix and one vector three times as fast as a product of matrices does.
+    """
+    if x.size != x.shape[-1] or not is_slow(x):
+        return linear(x, weight, bias)
+    mx.eval(x, weight)
+    result = memory(weight) @ memory(x).reshape(-1)
+    if bias is not None:
+        result += memory(bias)
+    return mx.array(result).reshape(*x.shape[:-1], len(weight))
+
+
+def accelerate(network: Any) -> None:
+    """Replace the slow parts of a loaded network, if it computes in float32 on a CPU."""
+    if backend.on_gpu() or not blas.is_fast():
+        return
+    names = {type(module).__module__ for module in network.modules()}
+    for name in names:
+        _replace_attention(name)
+    for module in network.modules():
+        # the class alone changes: parameters, and the names of layers, stay
+        if type(module) is backend.Linear:
+            module.__class__ = TextLinear
+        elif type(module) is backend.Embedding:
+            module.__class__ = TiedEmbedding
+
+
+def _replace_attention(name: str) -> None:
+    module = sys.modules.get(name)
+    own: Any = library_module("models.base").scaled_dot_product_attention
+    if module is not None and getattr(module, _NAME, None) is own:
+        vars(module)[_NAME] = _attention(own)
+
+
+def _attention(own: Any) -> Attention:
+    def attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any = None,
+        sinks: Any = None,
+    ) -> mx.array:
+        is_plain = isinstance(keys, mx.array) and not hasattr(cache, "bits") and sinks is None
+        if not is_plain or not is_slow(queries) or len(queries) > 1:
+            usual: mx.array = own(
+                queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+            )
+            return usual
+        return attend(queries, keys, values, scale, mask)
+
+    return attention
+
+
+def attend(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any = None
+) -> mx.array:
+    """Return softmax(scale * queries @ keys^T + mask) @ values.
+
+    queries: (1, heads, length, channels); keys and values: (1, fewer heads, columns, channels),
+    each used by as many heads. mask: None; "causal", for queries that are the last columns; or an
+    array that broadcasts to (1, heads, length, columns): True where a key is seen, or added.
+    """
+    seen = mask if isinstance(mask, mx.array) else None
+    mx.eval(queries, keys, values, *([] if seen is None else [seen]))
+    query, key, value = memory(queries)[0], memory(keys)[0], memory(values)[0]
+    heads, length, _ = query.shape
+    groups, columns, channels = value.shape
+    result = np.empty((1, length, heads, channels), dtype=np.float32)
+    step = max(1, min(length, _SCORES // columns))
+    added = None if seen is None else _broadcast(seen, heads, length, columns)
+    is_causal = mask == "causal" if isinstance(mask, str) else False
+
+    def tile(index: int) -> None:
+        head, start = index % heads, index // heads * step
+        group, stop = head * groups // heads, min(start + step, length)
+        last = columns - length + stop if is_causal else columns  # no query sees later columns
+        scores = np.empty((stop - start, last), dtype=np.float32)
+        blas.multiply(_rows(query[head, start:stop]), _rows(key[group, :last]).T, scores, scale)
+        if is_causal and stop - start > 1:
+            hidden = np.triu(np.ones((stop - start, stop - start), bool), 1)
+            scores[:, last - (stop - start) :][hidden] = -np.inf
+        if added is not None:
+            part = added[head, start:stop, :last]
+            if part.dtype == np.bool_:
+                np.copyto(scores, -np.inf, where=~part)
+            else:
+                scores += part
+        scores -= scores.max(axis=1, keepdims=True)
+        np.exp(scores, out=scores)
+        sums = scores.sum(axis=1, keepdims=True)
+        own = result[0, start:stop, head]
+        blas.multiply(scores, _rows(value[group, :last]), own)
+        own /= sums
+
+    tiles = range(heads * -(-length // step))
+    on_all_cores(tile, tiles, heads * length * columns, multiplies=True)
+    blas.use_cores(cores())
+    return mx.array(result).transpose(0, 2, 1, 3)
+
+
+def _broadcast(mask: mx.array, heads: int, length: int, columns: int) -> Any:
+    values = np.array(mask if mask.dtype == mx.bool_ else mask.astype(mx.float32))
+    while values.ndim > 3:
+        values = values[0]
+    return np.broadcast_to(values, (heads, length, columns))
+
+
+def _rows(values: Any) -> Any:
+    """Return a matrix whose rows are adjacent numbers."""
+    return values if values.strides[1] == values.itemsize else np.ascontiguousarray(values)

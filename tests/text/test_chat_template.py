@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.model.text.chat_template import (
+    ChatTemplate,
+    check_request,
+    find_templates,
+    require_template,
+    special_tokens,
+)
+from clowder_aimage.model.text.language_model import TextRequest
+from tests.text.chat_template import CHATML, GEMMA, LLAMA, MISTRAL, QWEN3
+
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "call_1234",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Ulm"}'},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1234", "content": "rain"}
+
+
+def render(source: str, *messages: Any, **options: Any) -> str:
+    request = TextRequest(messages=messages, **options)
+    return ChatTemplate({"default": source}, TOKENS).render(request)
+
+
+def test_chatml() -> None:
+    assert render(CHATML, SYSTEM, USER) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_qwen3_with_tools_a_call_and_its_result() -> None:
+    text = render(QWEN3, SYSTEM, USER, CALL, RESULT, tools=(TOOL,))
+    assert text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+    assert '{"type": "function", "function": {"name": "weather"' in text
+    assert (
+        '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n'
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    ) in text
+
+
+def test_qwen3_leaves_out_earlier_thoughts_and_disables_new_ones() -> None:
+    answer = {"role": "assistant", "content": "<think>\nlong\n</think>\n\nHello"}
+    text = render(QWEN3, USER, answer, USER, thinking=False)
+    assert "long" not in text and "assistant\nHello<|im_end|>" in text
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert render(QWEN3, USER).endswith("<|im_start|>assistant\n")
+
+
+def test_llama_writes_arguments_as_an_object() -> None:
+    text = render(LLAMA, SYSTEM, USER, CALL, RESULT, tools=(TOOL,))
+    assert text.startswith("<s><|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython")
+    assert '{\n    "type": "function",' in text
+    assert '{"name": "weather", "parameters": {"city": "Ulm"}}<|eot_id|>' in text
+
+
+def test_mistral_gets_ids_of_nine_characters_that_match() -> None:
+    text = render(MISTRAL, SYSTEM, USER, CALL, RESULT, tools=(TOOL,))
+    assert text.startswith('<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": ')
+    number = text.partition('"id": "')[2][:9]
+    assert number.isalnum() and f'"call_id": "{number}"' in text
+
+
+def test_gemma_merges_the_system_message() -> None:
+    assert render(GEMMA, SYSTEM, USER) == (
+        "<s><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n"
+    )
+
+
+@pytest.mark.parametrize("source", [MISTRAL, GEMMA])
+def test_a_template_that_refuses_is_an_error_of_the_request(source: str) -> None:
+    with pytest.raises(UsageError, match=r"refuses: .*roles must alternate") as raised:
+        render(source, USER, USER)
+    assert raised.value.facts["field"] == "messages"
+
+
+def test_the_text_of_a_refusal_is_short_and_printable() -> None:
+    with pytest.raises(UsageError) as raised:
+        render("{{ raise_exception('no\\x1b[2J' ~ 'x' * 5000) }}", USER)
+    assert len(raised.value.message) < 400 and raised.value.message.isprintable()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'x' * 99999999 }}",
+        "{% set ns = namespace(t='x') %}{% for i in range(64) %}{% set ns.t = ns.t ~ ns.t %}"
+        "{% endfor %}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__subclasses__() }}",
+        "{{ strftime_now('%1000000000d') }}",
+        "{{ messages.append(1) }}",
+        "{{ undefined.attribute }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% include 'x' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% if %}",
+    ],
+)
+def test_hostile_templates_are_stopped_with_a_sentence(source: str) -> None:
+    with pytest.raises(ModelError, match=r"^the chat template (failed|cannot be read): ") as raised:
+        render(source, USER)
+    assert len(raised.value.message) < 500
+
+
+def test_the_names_of_templates_lead_nowhere() -> None:
+    assert not render("{{ raise_exception.__globals__ }}{{ strftime_now.__code__ }}", USER)
+
+
+def test_the_template_for_tools_is_used_for_tools() -> None:
+    config = {
+        "chat_template": [
+            {"name": "default", "template": "plain"},
+            {"name": "tool_use", "template": "{{ tools | length }} tools"},
+            {"name": "rag", "template": "other"},
+        ]
+    }
+    template = ChatTemplate(find_templates(config, lambda _: None), {})
+    assert template.render(TextRequest(messages=(USER,))) == "plain"
+    assert template.render(TextRequest(messages=(USER,), tools=(TOOL,))) == "1 tools"
+
+
+@pytest.mark.parametrize(
+    "config, files, expected",
+    [
+        ({"chat_template": "a"}, {}, {"default": "a"}),
+        ({"chat_template": "a"}, {"chat_template.jinja": b"b"}, {"default": "b"}),
+        ({}, {"chat_template.json": b'{"chat_template": "c"}'}, {"default": "c"}),
+        ({"chat_template": {"tool_use": "t"}}, {}, {"tool_use": "t", "default": "t"}),
+        ({"chat_template": 7}, {}, {}),
+        ({}, {}, {}),
+    ],
+)
+def test_places_of_templates(config: Any, files: dict[str, bytes], expected: Any) -> None:
+    assert find_templates(config, files.get) == expected
+
+
+def test_special_tokens_are_texts_or_objects() -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
+    assert special_tokens(config) == TOKENS
+
+
+def test_requests_beyond_the_capabilities_name_their_field() -> None:
+    with pytest.raises(UsageError, match="no chat template") as raised:
+        require_template(None)
+    assert raised.value.facts["field"] == "messages"
+    for options, field in (
+        ({"tools": (TOOL,)}, "tools"),
+        ({"thinking": True}, "thinking"),
+        ({"schema": {}}, "response_format"),
+        ({"alternatives": 1}, "logprobs"),
+    ):
+        with pytest.raises(UsageError) as raised:
+            check_request(TextRequest(messages=(USER,), **options), frozenset())
+        assert raised.value.facts["field"] == field
