@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 31), and the coverage of
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 32), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
     ".": (6_130, 97),
@@ -19,7 +19,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (3_120, 98),
     "layout": (3_040, 96),
-    "model": (11_300, 96),
+    "model": (11_950, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),
