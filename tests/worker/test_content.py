@@ -114,10 +114,14 @@ def test_content_is_pulled_listed_and_deleted(
 
 
 def test_pulled_content_can_generate_pictures(
-    ask: Asker, registry: RealRegistry, pushed: str
+    ask: Asker, registry: RealRegistry, worker: LocalWorker
 ) -> None:
-    ask.post(f"oci://{registry.host}/{PATH}")
-    body = {"model": f"{registry.host}/{PATH}", "prompt": "a dog", "steps": 1, "stream": False}
+    name = f"{registry.host}/tests/content-of-tensors:v1"
+    worker.aimage("tag", "tiny", name)
+    worker.aimage("push", "-q", name)
+    worker.aimage("rm", name)
+    ask.post(f"oci://{name}")
+    body = {"model": name, "prompt": "a dog", "steps": 1, "stream": False}
     status, answer = ask("POST", "/api/generate", body | {"width": 32, "height": 32})
     assert status == 200 and answer["image"]
 

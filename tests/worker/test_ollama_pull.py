@@ -15,7 +15,6 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from tests.model_script import TINY
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import LocalWorker
@@ -30,7 +29,7 @@ WAITED = ["verifying sha256 digest", "writing manifest", "success"]
 def pushed(worker: LocalWorker, registry: RealRegistry) -> str:
     """Push the embedded model to the registry and return its digest."""
     name = f"{registry.host}/{PATH}"
-    worker.aimage("create", "-q", name, TINY, "--whole-files")  # a few blobs
+    worker.aimage("tag", "tiny", name)
     digest: str = worker.aimage("push", "-q", name).line
     worker.aimage("rm", name)
     return digest
