@@ -11,6 +11,7 @@ import pytest
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
+from clowder_aimage.export import export
 from clowder_aimage.formats.gguf_header import find_value
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -18,7 +19,7 @@ from clowder_aimage.model.text.text_facts import TextFacts, text_facts
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.importer.formats_gguf import LLAMA, STRING, UINT32, WEIGHTS, gguf
-from tests.text.tiny_text import write_model
+from tests.text.tiny_text import add_pooling, write_model
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 TEMPLATE = "{% if tools %}{{ tools }}{% endif %}{{ messages[0].content }}"
@@ -55,7 +56,7 @@ def test_a_file_with_the_template_comes_first(tmp_path: Path) -> None:
 
 def test_a_model_with_a_pooling_computes_embeddings_too(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model", "qwen2")
-    (path / "modules.json").write_text("[]")
+    add_pooling(path)
     assert facts_of(tmp_path, path).capabilities == ("chat", "completion", "embedding")
 
 
@@ -124,3 +125,11 @@ def test_the_kind_of_the_embedded_model(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     create(layout, Reference.parse("tiny"), TINY)
     assert kind_of(read_aimage(layout, Reference.parse("tiny")).aimage) == PICTURES
+
+
+def test_the_pooling_of_a_model_comes_back(tmp_path: Path) -> None:
+    layout, path = ImageLayout(tmp_path / "store"), add_pooling(write_model(tmp_path / "model"))
+    create(layout, Reference.parse("a"), path)
+    export(layout, Reference.parse("a"), tmp_path / "out")
+    name = "1_Pooling/config.json"
+    assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()

@@ -83,6 +83,16 @@ def write_model(
     return directory
 
 
+def add_pooling(directory: Path, mode: str = "mean_tokens") -> Path:
+    """Make a model one of sentence-transformers, which computes embeddings."""
+    kind = "sentence_transformers.models.Pooling"
+    modules = [{"idx": 1, "name": "1", "path": "1_Pooling", "type": kind}]
+    (directory / "modules.json").write_text(json.dumps(modules), "utf-8")
+    (directory / "1_Pooling").mkdir()
+    _write(directory / "1_Pooling/config.json", {f"pooling_mode_{mode}": True})
+    return directory
+
+
 def make_tokenizer(special: Sequence[str], other: Sequence[str] = ()) -> Tokenizer:
     """Return a byte-level BPE tokenizer trained on a few lines."""
     tokenizer = Tokenizer(models.BPE())

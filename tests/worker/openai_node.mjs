@@ -12,12 +12,22 @@ async function opened(path) {
   return toFile(readFileSync(path), "picture.png", { type: "image/png" });
 }
 
+const texts = { chat: client.chat.completions, completions: client.completions, embeddings: client.embeddings };
+
 async function call({ name, files = {}, arguments: given }) {
+  if (texts[name]) {
+    const made = await texts[name].create(given);
+    return given.stream ? await collected(made) : made;
+  }
   const entries = Object.entries(files).map(async ([key, path]) => [key, await opened(path)]);
   const answer = await client.images[name]({ ...given, ...Object.fromEntries(await Promise.all(entries)) });
   if (!given.stream) return answer.data;
+  return collected(answer);
+}
+
+async function collected(stream) {
   const events = [];
-  for await (const event of answer) events.push(event);
+  for await (const event of stream) events.push(event);
   return events;
 }
 

@@ -10,6 +10,7 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError
 from clowder_aimage.formats.gguf_header import find_value
+from clowder_aimage.formats.transformers import POOLING
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
 from clowder_aimage.oci import Digest, mediatype
@@ -20,7 +21,6 @@ _MAX_FILE = 16 << 20  # bytes of a tokenizer's configuration, or of a GGUF file'
 _TOOLS = re.compile(r"\btools\b")
 _THINKING = re.compile(r"enable_thinking|<think>")
 _CONFIG = "tokenizer_config.json"
-_POOLING = ("modules.json", "1_Pooling/config.json")  # of sentence-transformers
 # Architectures that compute embeddings only: ggml-org/llama.cpp, src/llama-arch.cpp, and classes of
 # Transformers without a language modeling head
 _EMBEDDERS = re.compile(r"bert|embed|t5encoder|(?<!LMHead)Model$|ForMaskedLM$")
@@ -69,7 +69,7 @@ def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> Text
             return TextFacts((EMBEDDING,), context, template)
     found = [CHAT] if template else []
     found += [COMPLETION]
-    found += [EMBEDDING] if any(aimage.find(name) for name in _POOLING) else []
+    found += [EMBEDDING] if aimage.find(POOLING) else []
     found += [TOOLS] if _TOOLS.search(template) else []
     found += [THINKING] if _THINKING.search(template) else []
     return TextFacts(tuple(found), context, template)
