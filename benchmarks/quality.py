@@ -16,6 +16,10 @@ the mask; the prompt is the scene's caption, such as "a blue square". "In place"
 pictures with nothing but the right item, whose centre is within the circle around the drawn one.
 ``--pictures`` writes the drawings, and the pictures of each strength.
 
+``--enhancer DIR`` measures a language model that writes prompts, in float32: rows of 100 terse
+wishes such as "red ball, top", as they are, as the language model writes them, and of the scenes'
+own captions, wish i with seed i. "Right" is the share of pictures with all that the wish states.
+
 ``--lora FILE[:STRENGTH]`` measures an adapter instead, in float32: rows without and with it, of
 scenes with the ninth colour (examples/shapes/composing.py) and of the held-out scenes. The judge
 knows nine colours then, except in the last two rows.
@@ -47,6 +51,8 @@ from clowder_aimage.model.adaptation import LoadedAdapter, Use
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
+from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
+from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block
 from clowder_aimage.oci import Digest, Reference
@@ -58,6 +64,7 @@ from composing import held_out_scenes, ninth_scenes  # noqa: E402
 from judge import look  # noqa: E402
 from scene import COLOURS, NINTH, RGB, Item, Scene, render  # noqa: E402
 from score import figures, score  # noqa: E402
+from terse import terse_scenes  # noqa: E402
 
 STEPS = 8
 CACHED_STEPS = (28, 8)
@@ -272,6 +279,37 @@ def print_inpainted(pipeline: ZImagePipeline, count: int, place: Path | None) ->
             Picture.fromarray(pixels).save(place / f"{seed:02}-{strength}.png")
 
 
+def print_enhanced(pipeline: ZImagePipeline, directory: Path, store: ImageLayout) -> None:
+    """Print the table of terse wishes, without and with a language model."""
+    name, wishes = Reference.parse("enhancer"), terse_scenes()
+    create(store, name, directory)
+    model = load_language_model(store, read_aimage(store, name).aimage)
+    written = [
+        enhanced_prompt(model.generate(enhancement_request(wish, seed)))
+        for seed, (wish, _) in enumerate(wishes)
+    ]
+    scenes = [scene for _, scene in wishes]
+    prompts = {
+        "as typed": [wish for wish, _ in wishes],
+        "enhanced": written,
+        "caption of the scene": [scene.caption for scene in scenes],
+    }
+    titles = [column.replace("_", " ") for column in COLUMNS]
+    print("| prompt | right |", " | ".join(titles), "|")
+    print("|---" * (len(COLUMNS) + 2) + "|")
+    for title, texts in prompts.items():
+        asked = [
+            dataclasses.replace(request(scene, seed), prompt=text)
+            for seed, (scene, text) in enumerate(zip(scenes, texts, strict=True))
+        ]
+        made = [picture(pipeline, one) for one in asked]
+        verdicts = [score(scene, look(one)) for scene, one in zip(scenes, made, strict=True)]
+        right = np.mean([False not in dataclasses.astuple(verdict) for verdict in verdicts])
+        found = judged(scenes, made)
+        shares = [percent(found[column]["share"]) for column in COLUMNS]
+        print(f"| {title} | {percent(float(right))} |", " | ".join(shares), "|", flush=True)
+
+
 def open_adapter(pipeline: ZImagePipeline, text: str) -> Use:
     """Return the adapter of ``FILE[:STRENGTH]`` for a model."""
     named = parse_use(text, lambda name: Path(name).is_file())
@@ -315,12 +353,19 @@ def main() -> None:
     parser.add_argument("--cache", action="store_true", help="measure the step cache")
     parser.add_argument("--inpaint", action="store_true", help="measure painting in place")
     parser.add_argument("--pictures", type=Path, help="with --inpaint: write pictures here")
+    parser.add_argument("--enhancer", type=Path, metavar="DIR", help="measure a language model")
     parser.add_argument("--lora", metavar="FILE[:STRENGTH]", help="measure an adapter")
     options = parser.parse_args()
     if options.inpaint:
         with tempfile.TemporaryDirectory() as store:
             pipeline, _ = load(options.directory, "float32", ImageLayout(Path(store)))
             print_inpainted(pipeline, options.scenes or INPAINTED, options.pictures)
+        return
+    if options.enhancer:
+        with tempfile.TemporaryDirectory() as place:
+            store = ImageLayout(Path(place))
+            pipeline, _ = load(options.directory, "float32", store)
+            print_enhanced(pipeline, options.enhancer, store)
         return
     scenes = held_out_scenes()[: options.scenes]
     if options.cache:

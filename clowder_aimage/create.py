@@ -13,6 +13,7 @@ from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import controlnet, lora
+from clowder_aimage.formats.detection import TRANSFORMERS
 from clowder_aimage.formats.family_model import LikeModel
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.model_tree import MAX_JSON
@@ -198,18 +199,33 @@ def create_enhancer(
 
     Raises:
         NotFoundError: An AImage is not in the store, or not all of it.
-        UsageError, ModelError, FormatError: As ``plan_enhancer``.
+        UsageError: The last layer is damaged, also as ``plan_enhancer``.
+        ModelError, FormatError: As ``plan_enhancer``.
         StoreError, NoSpaceError: The store cannot be written.
     """
     with store.lease() as lease:
         image_model = _open(store, base, lease).aimage
         whole = None if weights is None else _open(store, weights, lease).aimage
         made = plan_enhancer(store, image_model, str(base), whole, str(weights))
+        _check_whole(store, whole or image_model, str(weights or base), has_weights=bool(whole))
         check_config(made.plan)
         on_plan(made.plan)
         chosen = DIALECTS[DEFAULT]
         packed = pack(made.plan, store, lease, target, chosen, jobs=jobs, on_written=on_written)
         return packed, made.replaced
+
+
+def _check_whole(store: ContentStore, aimage: AImage, name: str, *, has_weights: bool) -> None:
+    """Raise UsageError if the last layer of a language model is damaged."""
+    from clowder_aimage.model.text.last_layer import has_whole_last_layer
+
+    component = "" if aimage.properties.get("format") == TRANSFORMERS else "text_encoder"
+    if not has_whole_last_layer(store, aimage, component):
+        raise UsageError(
+            f"the last layer of {f'the text encoder of {name}' if component else name} is damaged, "
+            "or missing",
+            remedy="" if has_weights else "whole_weights",
+        )
 
 
 def _subject(

@@ -21,6 +21,7 @@ from clowder_aimage.api.picture_field import MAX_PIXELS, PictureFields, check_pi
 from clowder_aimage.api.picture_output import OutputField
 from clowder_aimage.api.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
+from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError
 from clowder_aimage.model.pipeline import (
@@ -54,7 +55,7 @@ def _no_prompt(text: str) -> str:
     return text
 
 
-class ImageRequest(GuidanceFields, PictureFields, GenerationBody):
+class ImageRequest(EnhanceFields, GuidanceFields, PictureFields, GenerationBody):
     """A validated request; the AImage provides the defaults of fields that are None."""
 
     EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
@@ -87,7 +88,7 @@ class ImageRequest(GuidanceFields, PictureFields, GenerationBody):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
-        if self.NEEDS_PROMPT and not self.adapters.prompt.strip():
+        if self.NEEDS_PROMPT and not self.enhance and not self.adapters.prompt.strip():
             raise wrong("prompt", "must not be empty")
         if self.background == "transparent":
             raise wrong("background", "transparent is not supported", "unsupported_value")

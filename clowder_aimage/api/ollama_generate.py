@@ -30,8 +30,10 @@ from clowder_aimage.api.picture_source import take_bare_pictures
 from clowder_aimage.api.picture_upload import KeptPictures, PictureUploads
 from clowder_aimage.api.request_body import Whole, check_fields, wrong
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
 from clowder_aimage.api.text.ollama_text import answer_prompt, is_text_model
 from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.http.api_error import OLLAMA, ApiError
@@ -52,7 +54,7 @@ class _Options(GuidanceFields):
     seed: Whole | None = None
 
 
-class _GenerateBody(OllamaBody, _Options, PictureFields):
+class _GenerateBody(OllamaBody, _Options, EnhanceFields, PictureFields):
     prompt: str = Field("", max_length=MAX_TEXT)
     options: _Options = _Options()
     png_facts: bool | None = None
@@ -109,16 +111,21 @@ class OllamaGeneration(OllamaRequest):
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
-        return await (self._generate() if self._wish.prompt else self.change())
+        is_wish = bool(self._wish.prompt or self._wish.enhance)
+        return await (self._generate() if is_wish else self.change())
 
     async def _generate(self) -> web.StreamResponse:
         adapters, facts = self._adapters, self._wish.png_facts
+        terms, seed = self.terms(), int(self._parameters["seed"])
+        pull = str(terms.get("pull", NEVER))
+        enhancer = PromptEnhancer.of(self.service, self._wish.enhance, adapters.prompt, seed, pull)
         has_facts = self.service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:
             check_kind(self.reference, aimage, PICTURES, interface=OLLAMA)
             parameters = self._parameters | self._of_pictures(aimage)
             request = GenerateRequest.for_model(aimage, adapters.prompt, **parameters)
+            request = enhancer.apply(request) if enhancer else request
             check_parameters(request)  # before the request is queued
             self._wish.check_negative(request)
             request = find_controlnet(self.service, request, aimage)
@@ -127,13 +134,15 @@ class OllamaGeneration(OllamaRequest):
             self.warnings[:] = self._warn(request)
             return request
 
-        events = self.service.engine.generate(
+        generate = partial(
+            self.service.engine.generate,
             self.reference,
             make,
             encoding=PictureEncoding(has_facts=has_facts),
             adapters=await adapters.references(self.service),
-            **self.terms(),
+            **terms,
         )
+        events = enhancer.before(generate) if enhancer else generate()
         return await self.stream(events, self._progress)
 
     def explained(self, error: AImageError) -> AImageError:

@@ -31,6 +31,7 @@ from clowder_aimage.api.picture_source import IMAGE, IMAGES, take_pictures
 from clowder_aimage.api.picture_upload import KeptPictures, PictureUpload, PictureUploads
 from clowder_aimage.api.request_body import is_strict
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.text.enhance_field import PromptEnhancer
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.engine.executor import run_generation, run_io
@@ -81,6 +82,7 @@ class _Work:
     adapters: Mapping[int, Reference]
     pictures: KeptPictures | None
     target: Reference | None  # to which the pictures are pushed
+    enhancer: PromptEnhancer | None = None
     warnings: list[str] = field(default_factory=list)
 
 
@@ -141,7 +143,11 @@ class ImageRoutes:
             raise _with_param(error, body) from None
         headers = {"X-Aimage-Seed": str(body.seed)} | body.headers
         headers |= selected.headers(service, body)
-        work = _Work(body, selected, await body.adapters.references(service), pictures, target)
+        enhancer = PromptEnhancer.of(
+            service, body.enhance, body.adapters.prompt, body.seed, selected.pull
+        )
+        adapters = await body.adapters.references(service)
+        work = _Work(body, selected, adapters, pictures, target, enhancer)
         if not body.stream:
             return await self._whole(request, work, headers)
         dialect = openai_stream.choose(body, request.headers)
@@ -177,6 +183,7 @@ class ImageRoutes:
         def make(aimage: AImage) -> GenerateRequest:
             check_kind(selected.reference, aimage, PICTURES)
             parameters = body.for_model(aimage, previews, work.pictures)
+            parameters = work.enhancer.apply(parameters) if work.enhancer else parameters
             check_parameters(parameters)  # before the request is queued
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = body.adapters.resolve(self._service, parameters, aimage)
@@ -185,9 +192,9 @@ class ImageRoutes:
             return parameters
 
         how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
-        return self._service.engine.generate(
-            selected.reference, make, adapters=work.adapters, **how
-        )
+        how["adapters"] = work.adapters
+        generate = partial(self._service.engine.generate, selected.reference, make, **how)
+        return work.enhancer.before(generate) if work.enhancer else generate()
 
     async def _whole(
         self, request: web.Request, work: _Work, headers: dict[str, str]

@@ -51,7 +51,10 @@ def encoded(picture: ImageEvent | PreviewEvent) -> str:
 def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
     """Return a picture as an entry of a response: its bytes or its URL."""
     is_link = body.response_format == "url"
-    return {"url": keep(picture)} if is_link else {"b64_json": encoded(picture)}
+    found = {"url": keep(picture)} if is_link else {"b64_json": encoded(picture)}
+    if "original_prompt" in picture.facts:
+        found["revised_prompt"] = str(picture.facts["prompt"])
+    return found
 
 
 def usage() -> dict[str, Any]:

@@ -171,6 +171,7 @@ class Settings(ServerSettings):
     keep_alive: Seconds = 300.0
     deadline: Limit = FOR_EVER
     default_model: Name | None = None
+    enhancer: Name | None = None
     default_for: Words = ("dall-e-2", "dall-e-3", "gpt-image-*", "chatgpt-image-*")
     aliases: Annotated[dict[str, Name], BeforeValidator(_pairs)] = {}
     wanted: Annotated[tuple[Name, ...], BeforeValidator(_list)] = ()

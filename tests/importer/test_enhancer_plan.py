@@ -104,14 +104,14 @@ def test_a_whole_text_encoder_needs_no_other_weights(models: Models) -> None:
 def test_a_damaged_text_encoder_is_refused(models: Models, whole: Path, tmp_path: Path) -> None:
     here = models(0.2)
     said = here("create", "e", "--enhancer", "--from", "z", code=2).err
-    assert "the last layer of the text encoder of z:latest is damaged: 20% are zeros" in said
+    assert "the last layer of the text encoder of z:latest is damaged" in said
     assert "--weights" in said
     tensors = load_file(whole / "model.safetensors")
     tensors[DAMAGED[0]] = np.zeros_like(tensors[DAMAGED[0]])
     shutil.copytree(whole, tmp_path / "damaged")
     save_file(tensors, tmp_path / "damaged" / "model.safetensors")
     how = ("create", "e", "--enhancer", "--from", "z", "--weights", tmp_path / "damaged")
-    assert "100% are zeros" in here(*how, code=2).err
+    assert "is damaged, or missing" in here(*how, code=2).err
     assert not [name for name in here("ls").out.split() if name.startswith(("e:", "enhancer"))]
 
 

@@ -45,7 +45,10 @@ class AnswerOutput:
             return found
         end = self.end
         counts = {"promptTokens": end.prompt_tokens, "cachedTokens": end.cached_tokens}
-        seconds = {"promptSeconds": end.prompt_seconds, "seconds": end.seconds}
+        seconds = {
+            "promptSeconds": round(end.prompt_seconds, 4),
+            "seconds": round(end.seconds, 4),
+        }
         first = {} if self.first is None else {"firstPieceSeconds": round(self.first, 4)}
         return {**found, "reason": end.reason, **counts, "tokens": end.tokens, **seconds, **first}
 

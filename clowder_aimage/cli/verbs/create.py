@@ -19,6 +19,7 @@ from clowder_aimage.cli.console.option import (
     complete_path,
     given_options,
     jobs_option,
+    needs,
     options,
     parse_annotation,
     settings,
@@ -371,6 +372,7 @@ def _enhancer(
     layout, jobs = settings().layout, settings().jobs
     with contextlib.ExitStack() as stack:
         whole = None if weights is None else _weights(weights, stack)
+        stack.enter_context(needs("--enhancer", "mlx"))
         progress = stack.enter_context(Progress("packing", target))
         made, replaced = create_enhancer(
             layout, base, target, whole, jobs=jobs, **writing(progress)

@@ -197,6 +197,7 @@ def spell(field: str) -> str:
 )
 @click.option("--deadline", metavar="DURATION", help="Time limit of a request. [default: none]")
 @click.option("--default-model", metavar="REF", help="Model for requests that name none.")
+@click.option("--enhancer", metavar="REF", help="Language model that enhances prompts.")
 @click.option(
     "--default-for",
     multiple=True,

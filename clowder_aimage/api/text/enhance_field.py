@@ -1,0 +1,100 @@
+"""The field ``enhance`` of requests for pictures: a language model writes the prompt first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
+
+from pydantic import Field
+
+from clowder_aimage.api.model_kind import TEXT, check_kind
+from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.event import Event, PullingEvent
+from clowder_aimage.engine.executor import run_generation
+from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.http.api_error import ApiError, api_error
+from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
+from clowder_aimage.model.text.language_model import TextEvent, TextPiece, TextRequest
+from clowder_aimage.oci import Reference
+
+_FIELD = "enhance"
+
+
+class EnhanceFields(RequestBody):
+    """The language model that writes the prompt: the worker's, or one that is named."""
+
+    enhance: bool | Annotated[str, Field(min_length=1, max_length=1024)] = False
+
+
+@dataclass(slots=True)
+class PromptEnhancer:
+    """A language model of the worker that writes the prompt of a request.
+
+    prompt, seed: those of the request. The new prompt is known once its events have passed.
+    """
+
+    service: Service
+    reference: Reference
+    prompt: str
+    seed: int
+    pull: str
+    text: str = ""
+    name: str = ""
+
+    @classmethod
+    def of(
+        cls, service: Service, field: bool | str, prompt: str, seed: int, pull: str
+    ) -> Self | None:
+        """Return the enhancer of a request; None without one. Raises ApiError."""
+        if not field:
+            return None
+        name = field if isinstance(field, str) else service.settings.enhancer
+        if not name:
+            raise wrong(_FIELD, "requires the name of a language model: this worker has none")
+        try:
+            return cls(service, service.reference(name), prompt, seed, pull)
+        except UsageError as error:
+            raise wrong(_FIELD, error.message[:300]) from None
+
+    async def before(
+        self, generate: Callable[[], AsyncGenerator[Event, None]]
+    ) -> AsyncGenerator[Event, None]:
+        """Write the prompt, then yield the events of ``generate``. Raises ApiError."""
+        pieces: list[TextEvent] = []
+        try:
+            events = self.service.engine.generate(
+                self.reference, self._make, pull=self.pull, is_text=True
+            )
+            async with contextlib.aclosing(events) as coming:
+                async for event in coming:
+                    if isinstance(event, TextPiece):
+                        pieces.append(event)
+                    elif isinstance(event, PullingEvent):
+                        yield event
+            self.text = enhanced_prompt(pieces)
+            found = await run_generation(self.service.store.resolve, self.reference)
+            self.name = f"{self.reference.name}@{found.digest}"
+        except AImageError as error:
+            raise _explained(error) from None
+        async with contextlib.aclosing(generate()) as coming:
+            async for event in coming:
+                yield event
+
+    def apply(self, request: GenerateRequest) -> GenerateRequest:
+        """Return the request with the new prompt, which states both."""
+        return replace(request, prompt=self.text, original_prompt=self.prompt, enhancer=self.name)
+
+    def _make(self, aimage: AImage) -> TextRequest:
+        check_kind(self.reference, aimage, TEXT)
+        return enhancement_request(self.prompt, self.seed)
+
+
+def _explained(error: AImageError) -> ApiError:
+    found = api_error(error)
+    message = f"{_FIELD}: {found.message}"
+    return ApiError(found.status, message, code=found.code, param=_FIELD, headers=found.headers)

@@ -1,0 +1,81 @@
+"""The field ``enhance``: a language model of the worker writes the prompt of a picture."""
+
+from __future__ import annotations
+
+import base64
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+
+from clowder_aimage.model.picture_facts import facts_of
+from tests.conftest import TINY
+from tests.process import Aimage
+from tests.worker.conftest import LocalWorker, answer_to
+
+ENHANCER = Path(__file__).parents[2] / "examples" / "shapes" / "enhancer"
+OPENAI, OLLAMA = "/v1/images/generations", "/api/generate"
+SMALL = {"model": "tiny", "width": 32, "height": 32, "steps": 1, "seed": 3}
+WRITTEN = "two blue squares on a black background"
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
+    home = tmp_path_factory.mktemp("enhance")
+    here = Aimage(home, home / "store")
+    here("create", "-q", "enhancer", ENHANCER)
+    here("create", "-q", "tiny", TINY)
+    found = LocalWorker(here)
+    try:
+        yield found
+    finally:
+        found.end()
+
+
+def ask(worker: LocalWorker, path: str, **body: Any) -> tuple[int, Any]:
+    """Return the status and the JSON of a response."""
+    asked = urllib.request.Request(worker.url + path, json.dumps(SMALL | body).encode())
+    status, _, answer = answer_to(asked)
+    return status, json.loads(answer)
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "status", "message"),
+    [
+        (OPENAI, True, 400, "enhance requires the name of a language model"),
+        (OLLAMA, True, 400, "enhance requires the name of a language model"),
+        (OPENAI, "tiny", 400, "enhance: model tiny:latest generates pictures"),
+        (OPENAI, "none", 404, "enhance: model none:latest not found"),
+        (OPENAI, "a b", 400, "enhance"),
+        (OPENAI, 7, 400, "enhance"),
+    ],
+)
+def test_requests_without_a_language_model_are_refused(
+    worker: LocalWorker, path: str, field: Any, status: int, message: str
+) -> None:
+    found, answer = ask(worker, path, prompt="2 blue boxes", enhance=field)
+    error = answer["error"]
+    assert found == status
+    assert message in (error["message"] if isinstance(error, dict) else error)
+
+
+@pytest.mark.integration
+def test_the_picture_states_both_prompts(worker: LocalWorker) -> None:
+    wish = {"prompt": "2 blue boxes, black bg", "enhance": "enhancer"}
+    status, answer = ask(worker, OPENAI, **wish, size="32x32")
+    (entry,) = answer["data"]
+    assert status == 200 and entry["revised_prompt"] == WRITTEN
+    status, line = ask(worker, OLLAMA, **wish, stream=False)
+    for data in (entry["b64_json"], line["image"]):
+        facts = facts_of(base64.b64decode(data))
+        assert facts["prompt"] == WRITTEN and facts["original_prompt"] == wish["prompt"]
+        assert facts["enhancer"].startswith("enhancer@sha256:")
+    assert entry["b64_json"] == line["image"]
+    status, answer = ask(worker, OPENAI, prompt="", enhance="enhancer")
+    assert status == 200 and answer["data"][0]["revised_prompt"]
