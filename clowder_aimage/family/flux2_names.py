@@ -1,7 +1,8 @@
 """Names, shapes and configs of FLUX.2 [klein], of diffusers and of the original code.
 
-Sources of the names: diffusers' ``transformer_flux2.py``, ``autoencoder_kl_flux2.py`` and
-``single_file_utils.py``; Black Forest Labs' ``flux2`` and ComfyUI, which has the same names.
+Sources of the names: diffusers' ``transformer_flux2.py``, ``autoencoder_kl_flux2.py`` and, of the
+transformer, ``single_file_utils.py``; of the autoencoder Black Forest Labs'
+``flux2/autoencoder.py``, whose names ComfyUI's ``comfy/sd.py`` reads.
 """
 
 from __future__ import annotations
