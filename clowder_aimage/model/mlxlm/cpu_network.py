@@ -22,6 +22,7 @@ from clowder_aimage.tensor import blas
 
 _NAME = "scaled_dot_product_attention"
 _SCORES = 128 * 1024  # that a core computes at a time
+_LEAST = 1 << 18  # products; MLX does fewer in the time in which it is waited for
 Attention = Callable[..., mx.array]
 
 
@@ -46,7 +47,10 @@ def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
 
     numpy multiplies a matrix and one vector three times as fast as a product of matrices does.
     """
-    if x.size != x.shape[-1] or not is_slow(x):
+    rows = x.size // x.shape[-1]
+    if not is_slow(x) or rows * weight.size < _LEAST:
+        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+    if rows > 1:
         return linear(x, weight, bias)
     mx.eval(x, weight)
     result = memory(weight) @ memory(x).reshape(-1)
@@ -88,7 +92,8 @@ def _attention(own: Any) -> Attention:
         sinks: Any = None,
     ) -> mx.array:
         is_plain = isinstance(keys, mx.array) and not hasattr(cache, "bits") and sinks is None
-        if not is_plain or not is_slow(queries) or len(queries) > 1:
+        is_small = is_plain and queries.size * keys.shape[2] < _LEAST
+        if not is_plain or is_small or not is_slow(queries) or len(queries) > 1:
             usual: mx.array = own(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
             )

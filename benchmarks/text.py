@@ -1,0 +1,151 @@
+"""Time texts of a language model and those of its library alone: ``python benchmarks/text.py``.
+
+Each row is a process of its own with the same random float32 weights. They take turns, so that all
+of them meet the same disturbances. The first token is that of a prompt which no cache knows; the
+rate is that of the tokens after it. The ratio is to the library alone, by the best turn.
+
+A new row is a function in ROWS: from the directory of the model to a function from a prompt and a
+number of tokens to the seconds until the first token, and the tokens per second after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+BASE = "mlx-lm"
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {},
+    "medium": {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 4096,
+    },
+}
+WORDS = "the red ball is on the table and the blue cube is under the chair "
+Write = Callable[[str, int], tuple[float, float]]
+
+
+def aimage(directory: Path) -> Write:
+    from clowder_aimage.create import create
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.model.text.language_model import Sampling, TextEnd, TextRequest
+    from clowder_aimage.model.text.runtime import load_language_model
+    from clowder_aimage.oci import Reference
+
+    layout = ImageLayout(Path(tempfile.mkdtemp()))
+    model = load_language_model(layout, create(layout, Reference.parse("m"), directory).aimage)
+
+    def write(prompt: str, count: int) -> tuple[float, float]:
+        request = TextRequest(prompt=prompt, max_tokens=count, sampling=Sampling(temperature=0))
+        *_, end = model.generate(request)
+        assert isinstance(end, TextEnd)
+        return end.prompt_seconds, (end.tokens - 1) / end.seconds
+
+    return write
+
+
+def mlx_lm(directory: Path) -> Write:
+    from mlx_lm import load, stream_generate
+
+    model, tokenizer = load(str(directory))[:2]
+
+    def write(prompt: str, count: int) -> tuple[float, float]:
+        begun = time.perf_counter()
+        texts = stream_generate(model, tokenizer, prompt, max_tokens=count)
+        times = [time.perf_counter() for _ in texts]
+        return times[0] - begun, (len(times) - 1) / (times[-1] - times[0])
+
+    return write
+
+
+ROWS: dict[str, Callable[[Path], Write]] = {BASE: mlx_lm, "aimage": aimage}
+
+
+def serve(row: str, directory: Path) -> None:
+    """Time one text for each line of standard input."""
+    write = ROWS[row](directory)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        first, rate = write(order["prompt"], order["count"])
+        print(json.dumps({"first": first, "rate": rate}), flush=True)
+
+
+def measure(directory: Path, rounds: int, count: int, length: int) -> dict[str, list[Any]]:
+    """Return the times of each row."""
+    children = {
+        row: subprocess.Popen(
+            [sys.executable, __file__, "--row", row, "--directory", str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for row in ROWS
+    }
+    times: dict[str, list[Any]] = {row: [] for row in ROWS}
+    try:
+        for child in children.values():
+            assert child.stdout and child.stdout.readline() == "ready\n"
+        for turn in range(rounds + 1):
+            prompt = f"{turn} " + WORDS * length  # differs from the first token on
+            for row, child in children.items():
+                assert child.stdin and child.stdout
+                child.stdin.write(json.dumps({"prompt": prompt, "count": count}) + "\n")
+                child.stdin.flush()
+                found = json.loads(child.stdout.readline())
+                if turn:  # the first one warms up
+                    times[row].append(found)
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="medium")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--length", type=int, default=2, help="sentences of the prompt")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.row:
+        serve(given.row, given.directory)
+        return
+    from tests.text.tiny_text import write_model
+
+    with tempfile.TemporaryDirectory() as place:
+        directory = write_model(Path(place) / "model", "qwen3", **SHAPES[given.shape])
+        times = measure(directory, given.rounds, given.tokens, given.length)
+    base = max(one["rate"] for one in times[BASE])
+    print("| row | tokens/s, best | median | ratio | first token, best | median |")
+    print("|---|---|---|---|---|---|")
+    for row, found in times.items():
+        rates, firsts = ([one[key] for one in found] for key in ("rate", "first"))
+        print(
+            f"| {row} | {max(rates):.1f} | {statistics.median(rates):.1f} "
+            f"| {max(rates) / base:.2f} | {min(firsts) * 1000:.0f} ms "
+            f"| {statistics.median(firsts) * 1000:.0f} ms |"
+        )
+
+
+if __name__ == "__main__":
+    main()
