@@ -61,9 +61,7 @@ def main() -> None:
         directory = write_model(Path(root, "model"), **SHAPE)
         path = write_gguf(Path(root, "model.gguf"), directory, quantized=True)
         model = load(*gguf_aimage(path), context=CONTEXT)
-        params = llama_params.make_params(
-            path, (), context=CONTEXT, pool=CONTEXT, parallel=1, pooling=None
-        )
+        params = llama_params.make_params(path, (), context=CONTEXT, parallel=1, pooling=None)
         params.verbosity, params.hostnames = -1, [f"{root}/a.sock"]
         server = xllamacpp.Server(params)
         found: dict[str, list[tuple[float, float]]] = {"aimage": [], "xllamacpp": []}

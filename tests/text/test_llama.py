@@ -173,8 +173,23 @@ def test_memory_limits_the_context(path: Path) -> None:
     weights = path.stat().st_size
     small = load(path, memory=weights + (49 << 20) + (1 << 20))
     assert small.context == 512  # all of it
+    assert small.parallel == 1
+    cache = 2 * 2 * (2 * 16) * 2 * 512  # bytes: layers, keys and values of 2 heads, context
+    several = load(path, memory=weights + (51 << 20), parallel=1000)
+    assert several.context == 512
+    assert (1 << 20) // cache <= several.parallel < (3 << 20) // cache
     with pytest.raises(UsageError, match="MiB of memory are insufficient"):
         load(path, memory=weights)
+
+
+def test_requests_at_once_have_their_whole_contexts(path: Path) -> None:
+    model = load(path, parallel=3)
+    requests = [TextRequest(prompt=prompt, sampling=GREEDY) for prompt in PROMPTS[:3]]
+    texts = [model.generate(request) for request in requests]
+    ends = [[*events][-1] for events in texts]
+    for end in ends:
+        assert isinstance(end, TextEnd)
+        assert (end.reason, end.prompt_tokens + end.tokens) == (LENGTH, 512)
 
 
 # -- several requests

@@ -69,7 +69,7 @@ def load(
     is_embedding = pooling is not None
     template = None if is_embedding else _template(layers, facts)
     params = ModelParams(layers.params)
-    tokens, pool = fit_context(
+    tokens, count = fit_context(
         facts,
         sum(file.layer.descriptor.size for file in layers.model),
         is_embedding=is_embedding,
@@ -80,12 +80,10 @@ def load(
     adapters = [(file.path, scale) for file, scale in layers.adapters]
     with layers.linked() as path:
         server = LlamaServer(
-            make_params(
-                path, adapters, context=tokens, pool=pool, parallel=parallel, pooling=pooling
-            )
+            make_params(path, adapters, context=tokens, parallel=count, pooling=pooling)
         )
     bos = "" if is_embedding else _added_bos(server, facts.token(layers.metadata, "bos"))
-    return LlamaModel(server, layers, template, params, bos, tokens, parallel)
+    return LlamaModel(server, layers, template, params, bos, tokens, count)
 
 
 class LlamaModel:

@@ -16,7 +16,8 @@ STEP = 256  # llama.cpp rounds the context of a request up to a multiple of it
 BATCH = 512  # tokens of a prompt between two answers, at which a request can be cancelled
 _MAX_EMBEDDED = 8192  # tokens of a text to embed, by default: they are computed at once
 _SHARE = 0.5  # of the machine's memory, if no limit is given
-_CONTEXTS = 4  # whole contexts that have room at once, if no limit is given
+_USUAL = 8192  # tokens of a request, before several requests share the memory
+_MAX_USUAL = 32_768  # tokens of a request, if no number is given: their memory is taken at once
 _LIBRARY = 48 << 20  # bytes of the library without a model
 _MIB = 1 << 20
 
@@ -30,28 +31,28 @@ def fit_context(
     parallel: int,
     memory: int | None,
 ) -> tuple[int, int]:
-    """Return the tokens of a request at most, and those of all requests together.
+    """Return the tokens of a request at most, and the number of requests at once.
 
-    These are the wanted or trained ones, less if memory is short. weights: bytes. Raises UsageError
-    if not even a short context has room.
+    Each of them has room for its whole context, so fewer are served if memory is short, and at last
+    the context is shorter. weights: bytes. Raises UsageError if not even that has room.
     """
-    most = min(facts.context, _MAX_EMBEDDED) if is_embedding else facts.context
-    context = min(wanted or most, facts.context)
+    most = min(wanted or (_MAX_EMBEDDED if is_embedding else _MAX_USUAL), facts.context)
+    usual = min(most, _USUAL) if wanted is None else most
     total = memory or machine_memory() or 1 << 62
-    batch = context if is_embedding else BATCH
-    work = 4 * min(batch, BATCH) * (8 * facts.width + 2 * facts.inner)
-    left = int(total if memory else total * _SHARE) - weights - work - _LIBRARY
-    least = min(context, STEP)
-    if left < facts.cache * least:
-        missing = weights + work + _LIBRARY + facts.cache * least
+    batch = most if is_embedding else BATCH
+    work = 4 * min(batch, BATCH) * (8 * facts.width + 2 * facts.inner) + _LIBRARY
+    room = (int(total if memory else total * _SHARE) - weights - work) // max(1, facts.cache)
+    least = _rounded(min(usual, STEP))
+    if room < least:
+        required = weights + work + facts.cache * least
         raise UsageError(
             f"{total // _MIB} MiB of memory are insufficient for this model: "
-            f"{-(-missing // _MIB)} MiB are required for {least} tokens"
+            f"{-(-required // _MIB)} MiB are required for {least} tokens"
         )
-    pool = _rounded(context) * (parallel if memory or wanted else min(parallel, _CONTEXTS))
-    if facts.cache:
-        pool = min(pool, max(least, left // facts.cache // STEP * STEP))
-    return min(context, pool), pool
+    if room < _rounded(usual):
+        return room // STEP * STEP, 1
+    count = min(parallel, room // _rounded(usual))
+    return min(most, room // count // STEP * STEP), count
 
 
 def make_params(
@@ -59,20 +60,16 @@ def make_params(
     adapters: Sequence[tuple[Path, float]],
     *,
     context: int,
-    pool: int,
     parallel: int,
     pooling: int | None,
 ) -> xllamacpp.CommonParams:
-    """Return the parameters of the server.
-
-    pool: tokens of all requests together. pooling: of an embedding model, else None.
-    """
+    """Return the parameters of the server. pooling: of an embedding model, else None."""
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
     params.lora_adapters = [_adapter(each, scale) for each, scale in adapters]
-    params.n_ctx, params.n_parallel = _rounded(pool), parallel
-    params.kv_unified = True  # the requests share it, as much as each needs
+    params.n_parallel = parallel
+    params.n_ctx = _rounded(context) * parallel  # divided among the requests
     params.n_batch = params.n_ubatch = BATCH
     if pooling is not None:
         params.embedding = True
