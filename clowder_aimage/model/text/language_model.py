@@ -223,6 +223,8 @@ class LanguageModel(Protocol):
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield pieces, calls, and a TextEnd; closing the generator ends the request.
 
+        An empty piece has no text: it lets other requests have their turn.
+
         A piece may be empty, so that other requests have their turns while a prompt is read.
 
         Raises at once, before the first piece:
