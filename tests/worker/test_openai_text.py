@@ -24,8 +24,11 @@ from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from clowder_aimage.http.access import read_tokens
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import Aimage
+from tests.real_registry import RealRegistry
 from tests.worker.conftest import LocalWorker, answer_to
 from tests.worker.scripted_language_model import CONTEXT
 from tests.worker.test_promises_openai import check
@@ -321,3 +324,23 @@ def test_scopes_are_those_of_pictures(worker: LocalWorker, tmp_path: Path) -> No
     assert ask(other, headers=bearer)[0] == 200
     pulled = ask(other, headers=bearer, model="registry.example.com/a/b:v1", pull="always")
     assert pulled[0] == 404
+
+
+def test_a_missing_language_model_is_pulled(
+    worker: LocalWorker, registry: RealRegistry, repository: str
+) -> None:
+    texts, pictures = (Reference.parse(f"{repository}:{tag}") for tag in ("texts", "pictures"))
+    store = LayeredStore([worker.store])
+    for name, there in ("words", texts), ("tiny", pictures):
+        store.tag(store.resolve(Reference.parse(name)), there)
+        worker.aimage("push", "-q", there)
+        worker.aimage("rm", "-q", there)
+    assert registry and ask(worker, model=str(texts), pull="never")[0] == 404
+    status, headers, body = ask(worker, model=str(texts))
+    assert (status, json.loads(body)["choices"][0]["message"]["content"]) == (200, "one two ")
+    assert headers["X-Aimage-Digest"] == str(store.resolve(texts).digest)
+    *chunks, _ = events_of(ask(worker, model=str(texts), pull="always", stream=True)[2])
+    assert chunks[0]["system_fingerprint"].startswith("fp_")
+    status, _, body = ask(worker, model=str(pictures))
+    error = json.loads(body)["error"]
+    assert (status, error["code"], error["param"]) == (400, "model_not_supported", "model")
