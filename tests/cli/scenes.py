@@ -520,6 +520,23 @@ GENERATE = {
         ! aimage: --negative requires --guidance above 0
         ! try --guidance 4
     """,
+    "language models": """
+        $ aimage create -q enhancer examples/shapes/enhancer
+        sha256:...
+        $ aimage run enhancer 2 blue boxes
+        two blue squares
+        $ aimage run enhancer 2 blue boxes --steps 4 # exit code 2
+        ! aimage: --steps applies to pictures; enhancer:latest is a language model
+        $ aimage run shapes red ball --top-p 0.5 # exit code 2
+        ! aimage: --top-p applies to language models; shapes:latest generates pictures
+        $ aimage run shapes red ball --enhance # exit code 2
+        ! aimage: no language model is named for --enhance
+        $ aimage run shapes red ball --enhancer enhancer --steps 1 --size 64x64 --seed 1
+        red-ball-1.png
+        ! prompt: a red circle
+        $ aimage chat enhancer # exit code 2
+        ! 'aimage run' answers with a language model
+    """,
     "options of other tools": """
         $ aimage run shapes a fox -s 1 --size 32x32 --seed 4 --num-images 2 --negative-prompt blue --guidance-scale 2 -o a.png
         a-1.png

@@ -152,7 +152,7 @@ def _answer(answer: Path) -> tuple[int, str]:
 
 def furnish(place: Path) -> None:
     """Create the files of the directory that a reader works in."""
-    for name in ("tiny", "shapes/model"):
+    for name in ("tiny", "shapes/model", "shapes/enhancer"):
         shutil.copytree(ROOT / "examples" / name, place / "examples" / name)
     for file in (ROOT / "examples" / "shapes").glob("*.safetensors"):
         shutil.copy(file, place / "examples" / "shapes")

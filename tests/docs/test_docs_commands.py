@@ -3,7 +3,7 @@
 In a ``console`` block, lines after ``$`` are commands and the others what they print: ``...``
 stands for anything, and lines may be left out. A comment ``# exit code 3`` at the end of a command
 says that it fails. A document's commands share one shell, in a directory that holds
-``examples/tiny``, ``examples/shapes/model`` and its adapter; ``localhost:5005`` is a registry,
+``examples/tiny``, ``examples/shapes`` (model, adapter, enhancer); ``localhost:5005`` is a registry,
 ``localhost:5001`` one that wants the user ``operator`` with the password in ``password.txt``, and
 ``~/.ollama/models`` a store of ollama's with ``llama3.2:1b`` in it. ``aimage serve``, ``aimage
 registry serve`` and ``aimage node`` go to the background when they are ready, and end with the

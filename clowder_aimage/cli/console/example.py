@@ -88,6 +88,8 @@ EXAMPLES = {
         "aimage run shapes two azure circles --lora examples/shapes/azure.safetensors:0.8",
         "aimage run shapes a blue square --image circles.png --mask mask.png --paste",
         "echo two red circles | aimage run shapes - -o - > circles.png",
+        "aimage run shapes 'red ball, top' --enhancer enhancer",
+        "aimage run qwen3 'why is the sky blue?' --max-tokens 100",
     ),
     "save": (
         "aimage save shapes shapes:int8 -o shapes.tar",

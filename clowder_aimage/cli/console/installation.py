@@ -19,9 +19,11 @@ _TOOLS = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx inst
 _EXTRAS = {
     "format": "jinja2",
     "hf": "huggingface_hub",
+    "llama": "xllamacpp",
     "mlx": "mlx",
     "otel": "opentelemetry",
     "server": "aiohttp",
+    "text": "mlx_lm",
     "worker": "structlog",
     "zstd": "zstandard",
 }

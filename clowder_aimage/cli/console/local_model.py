@@ -226,10 +226,14 @@ def fetch_model(
     """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
 
     A pull may still be running; it is stopped when the verb ends. ``check`` is that of
-    ``local_fetch.fetch``, whose errors are raised.
+    ``local_fetch.fetch``, whose errors are raised; for a pipeline, without it, the extra [mlx] is
+    required (UsageError).
     """
     from clowder_aimage.engine.local_fetch import fetch
 
+    if check is None:
+        with needs("running a model", "mlx"):
+            from clowder_aimage import generate  # noqa: F401 (before anything is pulled)
     chosen = settings()
     layout, connect = chosen.layout, connect or cache(chosen.connection)
     if chosen.has_connection:  # refuse invalid options at once

@@ -74,8 +74,8 @@ REMEDIES = {
     "lower_case_or_hub": "use lower case: {name}; to pack a model of the Hugging Face hub: "
     "aimage create NAME {model}",
     "name_adapter": "set a name with --adapter NAME=PATH",
-    "name_enhancer": "name one with --enhancer REF, with AIMAGE_ENHANCER, or in the configuration: "
-    '{{"run": {{"enhancer": "REF"}}}}',
+    "name_enhancer": "name one with --enhancer REF or AIMAGE_ENHANCER; that of Z-Image can be used "
+    "too: aimage create enhancer --enhancer --from REF",
     "no_layers": "omit --component and --include to pull all of it",
     "no_variant": "omit --variant",
     "no_worker": "start one with 'aimage serve', or set AIMAGE_HOST to another",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.lora_option import to_worker
+from clowder_aimage.cli.console.output import one_line, remark
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import StepBar, check_model, warn, warn_of
@@ -70,7 +71,10 @@ def _pictures(
             body = _request(reference, {**options, "seed": seed})
             with contextlib.closing(client.events("/v1/images/generations", body)) as events:
                 data = run.finish(events, index, on_accepted)
-            yield MadePicture(data, seed, options["output_format"], _facts(data))
+            facts = _facts(data)
+            if "original_prompt" in facts:
+                remark(f"prompt: {one_line(str(facts.get('prompt')))}")
+            yield MadePicture(data, seed, options["output_format"], facts)
 
 
 class _Run:
