@@ -23,6 +23,7 @@ import openai
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from clowder_aimage.api import answer_stream
 from clowder_aimage.http.access import read_tokens
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
@@ -259,6 +260,21 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_numbers(client: Any, st
         )
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert f"{CONTEXT + 1} tokens" in str(caught.value) and f"has {CONTEXT}" in str(caught.value)
+
+
+def test_a_comment_begins_a_stream_after_a_long_silence(
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading takes longer here than a proxy waits; a later error is an event then."""
+    monkeypatch.setattr(answer_stream, "KEEP_ALIVE", 0.05)
+    monkeypatch.setattr(answer_stream, "TICK", 0.02)
+    unload = {"model": "words", "keep_alive": 0}
+    raw = json.dumps(unload).encode()
+    assert answer_to(urllib.request.Request(f"{worker.url}/api/chat", raw))[0] == 200
+    status, _, body = ask(worker, messages="a " * (CONTEXT + 1), stream=True)
+    assert status == 200 and body.startswith(b": keep-alive\n\n")
+    assert b"event: error\n" in body and b"context_length_exceeded" in body
+    assert b"[DONE]" not in body
 
 
 def test_errors_name_the_field_before_a_model_is_loaded(worker: LocalWorker, client: Any) -> None:
