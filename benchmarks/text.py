@@ -11,6 +11,7 @@ number of tokens to the seconds until the first token, and the tokens per second
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import statistics
 import subprocess
@@ -73,7 +74,44 @@ def mlx_lm(directory: Path) -> Write:
     return write
 
 
-ROWS: dict[str, Callable[[Path], Write]] = {BASE: mlx_lm, "aimage": aimage}
+def worker(directory: Path) -> Write:
+    """Time the client of a worker, which streams its text over HTTP."""
+    import http.client
+
+    from clowder_aimage.create import create
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.oci import Reference
+
+    store = Path(tempfile.mkdtemp())
+    create(ImageLayout(store), Reference.parse("m"), directory)
+    command = [sys.executable, "-m", "clowder_aimage.cli", "serve", "--addr", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [*command, "--store", str(store)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    atexit.register(process.kill)
+    assert process.stdout is not None
+    host = process.stdout.readline().decode().strip().removeprefix("http://")
+
+    def write(prompt: str, count: int) -> tuple[float, float]:
+        body = {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        connection = http.client.HTTPConnection(host)
+        begun = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        times, tokens = list[float](), 0
+        for line in connection.getresponse():
+            if not line.startswith(b"data: {"):
+                continue
+            times.append(time.perf_counter())
+            if usage := json.loads(line[6:]).get("usage"):
+                tokens = usage["completion_tokens"]
+        connection.close()
+        return times[0] - begun, (tokens - 1) / (times[-1] - times[0])
+
+    return write
+
+
+ROWS: dict[str, Callable[[Path], Write]] = {BASE: mlx_lm, "aimage": aimage, "worker": worker}
 
 
 def serve(row: str, directory: Path) -> None:
@@ -113,7 +151,8 @@ def measure(directory: Path, rounds: int, count: int, length: int) -> dict[str, 
                     times[row].append(found)
     finally:
         for child in children.values():
-            child.kill()
+            assert child.stdin
+            child.stdin.close()  # its own children end with it
             child.wait()
     return times
 
