@@ -30,6 +30,7 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.process_memory import resident_memory
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
+    Embeddings,
     TextEnd,
     TextEvent,
     TextPiece,
@@ -42,6 +43,7 @@ _INTERVAL = 1.0  # seconds between two reports of a load
 _FACTS = ("adapter", "controlnet", "field", "tokens", "context")  # of errors, for the worker
 _NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 
+_Text = TextEvent | Embeddings
 _log = logging.getLogger("aimage.worker")
 
 
@@ -67,7 +69,7 @@ class ModelProcess:
         self._is_stuck = False  # a thread runs that cannot be ended
         self._is_complete = False  # no more blobs will arrive
         self._model: Any = None
-        self._texts: dict[int, Generator[TextEvent, None, None]] = {}  # read in turns
+        self._texts: dict[int, Generator[_Text, None, None]] = {}  # read in turns
         self._lock = threading.Lock()  # guards the target
         self._leases = contextlib.ExitStack()
 
@@ -100,7 +102,7 @@ class ModelProcess:
 
     def _execute(self, command: frame.Message) -> None:
         number = command.get("id")
-        work = {"load": self._load, "embed": self._embed, "write": self._write}
+        work = {"load": self._load, "embed": self._write, "write": self._write}
         with self._reporting_errors(number):
             work.get(command["do"], self._generate)(command)
         if number not in self._texts:
@@ -240,17 +242,29 @@ class ModelProcess:
         self._end(number)
 
     def _write(self, command: frame.Message) -> None:
-        """Open the text of a request, which is read in turns with others."""
+        """Open the text, or the embeddings, of a request, which are read in turns with others."""
         number: int = command["id"]
-        request = TextRequest(**command["request"])
         if number not in self._cancelled:
-            events = self._model.generate(request)  # raises at once if it cannot be served
+            events: Generator[_Text, None, None]
+            if command["do"] == "embed":
+                events = self._vectors(EmbeddingRequest(**command["request"]))
+            else:  # raises at once if it cannot be served
+                events = self._model.generate(TextRequest(**command["request"]))
             self._send("started", number)
             self._texts[number] = events
         else:
             self._end(number)
 
-    def _advance(self, number: int, events: Generator[TextEvent, None, None]) -> None:
+    def _vectors(self, request: EmbeddingRequest) -> Generator[_Text, None, None]:
+        """Yield the embeddings, after a turn of the other requests for each part of the texts."""
+        found: list[Embeddings] = []
+        for part in request.parts():
+            found.append(self._model.embed(part))
+            yield TextPiece("")
+        vectors = (vector for one in found for vector in one.vectors)
+        yield Embeddings(tuple(vectors), sum(one.tokens for one in found))
+
+    def _advance(self, number: int, events: Generator[_Text, None, None]) -> None:
         """Send the next event of a text."""
         try:
             event = None if self._is_cancelled(number) else next(events, None)
@@ -264,20 +278,15 @@ class ModelProcess:
             if event.text or event.tokens:
                 more = {"tokens": [asdict(one) for one in event.tokens]} if event.tokens else {}
                 self._send("piece", number, text=event.text, kind=event.kind, **more)
+        elif isinstance(event, Embeddings):
+            count = len(event.vectors)
+            self._send("vectors", number, event.pack(), count=count, tokens=event.tokens)
         else:
             self._send("end" if isinstance(event, TextEnd) else "call", number, **asdict(event))
 
     def _close(self, number: int) -> None:
         with contextlib.suppress(Exception):  # of a library, at the end
             self._texts.pop(number).close()
-
-    def _embed(self, command: frame.Message) -> None:
-        number: int = command["id"]
-        self._send("started", number)
-        found = self._model.embed(EmbeddingRequest(**command["request"]))
-        count = len(found.vectors)
-        self._send("vectors", number, found.pack(), count=count, tokens=found.tokens)
-        self._end(number)
 
     def _is_cancelled(self, number: int) -> bool:
         return number in self._cancelled or self._is_orphaned

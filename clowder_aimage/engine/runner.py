@@ -272,7 +272,8 @@ class Runner:
         how, signal = "exited", -(self._process.returncode or 0)
         if signal > 0:  # the advice is in the message, as a 5xx response has no hint
             how = f"was killed by signal {signal}, possibly for lack of memory; "
-            how += "try a smaller picture"
+            less = "a smaller context or fewer requests at once"
+            how += f"try {less if self.context else 'a smaller picture'}"
         return ModelError(f"the model process {how}", hint="the next request restarts it")
 
 

@@ -156,6 +156,14 @@ def test_prompts_beyond_the_context_are_refused_with_the_numbers(model: Any) -> 
     assert (end.tokens, end.reason) == (CONTEXT - end.prompt_tokens, "length")
 
 
+def test_a_prompt_that_is_not_text_is_refused(model: Any) -> None:
+    with pytest.raises(UsageError, match="not characters") as caught:
+        model.generate(TextRequest(prompt="the \udcff ball"))
+    assert caught.value.facts["field"] == "prompt"
+    with pytest.raises(UsageError, match="not characters"):
+        chat(model, "\ud800")
+
+
 @pytest.mark.parametrize(
     "options, field",
     [

@@ -40,6 +40,7 @@ class ScriptedLanguageModel:
     def __init__(self, parallel: int = 1) -> None:
         self.parallel = parallel
         self.open = 0
+        self.embedded: list[int] = []  # the numbers of texts
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         words = str(request.messages[-1]["content"]).split() if request.messages else []
@@ -69,6 +70,7 @@ class ScriptedLanguageModel:
             self.open -= 1
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
+        self.embedded.append(len(request.texts))
         vectors = tuple((float(len(text)), 0.5) for text in request.texts)
         return Embeddings(vectors, sum(len(text.split()) for text in request.texts))
 

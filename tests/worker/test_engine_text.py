@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +119,33 @@ def test_an_error_ends_only_its_own_text() -> None:
     assert model.open == 0
 
 
+def embed(number: int, *texts: str) -> dict[str, Any]:
+    return {"do": "embed", "id": number, "request": {"texts": texts}}
+
+
+def test_embeddings_are_computed_in_parts_between_the_pieces_of_texts() -> None:
+    model = ScriptedLanguageModel(2)
+    found = replies(model, embed(1, *["a"] * 20, "b" * 5000, "c"), write(2, "c d e"))
+    (vectors,) = [one for one in found if one["is"] == "vectors"]
+    assert model.embedded == [20 - 4, 4, 1, 1] and vectors["count"] == vectors["tokens"] == 22
+    order = [one["is"] for one in found if one["is"] in ("piece", "vectors")]
+    assert order.index("vectors") == 3  # after all pieces
+
+
+def test_embeddings_that_are_cancelled_are_not_computed_to_the_end() -> None:
+    model = ScriptedLanguageModel(1)
+    target = io.BytesIO()
+    process = ModelProcess(io.BytesIO(b""), target)
+    process._model = model
+    process._execute(embed(1, *["a"] * 100))
+    process._advance(1, process._texts[1])
+    process._cancelled.add(1)
+    process._advance(1, process._texts[1])
+    assert model.embedded == [16] and not process._texts and not process._cancelled
+    target.seek(0)
+    assert [frame.read(target)[0]["is"] for _ in range(2)] == ["started", "done"]  # type: ignore[index]
+
+
 # -- by clients of an engine
 
 
@@ -207,6 +236,17 @@ def test_a_crash_fails_the_requests_of_that_process_only(store: LayeredStore) ->
         return text_of(await heard(engine, asked("again")))
 
     assert played(store, play, parallel=2) == "again "
+
+
+def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> None:
+    async def play(engine: Any) -> None:
+        async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
+            async for event in events:
+                if isinstance(event, TextPiece):
+                    os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
+
+    with pytest.raises(ModelError, match=r"killed by signal 9, .* try a smaller context"):
+        played(store, play)
 
 
 def test_errors_keep_their_facts(store: LayeredStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import base64
+import json
 import secrets
 import sys
 import time
@@ -269,13 +270,13 @@ def _old_logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
     }
 
 
-def embeddings(found: Embeddings, body: EmbeddingsBody, model: str) -> dict[str, Any]:
-    """Return the answer of ``/v1/embeddings``."""
+def embeddings(found: Embeddings, body: EmbeddingsBody, model: str) -> str:
+    """Return the answer of ``/v1/embeddings``, JSON that may have millions of numbers."""
     vectors = found.vectors
     if len(vectors) != len(body.input):
         raise ModelError(f"the model returned {len(vectors)} of {len(body.input)} embeddings")
     encode = _packed if body.encoding_format == "base64" else list
-    return {
+    facts = {
         "object": "list",
         "data": [
             {"object": "embedding", "index": index, "embedding": encode(vector)}
@@ -284,6 +285,7 @@ def embeddings(found: Embeddings, body: EmbeddingsBody, model: str) -> dict[str,
         "model": model,
         "usage": {"prompt_tokens": found.tokens, "total_tokens": found.tokens},
     }
+    return json.dumps(facts)
 
 
 def _packed(vector: Sequence[float]) -> str:

@@ -101,8 +101,8 @@ class TextRoutes:
             raise explained(error, "input") from None
         if digest := await self._digest(selected):
             headers["X-Aimage-Digest"] = digest
-        facts = await run_generation(embeddings, found, body, str(selected.reference))
-        return web.json_response(facts, headers=headers)
+        text = await run_generation(embeddings, found, body, str(selected.reference))
+        return web.json_response(text=text, headers=headers)
 
     async def _read(self, request: web.Request, kind: type[_BodyT]) -> _BodyT:
         raw, strict = await request.read(), is_strict(request)
@@ -189,7 +189,7 @@ def explained(error: UsageError, prompt: str) -> ApiError:
     if isinstance(error, ContextError) or "context" in error.facts:
         return ApiError(400, error.message, code="context_length_exceeded", param=prompt)
     message = f"{error.message}; {error.hint}" if error.hint else error.message
-    param = None if name is None else _PARAMS.get(name, name)
+    param = None if name is None else {**_PARAMS, "prompt": prompt}.get(name, name)
     return ApiError(
         400, message, code="unsupported_value" if param else "invalid_value", param=param
     )

@@ -37,6 +37,7 @@ from clowder_aimage.model.text.language_model import (
     TextPiece,
     TextRequest,
     require,
+    require_characters,
 )
 from clowder_aimage.model.text.text_stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import call_format
@@ -127,6 +128,7 @@ class LlamaModel:
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
         require(self.capabilities, EMBEDDING, "model")
+        require_characters("".join(request.texts))
         answer = self._server.embed(request.texts)
         rows = sorted(answer["data"], key=lambda row: int(row["index"]))
         vectors = tuple(_unit(row["embedding"]) for row in rows)
@@ -137,6 +139,7 @@ class LlamaModel:
         require(self.capabilities, COMPLETION, "model")
         check_request(request, self.capabilities)
         prompt, stream = self._begin(request)
+        require_characters(prompt)
         body = self._params.body(request, prompt.removeprefix(self._bos))
         body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
         if request.schema is not None:

@@ -84,7 +84,7 @@ class LlamaServer:
         try:
             while (answer := call.answers.get()) is not None:
                 if isinstance(answer, Exception):
-                    raise ModelError(f"llama.cpp cannot answer: {answer}") from None
+                    raise _failure(answer) from None
                 yield _checked(answer)
         finally:
             call.is_cancelled = True
@@ -94,8 +94,13 @@ class LlamaServer:
         try:
             answer = self._server[0].handle_embeddings({"input": list(texts)})
         except Exception as error:
-            raise ModelError(f"llama.cpp cannot answer: {error}") from None
+            raise _failure(error) from None
         return _checked(answer)
+
+
+def _failure(error: Exception) -> ModelError:
+    """Return an error without the message, which may contain a prompt."""
+    return ModelError(f"llama.cpp cannot answer: {type(error).__name__}")
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

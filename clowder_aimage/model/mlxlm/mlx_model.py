@@ -40,6 +40,7 @@ from clowder_aimage.model.text.language_model import (
     TextEvent,
     TextRequest,
     require,
+    require_characters,
 )
 from clowder_aimage.model.text.text_stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.token_table import TokenTable
@@ -151,6 +152,7 @@ class MlxModel:
         return Prompt(tokens, count, request.alternatives), stream
 
     def _encode(self, text: str, *, has_special: bool) -> list[int]:
+        require_characters(text)
         return self._backend.encode(text, limits=replace(_ENCODING, has_special=has_special))
 
     def _sampling(self, wanted: Sampling) -> Sampling:

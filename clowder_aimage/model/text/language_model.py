@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ MAX_STOPS = 16
 MAX_STOP = 1024  # characters of a stop string
 MAX_ALTERNATIVES = 20  # of a token
 MAX_SEED = (1 << 64) - 1
+_TEXTS, _CHARACTERS = 16, 4096  # that are embedded at once, if more than one text
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,17 @@ class EmbeddingRequest:
         """Accept a list."""
         object.__setattr__(self, "texts", tuple(self.texts))
 
+    def parts(self) -> Iterator[EmbeddingRequest]:
+        """Yield requests for a few texts each, so that others have their turns between them."""
+        part: list[str] = []
+        for text in self.texts:
+            if part and (len(part) == _TEXTS or sum(map(len, part)) + len(text) > _CHARACTERS):
+                yield EmbeddingRequest(tuple(part))
+                part = []
+            part.append(text)
+        if part:
+            yield EmbeddingRequest(tuple(part))
+
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
@@ -223,8 +235,6 @@ class LanguageModel(Protocol):
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield pieces, calls, and a TextEnd; closing the generator ends the request.
 
-        An empty piece has no text: it lets other requests have their turn.
-
         A piece may be empty, so that other requests have their turns while a prompt is read.
 
         Raises at once, before the first piece:
@@ -236,6 +246,16 @@ class LanguageModel(Protocol):
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
+
+
+def require_characters(text: str) -> None:
+    """Raise UsageError if a text has halves of surrogate pairs, which no tokenizer accepts."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        error = UsageError("the prompt has code points that are not characters (U+D800 to U+DFFF)")
+        error.facts["field"] = "prompt"
+        raise error from None
 
 
 def require(capabilities: Sequence[str] | frozenset[str], wanted: str, field_: str) -> None:
