@@ -395,8 +395,11 @@ def test_embeddings_have_unit_length(directory: Path, tmp_path: Path) -> None:
     again = model.embed(EmbeddingRequest(PROMPTS[1:2])).vectors[0]
     assert again == pytest.approx(found.vectors[1], abs=1e-4)
     assert found.vectors[0] != pytest.approx(found.vectors[1], abs=1e-2)
-    with pytest.raises(UsageError):
-        model.embed(EmbeddingRequest(("the red ball " * 400,)))
+    for text in ("the red ball " * 110, "the red ball " * 4000):  # the second exceeds a batch
+        with pytest.raises(ContextError) as caught:
+            model.embed(EmbeddingRequest((text,)))
+        assert int(caught.value.facts["tokens"]) > model.context
+        assert caught.value.facts["context"] == str(model.context)
     with pytest.raises(UsageError, match="does not support completion"):
         model.generate(complete("the"))
 

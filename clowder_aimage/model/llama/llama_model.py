@@ -129,7 +129,10 @@ class LlamaModel:
         """Return embeddings. Raises UsageError, ContextError."""
         require(self.capabilities, EMBEDDING, "model")
         require_characters("".join(request.texts))
-        answer = self._server.embed(request.texts)
+        try:
+            answer = self._server.embed(request.texts)
+        except ContextError as error:  # llama.cpp's own context is rounded up
+            raise ContextError(int(error.facts["tokens"]), self.context) from None
         rows = sorted(answer["data"], key=lambda row: int(row["index"]))
         vectors = tuple(_unit(row["embedding"]) for row in rows)
         return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))

@@ -9,6 +9,7 @@ can be connected to. A random key protects the time between.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import tempfile
 import threading
@@ -30,6 +31,7 @@ _PATIENCE = 10.0  # seconds until a request ends that was cancelled
 _MAX_LOG = 500
 _LAST = b"exiting due to"
 _REASON = "error loading model: "
+_TOO_LONG = re.compile(r"input \((\d+) tokens\) is too large to process.*size: (\d+)\)")
 
 
 class _Call:
@@ -111,6 +113,8 @@ def _checked(answer: dict[str, Any]) -> dict[str, Any]:
     message = str(error.get("message"))
     if error.get("type") == "exceed_context_size_error":
         raise ContextError(int(error["n_prompt_tokens"]), int(error["n_ctx"]))
+    if (sizes := _TOO_LONG.match(message)) is not None:
+        raise ContextError(int(sizes[1]), int(sizes[2]))
     kind: type[ContentError] = UsageError if error.get("code") == 400 else ModelError
     raise kind(f"llama.cpp refuses the request: {message:.500}")
 

@@ -40,7 +40,7 @@ def load_network(
         _quantize(network, found, quantized)
         network.load_weights([*found.items()], strict=True)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        text = "; ".join(str(error).split("\n"))
+        text = " ".join(str(error).split())
         raise ModelError(
             f"the weights do not fit config.json: {text[:500]}",
             hint="the weights and the configuration are those of different models",
