@@ -224,7 +224,9 @@ def answering(asked: Asked) -> Says:
     chunks = [event({"choices": [{"delta": one}]}) for one in (*pieces, {"content": "d."})]
     usage = {"prompt_tokens": 4, "completion_tokens": 2, "prompt_tokens_details": None}
     end = [event({"choices": [{"delta": {}, "finish_reason": "stop"}]})]
-    end += [event({"choices": [], "usage": usage}), b"data: [DONE]\n\n"]
+    times = {"prompt_ms": 20.0, "predicted_ms": 500}
+    last = {"choices": [], "usage": usage} | ({"timings": times} if b'"seed"' in asked.body else {})
+    end += [event(last), b"data: [DONE]\n\n"]
     return Says([*chunks, *end], 200, {"Content-Type": "text/event-stream"})
 
 
@@ -233,10 +235,13 @@ def test_a_worker_answers_by_openais_api(at: Callable[[ScriptedWorker], Aimage])
     worker.capabilities = ("completion",)
     with worker.running():
         here = at(worker)
-        said = here("run", "x", "a?", "--seed", 5, "--max-tokens", 9, "--no-think")
+        said = here("run", "x", "a?", "--seed", 5, "--max-tokens", 9, "--no-think", "-v")
         assert said.out == "Red.\n" and "hm\n" in said.err
         assert f"answering on the worker at http://{worker.host}" in said.err
+        assert "prompt: 4 tokens in 0.02 s (200.0 tokens/s)\n" in said.err  # the worker's time
+        assert "answer: 2 tokens in 0.50 s (4.0 tokens/s)\n" in said.err
         value = here("run", "x", "a?", "--json", "--schema", "json").value
+        assert (value["promptSeconds"], value["seconds"]) == (0.0, 0.0)  # it states none
         assert "does not apply to a worker" in here("run", "x", "a", "--dtype", "f32", code=2).err
     assert worker.asked[0].value == {
         "model": "x:latest",

@@ -37,7 +37,7 @@ from tests.worker.text_worker import add_models, events_of, scripted_worker
 
 CHAT = "/v1/chat/completions"
 SECRET = "zebra"
-MORE = frozenset({"reasoning_content"})
+MORE = frozenset({"reasoning_content", "timings"})
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def test_a_stream_has_the_types_of_the_sdk_and_ends_with_its_mark(worker: LocalW
     ]
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert (chunks[-1]["choices"], chunks[-1]["usage"]["total_tokens"]) == ([], 10)
+    assert chunks[-1]["timings"] == {"prompt_ms": 500, "predicted_ms": 250}
     assert "usage" not in events_of(ask(worker, stream=True)[2])[-2]
 
 

@@ -93,7 +93,8 @@ class TextAnswer:
         """Yield the frames after the last event."""
         usage = self._usage()
         if self._has_usage:
-            yield answer_stream.frame(None, self._object(self.CHUNK, choices=[], usage=usage))
+            counts = {"usage": usage, "timings": self._timings()}
+            yield answer_stream.frame(None, self._object(self.CHUNK, choices=[], **counts))
         yield _DONE
 
     def whole(self) -> dict[str, Any]:
@@ -122,6 +123,12 @@ class TextAnswer:
             "total_tokens": read + made,
             "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in prompts)},
         }
+
+    def _timings(self) -> dict[str, float]:
+        """Return the milliseconds of prompts and of texts, by the names of llama.cpp's server."""
+        ends = [choice.end for choice in self._choices if choice.end is not None]
+        prompt, text = sum(end.prompt_seconds for end in ends), sum(end.seconds for end in ends)
+        return {"prompt_ms": round(1000 * prompt, 3), "predicted_ms": round(1000 * text, 3)}
 
     def _is_first(self, index: int) -> bool:
         return index == 0

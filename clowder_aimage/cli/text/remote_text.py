@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ def answer_remotely(
     Raises as ``WorkerClient``. NotFoundError: the worker has another model only. FormatError: the
     answer is not as in OpenAI's API.
     """
-    begun, first, end = time.monotonic(), 0.0, TextEnd("", 0, 0)
+    end = TextEnd("", 0, 0)
     body = {"model": str(reference), **_fields(request)}
     with contextlib.closing(client.events("/v1/chat/completions", body)) as events:
         for kind, value in events:
@@ -36,18 +35,13 @@ def answer_remotely(
                 check_model(client, reference, value)
                 warn_of(value)
                 continue
-            for piece in _pieces(value):
-                first = first or time.monotonic() - begun
-                yield piece
+            yield from _pieces(value)
             end = _ended(end, value)
     if not end.reason:
         raise NetworkError(
             f"the worker at {client.endpoint} disconnected before the answer was complete"
         )
-    whole = time.monotonic() - begun
-    first = first or whole
-    counts = end.prompt_tokens, end.tokens, end.cached_tokens
-    yield TextEnd(end.reason, *counts, round(first, 4), round(whole - first, 4))
+    yield end
 
 
 def _fields(request: TextRequest) -> dict[str, Any]:
@@ -85,7 +79,7 @@ def _pieces(value: Mapping[str, Any]) -> Generator[TextPiece, None, None]:
 
 
 def _ended(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:
-    """Return the end with the reason and the counts of an event."""
+    """Return the end with the reason, the counts and the times of an event."""
     reasons = [choice.get("finish_reason") for choice in _list(value.get("choices"))]
     reason = next((str(one) for one in reasons if one), end.reason)
     usage = value.get("usage")
@@ -94,7 +88,16 @@ def _ended(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:
     details = usage.get("prompt_tokens_details")
     cached = _count(details, "cached_tokens") if isinstance(details, dict) else 0
     counts = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
-    return TextEnd(reason or STOP, *counts, cached)
+    times = value.get("timings")
+    found = times if isinstance(times, dict) else {}  # another server may not state them
+    seconds = (_seconds(found, name) for name in ("prompt_ms", "predicted_ms"))
+    return TextEnd(reason or STOP, *counts, cached, *seconds)
+
+
+def _seconds(times: Mapping[str, Any], name: str) -> float:
+    """Return milliseconds in seconds."""
+    value = times.get(name)
+    return value / 1000 if isinstance(value, int | float) and value > 0 else 0.0
 
 
 def _list(value: Any) -> list[Any]:
