@@ -22,7 +22,7 @@ from clowder_aimage.formats.weight_file import (
     WeightEntry,
     WeightFile,
     entries,
-    index,
+    index_file,
     is_modelopt,
     weight_files,
 )
@@ -165,7 +165,7 @@ class ExportPlanner:
             name = _inside(component, file.name)
             self._made[name] = (file.header, file.size)
             self._place(name, file)
-        if (found := index(stem, files)) is not None:
+        if (found := index_file(stem, files)) is not None:
             self._made[_inside(component, found[0])] = (found[1], len(found[1]))
         if any(weight.quantization for weight in weights):
             self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX

@@ -53,7 +53,7 @@ def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -
     ]
 
 
-def index(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
+def index_file(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
     """Return the name and bytes of the index of several files, or None for one file."""
     if len(files) < 2:
         return None
@@ -69,7 +69,7 @@ def are_usual(stem: str, weights: Sequence[Weight], paths: Iterable[Path]) -> bo
     tensors = [entry for weight in weights for entry in entries("", weight)]
     files = weight_files(stem, tensors)
     expected = {file.name: file.header for file in files}
-    if (found := index(stem, files)) is not None:
+    if (found := index_file(stem, files)) is not None:
         expected[found[0]] = found[1]
     weight_paths = {path.name: path for path in paths if ".safetensors" in path.name}
     return expected.keys() == weight_paths.keys() and all(

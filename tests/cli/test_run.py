@@ -86,7 +86,7 @@ def test_a_prompt_that_is_no_text_is_refused(aimage: Callable[..., Aimage]) -> N
         (
             "tokenizer_config.json",
             {"chat_template": "{{ raise_exception(messages[0].content) }}"},
-            "the chat template failed: TemplateError in line 1",
+            "the chat template refuses the messages",
         ),
     ],
 )

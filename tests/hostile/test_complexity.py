@@ -46,6 +46,7 @@ from clowder_aimage.formats.codes import comfy_quant
 from clowder_aimage.importer import hub_files
 from clowder_aimage.layout.digest_scan import DigestScanner
 from clowder_aimage.layout.index import read_index
+from clowder_aimage.model.text import tool_call_format
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
 from clowder_aimage.schema import json_positions
 from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
@@ -452,6 +453,14 @@ def count_tokens(n: int, _: Path) -> Action:
     return lambda: tokenizer_size.token_count(data)
 
 
+def read_calls(n: int, _: Path) -> Action:
+    return lambda: tool_call_format.WHOLE.parse('{"name": "f"};' * n)
+
+
+def read_named_calls(n: int, _: Path) -> Action:
+    return lambda: tool_call_format.BRACKETED.parse('f[ARGS]{"a": 1}' * n)
+
+
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
@@ -475,6 +484,8 @@ CASES: dict[str, Case] = {
     "load.py": read_archive_index,
     "model/picture_facts.py": read_facts,
     "model/picture_facts.py Exif": read_exif,
+    "model/text/tool_call_format.py": read_calls,
+    "model/text/tool_call_format.py names": read_named_calls,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
     "pictures/picture_artifact.py": read_settings,
@@ -500,6 +511,10 @@ COVERED = {
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
     **dict.fromkeys(("adapter_source", "export"), "a small config, which peft_config reads"),
     **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
+    **dict.fromkeys(("language_model", "runner"), "frames of this program"),
+    **dict.fromkeys(("chat_template", "text_facts", "tokenizer_file"), "bounded, by read_json"),
+    **dict.fromkeys(("enhancer_plan", "gguf_layers", "text_option"), "bounded, by read_json"),
+    "ollama_text": "a bounded field of a body, by read_json",
     **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
     **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
     "family_model": "small files, by model_tree and read_json",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.model.mlxlm import text_generation
 from clowder_aimage.model.mlxlm.mlx_model import CachePlan
 from clowder_aimage.model.text.language_model import (
     ContextError,
@@ -141,7 +142,7 @@ def test_a_closed_text_is_over_and_leaves_what_it_knows(model: Any) -> None:
 def test_long_prompts_give_way_between_their_parts(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clowder_aimage.model.mlxlm.text_generation._PART", 8)
+    monkeypatch.setattr(text_generation, "_PART", 8)
     prompt = "what is the weather in the city today? " * 3
     events = write(model, prompt, max_tokens=1)
     expected = (end_of(events).prompt_tokens - 1) // 8

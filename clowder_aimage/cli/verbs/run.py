@@ -205,6 +205,8 @@ def run(
     prompt = read_prompt(words)
     if prompt is not None and not is_enhanced(values):
         check_prompt(prompt)
+    # wrong values of pictures, before a registry or a worker is asked for the kind of the model
+    first = order_parameters(values, prompt or "") | {"n": values["count"]}
     client = _named_worker(local, remote)
     is_text = is_language_model(reference, client, local=local)
     check_options(reference, is_text=is_text)
@@ -214,7 +216,6 @@ def run(
         return
     if values["push"] is not None:
         check_push(values["push"], prompt, reference)
-    first = order_parameters(values, prompt or "") | {"n": values["count"]}
     is_last = prompt is not None and len(order_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
     here = partial(open_model, reference, load, precision, first, values["lora_dir"])

@@ -225,7 +225,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _failure(error: RenderError) -> ModelError:
-    return ModelError(f"the chat template failed: {error.summary}")
+    is_refusal = error.kind == _RefusalError.__name__
+    what = "refuses the messages" if is_refusal else f"failed: {error.summary}"
+    return ModelError(f"the chat template {what}")
 
 
 def _refusal(error: RenderError) -> UsageError | None:

@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from clowder_aimage.errors import FormatError
@@ -26,12 +25,12 @@ from clowder_aimage.model.text.language_model import ToolCall
 from clowder_aimage.strict_json import read_json
 
 MAX_CALL = 1 << 20  # characters of the calls of a text
-_MAX_HEADS = 64  # places that look like the name of a function before its arguments
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>\s*(.*?)\s*(?:</function>)?\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_ARGUMENTS = re.compile(r"(?:\[TOOL_CALLS\])?\s*([\w.:/-]{1,256})\s*(?:\[ARGS\])?\s*(?=\{)")
+_DECODER = json.JSONDecoder()
+_ARGUMENTS = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.:/-]{1,256})\s*(?:\[ARGS\])?\s*(?=\{)")
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -53,7 +52,7 @@ class CallFormat:
             return []
         try:
             return _parse(text.strip(), tools)
-        except (FormatError, ValueError, UnicodeEncodeError):
+        except (FormatError, ValueError, RecursionError):
             return []
 
 
@@ -108,21 +107,13 @@ def _from_json(value: Any) -> ToolCall:
 
 def _named(text: str) -> list[ToolCall]:
     """Return calls that are names, each followed by the JSON of its arguments."""
-    heads = [*islice(_ARGUMENTS.finditer(text), _MAX_HEADS)]
     calls, place = [], 0
-    for index, head in enumerate(heads):
-        if head.start() < place:
-            continue  # inside the arguments before
-        for end in (*(one.start() for one in heads[index + 1 :]), len(text)):
-            try:
-                value = read_json(text[head.end() : end].encode(), "the arguments")
-            except FormatError:
-                continue
-            calls.append(_call(head[1], value))
-            place = end
-            break
-    if not calls or place != len(text) or heads[0].start():
-        raise FormatError("not a call")
+    while place < len(text):
+        head = _ARGUMENTS.match(text, place)
+        if head is None:
+            raise FormatError("not a call")
+        _, place = _DECODER.raw_decode(text, head.end())  # only its end: read_json has limits
+        calls.append(_call(head[1], read_json(text[head.end() : place].encode(), "the arguments")))
     return calls
 
 
