@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import AsyncGenerator, Callable
 from datetime import UTC, datetime
@@ -126,7 +127,8 @@ class OllamaRequest:
         except AImageError as error:
             return await answer.fail(self.explained(error))
         if not self._body.stream or (is_change and not answer.has_begun):
-            response = web.json_response(last)
+            text = await run_generation(json.dumps, last)  # with millions of numbers
+            response = web.json_response(text=text)
             add_warnings(response.headers, self.warnings)
             return response
         await answer.write(last)

@@ -149,7 +149,8 @@ def _field_error(error: ValidationError) -> ApiError:
         return ApiError(400, message, code="missing_required_parameter", param=param)
     if kind == "extra_forbidden":
         return wrong(param, "is not supported", "unknown_parameter")
-    message = re.sub(r"^(Input|String) should ", "must ", first["msg"])
+    message = re.sub(r"^(Input|String|List) should ", "must ", first["msg"])
+    message = message.replace(" after validation", "")
     is_literal = kind == "literal_error" and not isinstance(first["input"], str)
     is_type = kind.endswith("_type") or is_literal
     return wrong(param, message.removeprefix("Value error, "), "invalid_type" if is_type else "")

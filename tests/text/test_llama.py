@@ -56,7 +56,7 @@ def path(directory: Path) -> Path:
 def model(path: Path) -> Iterator[LlamaModel]:
     loaded = load(path)
     yield loaded
-    loaded.close()
+    loaded._server.close()
 
 
 def end_of(model: LlamaModel, request: TextRequest) -> TextEnd:

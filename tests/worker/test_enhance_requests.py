@@ -53,7 +53,9 @@ def ask(worker: LocalWorker, path: str, **body: Any) -> tuple[int, Any]:
         (OPENAI, "tiny", 400, "enhance: model tiny:latest generates pictures"),
         (OPENAI, "none", 404, "enhance: model none:latest not found"),
         (OPENAI, "a b", 400, "enhance"),
-        (OPENAI, 7, 400, "enhance"),
+        (OPENAI, "true", 400, "enhance requires the name of a language model"),  # as in a form
+        (OPENAI, 7, 400, "enhance must be true, false, or the name of a language model"),
+        (OLLAMA, "", 400, "enhance must be true, false, or the name of a language model"),
     ],
 )
 def test_requests_without_a_language_model_are_refused(

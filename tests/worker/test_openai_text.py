@@ -361,3 +361,9 @@ def test_a_missing_language_model_is_pulled(
     status, _, body = ask(worker, model=str(pictures))
     error = json.loads(body)["error"]
     assert (status, error["code"], error["param"]) == (400, "model_not_supported", "model")
+
+
+def test_a_list_that_is_too_long_is_refused_in_a_sentence(worker: LocalWorker) -> None:
+    status, _, answer = ask(worker, stop=["x"] * 17)
+    message = json.loads(answer)["error"]["message"]
+    assert (status, message) == (400, "stop must have at most 16 items, not 17")

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator
 
 from clowder_aimage.api.model_kind import TEXT, check_kind
 from clowder_aimage.api.request_body import RequestBody, wrong
@@ -25,10 +25,18 @@ from clowder_aimage.oci import Reference
 _FIELD = "enhance"
 
 
+def _checked(value: object) -> object:
+    if value in ("true", "false"):  # in a form
+        return value == "true"
+    if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= 1024):
+        return value
+    raise ValueError("must be true, false, or the name of a language model")
+
+
 class EnhanceFields(RequestBody):
     """The language model that writes the prompt: the worker's, or one that is named."""
 
-    enhance: bool | Annotated[str, Field(min_length=1, max_length=1024)] = False
+    enhance: Annotated[bool | str, BeforeValidator(_checked)] = False
 
 
 @dataclass(slots=True)

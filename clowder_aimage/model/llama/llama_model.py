@@ -121,10 +121,6 @@ class LlamaModel:
             found |= {THINKING} if self._template.has_thinking else set()
         return frozenset(found)
 
-    def close(self) -> None:
-        """End all requests and release the model."""
-        self._server.close()
-
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
         require(self.capabilities, EMBEDDING, "model")
