@@ -23,7 +23,8 @@ def normal(*shape: int) -> mx.array:
 def test_equals_the_steps_of_mlx(
     size: tuple[int, int], is_normed: bool, scale: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PIXELS", 64)  # several parts
+    monkeypatch.setattr(module, "_VALUES", 512)  # several parts
+    monkeypatch.setattr(module, "_PIXELS", 64)
     x, conv = normal(1, *size, 8), Conv2d(8, 6, 3, padding=1)
     norm = GroupNorm(4, 8, eps=1e-6, pytorch_compatible=True)
     norm.weight, norm.bias = normal(8), normal(8)
