@@ -375,9 +375,15 @@ def test_defaults_of_ollama_are_used(path: Path, tmp_path: Path, model: LlamaMod
     loaded = load(path, params)
     assert loaded.context == 300
     assert write(loaded, TextRequest(prompt="the")) == write(model, complete("the", 5))
-    params.write_text(json.dumps({"temperature": -1}))
-    with pytest.raises(FormatError, match=r"params\.json: temperature"):
-        load(path, params).generate(TextRequest(prompt="the"))
+    messages = tmp_path / "messages.json"
+    for file, value, reason in (
+        (params, {"temperature": -1}, r"params\.json: temperature"),
+        (params, {"stop": 5}, r"params\.json: stop"),
+        (messages, ["hi"], r"messages\.json has a message that is not an object"),
+    ):
+        file.write_text(json.dumps(value))
+        with pytest.raises(FormatError, match=reason):
+            load(path, file)
 
 
 # -- embeddings

@@ -115,13 +115,16 @@ def read_layers(files: BlobFiles, aimage: AImage) -> GgufLayers:
             models.append(file)
     _check_parts(models)
     text = _Texts(files, aimage)
+    messages = text.json(MESSAGES, list, ())
+    if not all(isinstance(one, dict) for one in messages):
+        raise FormatError(f"{MESSAGES} has a message that is not an object")
     return GgufLayers(
         tuple(models),
         tuple(adapters),
         tuple(left_out),
         next((found for name in JINJA if (found := text.find(name)) is not None), None),
         text.find(SYSTEM),
-        text.json(MESSAGES, list, ()),
+        tuple(messages),
         text.json(PARAMS, dict, {}),
     )
 

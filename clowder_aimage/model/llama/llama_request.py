@@ -47,7 +47,7 @@ class ModelParams:
         except (UsageError, TypeError) as error:
             raise FormatError(f"params.json: {error}") from None
         stops = params.get("stop", [])
-        self.stop = (stops,) if isinstance(stops, str) else tuple(stops)
+        self.stop = tuple(stops) if isinstance(stops, list) else (stops,)
         if len(self.stop) > MAX_STOPS or not all(
             isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in self.stop
         ):
