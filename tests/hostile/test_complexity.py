@@ -461,6 +461,14 @@ def read_named_calls(n: int, _: Path) -> Action:
     return lambda: tool_call_format.BRACKETED.parse('f[ARGS]{"a": 1}' * n)
 
 
+def read_open_parameters(n: int, _: Path) -> Action:
+    return lambda: tool_call_format.TAGGED.parse("<function=f>" + "<parameter=a>\n" * n)
+
+
+def read_open_arguments(n: int, _: Path) -> Action:
+    return lambda: tool_call_format.TAGGED.parse("f" + "<arg_key>" * n)
+
+
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
@@ -486,6 +494,8 @@ CASES: dict[str, Case] = {
     "model/picture_facts.py Exif": read_exif,
     "model/text/tool_call_format.py": read_calls,
     "model/text/tool_call_format.py names": read_named_calls,
+    "model/text/tool_call_format.py parameters": read_open_parameters,
+    "model/text/tool_call_format.py arguments": read_open_arguments,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
     "pictures/picture_artifact.py": read_settings,

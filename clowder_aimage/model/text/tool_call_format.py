@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ from clowder_aimage.strict_json import read_json
 
 MAX_CALL = 1 << 20  # characters of the calls of a text
 _NAME = re.compile(r"[\w.:/-]{1,256}")
-_FUNCTION = re.compile(r"\s*<function=([^<>\s]{1,256})>\s*(.*?)\s*(?:</function>)?\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^<>\s]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]{1,256})>")
+_PARAMETER = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
+_ARGUMENT = re.compile(r"</arg_key>\s*<arg_value>")
 _DECODER = json.JSONDecoder()
 _ARGUMENTS = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.:/-]{1,256})\s*(?:\[ARGS\])?\s*(?=\{)")
 Tools = Sequence[Mapping[str, Any]]
@@ -70,18 +70,35 @@ def call_format(template: str) -> CallFormat:
 
 
 def _parse(text: str, tools: Tools) -> list[ToolCall]:
-    if match := _FUNCTION.fullmatch(text):
-        types = _types(tools, match[1])
-        found = {key: _value(value, types.get(key)) for key, value in _PARAMETER.findall(match[2])}
-        return [_call(match[1], found)]
+    if match := _FUNCTION.match(text):
+        found = _between(text, _PARAMETER, "</parameter>")
+        return [_typed(match[1], tools, ((at[1], one.removesuffix("\n")) for _, at, one in found))]
     if "<arg_key>" in text:
         name = text.partition("<arg_key>")[0].strip()
-        types = _types(tools, name)
-        pairs = _ARGUMENT.findall(text)
-        return [_call(name, {key: _value(value, types.get(key)) for key, value in pairs})]
+        found = _between(text, _ARGUMENT, "</arg_value>")
+        return [
+            _typed(name, tools, ((key.rpartition("<arg_key>")[2], one) for key, _, one in found))
+        ]
     if text[:1] in ("{", "["):
         return [_from_json(one) for one in _objects(text)]
     return _named(text)
+
+
+def _between(text: str, start: re.Pattern[str], end: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield what precedes each match of ``start``, the match, and what follows until ``end``.
+
+    A pattern of all three would read the rest of a text without an ``end`` for each match.
+    """
+    place = 0
+    while (found := start.search(text, place)) and (last := text.find(end, found.end())) >= 0:
+        yield text[place : found.start()], found, text[found.end() : last]
+        place = last + len(end)
+
+
+def _typed(name: str, tools: Tools, pairs: Iterable[tuple[str, str]]) -> ToolCall:
+    """Return a call whose parameters are written as texts."""
+    types = _types(tools, name)
+    return _call(name, {key: _value(value, types.get(key)) for key, value in pairs})
 
 
 def _objects(text: str) -> list[Any]:
