@@ -34,6 +34,7 @@ from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
+from clowder_aimage.engine.runner import DiedError
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
@@ -200,6 +201,23 @@ class Engine:
             request.stage, request.number = "waiting", next(self._numbers)
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
+        try:
+            await self._take_turn(request, stored, parameters, emit)
+        except DiedError:  # perhaps of another request
+            if not request.is_text or request.has_output or request.is_interrupted:
+                raise
+            self._scheduler.leave(request)
+            request.wait_again()
+            await self._take_turn(request, stored, parameters, emit)
+
+    async def _take_turn(
+        self,
+        request: QueuedRequest,
+        stored: StoredAImage,
+        parameters: ModelRequest | None,
+        emit: Emit,
+    ) -> None:
+        """Wait for the model and serve the request; raise DiedError if its process dies."""
         model = self._scheduler.enter(request, stored)
         emit(QueuedEvent(self._scheduler.ahead(request)))
         with span("queue"):
@@ -254,7 +272,7 @@ class Engine:
         observed = (
             self._observed_steps(model, request, parameters, emit)
             if isinstance(parameters, GenerateRequest)
-            else self._observed_text(model, emit)
+            else self._observed_text(model, request, emit)
         )
 
         name = model.pinned_name(request.reference)
@@ -292,16 +310,15 @@ class Engine:
 
         return on_event
 
-    def _observed_text(self, model: ModelSlot, emit: Emit) -> Emit:
+    def _observed_text(self, model: ModelSlot, request: QueuedRequest, emit: Emit) -> Emit:
         """Return a function that counts the events of a text and passes them on."""
-        begun, is_first = self._clock(), True
+        begun = self._clock()
         metrics, label = self.metrics, self.metrics.model(model.reference.repository)
 
         def on_event(event: Event) -> None:
-            nonlocal is_first
-            if is_first and isinstance(event, TextPiece | ToolCall):
+            if not request.has_output and isinstance(event, TextPiece | ToolCall):
                 metrics.first_tokens.observe(self._clock() - begun)
-                is_first = False
+                request.has_output = True
             elif isinstance(event, TextEnd):
                 metrics.tokens.labels(label, "prompt").inc(event.prompt_tokens)
                 metrics.tokens.labels(label, "text").inc(event.tokens)

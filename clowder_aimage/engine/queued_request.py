@@ -98,7 +98,8 @@ class QueuedRequest:
     only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing. ``moved``
     is set when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters``
     are the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
-    language model. ``seconds``: what it will have taken, estimated after each step; 0 before.
+    language model. ``has_output``: a piece of its text was sent. ``seconds``: what it will have
+    taken, estimated after each step; 0 before.
     """
 
     reference: Reference
@@ -117,8 +118,15 @@ class QueuedRequest:
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
     seconds: float = 0.0
+    has_output: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wait_again(self) -> None:
+        """Wait for another turn, after the process of the model died."""
+        self.runner, self.stage = None, "waiting"
+        self.moved.clear()
+        self.turn.clear()
 
     @property
     def is_begun(self) -> bool:

@@ -45,6 +45,10 @@ class NoMemoryError(ModelError):
     """The memory is insufficient for a model or a picture."""
 
 
+class DiedError(ModelError):
+    """The process of a model died."""
+
+
 _Reply = tuple[frame.Message, bytes]
 
 
@@ -266,15 +270,15 @@ class Runner:
                 await self.end(0.0)
         del self._replies[number]
 
-    def _died(self) -> ModelError:
+    def _died(self) -> DiedError:
         if self._fault:
-            return ModelError(self._fault)
+            return DiedError(self._fault)
         how, signal = "exited", -(self._process.returncode or 0)
         if signal > 0:  # the advice is in the message, as a 5xx response has no hint
             how = f"was killed by signal {signal}, possibly for lack of memory; "
             less = "a smaller context or fewer requests at once"
             how += f"try {less if self.context else 'a smaller picture'}"
-        return ModelError(f"the model process {how}", hint="the next request restarts it")
+        return DiedError(f"the model process {how}", hint="the next request restarts it")
 
 
 def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:

@@ -1,7 +1,8 @@
 """A model process with a scripted language model, run as a module.
 
 It answers with the words of the last message, one in each turn. Some words have effects: ``fail``
-raises an error, ``crash`` ends the process, ``slow`` takes a while.
+raises an error, ``crash`` ends the process, ``slow`` takes a while, ``wait`` has no piece while
+others are open.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ class ScriptedLanguageModel:
                     os._exit(3)
                 if word == "slow":
                     time.sleep(0.02)
+                while word == "wait" and self.open > 1:
+                    yield TextPiece("")
+                    time.sleep(0.001)
                 if word == "call":
                     yield ToolCall("look", '{"at": 1}')
                     continue

@@ -249,6 +249,22 @@ def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> 
         played(store, play)
 
 
+def test_a_request_without_a_piece_is_served_again_after_a_crash(store: LayeredStore) -> None:
+    """It had its turn in the process that another request ended, and none of its text was sent."""
+
+    async def play(engine: Any) -> Any:
+        other = asyncio.create_task(heard(engine, asked("slow crash")))
+        found = asyncio.create_task(heard(engine, asked("wait here")))
+        with pytest.raises(ModelError, match="exited"):
+            await other
+        text = text_of(await found)
+        with pytest.raises(ModelError, match="exited"):  # and not for ever
+            await heard(engine, asked("crash"))
+        return text
+
+    assert played(store, play, parallel=2) == "wait here "
+
+
 def test_errors_keep_their_facts(store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         with pytest.raises(ContextError) as found:
