@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,7 +14,7 @@ from typing import Any
 from clowder_aimage.adapter.fit import Shapes
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage
-from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.formats import controlnet, lora
 from clowder_aimage.formats.detection import TRANSFORMERS
 from clowder_aimage.formats.family_model import LikeModel
@@ -33,6 +36,7 @@ from clowder_aimage.importer.enhancer_plan import plan_enhancer
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
@@ -43,6 +47,7 @@ from clowder_aimage.layout.stored_aimage import (
     read_manifest,
 )
 from clowder_aimage.oci import Descriptor, Reference, mediatype
+from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
@@ -109,6 +114,26 @@ def create(
         check_config(plan)
         on_plan(plan)
         return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
+
+
+def create_by_stem(store: ImageLayout, path: Path, **how: Any) -> Reference:
+    """Pack the model at ``path`` as ``create``, and return its name, which is that of its file.
+
+    If another model has the name, digits of the digest follow it.
+    """
+    kept = Reference(None, "unnamed", secrets.token_hex(8))  # until the digest is known
+    found = create(store, kept, path, **how).descriptor
+    try:
+        stem = path.resolve().name if path.is_dir() else path.stem
+        words = re.findall(r"[a-z0-9]+(?:[._][a-z0-9]+)*", stem.lower()[:100]) or ["model"]
+        name = Reference(None, "-".join(words), DEFAULT_TAG)
+        with contextlib.suppress(NotFoundError):
+            if store.resolve(name).digest != found.digest:
+                name = Reference(None, f"{name.repository}-{found.digest.encoded[:8]}", DEFAULT_TAG)
+        store.tag(found, name)
+    finally:
+        store.untag(kept)
+    return name
 
 
 def _like(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:

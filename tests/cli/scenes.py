@@ -143,8 +143,8 @@ EMPTY = {
         ! to pack it: aimage create NAME hf://black-forest-labs/FLUX.1-dev
         $ aimage run hf.co/black-forest-labs/FLUX.1-dev 'a fox' # exit code 2
         ! to pack it: aimage create NAME hf://black-forest-labs/FLUX.1-dev
-        $ aimage run ./examples/tiny 'a fox' # exit code 2
-        ! to run a directory, pack it first: aimage create NAME ./examples/tiny
+        $ aimage run ./nowhere.gguf 'a fox' # exit code 3
+        ! aimage: ./nowhere.gguf does not exist
         $ aimage show tiny # exit code 3
         ! aimage: tiny:latest not found in the store ...
         ! 'aimage ls' lists the names in the store; 'aimage pull' fetches from a registry

@@ -216,14 +216,6 @@ def test_the_bytes_are_written_to_stdout(at: Callable[[ScriptedWorker], Aimage])
     assert not list(here.home.glob("*.png"))
 
 
-@pytest.mark.parametrize("name", ["./model", "model"])
-def test_a_directory_is_to_be_packed(aimage: Callable[..., Aimage], name: str) -> None:
-    here = aimage()
-    (here.home / "model").mkdir()
-    said = here("run", name, "a fox", code=2 if name.startswith(".") else 3)
-    assert "aimage create NAME ./model" in said.err
-
-
 # -- the worker
 
 

@@ -55,13 +55,8 @@ def open_model(
             finder.find(use)
     if first.get("controlnet") is not None:
         find_control(first["controlnet"], finder.open_stored)
-    try:
-        used = _variant(reference, precision, connect) if precision else reference
-        fetched = fetch_model(used, connect)
-    except NotFoundError as error:
-        if reference.registry is None and Path(reference.repository).is_dir():
-            error.hint, error.remedy = pack_hint(f"./{reference.repository}"), ""
-        raise
+    used = _variant(reference, precision, connect) if precision else reference
+    fetched = fetch_model(used, connect)
     model = LocalModel(reference, partial(load, finder=finder), first, connect, fetched, finder)
     model.load(fetched)
     if not first["prompt"]:  # prompts are typed below the bar
@@ -167,11 +162,6 @@ def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateReques
     for warning in without_effect(request, given):
         note_once(f"warning: {warning}")
     return request
-
-
-def pack_hint(directory: str) -> str:
-    """Return the advice for a directory in place of an AImage."""
-    return f"to run a directory, pack it first: aimage create NAME {directory}"
 
 
 def _variant(

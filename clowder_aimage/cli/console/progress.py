@@ -311,3 +311,20 @@ class Progress:
             size=meter.total,
             seconds=round(meter.elapsed, 3),
         )
+
+
+def callbacks(progress: Progress) -> dict[str, Any]:
+    """Return the callbacks that show the progress of packing."""
+    return {
+        "on_survey": progress.begin,
+        "on_surveyed": progress.advance,
+        **writing(progress),
+    }
+
+
+def writing(progress: Progress) -> dict[str, Any]:
+    """Return the callbacks that show the progress of writing."""
+    return {
+        "on_plan": lambda plan: progress.begin(plan.size),
+        "on_written": lambda written: progress.advance(written.layer.descriptor.size),
+    }

@@ -1,18 +1,27 @@
-"""Arguments for AImages in the store: names, or the first digits of a digest."""
+"""Arguments for AImages in the store: names, the first digits of a digest, paths of models."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.option import complete_name, parse_reference, settings
-from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.cli.console.output import remark
+from clowder_aimage.cli.console.progress import Progress, callbacks
+from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.oci import Digest, Reference
 
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+_SUFFIXES = (".safetensors", ".gguf")
+_RUNNABLE = ("diffusers", "image-model", "transformers", "gguf")
 _PREFIX = re.compile(r"(sha256:|sha512:)?[0-9a-f]{4,128}")
 
 
@@ -69,10 +78,77 @@ def _find(text: str) -> tuple[Reference, tuple[Digest, list[Reference]] | None]:
     return reference, next(((one, sorted(of, key=str)) for one, of in found.items()), None)
 
 
+def model_or_path(text: str) -> Reference | Path:
+    """Parse the name of a model, or the path of one: a directory, or a file with its suffix.
+
+    Names in the store take precedence, and those of a worker. Raises UsageError, NotFoundError.
+    """
+    path = Path(text)
+    is_model = path.suffix.lower() in _SUFFIXES or os.sep in text
+    is_path = path.is_dir() or (is_model and path.is_file())
+    is_remote = click.get_current_context().params.get("remote")  # it is eager
+    has_worker = bool(is_remote or os.environ.get("AIMAGE_HOST"))
+    try:  # a worker elsewhere has its own names
+        reference = (parse_reference if has_worker else stored_reference)(text)
+    except UsageError:
+        if is_path:
+            return path
+        if text.startswith(("./", "../", "/")):
+            raise NotFoundError(f"{text} does not exist") from None
+        raise
+    if not is_path or has_worker or reference.registry is not None:
+        return reference
+    with contextlib.suppress(NotFoundError):
+        settings().layout.resolve(reference)
+        return reference
+    return path
+
+
+def pack_path(path: Path, client: WorkerClient | None) -> Reference:
+    """Pack a model under the name of its file, and return that.
+
+    Raises:
+        UsageError: A worker (``client``) is to run it, which has models of its own.
+        ModelError: It cannot be run, or packed; the others of ``create``.
+    """
+    from clowder_aimage.create import create_by_stem
+    from clowder_aimage.formats.detection import detect
+    from clowder_aimage.formats.family_weights import has_gguf_transformer
+
+    pack = f"aimage create NAME {path}"
+    if client is not None:
+        raise UsageError(
+            f"{path} is a path of this machine, and the worker at {client.endpoint} has models "
+            "of its own",
+            hint=f"run it here with --local, or pack it for the worker: {pack}",
+        )
+    kind = detect(path)
+    if kind == "lora":
+        raise ModelError(
+            f"{path} is an adapter, not a model", remedy="use_adapter", reference=str(path)
+        )
+    if kind not in _RUNNABLE:
+        raise ModelError(
+            f"{path} is a model that cannot be run ({kind})", hint=f"to pack it: {pack}"
+        )
+    if kind == "gguf" and has_gguf_transformer(path):
+        raise ModelError(
+            f"{path} is a transformer alone, without the other parts of an image model",
+            hint=f"a complete model in the store can complete it: {pack} --like REF",
+        )
+    with Progress("packing") as progress:
+        made = create_by_stem(settings().layout, path, **callbacks(progress))
+    remark(
+        f"{path} is packed as {made}: 'aimage run {made}' runs it again, "
+        f"'aimage rm {made}' removes it"
+    )
+    return made
+
+
 def stored_argument(
     name: str = "reference",
     metavar: str | None = "REF",
-    parse: Callable[[str], Reference] = stored_reference,
+    parse: Callable[[str], object] = stored_reference,
     **attributes: Any,
 ) -> Callable[[Any], Any]:
     """Return an argument for an AImage in the store, or with ``nargs`` -1 for several."""

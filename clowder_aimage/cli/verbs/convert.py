@@ -9,9 +9,9 @@ import click
 from clowder_aimage.cli.console.lora_option import find_uses
 from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import remark
-from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.progress import Progress, callbacks, writing
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.cli.verbs.create import callbacks, print_packed, recipe_options, writing
+from clowder_aimage.cli.verbs.create import print_packed, recipe_options
 from clowder_aimage.create import convert as convert_aimage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import Recipe

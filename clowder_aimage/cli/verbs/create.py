@@ -27,7 +27,7 @@ from clowder_aimage.cli.console.option import (
     verb,
 )
 from clowder_aimage.cli.console.output import number, plain, plural, remark, result, size
-from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.progress import Progress, callbacks, writing
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.create import create as create_aimage
 from clowder_aimage.create import create_enhancer
@@ -413,23 +413,6 @@ def _created(given: str | None) -> str | None:
     if time is None or time.tzinfo is None:
         raise UsageError(f"invalid --created {given!r}: expected a time like 2026-01-31T12:00:00Z")
     return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def callbacks(progress: Progress) -> dict[str, Any]:
-    """Return the callbacks that show the progress of packing."""
-    return {
-        "on_survey": progress.begin,
-        "on_surveyed": progress.advance,
-        **writing(progress),
-    }
-
-
-def writing(progress: Progress) -> dict[str, Any]:
-    """Return the callbacks that show the progress of writing."""
-    return {
-        "on_plan": lambda plan: progress.begin(plan.size),
-        "on_written": lambda written: progress.advance(written.layer.descriptor.size),
-    }
 
 
 def print_packed(reference: Reference, made: PackedModel, recipe: Recipe) -> None:

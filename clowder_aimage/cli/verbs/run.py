@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.adapter_source import OWN
-from clowder_aimage.cli.console.local_model import load_model, open_model, pack_hint
+from clowder_aimage.cli.console.local_model import load_model, open_model
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
@@ -52,7 +51,7 @@ from clowder_aimage.cli.console.remote_worker import (
     worker_host,
 )
 from clowder_aimage.cli.console.seed_option import seed_options
-from clowder_aimage.cli.console.stored_name import stored_argument, stored_reference
+from clowder_aimage.cli.console.stored_name import model_or_path, pack_path, stored_argument
 from clowder_aimage.cli.text.enhance_option import (
     ENHANCING,
     LocalEnhancer,
@@ -75,18 +74,6 @@ if TYPE_CHECKING:
 _SENT = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")  # options that a worker serves too
 
 
-def _model(text: str) -> Reference:
-    """Parse the name of a model. Raises UsageError, for a directory with advice."""
-    try:  # a worker elsewhere has its own names, also with --remote
-        return (parse_reference if os.environ.get("AIMAGE_HOST") else stored_reference)(text)
-    except UsageError:
-        if not Path(text).is_dir():
-            raise
-        raise UsageError(
-            f"{text} is a directory, not the name of an AImage", hint=pack_hint(text)
-        ) from None
-
-
 def _precision(text: str) -> str:
     from clowder_aimage.tensor.quantization import parse_precision
 
@@ -101,7 +88,7 @@ def _sides(text: str) -> tuple[int, int]:
 
 
 @verb
-@stored_argument(parse=_model)
+@stored_argument("model", parse=model_or_path)
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)
 @click.option(
     "--size", metavar="WxH", callback=parsed(_sides), help="Width and height, such as 1024x768."
@@ -179,7 +166,7 @@ def _sides(text: str) -> tuple[int, int]:
 @text_options
 @connection_options
 def run(
-    reference: Reference,
+    model: Reference | Path,
     words: tuple[str, ...],
     dtype: str | None,
     memory: int | None,
@@ -195,7 +182,8 @@ def run(
     PROMPT may be several words; '-' reads it from stdin. Without PROMPT on a terminal, prompts are
     read line by line, and the model stays loaded; a language model remembers the conversation.
 
-    REF is pulled first if the store lacks it. The worker that AIMAGE_HOST names generates instead,
+    REF is pulled first if the store lacks it. It may be the path of a model, which is packed into
+    the store, under the name of the file. The worker that AIMAGE_HOST names generates instead,
     or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage, or with --remote.
     """
     begun = time.monotonic()
@@ -208,6 +196,7 @@ def run(
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
     first = order_parameters(values, prompt or "") | {"n": values["count"]}
     client = _named_worker(local, remote)
+    reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)
     check_options(reference, is_text=is_text)
     place = _Place(reference, client, local, remote)
