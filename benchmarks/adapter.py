@@ -20,7 +20,8 @@ import numpy as np
 from models import SHAPES, build
 
 from clowder_aimage.adapter.adapter import Adapter, LowRank
-from clowder_aimage.model.adaptation import Adaptation, LoadedAdapter, Use
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
+from clowder_aimage.model.adaptation import Adaptation
 from clowder_aimage.model.adapted_linear import AdaptedLinear
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.zimage.config import TransformerConfig

@@ -42,12 +42,12 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.adaptation import LoadedAdapter, Use
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput

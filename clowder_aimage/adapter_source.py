@@ -36,7 +36,7 @@ from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
     from clowder_aimage.adapter.adapter import Adapter
-    from clowder_aimage.model.adaptation import LoadedAdapter
+    from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 
 SUFFIX = ".safetensors"
 MEMORY = 2 << 30  # bytes of loaded adapters
@@ -362,7 +362,7 @@ class AdapterSource:
         base: StoredAImage,
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
     ) -> None:
-        from clowder_aimage.model.adaptation import AdapterCache
+        from clowder_aimage.adapter.loaded_adapter import AdapterCache
 
         self._finder, self._files = finder, files
         self._base, self._shapes = base.aimage, shapes

@@ -98,6 +98,10 @@ class ModelError(ContentError):
     """A model cannot be packed or run: its directory, configs or weights do not fit."""
 
 
+class NoMemoryError(ModelError):
+    """The memory is insufficient for a model or a picture."""
+
+
 class StuckError(ModelError):
     """A call of a library does not end: its thread stays, so the process should exit."""
 

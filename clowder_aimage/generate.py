@@ -15,7 +15,7 @@ from clowder_aimage.adapter_source import (
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.backend import describe, dtype_name
+from clowder_aimage.model.library_choice import MLX, backend_module, choose_library
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     ENHANCED,
@@ -54,11 +54,18 @@ class RunnableModel:
     adapters: AdapterSource | None = None
     pictures: PictureInputs | None = None
     controls: ControlSource | None = None
+    library: str = MLX
 
     @property
     def backend(self) -> str:
-        """Return the device and, on a CPU, the BLAS."""
-        return describe()
+        """Return the device, with the version of PyTorch or the BLAS of MLX on a CPU."""
+        return str(backend_module(self.library).describe())
+
+    @property
+    def device_memory(self) -> int | None:
+        """Return the usable memory of the GPU in bytes, or None."""
+        found: int | None = backend_module(self.library).device_memory()
+        return found
 
     def preload(self, request: GenerateRequest) -> str:
         """Load what can stay in memory for such requests; return it in words.
@@ -149,6 +156,7 @@ def load(
     store: BlobFiles,
     stored: StoredAImage,
     *,
+    backend: str | None = None,
     dtype: str | None = None,
     request: GenerateRequest | None = None,
     end: Callable[[], None] = no_wait,
@@ -157,15 +165,19 @@ def load(
     """Open the model on the calling thread; check the sides of the first ``request`` before.
 
     Weights are read by ``preload`` or when they are used. ``store`` may be the files of an arriving
-    AImage, and ``end`` waits for its pull. ``finder`` finds the adapters of requests. Raises
-    ModelError, UsageError, AccessError.
+    AImage, and ``end`` waits for its pull. ``finder`` finds the adapters of requests; ``backend``
+    is as in ``load_pipeline``. Raises ModelError, UsageError, AccessError.
     """
-    chosen = dtype_name(dtype)
+    library = choose_library(backend)
+    chosen = backend_module(library).dtype_name(dtype)
     with _computing():
-        pipeline = load_pipeline(store, stored.aimage, dtype=chosen, request=request)
+        pipeline = load_pipeline(
+            store, stored.aimage, backend=library, dtype=chosen, request=request
+        )
     adapters = AdapterSource(finder, store, stored, lambda: pipeline.shapes)
     controls = ControlSource(finder.store, finder.open_stored) if finder else None
-    return RunnableModel(stored, pipeline, chosen, end, adapters, PictureInputs(store), controls)
+    pictures = PictureInputs(store)
+    return RunnableModel(stored, pipeline, chosen, end, adapters, pictures, controls, library)
 
 
 @contextmanager

@@ -262,16 +262,18 @@ def load(
     *,
     store: Store | None = None,
     registry: Registry | None = None,
+    backend: str | None = None,
     dtype: str | None = None,
     progress: OnProgress | None = None,
 ) -> Model:
     """Load a model, and pull it first if the store lacks it.
 
-    ``dtype`` is float32 or bfloat16; the default depends on the device. ``progress`` is called as
-    ``pull`` does.
+    ``backend`` is mlx or torch; the default depends on what is installed and on the GPU. ``dtype``
+    is float32 or bfloat16; the default depends on the device. ``progress`` is called as ``pull``
+    does.
 
     Raises:
-        UsageError: The extra [mlx] is not installed, or the type is unknown.
+        UsageError: The extra of the backend is not installed, or the type is unknown.
         NotFoundError: The AImage is in neither the store nor the registry. Also as ``pull``.
         ModelError: It cannot be run.
     """
@@ -280,13 +282,15 @@ def load(
         from clowder_aimage.adapter_source import AdapterFinder
         from clowder_aimage.engine import machine
         from clowder_aimage.engine.local_fetch import fetch
-        from clowder_aimage.model.memory_budget import KEEP, device_memory
+        from clowder_aimage.model.flow.memory_budget import KEEP
+        from clowder_aimage.model.library_choice import choose_library
         from clowder_aimage.model.pipeline import GenerateRequest
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
         message = "running a model needs the extra [mlx]"
         raise UsageError(message, remedy="install_extra", extra="mlx") from None
+    choose_library(backend)
     reference, layout = to_reference(name), (store or Store()).layout
     with ExitStack() as stack:
         lease = stack.enter_context(layout.lease())
@@ -297,8 +301,10 @@ def load(
         on_event = counter.on_event
         with fetch(layout, reference, connect, lease, on_event=on_event) as found:
             finder = AdapterFinder(layout, partial(_open, layout, lease, connect), has_files=True)
-            loaded = generate.load(found.files, found.stored, dtype=dtype, finder=finder)
-            loaded.pipeline.set_memory(KEEP, None, device_memory() or machine.memory())
+            loaded = generate.load(
+                found.files, found.stored, backend=backend, dtype=dtype, finder=finder
+            )
+            loaded.pipeline.set_memory(KEEP, None, loaded.device_memory or machine.memory())
             loaded.preload(GenerateRequest.for_model(found.stored.aimage, ""))
             found.end()
         inputs = PictureFiles(layout, connect)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 32), and the coverage of
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 33), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_130, 97),
-    "adapter": (2_300, 95),
+    ".": (6_150, 97),
+    "adapter": (2_360, 95),
     "api": (5_400, 95),
-    "cli": (9_600, 93),
+    "cli": (9_660, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (3_760, 88),
+    "engine": (3_790, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
     "formats": (4_860, 97),
     "http": (1_720, 87),
     "importer": (3_120, 98),
     "layout": (3_040, 96),
-    "model": (11_950, 96),
+    "model": (12_700, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),

@@ -38,7 +38,7 @@ Draw = Callable[..., Picture]
 # A change here is a change for users: it needs an entry in CHANGELOG.md.
 SIGNATURES: dict[Any, str] = {
     create: "name path * store dtype quantize license source steps guidance progress",
-    load: "name * store registry dtype progress",
+    load: "name * store registry backend dtype progress",
     pull: "name * store registry components include progress",
     push: "name * store registry dialect progress",
     Store: "path",
@@ -303,6 +303,7 @@ def test_pictures_that_are_refused(
 
 def test_a_missing_extra_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
     for name in [m for m in sys.modules if m.startswith(("clowder_aimage.model", "mlx."))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "clowder_aimage.generate", raising=False)

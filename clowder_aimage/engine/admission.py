@@ -19,7 +19,8 @@ class EngineLimits:
 
     queue: maximum number of waiting requests. models: maximum number of loaded models. keep_alive:
     seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a request's
-    arrival to its last picture. text_encoder: after a request, "keep" it in memory, "release" it
+    arrival to its last picture. backend: the library of image models, "auto", "mlx" or "torch".
+    text_encoder: after a request, "keep" it in memory, "release" it
     and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
     models; None for the machine's memory. first: the precision of variants that are used while the
     AImage is fetched, or None. load_timeout: seconds that a load may make no progress.
@@ -32,6 +33,7 @@ class EngineLimits:
     models: int = 1
     keep_alive: float = 300.0
     deadline: float = FOR_EVER
+    backend: str = "auto"
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None

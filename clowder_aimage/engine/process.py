@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clowder_aimage.engine import frame, local_fetch, machine
-from clowder_aimage.errors import AImageError, ModelError, StuckError
+from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
@@ -121,7 +121,7 @@ class ModelProcess:
             self._is_stuck = isinstance(error, StuckError)
         except Exception as error:  # every error is reported to the worker
             if _lacks_memory(error):
-                self._fail(number, "MemoryError", "not enough memory")
+                self._fail(number, "NoMemoryError", "not enough memory")
                 return
             _log_error("the model failed", error)
             self._fail(number, "ModelError", f"the model failed: {type(error).__name__}")
@@ -161,15 +161,18 @@ class ModelProcess:
 
     def _load_pipeline(self, found: Any, command: frame.Message) -> None:
         """Load an image model, whose blobs may be arriving."""
-        generate = _needs_mlx()
-        from clowder_aimage.model.memory_budget import device_memory
+        backend = command.get("backend")
+        generate = _needs_library(backend)
+        from clowder_aimage.model.library_choice import backend_module
         from clowder_aimage.model.pipeline import GenerateRequest
 
-        if device_memory() is None:  # drivers of GPUs map more than there is
+        if (
+            backend_module(backend).device_memory() is None
+        ):  # drivers of GPUs map more than there is
             _limit_memory(machine.memory())
-        how = {"dtype": command.get("dtype"), "finder": self._finder(command)}
+        how = {"backend": backend, "dtype": command.get("dtype"), "finder": self._finder(command)}
         self._model = generate.load(found.files, found.stored, **how)
-        _set_memory(self._model.pipeline, command)
+        _set_memory(self._model, command)
         if command.get("request"):  # its texts are encoded while other blobs arrive
             self._model.prepare(GenerateRequest(**command["request"]))
         usual = GenerateRequest.for_model(found.stored.aimage, "")
@@ -314,10 +317,15 @@ class ModelProcess:
             self._target.flush()
 
 
-def _needs_mlx() -> Any:
-    """Import and return the module ``generate``. Raises ModelError without the extra [mlx]."""
+def _needs_library(backend: str | None) -> Any:
+    """Import and return the module ``generate``. Raises ModelError without the backend's extra."""
     try:
         from clowder_aimage import generate
+        from clowder_aimage.model.library_choice import choose_library
+
+        choose_library(backend)
+    except UsageError as error:
+        raise ModelError(f"this worker cannot run models: {error.message}") from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
@@ -351,14 +359,14 @@ def _limit_memory(share: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _set_memory(pipeline: Any, command: frame.Message) -> None:
-    from clowder_aimage.model.memory_budget import AUTO, device_memory
+def _set_memory(model: Any, command: frame.Message) -> None:
+    from clowder_aimage.model.flow.memory_budget import AUTO
 
-    total = device_memory() or machine.memory()
+    total = model.device_memory or machine.memory()
     share = total if command["memory"] is None else command["memory"]
     share = None if share is None else share // command["models"]
     kept = command["text_encoder"]
-    pipeline.set_memory(AUTO, share, total, text_encoder=kept, limit=command["memory"])
+    model.pipeline.set_memory(AUTO, share, total, text_encoder=kept, limit=command["memory"])
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from clowder_aimage import errors
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
-from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.model.text.language_model import (
     ContextError,
@@ -34,15 +34,20 @@ from clowder_aimage.oci import Descriptor
 GRACE = 2.0  # seconds for a process to end before it is killed
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 # of EngineLimits
-_LOAD_OPTIONS = ("dtype", "text_encoder", "memory", "models", "lora_dir", "context", "parallel")
+_LOAD_OPTIONS = (
+    "backend",
+    "dtype",
+    "text_encoder",
+    "memory",
+    "models",
+    "lora_dir",
+    "context",
+    "parallel",
+)
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _EVENTS |= {"piece": TextPiece, "call": ToolCall, "end": TextEnd}
 _log = logging.getLogger("aimage.worker")
-
-
-class NoMemoryError(ModelError):
-    """The memory is insufficient for a model or a picture."""
 
 
 class DiedError(ModelError):
@@ -303,8 +308,6 @@ def _event(message: frame.Message, data: bytes) -> Event | None:
 
 
 def _error(message: frame.Message) -> AImageError:
-    if message["kind"] == "MemoryError":
-        return NoMemoryError(message["message"], hint=message["hint"])
     facts = message.get("facts", {})
     if message["kind"] == "ContextError":
         return ContextError(int(facts["tokens"]), int(facts["context"]))

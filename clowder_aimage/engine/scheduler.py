@@ -19,8 +19,8 @@ from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import EventLog, ModelRequest
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
-from clowder_aimage.engine.runner import NoMemoryError, Runner
-from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.engine.runner import Runner
+from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Digest
 

@@ -178,6 +178,7 @@ class Settings(ServerSettings):
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     png_facts: bool = True
+    backend: Literal["auto", "mlx", "torch"] = "auto"
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None
@@ -186,7 +187,16 @@ class Settings(ServerSettings):
 
     @property
     def limits(self) -> EngineLimits:
-        same = {"queue", "keep_alive", "deadline", "dtype", "text_encoder", "memory", "first"}
+        same = {
+            "queue",
+            "keep_alive",
+            "deadline",
+            "backend",
+            "dtype",
+            "text_encoder",
+            "memory",
+            "first",
+        }
         same |= {"parallel", "context"}
         place = None if self.lora_dir is None else str(self.lora_dir.absolute())
         shared = self.model_dump(include=same)

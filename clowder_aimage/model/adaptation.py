@@ -2,76 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from clowder_aimage.adapter import dense
-from clowder_aimage.adapter.adapter import Adapter, Change
+from clowder_aimage.adapter.adapter import Change
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, prepare, size_of
+from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, prepare
 from clowder_aimage.model.backend import Linear, mx
 from clowder_aimage.model.quantized import QuantizedLinear
 
 _WEIGHT, _BIAS = ".weight", ".bias"
-
-
-class LoadedAdapter:
-    """An adapter of one model: its changes, which become effects when they are used first.
-
-    ``key`` identifies its content. Used on the thread of the model.
-    """
-
-    def __init__(self, key: str, adapter: Adapter) -> None:
-        self.key, self.what = key, adapter.what
-        self.tensors = frozenset(adapter.changes)
-        self._changes = {name: list(changes) for name, changes in adapter.changes.items()}
-        self._effects: dict[str, list[Effect]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """The memory of the changes and effects that are kept."""
-        changes = {name: tuple(found) for name, found in self._changes.items()}
-        effects = (effect for found in self._effects.values() for effect in found)
-        return Adapter(self.what, changes).nbytes + sum(map(size_of, effects))
-
-    def touches(self, prefixes: tuple[str, ...]) -> bool:
-        """Return whether a changed tensor's ``component/name`` begins with one of ``prefixes``."""
-        return any(name.startswith(prefixes) for name in self.tensors)
-
-    def changes(self, name: str) -> list[Change]:
-        """Return the changes of the tensor ``component/name`` that is not a linear layer's."""
-        return self._changes[name]
-
-    def effects(self, name: str, layer: Any, dtype: mx.Dtype) -> list[Effect]:
-        """Return the effects on a linear layer; the changes are then no longer kept."""
-        if name not in self._effects:
-            found = [prepare(change, layer, dtype) for change in self._changes[name]]
-            self._effects[name] = found
-            del self._changes[name]
-        return self._effects[name]
-
-
-Use = tuple[LoadedAdapter, float]
-
-
-class AdapterCache:
-    """The most recently used adapters of a model, up to ``limit`` bytes of values."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
-
-    def get(self, key: str, read: Callable[[], Adapter]) -> LoadedAdapter:
-        """Return the adapter with ``key``, from ``read`` if it is not here."""
-        found = self._kept.pop(key, None) or LoadedAdapter(key, read())
-        self._kept[key] = found
-        while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self.limit:
-            self._kept.popitem(last=False)
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +118,8 @@ class Adaptation:
             if tensor.endswith(_BIAS):
                 biases += [(change, strength) for change in adapter.changes(full)]
             else:
-                found = adapter.effects(full, place.layer, self.dtype)
+                make = partial(prepare, layer=place.layer, dtype=self.dtype)
+                found = adapter.effects(full, make)
                 effects += [(effect, strength) for effect in found]
         bias = _extra_bias(place.layer, biases, self.dtype) if biases else None
         place.put(AdaptedLinear(place.layer, effects, bias))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -199,15 +199,6 @@ def prepare(change: Change, layer: Any, dtype: mx.Dtype) -> Effect:
             return MatrixEffect(typed(change.values), is_whole=True)
         case Decomposed():
             return _decomposed(change, layer, dtype)
-
-
-def size_of(effect: Any) -> int:
-    """Return the bytes of the arrays of an effect."""
-    if isinstance(effect, tuple):
-        return sum(map(size_of, effect))
-    if is_dataclass(effect):
-        return sum(size_of(getattr(effect, field.name)) for field in fields(effect))
-    return int(getattr(effect, "nbytes", 0))
 
 
 def _pair(change: Hadamard) -> LowRank | None:

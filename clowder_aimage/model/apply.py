@@ -5,7 +5,6 @@ Convolutions: from torch's layout (out, in, height, width) to MLX's (out, height
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.model.array import read_arrays
 from clowder_aimage.model.backend import Embedding, Linear, mx, tree_flatten
+from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.quantized import QuantizedArray, quantized_layer
-from clowder_aimage.model.stored_tensor import StoredTensor, some
+from clowder_aimage.model.stored_tensor import StoredTensor
 
-FLOATS = ("F32", "F16", "BF16")
 _WEIGHT = ".weight"
 
 
@@ -39,26 +38,11 @@ class ModuleParameter:
         Raises:
             ModelError: A tensor is missing, unexpected, or duplicated.
         """
-        wanted = {name: self.module.sanitize(name) for name in names}
-        given = Counter(wanted.values())
-        if twice := sorted(own for own, count in given.items() if count > 1):
-            raise ModelError(f"{self.component}: duplicate tensors for {some(twice)}")
-        if missing := sorted(set(self.shapes) - set(given)):
-            raise ModelError(f"{self.component}: missing tensors {some(missing)}")
-        if extra := sorted(name for name, own in wanted.items() if own not in self.shapes):
-            raise ModelError(
-                f"{self.component}: unexpected tensors {some(extra)}",
-                hint="the weights do not match the configuration",
-            )
-        return wanted
+        return match_tensors(self.component, self.module.sanitize, self.shapes, names)
 
     def check_shape(self, name: str, shape: tuple[int, ...], own: str) -> None:
         """Check the shape of the tensor ``name`` against its parameter. Raises ModelError."""
-        if (expected := _torch_shape(self.shapes[own])) != shape:
-            raise ModelError(
-                f"{self.component}/{name}: the configuration requires shape {list(expected)}, "
-                f"the tensor has {list(shape)}"
-            )
+        check_shape(self.component, name, shape, _torch_shape(self.shapes[own]))
 
     def check(self, tensor: StoredTensor, own: str) -> None:
         """Check a tensor against its parameter.

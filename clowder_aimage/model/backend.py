@@ -19,7 +19,7 @@ from mlx.nn.layers.normalization import GroupNorm, LayerNorm, RMSNorm  # noqa: E
 from mlx.nn.layers.quantized import quantize as quantize_layers  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from clowder_aimage.errors import UsageError  # noqa: E402
+from clowder_aimage.model.library_choice import SLOW, type_name  # noqa: E402
 
 __all__ = [
     "BLAS",
@@ -40,9 +40,7 @@ __all__ = [
 ]
 
 STRIP = 1 << 25  # bytes; larger blocks are returned to the system and cleared again by it each time
-SLOW = "cpu (no fast BLAS)"
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
-_SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 
 
 class Network(Module):
@@ -86,23 +84,8 @@ def on_gpu() -> bool:
 
 
 def dtype_name(name: str | None) -> str:
-    """Return the full name of the compute type, such as bfloat16 for bf16.
-
-    None selects bfloat16 on a GPU and float32 on a CPU. Raises UsageError for an unknown name, and
-    for float16, in which Z-Image overflows.
-    """
-    if name is None:
-        return "bfloat16" if on_gpu() else "float32"
-    if name in ("float16", "fp16", "f16", "half"):
-        raise UsageError(
-            "float16 is not supported as a compute type: activations of these models reach 1e6, "
-            "above its maximum of 65504, and pictures turn black",
-            hint="use bfloat16 or float32; weights stored as float16 are supported",
-        )
-    chosen = _SHORT.get(name, name)
-    if chosen not in DTYPES:
-        raise UsageError(f"unknown compute type {name!r:.40}: use {' or '.join(DTYPES)}")
-    return chosen
+    """Return the full name of the compute type. Raises as ``type_name`` does."""
+    return type_name(name, is_gpu=on_gpu())
 
 
 def compute_dtype(name: str | None) -> mx.Dtype:
@@ -113,3 +96,17 @@ def compute_dtype(name: str | None) -> mx.Dtype:
 def describe() -> str:
     """Return ``gpu``, or the CPU with its BLAS: ``cpu (openblas)``, or SLOW without a fast one."""
     return "gpu" if on_gpu() else f"cpu ({BLAS})" if BLAS else SLOW
+
+
+def device_memory() -> int | None:
+    """Return the usable memory of the GPU in bytes, or None if unknown or without a GPU.
+
+    Source: MLX, ``device_info``: Metal reports a recommended size, CUDA the total.
+    """
+    if not on_gpu():
+        return None
+    info = mx.device_info()
+    if advised := int(info.get("max_recommended_working_set_size", 0)):
+        return advised
+    total = int(info.get("total_memory", 0) or info.get("memory_size", 0))
+    return total * 9 // 10 or None

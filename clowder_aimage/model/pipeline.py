@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # a worker without numpy stores models and still parses reque
     import numpy as np
     import numpy.typing as npt
 
+    from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
     from clowder_aimage.content.store import BlobFiles
-    from clowder_aimage.model.adaptation import LoadedAdapter
 
 # In the order of their use; adapters that are packed with a model first
 COMPONENTS = ("adapters", "text_encoder", "transformer", "vae")

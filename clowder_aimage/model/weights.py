@@ -22,6 +22,7 @@ from clowder_aimage.errors import FormatError, ModelError, NotFoundError
 from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.model import tensor_view
 from clowder_aimage.model.catalogue import Catalogue
+from clowder_aimage.model.parameter_names import FLOATS
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
@@ -109,6 +110,16 @@ class ModelWeights:
             found[name] = self.shape(name) if layer is None else layer.shape or ()
         return found
 
+    def is_float(self, name: str) -> bool:
+        """Return whether a tensor has floats, also if quantized; True while it is arriving.
+
+        Raises as ``quantization``.
+        """
+        if self._catalogue.arriving(name) is not None:
+            return True
+        tensor = self._catalogue.find(name)
+        return tensor.quantization is not None or tensor.dtype in FLOATS
+
     # -- MLX
 
     def load(self, dtype: mx.Dtype | None = None, *, keep_quantized: bool | None = None) -> None:
@@ -195,8 +206,6 @@ class ModelWeights:
         A blob that is still being fetched is represented by what its layer states. Returns the
         bytes that the module would take, and the names of skipped tensors.
         """
-        from clowder_aimage.model.apply import FLOATS
-
         target, wanted, skipped = self._match(module, skip)
         has_codes = _keeps(keep_quantized)
         size = 0

@@ -47,7 +47,7 @@ def ours(pipeline: ZImagePipeline, request: GenerateRequest) -> Outputs:
     text = pipeline.encode(request.prompt)
     caption = pipeline.transformer.caption(text)
     schedule = pipeline.schedule(request)
-    noise = mx.array(pipeline.noise(request, request.seed))
+    noise = pipeline.noise(request, request.seed)
     *_, final = pipeline.denoise(noise, schedule, pipeline.conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)

@@ -20,8 +20,9 @@ from clowder_aimage.adapter.adapter import (
     Norm,
     Replacement,
 )
+from clowder_aimage.adapter.loaded_adapter import AdapterCache, LoadedAdapter
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.adaptation import AdapterCache, LoadedAdapter
+from clowder_aimage.model import adaptation
 from clowder_aimage.model.adapted_linear import AdaptedLinear
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
@@ -165,7 +166,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def latents(pipeline: ZImagePipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
     pipeline.use_adapters([(LoadedAdapter(one.what, one), strength) for one, strength in uses])
-    noise = mx.array(pipeline.noise(REQUEST, REQUEST.seed))
+    noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
     pipeline._captions.clear()
@@ -236,7 +237,7 @@ def test_a_network_that_is_loaded_again_has_its_adapters(models: Models) -> None
     pipeline.use_adapters(uses)
     pipeline.transformer_module.release()
     pipeline.text_encoder_module.release()
-    noise = mx.array(pipeline.noise(REQUEST, REQUEST.seed))
+    noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
     assert (np.array(final) == expected).all()
@@ -280,12 +281,14 @@ def test_another_strength_prepares_nothing_again(
     module = pipeline.transformer
     layer = module.layers[0].attention.to_q
     assert isinstance(layer, AdaptedLinear)
-    monkeypatch.setattr("clowder_aimage.model.adaptation.prepare", None)
+    prepared = list[object]()
+    monkeypatch.setattr(adaptation, "prepare", prepared.append)
     pipeline.use_adapters([(adapter, 0.5)])
     again = pipeline.transformer.layers[0].attention.to_q
     assert isinstance(again, AdaptedLinear)
     assert again.base is layer.base
     assert [effect for effect, _ in again.others] == [effect for effect, _ in layer.others]
+    assert not prepared
     pipeline.use_adapters([])
     assert pipeline.transformer is module
     assert module.layers[0].attention.to_q is layer.base

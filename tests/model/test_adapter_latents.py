@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.model.adaptation import LoadedAdapter
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest
@@ -32,7 +32,7 @@ def changed(tiny: Model) -> ZImagePipeline:
 
 def latents(pipeline: ZImagePipeline) -> np.ndarray:
     pipeline._captions.clear()
-    noise = mx.array(pipeline.noise(REQUEST, REQUEST.seed))
+    noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)

@@ -21,14 +21,14 @@ from clowder_aimage.model.pipeline import (
     check_parameters,
 )
 from clowder_aimage.model.weights import ModelWeights
-from clowder_aimage.model.zimage.control import (
+from clowder_aimage.model.zimage.control_config import (
     LAYERS,
     PLAIN,
     REFINER,
-    Control,
     ControlNetConfig,
     to_input,
 )
+from clowder_aimage.model.zimage.family import Control
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.controlnet_file import V1, V20, V21, Arrays, config, tensors, write_file
 from tests.model.model_blobs import FolderStore, import_directory
@@ -96,8 +96,9 @@ def test_a_wrong_configuration_is_refused(
 
 def test_inputs_are_padded_or_have_the_mask(pipeline: ZImagePipeline) -> None:
     base = pipeline.transformer_module.config
-    one, other = mx.ones((16, 4, 6)), 2 * mx.ones((16, 4, 6))
-    painted = mx.zeros((1, 4, 6)), other
+    one = np.ones((16, 4, 6), np.float32)
+    other = 2 * one
+    painted = np.zeros((1, 4, 6), np.float32), other
     new = ControlNetConfig.parse("c", config(V21), base)
     old = ControlNetConfig.parse("c", config(V1), base)
     found = np.array(to_input(new, one, painted))

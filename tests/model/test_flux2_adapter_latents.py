@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.adapter.writer import convert_adapter
 from clowder_aimage.create import create
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.adaptation import LoadedAdapter
-from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest
@@ -48,7 +47,7 @@ def load(root: Path, store: Path) -> Flux2KleinPipeline:
 
 
 def latents(pipeline: Flux2KleinPipeline) -> np.ndarray:
-    noise = mx.array(pipeline.noise(REQUEST, REQUEST.seed))
+    noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)

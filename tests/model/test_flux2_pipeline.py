@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
@@ -17,7 +18,6 @@ from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.adaptation import LoadedAdapter
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.model.backend import mx
-from clowder_aimage.model.memory_budget import Stage
+from clowder_aimage.model.flow.memory_budget import Stage
 from clowder_aimage.model.pipeline import GenerateRequest, Image, Preview
+from clowder_aimage.model.zimage import family as zimage
 from clowder_aimage.model.zimage import latent_colour
-from clowder_aimage.model.zimage import pipeline as zimage
 from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
@@ -72,7 +71,7 @@ def test_a_model_with_known_colours_does_not_decode_previews(
     decoded = []
     decode = ZImagePipeline.decode
 
-    def counted(self: ZImagePipeline, found: mx.array) -> Any:
+    def counted(self: ZImagePipeline, found: Any) -> Any:
         decoded.append(found)
         return decode(self, found)
 

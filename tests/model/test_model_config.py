@@ -15,7 +15,7 @@ import pytest
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
-from clowder_aimage.model.flow.rope import axes_table
+from clowder_aimage.model.flow.rope import axes_table, text_table
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields, parse_object
 
@@ -95,8 +95,8 @@ def test_rope_theta_of_both_generations(rope: dict[str, Any]) -> None:
 
 
 def test_linear_and_yarn() -> None:
-    plain = text().rope.table(4)
-    linear = text(rope_scaling={"type": "linear", "factor": 2.0}).rope.table(7)
+    plain = text_table(text().rope, 4)
+    linear = text_table(text(rope_scaling={"type": "linear", "factor": 2.0}).rope, 7)
     np.testing.assert_allclose(np.array(linear[0])[::2], np.array(plain[0]), atol=1e-6)
     yarn = text(
         rope_scaling={
@@ -306,7 +306,7 @@ def encodes(value: dict[str, Any]) -> None:
     config = TextEncoderConfig.parse("x", value)
     assert config.num_attention_heads * config.head_dim < 1 << 31
     if config.head_dim <= 4096:
-        cosines, sines = config.rope.table(3)
+        cosines, sines = text_table(config.rope, 3)
         assert np.isfinite(np.array(cosines)).all() and np.isfinite(np.array(sines)).all()
 
 

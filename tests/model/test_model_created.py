@@ -43,7 +43,7 @@ def latents(
     create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
     pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
     assert isinstance(pipeline, ZImagePipeline)
-    noise, guide = mx.array(pipeline.noise(REQUEST, 42)), pipeline.conditioning(REQUEST)
+    noise, guide = pipeline.noise(REQUEST, 42), pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 

@@ -46,7 +46,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def latents(pipeline: ZImagePipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
-    noise = mx.array(pipeline.noise(request, request.seed))
+    noise = pipeline.noise(request, request.seed)
     guide = pipeline.conditioning(request)
     *_, final = pipeline.denoise(noise, pipeline.schedule(request), guide)
     return np.array(final)

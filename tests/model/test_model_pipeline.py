@@ -145,7 +145,7 @@ def test_compute_types(tiny: Model, pipeline: ZImagePipeline) -> None:
         load_pipeline(*tiny, dtype="int8")
     default = load_pipeline(*tiny)
     assert isinstance(default, ZImagePipeline)
-    assert default.dtype == (mx.bfloat16 if describe() == "gpu" else mx.float32)
+    assert default.library.itemsize == (2 if describe() == "gpu" else 4)
 
 
 def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> None:
@@ -225,7 +225,7 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
 
 def test_decode_refuses_nan(pipeline: ZImagePipeline) -> None:
     with pytest.raises(ModelError, match="NaN or infinite"):
-        pipeline.decode(mx.full((16, 4, 4), float("nan")))
+        pipeline.decode(np.full((16, 4, 4), np.nan, np.float32))
 
 
 def test_pixels_round_half_to_even() -> None:
@@ -478,8 +478,8 @@ def test_previews_are_half_as_large_and_change_nothing(pipeline: ZImagePipeline)
 def test_preview_extrapolates_a_straight_line(pipeline: ZImagePipeline) -> None:
     """If all steps went the same way, the first one would have shown the picture."""
     schedule = pipeline.schedule(SMALL)
-    noise = mx.array(pipeline.noise(SMALL, 0))
-    end = mx.ones_like(noise) * 0.1
+    noise = pipeline.noise(SMALL, 0)
+    end = np.full_like(noise, 0.1)
     first, second = (float(sigma) for sigma in schedule.sigmas[:2])
     before, after = (end + sigma * (noise - end) for sigma in (first, second))
     shown = pipeline.preview(before, after, schedule, 0)

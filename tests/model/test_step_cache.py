@@ -14,8 +14,8 @@ import pytest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope import Table
+from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.pipeline import GenerateRequest, Image
-from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block, Hints, Transformer
 

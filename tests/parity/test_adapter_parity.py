@@ -21,8 +21,8 @@ with warnings.catch_warnings():
 
     from tests.parity.compare import run
 
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
-from clowder_aimage.model.adaptation import LoadedAdapter
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.zimage.pipeline import ZImagePipeline

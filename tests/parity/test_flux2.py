@@ -27,7 +27,6 @@ with warnings.catch_warnings():
 
 from PIL import Image as Picture
 
-from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
@@ -55,10 +54,10 @@ class Both:
         """Compare the last latents, and the picture."""
         latents, expected = self._reference(request, list(pictures))
         given = PictureInput(references=tuple(np.asarray(one) for one in pictures))
-        states: list[mx.array] = []
+        states: list[np.ndarray] = []
         ours, denoise = self.ours, type(self.ours).denoise
 
-        def noted(*arguments: Any) -> Iterator[mx.array]:
+        def noted(*arguments: Any) -> Iterator[np.ndarray]:
             for state in denoise(*arguments):
                 states.append(state)
                 yield state

@@ -24,7 +24,6 @@ with warnings.catch_warnings():
 
 from PIL import Image as Picture
 
-from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
 from clowder_aimage.model.zimage import pipeline as zimage
@@ -82,7 +81,6 @@ def latents(both: Both, request: GenerateRequest, given: PictureInput | None) ->
     encoded = None if given is None else pipeline.inputs(request, given)[0]
     first, keep = pipeline._begin(request, encoded, schedule, request.seed)
     *_, last = pipeline.denoise(first, schedule, guide, 0.0, keep)
-    mx.eval(last)
     return np.array(last)
 
 

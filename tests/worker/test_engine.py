@@ -28,8 +28,8 @@ from clowder_aimage.engine.event import (
     StartedEvent,
 )
 from clowder_aimage.engine.process import _lacks_memory
-from clowder_aimage.engine.runner import NoMemoryError, Runner, _error
-from clowder_aimage.errors import ModelError, NotFoundError, UsageError
+from clowder_aimage.engine.runner import Runner, _error
+from clowder_aimage.errors import ModelError, NoMemoryError, NotFoundError, UsageError
 from clowder_aimage.generate import load
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.model.picture import load_picture
@@ -279,5 +279,5 @@ def test_out_of_memory_errors_are_recognized(
 ) -> None:
     assert _lacks_memory(error) is lacks
     if lacks:
-        said = {"kind": "MemoryError", "message": "not enough memory", "hint": None}
+        said = {"kind": "NoMemoryError", "message": "not enough memory", "hint": None}
         assert isinstance(_error(said), NoMemoryError)

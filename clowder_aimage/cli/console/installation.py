@@ -24,6 +24,7 @@ _EXTRAS = {
     "otel": "opentelemetry",
     "server": "aiohttp",
     "text": "mlx_lm",
+    "torch": "diffusers",
     "worker": "structlog",
     "zstd": "zstandard",
 }

@@ -22,6 +22,7 @@ from clowder_aimage.cli.console.picture_option import for_model
 from clowder_aimage.cli.console.picture_order import Render, check_guidance
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.model.library_choice import AUTO, BACKENDS, choose_library
 from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
@@ -36,17 +37,28 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default=AUTO,
+    help="Library to compute with. [default: auto, by what is installed and the GPU]",
+)
+
+
 def open_model(
     reference: Reference,
     load: Callable[..., RunnableModel],
+    backend: str,
     precision: str | None,
     first: Mapping[str, Any],
     lora_dir: Path | None,
 ) -> Render:
     """Return a function that generates pictures in this process; load the model by ``load``.
 
-    ``first`` has the parameters of the first request, checked before the model is loaded.
+    ``first`` has the parameters of the first request, checked before the model is loaded;
+    ``backend`` is the library that computes.
     """
+    choose_library(backend)
     connect = cache(settings().connection)
     with needs("running a model", "mlx"):
         finder = adapter_finder(lora_dir, connect)
@@ -57,7 +69,8 @@ def open_model(
         find_control(first["controlnet"], finder.open_stored)
     used = _variant(reference, precision, connect) if precision else reference
     fetched = fetch_model(used, connect)
-    model = LocalModel(reference, partial(load, finder=finder), first, connect, fetched, finder)
+    how = partial(load, backend=backend, finder=finder)
+    model = LocalModel(reference, how, first, connect, fetched, finder)
     model.load(fetched)
     if not first["prompt"]:  # prompts are typed below the bar
         fetched.end()
@@ -101,7 +114,7 @@ class LocalModel:
         from clowder_aimage import adapter_source
         from clowder_aimage.cli.console.installation import install_command
         from clowder_aimage.generate import describe_picture
-        from clowder_aimage.model.backend import SLOW
+        from clowder_aimage.model.library_choice import SLOW
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.picture_facts import stated_facts
 
@@ -241,6 +254,7 @@ def load_model(
     fetched: FetchedModel,
     request: GenerateRequest,
     *,
+    backend: str | None = None,
     dtype: str | None,
     memory: int | None = None,
     is_last: bool = True,
@@ -252,12 +266,14 @@ def load_model(
     """
     from clowder_aimage import generate
     from clowder_aimage.engine import machine
-    from clowder_aimage.model.memory_budget import AUTO, device_memory
+    from clowder_aimage.model.flow.memory_budget import AUTO
 
     found = fetched.found
     place = found.files, found.stored
-    model = generate.load(*place, dtype=dtype, request=request, end=found.end, finder=finder)
-    total = device_memory() or machine.memory()
+    model = generate.load(
+        *place, backend=backend, dtype=dtype, request=request, end=found.end, finder=finder
+    )
+    total = model.device_memory or machine.memory()
     is_last = is_last and not request.upscale  # each tile uses all networks
     model.pipeline.set_memory(AUTO, memory or total, total, limit=memory, is_last=is_last)
     model.pipeline.check(request)

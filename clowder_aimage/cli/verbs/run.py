@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.adapter_source import OWN
-from clowder_aimage.cli.console.local_model import load_model, open_model
+from clowder_aimage.cli.console.local_model import backend_option, load_model, open_model
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
@@ -114,6 +114,7 @@ def _sides(text: str) -> tuple[int, int]:
 @picture_options
 @lora_options
 @click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
+@backend_option
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
 )
@@ -168,6 +169,7 @@ def _sides(text: str) -> tuple[int, int]:
 def run(
     model: Reference | Path,
     words: tuple[str, ...],
+    backend: str,
     dtype: str | None,
     memory: int | None,
     precision: str | None,
@@ -207,7 +209,7 @@ def run(
         check_push(values["push"], prompt, reference)
     is_last = prompt is not None and len(order_runs(values)) == 1
     load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
-    here = partial(open_model, reference, load, precision, first, values["lora_dir"])
+    here = partial(open_model, reference, load, backend, precision, first, values["lora_dir"])
     render, is_remote = _renderer(place, here, first, values)
     enhancer = LocalEnhancer(values, reference, dtype, memory, is_last=prompt is not None)
     protocol = view_protocol(values["inline"])

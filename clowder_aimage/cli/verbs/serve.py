@@ -233,6 +233,11 @@ def spell(field: str) -> str:
     default=None,
     help="Write prompt, seed and other facts into picture files. [default: yes]",
 )
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "mlx", "torch"]),
+    help="Library of image models. [default: auto, by what is installed and the GPU]",
+)
 @click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
 @click.option(
     "--first",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.model.adaptation import Adaptation
-from clowder_aimage.model.backend import Network, mx
-from clowder_aimage.model.memory_budget import Module, OffloadedModule
+from clowder_aimage.model.flow.array_library import ArrayLibrary
+from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.weights import ModelWeights, read_object
 
 
@@ -18,11 +18,11 @@ from clowder_aimage.model.weights import ModelWeights, read_object
 class NetworkKind:
     """A network of a family: how it is made from a config, and how that is parsed.
 
-    component: the folder of its weights and its ``config.json``.
+    component: the folder of its weights and its ``config.json``. make: called as by ``module``.
     """
 
     component: str
-    make: Callable[[Any], Any]
+    make: Callable[..., Any]
     parse: Callable[[str, Mapping[str, Any]], Any]
 
     def config(self, store: BlobFiles, aimage: AImage) -> Any:
@@ -32,16 +32,15 @@ class NetworkKind:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelComponents:
-    """The networks of an AImage that are opened; ``keep_quantized`` is as in ``apply``.
+class ModelComponents(ABC):
+    """The networks of an AImage that are opened, for one library.
 
     ``skipped`` names the tensors that were left out.
     """
 
     store: BlobFiles
     aimage: AImage
-    dtype: mx.Dtype
-    keep_quantized: bool | None = None
+    library: ArrayLibrary
     weights: dict[str, ModelWeights] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
@@ -55,16 +54,19 @@ class ModelComponents:
         component = kind.component
         weights = ModelWeights.open(self.store, self.aimage, component)
         config = kind.parse(f"{component}/config.json", weights.config)
-        how: dict[str, Any] = {"dtype": self.dtype, "keep_quantized": self.keep_quantized}
         self.weights[component] = weights
+        return self.module(weights, config, kind.make)
 
-        def load() -> Network:
-            network: Network = kind.make(config)
-            weights.apply(network, skip=network.skip, **how)
-            return network
+    @abstractmethod
+    def module(
+        self,
+        weights: ModelWeights,
+        config: Any,
+        make: Callable[..., Any],
+        *,
+        is_adapted: bool = True,
+    ) -> Module:
+        """Check weights against the network that ``make`` returns, and load them when it is used.
 
-        unloaded = kind.make(config)  # its arrays are never computed
-        size, left_out = weights.check(unloaded, skip=unloaded.skip, **how)
-        self.skipped.extend(f"{component}/{name}" for name in left_out)
-        adaptation = Adaptation(component, unloaded.sanitize, unloaded.skip, self.dtype)
-        return OffloadedModule(config, size, load, adaptation)
+        ``is_adapted``: adapters of requests may change it. Raises as ``open``.
+        """

@@ -5,19 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.backend import mx
-from clowder_aimage.model.flow.rope import Table
-
 
 @dataclass(frozen=True, slots=True)
 class Caption:
     """An embedded text, independent of the time and computed once per prompt.
 
-    tokens: (1, length, dim).
+    tokens: arrays of the library, (1, length, dim) with MLX. rope: the table of their positions.
     """
 
-    tokens: mx.array
-    rope: Table
+    tokens: Any
+    rope: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,12 @@ Those of transformers are read as versions 4 and 5 write them. An unsupported va
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clowder_aimage.model.flow.rope import RopeConfig
+from clowder_aimage.model.flow.rope_config import RopeConfig
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, MAX_SIZE, ConfigFields
 
 
@@ -30,6 +31,13 @@ class TextEncoderConfig:
     qk_norm: bool
     windows: tuple[int | None, ...]  # per layer: tokens of context, or None for all
     rope: RopeConfig
+
+    def is_unused(self, name: str, layers: int) -> bool:
+        """Return whether the first ``layers`` layers, without the last norm, lack a tensor."""
+        if name in ("norm.weight", "lm_head.weight"):
+            return True
+        layer = re.match(r"layers\.([0-9]{1,6})\.", name)
+        return layer is not None and layers <= int(layer[1]) < self.num_hidden_layers
 
     @classmethod
     def parse(cls, name: str, values: Mapping[str, Any]) -> TextEncoderConfig:

@@ -11,23 +11,16 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model.adaptation import Use
-from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
+from clowder_aimage.model.flow.memory_budget import MemoryBudget, Module, OffloadedModule
 from clowder_aimage.model.flow.picture_start import EncodedPicture
-from clowder_aimage.model.flow.text_encoder import TextEncoder
 from clowder_aimage.model.flow.tokenizer import Tokenizer
-from clowder_aimage.model.memory_budget import (
-    MemoryBudget,
-    Module,
-    OffloadedModule,
-)
 from clowder_aimage.model.pipeline import (
     REFERENCE_PIXELS,
     GenerateRequest,
@@ -37,7 +30,6 @@ from clowder_aimage.model.pipeline import (
     downsample,
     to_pixels,
 )
-from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.weights import ModelWeights, read_object
 
 K = TypeVar("K")
@@ -49,7 +41,7 @@ _NETWORKS = ("text_encoder", "transformer", "vae")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FlowFamily(ABC):
-    """The networks, loaded when they are used.
+    """The networks, of any library, loaded when they are used.
 
     ``skipped`` names the tensors that were left out; ``budget`` decides which networks stay in
     memory after use; ``weights`` are those of the components that adapters may change.
@@ -64,12 +56,12 @@ class FlowFamily(ABC):
     SEES_REFERENCES: ClassVar[bool] = False  # instead of a picture to begin with
 
     tokenizer: Tokenizer
-    text_encoder_module: OffloadedModule[TextEncoder, TextEncoderConfig]
+    text_encoder_module: OffloadedModule[Any, TextEncoderConfig]
     transformer_module: OffloadedModule[Any, Any]
     vae_module: OffloadedModule[Any, Any]
     picture_encoder: Callable[[], OffloadedModule[Any, Any]]
     scheduler: FlowScheduler
-    dtype: mx.Dtype
+    library: ArrayLibrary
     budget: MemoryBudget
     skipped: tuple[str, ...] = ()
     weights: Mapping[str, ModelWeights] = field(default_factory=dict)
@@ -104,6 +96,8 @@ class FlowFamily(ABC):
             )
         if request.control is not None and request.controlnet is None:
             self.use_control(None)
+        if request.cache_threshold:
+            self.step_cache(request.cache_threshold)
 
     @abstractmethod
     def weight(self, request: GenerateRequest) -> float:
@@ -122,23 +116,27 @@ class FlowFamily(ABC):
         """Return the shape of the latents: (channels, height, width)."""
 
     @abstractmethod
-    def normalize(self, latents: mx.array) -> mx.array:
+    def normalize(self, latents: Floats) -> Floats:
         """Return latents as the encoder computes them, scaled for the transformer."""
 
     @abstractmethod
     def direction(
         self,
-        latents: mx.array,
+        latents: Any,
         time: float,
         caption: Caption,
         pictures: Any,
-        cache: StepCache | None,
-    ) -> mx.array:
+        cache: Any,
+    ) -> Any:
         """Return the transformer's velocity from noise to picture, for one caption.
 
-        latents: (channels, height, width), in the dtype of the networks. time: 0 (noise) to 1
+        latents, velocity: arrays of the library, (channels, height, width). time: 0 (noise) to 1
         (picture). pictures: what ``inputs`` returned. With a ``cache``, layers may be skipped.
         """
+
+    def step_cache(self, threshold: float) -> Any:  # noqa: ARG002
+        """Return a cache for one caption and one picture. Raises UsageError: there is none."""
+        raise UsageError("cache_threshold is not supported by this backend; omit it")
 
     def ids(self, prompt: str) -> list[int]:
         """Return the checked tokens of a prompt.
@@ -152,9 +150,9 @@ class FlowFamily(ABC):
             raise ModelError("the tokenizer returned tokens that the text encoder does not have")
         return tokens
 
-    def encode(self, prompt: str) -> mx.array:
+    def encode(self, prompt: str) -> Any:
         """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""
-        return self.text_encoder(mx.array(self.ids(prompt)))
+        return self.text_encoder(self.library.array(np.array(self.ids(prompt))))
 
     def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:  # noqa: ARG002
         """Return modules that steps use beside the transformer, and the bytes of their arrays."""
@@ -182,7 +180,7 @@ class FlowFamily(ABC):
         """Return whether previews are made without the decoder."""
         return False
 
-    def draft(self, latents: mx.array) -> npt.NDArray[np.uint8]:
+    def draft(self, latents: Floats) -> npt.NDArray[np.uint8]:
         """Return a preview of latents, at half the size."""
         return downsample(self.decode(latents))  # smaller latents could change the colours
 
@@ -199,16 +197,8 @@ class FlowFamily(ABC):
     # -- loading
 
     @classmethod
-    def load(
-        cls,
-        store: BlobFiles,
-        aimage: AImage,
-        dtype: mx.Dtype,
-        *,
-        keep_quantized: bool | None = None,
-        request: GenerateRequest | None = None,
-    ) -> Self:
-        """Check every component strictly; ``keep_quantized`` is as in ``ModelWeights.apply``.
+    def load(cls, components: ModelComponents, request: GenerateRequest | None = None) -> Self:
+        """Check every component strictly.
 
         The sides of the first ``request`` are checked first. Headers are read and checked; weights
         are read when a network is used.
@@ -218,7 +208,6 @@ class FlowFamily(ABC):
             ModelError: Configurations or weights are invalid, or do not match each other.
             FormatError: A blob is invalid.
         """
-        components = ModelComponents(store, aimage, dtype, keep_quantized)
         return cls(**cls.parts(components, request))
 
     @classmethod
@@ -234,7 +223,7 @@ class FlowFamily(ABC):
         modules = [components.open(cls.NETWORKS[name]) for name in _NETWORKS]
         cls.check_fit(*(module.config for module in modules))
         text_encoder, transformer, vae = modules
-        budget = MemoryBudget(text_encoder, vae, transformer)
+        budget = MemoryBudget(components.library.memory, text_encoder, vae, transformer)
         skipped = tuple(components.skipped)
         weights = {name: components.weights[name] for name in _NETWORKS[:2]}
 
@@ -250,14 +239,14 @@ class FlowFamily(ABC):
             "tokenizer": tokenizer,
             "scheduler": scheduler,
             "picture_encoder": picture_encoder,
-            "dtype": components.dtype,
+            "library": components.library,
             "budget": budget,
             "skipped": skipped,
             "weights": weights,
         }
 
     @property
-    def text_encoder(self) -> TextEncoder:
+    def text_encoder(self) -> Any:
         """Return the text encoder, loaded if it is not. Raises as ``ModelWeights.apply`` does."""
         return self.text_encoder_module.get()
 
@@ -289,10 +278,9 @@ class FlowFamily(ABC):
         """Return the tokens of a text; recent ones are cached."""
         return recent(self._tokens, text, self.tokenizer.encode)
 
-    def decode(self, latents: mx.array) -> npt.NDArray[np.uint8]:
+    def decode(self, latents: Floats) -> npt.NDArray[np.uint8]:
         """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
-        values = self.vae.decode(latents.astype(self.dtype))
-        pixels = np.array(mx.clip(values * 0.5 + 0.5, 0, 1).astype(mx.float32))
+        pixels = self.library.colours(self.vae.decode(self.library.array(latents)))
         if not np.isfinite(pixels).all():
             raise ModelError("the model computed NaN or infinite values")
         return to_pixels(pixels)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.noise import draws
 
@@ -23,21 +23,21 @@ from clowder_aimage.model.flow.noise import draws
 class EncodedPicture:
     """The distribution of a picture's latents, and the cells (1, height, width) to paint."""
 
-    means: mx.array
-    deviations: mx.array
-    cells: mx.array | None = None
+    means: Floats
+    deviations: Floats
+    cells: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureStart:
     """The latents of the first step; ``clean`` and ``noise`` are of the picture that is kept."""
 
-    latents: mx.array
-    clean: mx.array
-    noise: mx.array
-    cells: mx.array | None = None
+    latents: Floats
+    clean: Floats
+    noise: Floats
+    cells: Floats | None = None
 
-    def keep(self, latents: mx.array, sigma: float) -> mx.array:
+    def keep(self, latents: Floats, sigma: float) -> Floats:
         """Return latents at a noise level with the unpainted cells of the picture."""
         if self.cells is None:
             return latents
@@ -45,7 +45,7 @@ class PictureStart:
         return (1 - self.cells) * kept + self.cells * latents
 
 
-def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> mx.array:
+def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> Floats:
     """Return 1 for each latent cell to paint: (1, height, width), by its top left pixel.
 
     Raises:
@@ -57,12 +57,12 @@ def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> mx.array:
             f"the mask is too small: it covers no cell of {scale} x {scale} pixels",
             hint="paint more of it, or use crop, which enlarges it",
         )
-    return mx.array(painted.astype(np.float32))[None]
+    return painted.astype(np.float32)[None]
 
 
 def start(
     encoded: EncodedPicture,
-    normalize: Callable[[mx.array], mx.array],
+    normalize: Callable[[Floats], Floats],
     seed: int,
     schedule: Schedule,
 ) -> PictureStart:
@@ -70,7 +70,7 @@ def start(
 
     ``normalize`` scales latents as those that the transformer sees.
     """
-    sample, drawn = (mx.array(each) for each in draws(seed, encoded.means.shape, 2))
+    sample, drawn = draws(seed, encoded.means.shape, 2)
     clean = normalize(encoded.means + encoded.deviations * sample)
     sigma = float(schedule.sigmas[0])
     latents = sigma * drawn + (1 - sigma) * clean

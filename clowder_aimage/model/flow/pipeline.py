@@ -2,28 +2,29 @@
 
 Follows the pipelines of diffusers 0.42, but makes pictures, and both directions of guidance, one
 after another: on a CPU two at once took 0.93 of the time of two, with twice the memory. Latents are
-float32 between steps, whatever the dtype of the networks. A family is a subclass, which answers the
-questions of ``FlowFamily``.
+numpy's float32 between steps, whatever the library and the dtype of the networks. A family is a
+subclass, which answers the questions of ``FlowFamily``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.adaptation import Use
-from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.conditioning import Caption, Conditioning
 from clowder_aimage.model.flow.config import AutoencoderConfig
 from clowder_aimage.model.flow.family import CaptionKey, FlowFamily, recent
 from clowder_aimage.model.flow.flow_scheduler import Schedule
+from clowder_aimage.model.flow.memory_budget import Stage
 from clowder_aimage.model.flow.noise import randn
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of, start
-from clowder_aimage.model.memory_budget import Stage, decoding, transforming
 from clowder_aimage.model.pipeline import (
     REFERENCE_PIXELS,
     GenerateRequest,
@@ -37,11 +38,11 @@ from clowder_aimage.model.pipeline import (
     previews_after,
     whole_steps,
 )
-from clowder_aimage.model.step_cache import StepCache
 
-Keep = Callable[[mx.array, float], mx.array]
-Caches = tuple[StepCache | None, StepCache | None]
+Keep = Callable[[Floats, float], Floats]
+Caches = tuple[Any, Any]  # of the positive and the negative caption
 _NO_CACHES: Caches = (None, None)
+CACHED_ARRAYS = 2  # of the size of a layer's input, in a step cache
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,24 +128,24 @@ class FlowPipeline(FlowFamily):
         config: AutoencoderConfig = self.vae_module.config
         narrow, *wide = config.block_out_channels[:2]
         channels = max(narrow, *wide) + 2 * narrow  # of the last block, and of a convolution in it
-        return channels * width * height * self.dtype.size
+        return channels * width * height * self.library.itemsize
 
     def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
         """Return the parts of a generation, with estimates of their memory."""
-        pixels, area, dtype = request.width * request.height, self.area(request), self.dtype
+        pixels, area, library = request.width * request.height, self.area(request), self.library
         text, layer = self.text_encoder_module.config, self.layer()
         tokens, length = self.lengths(request)
         sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
-        encode = transforming(*sizes, tokens, dtype)
-        denoise = transforming(*layer, length, dtype)
+        encode = library.transforming(*sizes, tokens)
+        denoise = library.transforming(*layer, length)
         decodes = request.previews > 0 and not self.has_drafts
         drawing = "previews" if decodes else "denoise"
         denoise = self.budget.work(drawing, area, denoise)
         if request.cache_threshold:
-            count = StepCache.ARRAYS * len(self.texts(request))
-            denoise += count * length * layer[0] * dtype.size
+            count = CACHED_ARRAYS * len(self.texts(request))
+            denoise += count * length * layer[0] * library.itemsize
         widest = self.vae_module.config.widest
-        decode = self.budget.work("decode", pixels, decoding(widest, pixels, dtype))
+        decode = self.budget.work("decode", pixels, library.decoding(widest, pixels))
         more, work = self.beside(request, length)
         used, denoise = (self.transformer_module, *more), denoise + work
         if decodes:
@@ -164,7 +165,7 @@ class FlowPipeline(FlowFamily):
 
     def _encoding(self, pixels: int) -> Stage:
         module = self.picture_encoder()
-        guess = decoding(module.config.widest, pixels, self.dtype)
+        guess = self.library.decoding(module.config.widest, pixels)
         return Stage("picture", (module,), self.budget.work("picture", pixels, guess))
 
     def generate(
@@ -195,7 +196,7 @@ class FlowPipeline(FlowFamily):
             conditioning = replace(conditioning, pictures=pictures)
         _, denoise, decode = self.stages(request)
         pixels = request.width * request.height
-        waiting: list[tuple[mx.array, int, int]] = []
+        waiting: list[tuple[Floats, int, int]] = []
         for picture in range(request.n):
             seed = request.seed + picture
             latents, keep = self._begin(request, encoded, schedule, seed)
@@ -224,10 +225,10 @@ class FlowPipeline(FlowFamily):
         encoded: EncodedPicture | None,
         schedule: Schedule,
         seed: int,
-    ) -> tuple[mx.array, Keep]:
+    ) -> tuple[Floats, Keep]:
         """Return the latents before the first step, and what keeps a part of them after each."""
         if encoded is None:
-            return mx.array(self.noise(request, seed)), lambda latents, _: latents
+            return self.noise(request, seed), lambda latents, _: latents
         begun = start(encoded, self.normalize, seed, schedule)
         return begun.latents, begun.keep
 
@@ -239,29 +240,28 @@ class FlowPipeline(FlowFamily):
         scale, mask = self.vae_module.config.scale, given.mask
         return EncodedPicture(means, deviations, None if mask is None else cells_of(mask, scale))
 
-    def mode(self, values: mx.array) -> mx.array:
+    def mode(self, values: Floats) -> Floats:
         """Return the normalized mode of the latents of a picture: (channels, height, width)."""
         return self.normalize(self.distribution(values)[0])
 
-    def distribution(self, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the means and deviations of the latents of a picture, evaluated."""
+    def distribution(self, values: Floats) -> tuple[Floats, Floats]:
+        """Return the means and deviations of the latents of a picture."""
         pixels = values.size // 3
         self.budget.use(stage := self._encoding(pixels))
         with self.budget.measure(stage, pixels):
-            means, deviations = self.picture_encoder().get().encode(values.astype(self.dtype))
-            means, deviations = means.astype(mx.float32), deviations.astype(mx.float32)
-            mx.eval(means, deviations)
+            encoded = self.picture_encoder().get().encode(self.library.array(values))
+            means, deviations = (self.library.floats(one) for one in encoded)
         return means, deviations
 
     def _steps(
         self,
         request: GenerateRequest,
-        latents: mx.array,
+        latents: Floats,
         schedule: Schedule,
         conditioning: Conditioning,
         picture: int,
         keep: Keep,
-    ) -> Iterator[tuple[PipelineEvent, mx.array]]:
+    ) -> Iterator[tuple[PipelineEvent, Floats]]:
         """Yield the steps and previews of a picture, each with the latents after it."""
         total = len(schedule.times)
         previewed = sorted(previews_after(request.previews, total))
@@ -274,7 +274,7 @@ class FlowPipeline(FlowFamily):
                 yield Preview(small, previewed.index(index), picture), latents
 
     def preview(
-        self, before: mx.array, after: mx.array, schedule: Schedule, step: int
+        self, before: Floats, after: Floats, schedule: Schedule, step: int
     ) -> npt.NDArray[np.uint8]:
         """Return the picture predicted at step ``step`` (from 0), at half its size.
 
@@ -309,7 +309,7 @@ class FlowPipeline(FlowFamily):
         if new := [text for text in dict.fromkeys(texts) if text not in found]:
             self.budget.use(encode)
             features = {text: self.encode(text) for text in new}
-            mx.eval(features)  # a lazy array keeps the text encoder in memory
+            self.library.evaluate(*features.values())  # a lazy array keeps the text encoder
             self.budget.finish(self.text_encoder_module)
             self.budget.use(denoise)
             found |= {text: self._refined(features[text]) for text in new}
@@ -318,33 +318,34 @@ class FlowPipeline(FlowFamily):
         guidance = self.weight(request), request.guidance_end, request.cfg_normalization
         return Conditioning(captions[0], negative, *guidance)
 
-    def _refined(self, features: mx.array) -> Caption:
+    def _refined(self, features: Any) -> Caption:
         caption: Caption = self.transformer.caption(features)
-        mx.eval(caption.tokens, *caption.rope)
+        self.library.evaluate(caption.tokens, *caption.rope)
         return caption
 
     def denoise(
         self,
-        latents: mx.array,
+        latents: Floats,
         schedule: Schedule,
         conditioning: Conditioning,
         threshold: float = 0.0,
         keep: Keep = lambda latents, _: latents,
-    ) -> Iterator[mx.array]:
-        """Yield the latents after every Euler step, in float32 and evaluated.
+    ) -> Iterator[Floats]:
+        """Yield the latents after every Euler step, in float32.
 
         With a ``threshold``, steps between the first and the last may reuse the work of others.
         ``keep`` changes the latents after each step, given its noise level.
         """
-        caches = (StepCache(threshold), StepCache(threshold)) if threshold else _NO_CACHES
+        caches = _NO_CACHES
+        if threshold:
+            caches = self.step_cache(threshold), self.step_cache(threshold)
         last = len(schedule.times) - 1
         steps = zip(schedule.times, np.diff(schedule.sigmas), strict=True)
         for index, (time, change) in enumerate(steps):
             used = caches if index < last else _NO_CACHES
             velocity = self.velocity(latents, float(time), conditioning, used)
-            latents = latents - float(change) * velocity
+            latents = latents - np.float32(change) * velocity
             latents = keep(latents, float(schedule.sigmas[index + 1]))
-            mx.eval(latents)
             yield latents
 
     def noise(self, request: GenerateRequest, seed: int) -> npt.NDArray[np.float32]:
@@ -353,33 +354,33 @@ class FlowPipeline(FlowFamily):
 
     def velocity(
         self,
-        latents: mx.array,
+        latents: Floats,
         time: float,
         conditioning: Conditioning,
         caches: Caches = _NO_CACHES,
-    ) -> mx.array:
+    ) -> Floats:
         """Return the predicted direction from noise to picture, in float32.
 
         With guidance it is positive + weight * (positive - negative). ``caches`` are of the
         positive and the negative caption.
         """
-        typed, pictures = latents.astype(self.dtype), conditioning.pictures
+        typed, pictures = self.library.array(latents), conditioning.pictures
 
-        def direction(caption: Caption, cache: StepCache | None) -> mx.array:
-            return self.direction(typed, time, caption, pictures, cache).astype(mx.float32)
+        def direction(caption: Caption, cache: Any) -> Floats:
+            return self.library.floats(self.direction(typed, time, caption, pictures, cache))
 
         towards = direction(conditioning.positive, caches[0])
         if conditioning.negative is None or time > conditioning.end:
             return towards
         away = direction(conditioning.negative, caches[1])
-        guided = towards + conditioning.weight * (towards - away)
+        guided: Floats = towards + np.float32(conditioning.weight) * (towards - away)
         if not conditioning.normalization:
             return guided
-        limit = conditioning.normalization * mx.linalg.norm(towards)
-        length = mx.linalg.norm(guided)
-        return mx.where(length > limit, guided * (limit / length), guided)
+        limit = conditioning.normalization * float(np.linalg.norm(towards))
+        length = float(np.linalg.norm(guided))
+        return guided * np.float32(limit / length) if length > limit else guided
 
 
-def to_values(pixels: npt.NDArray[np.uint8]) -> mx.array:
+def to_values(pixels: npt.NDArray[np.uint8]) -> Floats:
     """Return pixels as values from -1 to 1, in float32."""
-    return mx.array(pixels).astype(mx.float32) / 127.5 - 1
+    return pixels.astype(np.float32) / np.float32(127.5) - np.float32(1)

@@ -7,11 +7,9 @@ Reference: transformers, models/qwen3 and models/qwen2 (arXiv 2505.09388, 2407.1
 
 from __future__ import annotations
 
-import re
-
 from clowder_aimage.model.backend import Embedding, Network, RMSNorm, mx
 from clowder_aimage.model.flow.config import TextEncoderConfig
-from clowder_aimage.model.flow.rope import Table, rotate_halves
+from clowder_aimage.model.flow.rope import Table, rotate_halves, text_table
 from clowder_aimage.model.operation import Linear, attention, swiglu_in_place
 
 
@@ -103,7 +101,7 @@ class TextEncoder(Network):
         The tokens from ``known`` on are padding.
         """
         length = tokens.shape[0]
-        rope = self.config.rope.table(length)
+        rope = text_table(self.config.rope, length)
         masks = {one.window: _mask(length, one.window, known or length) for one in self.layers}
         hidden: mx.array = self.embed_tokens(tokens[None])
         states = {0: hidden}
@@ -120,9 +118,4 @@ class TextEncoder(Network):
 
     def skip(self, name: str) -> bool:
         """Return True for tensors that are not used: last layers, final norm, language head."""
-        own = self.sanitize(name)
-        if own in ("norm.weight", "lm_head.weight"):
-            return True
-        layer = re.match(r"layers\.([0-9]{1,6})\.", own)
-        last = self.config.num_hidden_layers
-        return layer is not None and len(self.layers) <= int(layer[1]) < last
+        return self.config.is_unused(self.sanitize(name), len(self.layers))

@@ -1,123 +1,44 @@
-"""The pipeline of FLUX.2 [klein]: texts and reference pictures to pictures.
-
-Follows ``Flux2KleinPipeline`` of diffusers 0.42: texts are padded to 512 tokens, which the
-transformer sees; the distilled model has no guidance.
-"""
+"""The pipeline of FLUX.2 [klein] on MLX."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.flow.component import ModelComponents, NetworkKind
+from clowder_aimage.model.flow.array_library import Floats
+from clowder_aimage.model.flow.component import NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
-from clowder_aimage.model.flow.family import check_channels
-from clowder_aimage.model.flow.flow_scheduler import Schedule
-from clowder_aimage.model.flow.picture_start import EncodedPicture
-from clowder_aimage.model.flow.pipeline import FlowPipeline, to_values
+from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.text_encoder import TextEncoder
-from clowder_aimage.model.flow.tokenizer import MAX_TOKENS
-from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
-from clowder_aimage.model.flux2.reference_picture import fit_reference
+from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
+from clowder_aimage.model.flux2.family import STATES, Flux2Family
 from clowder_aimage.model.flux2.transformer import ReferenceTokens, Transformer
 from clowder_aimage.model.flux2.vae import Vae, VaeEncoder
-from clowder_aimage.model.memory_budget import OffloadedModule
-from clowder_aimage.model.pipeline import (
-    GenerateRequest,
-    PictureInput,
-    Sides,
-)
-from clowder_aimage.model.step_cache import StepCache
-from clowder_aimage.model.weights import read_object
-from clowder_aimage.tensor.config_fields import ConfigFields
-
-_STATES = (9, 18, 27)  # layers of the text encoder before the states that are features
-_MAX_SIDE = 8192
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Flux2KleinPipeline(FlowPipeline):
-    """The networks of FLUX.2 [klein]."""
+class Flux2KleinPipeline(Flux2Family):
+    """The networks of FLUX.2 [klein], of MLX."""
 
     NETWORKS = {  # noqa: RUF012
         "text_encoder": NetworkKind(
-            "text_encoder", partial(TextEncoder, outputs=_STATES), TextEncoderConfig.parse
+            "text_encoder", partial(TextEncoder, outputs=STATES), TextEncoderConfig.parse
         ),
         "transformer": NetworkKind("transformer", Transformer, TransformerConfig.parse),
         "vae": NetworkKind("vae", Vae, VaeConfig.parse),
         "picture_encoder": NetworkKind("vae", VaeEncoder, VaeConfig.parse),
     }
-    CAPTIONING = ("text_encoder/", "transformer/context_embedder.")
-    IS_THINKING = False
-    SEES_REFERENCES = True
 
-    transformer_module: OffloadedModule[Transformer, TransformerConfig]
-    vae_module: OffloadedModule[Vae, VaeConfig]
-    is_distilled: bool
+    def step_cache(self, threshold: float) -> StepCache:
+        return StepCache(threshold)
 
-    @classmethod
-    def parts(cls, components: ModelComponents, request: GenerateRequest | None) -> dict[str, Any]:
-        name = "model_index.json"
-        index = ConfigFields(name, read_object(components.store, components.aimage, name))
-        is_distilled = index.boolean("is_distilled", False)
-        return {**super().parts(components, request), "is_distilled": is_distilled}
-
-    @staticmethod
-    def sides_of(transformer: TransformerConfig, vae: VaeConfig) -> Sides:  # noqa: ARG004
-        return Sides(PATCH * vae.scale, _MAX_SIDE, _MAX_SIDE)
-
-    @staticmethod
-    def check_fit(
-        text_encoder: TextEncoderConfig, transformer: TransformerConfig, vae: VaeConfig
-    ) -> None:
-        if text_encoder.num_hidden_layers <= max(_STATES):
-            raise ModelError(
-                f"the text encoder has {text_encoder.num_hidden_layers} layers, more than "
-                f"{max(_STATES)} are required"
-            )
-        features = len(_STATES) * text_encoder.hidden_size, transformer.joint_attention_dim
-        latents = PATCH * PATCH * vae.latent_channels, transformer.in_channels
-        check_channels(*features, *latents, vae.out_channels)
-
-    def refuse(self, request: GenerateRequest) -> None:
-        super().refuse(request)
-        if self.is_distilled and request.guidance > 1:
-            raise UsageError("this model is distilled and has no guidance; omit guidance")
-
-    def weight(self, request: GenerateRequest) -> float:
-        """Return the guidance scale of the reference without the 1 at which it is off."""
-        return 0.0 if self.is_distilled else max(0.0, request.guidance - 1)
-
-    def lengths(self, request: GenerateRequest) -> tuple[int, int]:
-        return MAX_TOKENS, MAX_TOKENS + self.area(request) // self.sides.multiple**2
-
-    def layer(self) -> tuple[int, int, int]:
-        config = self.transformer_module.config
-        return config.dim, 2 * config.ffn_dim, config.heads
-
-    def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
-        multiple = self.sides.multiple
-        channels = self.transformer_module.config.in_channels
-        return channels, request.height // multiple, request.width // multiple
-
-    def levels(self, steps: int, tokens: int, shift: float | None) -> Schedule:
-        return self.scheduler.schedule(steps, tokens, shift, mu=empirical_mu(tokens, steps))
-
-    def normalize(self, latents: mx.array) -> mx.array:
+    def normalize(self, latents: Floats) -> Floats:
         encoder: VaeEncoder = self.picture_encoder().get()
-        return encoder.normalize(latents)
-
-    def encode(self, prompt: str) -> mx.array:
-        """Return the text features of a prompt, (512, channels). Raises as ``ids``."""
-        ids = self.ids(prompt)
-        padding = [self.tokenizer.padding] * (MAX_TOKENS - len(ids))
-        return self.text_encoder(mx.array(ids + padding), len(ids))
+        return self.library.floats(encoder.normalize(mx.array(latents)))
 
     def direction(
         self,
@@ -128,33 +49,10 @@ class Flux2KleinPipeline(FlowPipeline):
         cache: StepCache | None,
     ) -> mx.array:
         sigma = float(np.float32(1) - np.float32(time))
-        return -self.transformer_module.get()(latents, sigma, caption, pictures, cache)
+        transformer: Transformer = self.transformer_module.get()
+        return -transformer(latents, sigma, caption, pictures, cache)
 
-    def fit(self, given: PictureInput) -> PictureInput:
-        multiple = self.sides.multiple
-        references = tuple(fit_reference(one, multiple) for one in given.references)
-        return replace(given, references=references)
-
-    def inputs(
-        self,
-        request: GenerateRequest,  # noqa: ARG002 - of the interface
-        given: PictureInput,
-    ) -> tuple[EncodedPicture | None, ReferenceTokens | None]:
-        latents = [self.mode(to_values(one)) for one in given.references]
-        if not latents:
-            return None, None
-        found = ReferenceTokens.of(latents)
+    def references(self, latents: list[Floats]) -> ReferenceTokens:
+        found = ReferenceTokens.of([mx.array(one) for one in latents])
         mx.eval(found.tokens)
-        self.budget.finish(self.picture_encoder())
-        return None, found
-
-
-def empirical_mu(tokens: int, steps: int) -> float:
-    """Return the shift of the noise levels for a picture of ``tokens`` tokens.
-
-    It lies on the line through those for 10 and for 200 steps, which were measured. Source:
-    diffusers, pipelines/flux2/pipeline_flux2_klein.py.
-    """
-    few = 8.73809524e-05 * tokens + 1.89833333
-    many = 0.00016927 * tokens + 0.45666666
-    return many if tokens > 4300 else many + (many - few) / 190 * (steps - 200)
+        return found

@@ -1,23 +1,29 @@
-"""Reference pictures in the sizes that FLUX.2 sees them: at most a megapixel, cut to whole latents.
+"""Reference pictures as FLUX.2 sees them: at most a megapixel, cut to whole latents, in places.
 
-Source: diffusers, pipelines/flux2/image_processor.py.
+Source: diffusers, pipelines/flux2/image_processor.py and pipeline_flux2_klein.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from clowder_aimage.errors import UsageError
+from clowder_aimage.model.flow.rope_config import place_pixels
+from clowder_aimage.model.flux2.config import AXES
 from clowder_aimage.model.pipeline import REFERENCE_PIXELS
 
 _LEAST = 64  # pixels of a side
 _RATIO = 8  # of the sides, at most
 
+_APART = 10  # between the positions of reference pictures
+
 Pixels = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.int64]  # picture, row, column and 0 of each token
 
 
 def reference_size(width: int, height: int) -> tuple[int, int]:
@@ -56,3 +62,17 @@ def fit_reference(pixels: Pixels, multiple: int) -> Pixels:
     width, height = (side // multiple * multiple for side in size)
     left, top = (size[0] - width) // 2, (size[1] - height) // 2
     return pixels[top : top + height, left : left + width]
+
+
+def grid(picture: int, height: int, width: int) -> Positions:
+    """Return the positions of the latents of a picture, row by row."""
+    positions = np.zeros((height * width, AXES), dtype=np.int64)
+    positions[:, 0] = picture
+    place_pixels(positions, height, width)
+    return positions
+
+
+def reference_positions(sizes: Sequence[tuple[int, ...]]) -> Positions:
+    """Return the positions (length, 4) of reference pictures of these heights and widths."""
+    places = [grid(_APART * number, *size) for number, size in enumerate(sizes, 1)]
+    return np.concatenate(places)

@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope import Table, axes_table, place_pixels, rotate_pairs
+from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.flux2.config import AXES, TransformerConfig
+from clowder_aimage.model.flux2.reference_picture import Positions, grid, reference_positions
 from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
-from clowder_aimage.model.step_cache import StepCache
 
-_APART = 10  # between the positions of reference pictures
-Positions = npt.NDArray[np.int64]
 Modulation = list[mx.array]  # shift, scale and gate of each part of a block: (1, 1, dim)
 Streams = tuple[mx.array, mx.array]  # text and picture
 
@@ -155,10 +153,8 @@ class ReferenceTokens:
     @classmethod
     def of(cls, pictures: Sequence[mx.array]) -> ReferenceTokens:
         """Return the tokens of latents (channels, height, width), whose sizes may differ."""
-        sizes = [picture.shape[1:] for picture in pictures]
-        places = [_grid(_APART * k, *size) for k, size in enumerate(sizes, 1)]
-        tokens = mx.concatenate([to_tokens(picture) for picture in pictures])
-        return cls(tokens, np.concatenate(places))
+        places = reference_positions([picture.shape[1:] for picture in pictures])
+        return cls(mx.concatenate([to_tokens(picture) for picture in pictures]), places)
 
 
 class Transformer(Network):
@@ -202,7 +198,7 @@ class Transformer(Network):
         blocks but the first may be skipped. Returns the velocity, in the shape of the latents.
         """
         channels, height, width = latents.shape
-        tokens, positions = to_tokens(latents), _grid(0, height, width)
+        tokens, positions = to_tokens(latents), grid(0, height, width)
         if references is not None:
             tokens = mx.concatenate([tokens, references.tokens.astype(tokens.dtype)])
             positions = np.concatenate([positions, references.positions])
@@ -271,11 +267,3 @@ class Transformer(Network):
 def to_tokens(latents: mx.array) -> mx.array:
     """Return latents (channels, height, width) as tokens (height * width, channels)."""
     return latents.reshape(len(latents), -1).T
-
-
-def _grid(picture: int, height: int, width: int) -> Positions:
-    """Return the positions of the latents of a picture, row by row."""
-    positions = np.zeros((height * width, AXES), dtype=np.int64)
-    positions[:, 0] = picture
-    place_pixels(positions, height, width)
-    return positions

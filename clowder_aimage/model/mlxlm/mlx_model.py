@@ -11,9 +11,8 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.formats.transformers import facts
-from clowder_aimage.model.backend import mx
+from clowder_aimage.model.backend import device_memory, mx
 from clowder_aimage.model.hardware import machine_memory
-from clowder_aimage.model.memory_budget import device_memory
 from clowder_aimage.model.mlxlm import library
 from clowder_aimage.model.mlxlm.kept_cache import KeptCaches, cache_size
 from clowder_aimage.model.mlxlm.network_weights import (

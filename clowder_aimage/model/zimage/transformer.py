@@ -14,13 +14,14 @@ import numpy as np
 
 from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope import Table, axes_table, place_pixels, rotate_pairs
+from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.rope_config import place_pixels
+from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
-from clowder_aimage.model.step_cache import StepCache
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
+from clowder_aimage.model.zimage.family import padded
 
-MULTIPLE = 32  # image and caption are each padded to a multiple of this many tokens
 TIME_HIDDEN = 1024
 QK_EPS = 1e-5  # fixed in the reference, regardless of norm_eps
 _NAMES = {  # parts of diffusers' names, and the names used here
@@ -34,11 +35,6 @@ _NAMES = {  # parts of diffusers' names, and the names used here
     "t_embedder.mlp.2.": "t_embedder.linear2.",
     "attention.to_out.0.": "attention.to_out.",
 }
-
-
-def padded(length: int) -> int:
-    """Return the length rounded up to a multiple of 32."""
-    return -(-length // MULTIPLE) * MULTIPLE
 
 
 class ImageAttention(Network):

@@ -19,8 +19,6 @@ Layers = Callable[[mx.array], mx.array]
 class StepCache:
     """The residuals of the last computed step, for one caption and one picture."""
 
-    ARRAYS = 2  # of the size of its input
-
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         # Of the first block, and of all others

@@ -10,37 +10,55 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.adaptation import Adaptation
-from clowder_aimage.model.backend import STRIP, Network, mx, on_gpu
+from clowder_aimage.model.flow.array_library import MIB, DeviceMemory
 from clowder_aimage.model.hardware import machine_memory
-from clowder_aimage.model.operation import MAX_SCORES
 from clowder_aimage.model.process_memory import resident_memory
-from clowder_aimage.tensor.blas import is_fast
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-_MIB = 1 << 20
-_LIBRARIES = 64 * _MIB  # that BLAS and the system's allocator take when they compute
+_LIBRARIES = 64 * MIB  # that BLAS and the system's allocator take when they compute
 _MARGIN = 1.05  # of the least memory that is recommended, for libraries that differ between runs
 
-N = TypeVar("N", bound=Network)
+N = TypeVar("N")
 C = TypeVar("C")
+
+
+class NetworkAdaptation(Protocol):
+    """The adapters of one network."""
+
+    def use(self, uses: Sequence[Use]) -> None:
+        """Set the adapters of the network; ``apply`` puts them in."""
+        ...
+
+    def apply(self, network: Any) -> None:
+        """Put the adapters into ``network``, in place of those that were there."""
+        ...
+
+    def release(self) -> None:
+        """Forget the network."""
+        ...
 
 
 class OffloadedModule(Generic[N, C]):
     """A network of ``size`` bytes that ``load`` loads when it is used, and again after ``release``.
 
     ``policy`` is KEEP, RELEASE, or AUTO to release it when room is short. ``adaptation`` has the
-    adapters of the network.
+    adapters of the network; ``clear`` is called after a release.
     """
 
     def __init__(
-        self, config: C, size: int, load: Callable[[], N], adaptation: Adaptation | None = None
+        self,
+        config: C,
+        size: int,
+        load: Callable[[], N],
+        adaptation: NetworkAdaptation | None = None,
+        clear: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.size, self.policy, self.adaptation = config, size, AUTO, adaptation
-        self._load = load
+        self._load, self._clear = load, clear
         self._network: N | None = None
 
     @property
@@ -51,7 +69,6 @@ class OffloadedModule(Generic[N, C]):
         """Return the network, with its adapters. Raises the errors of ``load`` and ``apply``."""
         if self._network is None:
             self._network = self._load()
-            mx.random.seed(0)  # the keys of initial values, never computed, grow with each load
         if self.adaptation is not None:
             self.adaptation.apply(self._network)
         return self._network
@@ -61,7 +78,7 @@ class OffloadedModule(Generic[N, C]):
         self._network = None
         if self.adaptation is not None:
             self.adaptation.release()
-        mx.clear_cache()
+        self._clear()
 
 
 Module = OffloadedModule[Any, Any]
@@ -90,12 +107,12 @@ class MemoryBudget:
     arrays of a picture must fit.
     """
 
-    def __init__(self, *modules: Module) -> None:
-        self.modules = modules
+    def __init__(self, device: DeviceMemory, *modules: Module) -> None:
+        self.modules, self.device = modules, device
         self.memory: int | None = None
         self.limit: int | None = None
         self.is_last = False
-        self.total = device_memory() or machine_memory()
+        self.total = device.total or machine_memory()
         self._own = 0
         self._peaks: dict[str, dict[int, int]] = {}  # by stage: bytes by the pixels of a picture
 
@@ -103,8 +120,8 @@ class MemoryBudget:
         self, memory: int | None, *, limit: int | None = None, is_last: bool = False
     ) -> None:
         """Set the memory for this process, of which the interpreter and libraries have a part."""
-        if not on_gpu():
-            self._own = max(0, resident_memory() - mx.get_active_memory()) + _LIBRARIES
+        if self.device.is_shared:
+            self._own = max(0, resident_memory() - self.device.active) + _LIBRARIES
         self.memory, self.limit, self.is_last = memory, limit, is_last
 
     def use(self, stage: Stage) -> None:
@@ -144,8 +161,8 @@ class MemoryBudget:
         least = self._own + max(stage.size for stage in stages)
         if self.limit is not None and least > self.limit:
             raise UsageError(
-                f"{self.limit // _MIB} MiB of memory are insufficient for this model and size: "
-                f"{math.ceil(least * _MARGIN / _MIB)} MiB are required"
+                f"{self.limit // MIB} MiB of memory are insufficient for this model and size: "
+                f"{math.ceil(least * _MARGIN / MIB)} MiB are required"
             )
 
     def describe(self, stages: Sequence[Stage]) -> str:
@@ -159,8 +176,8 @@ class MemoryBudget:
             size = sum(module.size for module in modules) + max(stage.work for stage in stages)
         else:
             text = "networks that are not in use are released"
-        limit = "" if self.memory is None else f" of {self.memory // _MIB} MiB"
-        return f"{text}, about {math.ceil((self._own + size) / _MIB)} MiB{limit}"
+        limit = "" if self.memory is None else f" of {self.memory // MIB} MiB"
+        return f"{text}, about {math.ceil((self._own + size) / MIB)} MiB{limit}"
 
     def work(self, stage: str, pixels: int, guess: float) -> float:
         """Return the memory that a stage needs besides its modules, for a picture of this size.
@@ -179,37 +196,9 @@ class MemoryBudget:
     @contextmanager
     def measure(self, stage: Stage, pixels: int) -> Iterator[None]:
         """Record the peak of a stage, unless it fails. Its modules have been loaded."""
-        active = mx.get_active_memory()
-        mx.reset_peak_memory()
+        active = self.device.active
+        self.device.begin()
         yield
-        peaks = self._peaks.setdefault(stage.name, {})
-        peaks[pixels] = max(0, mx.get_peak_memory() - active, peaks.get(pixels, 0))
-
-
-def decoding(width: int, pixels: int, dtype: mx.Dtype) -> float:
-    """Estimate the bytes to decode a picture with layers of ``width`` channels at full size."""
-    layer = pixels * width * dtype.size
-    if dtype != mx.float32 and not on_gpu():  # MLX computes whole layers in float32 too
-        return 12 * layer + 4 * STRIP
-    full = 3 if is_fast() and not on_gpu() else 5  # such layers exist at the same time
-    return full * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
-
-
-def transforming(width: int, hidden: int, heads: int, length: int, dtype: mx.Dtype) -> float:
-    """Estimate the bytes to compute a layer of a transformer for ``length`` tokens."""
-    attention = min(2 * heads * length**2 * dtype.size, MAX_SCORES)
-    return length * (8 * width + 3 * hidden) * dtype.size + attention
-
-
-def device_memory() -> int | None:
-    """Return the usable memory of the GPU in bytes, or None if unknown or without a GPU.
-
-    Source: MLX, ``device_info``: Metal reports a recommended size, CUDA the total.
-    """
-    if not on_gpu():
-        return None
-    info = mx.device_info()
-    if advised := int(info.get("max_recommended_working_set_size", 0)):
-        return advised
-    total = int(info.get("total_memory", 0) or info.get("memory_size", 0))
-    return total * 9 // 10 or None
+        if (peak := self.device.peak) is not None:
+            peaks = self._peaks.setdefault(stage.name, {})
+            peaks[pixels] = max(0, peak - active, peaks.get(pixels, 0))

@@ -1,0 +1,81 @@
+"""The interface of libraries that compute networks: MLX, or PyTorch.
+
+What is between two networks (latents, noise, masks, pixels) are numpy's arrays, in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+MIB = 1 << 20
+
+
+class DeviceMemory(Protocol):
+    """The memory of the device on which a library computes; all numbers are bytes."""
+
+    @property
+    def is_shared(self) -> bool:
+        """True if it is that of this process."""
+        ...
+
+    @property
+    def total(self) -> int | None:
+        """The usable memory of a GPU, or None if it is unknown or the machine's."""
+        ...
+
+    @property
+    def active(self) -> int:
+        """The memory of arrays now."""
+        ...
+
+    def begin(self) -> None:
+        """Begin to measure a peak."""
+        ...
+
+    @property
+    def peak(self) -> int | None:
+        """The peak since ``begin``, or None if it is not measured."""
+        ...
+
+    def clear(self) -> None:
+        """Return the memory of released arrays to the system."""
+        ...
+
+
+class ArrayLibrary(Protocol):
+    """A library on a device, with one compute type of ``itemsize`` bytes."""
+
+    itemsize: int
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The memory of the device."""
+        ...
+
+    def array(self, values: npt.NDArray[Any]) -> Any:
+        """Return an array on the device: floats in the compute type, integers as they are."""
+        ...
+
+    def floats(self, array: Any) -> Floats:
+        """Return the values of an array, in float32."""
+        ...
+
+    def colours(self, array: Any) -> Floats:
+        """Return values from -1 to 1 as values from 0 to 1, clipped, scaled in their own type."""
+        ...
+
+    def evaluate(self, *arrays: Any) -> None:
+        """Compute arrays that are lazy."""
+        ...
+
+    def decoding(self, width: int, pixels: int) -> float:
+        """Estimate the bytes to decode a picture with layers of ``width`` channels at full size."""
+        ...
+
+    def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
+        """Estimate the bytes to compute a layer of a transformer for ``length`` tokens."""
+        ...

@@ -1,0 +1,112 @@
+"""MLX as the library of networks: its memory, and the components of a model as its networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clowder_aimage.model.adaptation import Adaptation
+from clowder_aimage.model.backend import STRIP, Network, device_memory, mx, on_gpu
+from clowder_aimage.model.flow.array_library import Floats
+from clowder_aimage.model.flow.component import ModelComponents
+from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
+from clowder_aimage.model.operation import MAX_SCORES
+from clowder_aimage.model.weights import ModelWeights
+from clowder_aimage.tensor.blas import is_fast
+
+
+class MlxMemory:
+    """The memory of MLX's default device."""
+
+    @property
+    def is_shared(self) -> bool:
+        return not on_gpu()
+
+    @property
+    def total(self) -> int | None:
+        return device_memory()
+
+    @property
+    def active(self) -> int:
+        return int(mx.get_active_memory())
+
+    def begin(self) -> None:
+        mx.reset_peak_memory()
+
+    @property
+    def peak(self) -> int | None:
+        return int(mx.get_peak_memory())
+
+    def clear(self) -> None:
+        mx.clear_cache()
+
+
+class MlxLibrary:
+    """MLX with a compute type."""
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self.dtype, self.itemsize = dtype, int(dtype.size)
+        self.memory = MlxMemory()
+
+    def array(self, values: npt.NDArray[Any]) -> mx.array:
+        array = mx.array(values)
+        return array.astype(self.dtype) if np.issubdtype(values.dtype, np.floating) else array
+
+    def floats(self, array: mx.array) -> Floats:
+        return np.array(array.astype(mx.float32))
+
+    def colours(self, array: mx.array) -> Floats:
+        return self.floats(mx.clip(array * 0.5 + 0.5, 0, 1))
+
+    def evaluate(self, *arrays: Any) -> None:
+        mx.eval(*arrays)
+
+    def decoding(self, width: int, pixels: int) -> float:
+        layer = pixels * width * self.itemsize
+        if self.dtype != mx.float32 and not on_gpu():  # MLX computes whole layers in float32 too
+            return 12 * layer + 4 * STRIP
+        full = 3 if is_fast() and not on_gpu() else 5  # such layers exist at the same time
+        return full * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
+
+    def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
+        attention = min(2 * heads * length**2 * self.itemsize, MAX_SCORES)
+        return length * (8 * width + 3 * hidden) * self.itemsize + attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MlxComponents(ModelComponents):
+    """Networks of MLX, which ``make`` makes from their config.
+
+    ``keep_quantized`` is as in ``ModelWeights.apply``.
+    """
+
+    library: MlxLibrary
+    keep_quantized: bool | None = None
+
+    def module(
+        self,
+        weights: ModelWeights,
+        config: Any,
+        make: Callable[..., Any],
+        *,
+        is_adapted: bool = True,
+    ) -> Module:
+        dtype = self.library.dtype
+        how: dict[str, Any] = {"dtype": dtype, "keep_quantized": self.keep_quantized}
+
+        def load() -> Network:
+            network: Network = make(config)
+            weights.apply(network, skip=network.skip, **how)
+            mx.random.seed(0)  # the keys of initial values, never computed, grow with each load
+            return network
+
+        unloaded = make(config)  # its arrays are never computed
+        size, left_out = weights.check(unloaded, skip=unloaded.skip, **how)
+        self.skipped.extend(f"{weights.component}/{name}" for name in left_out)
+        adaptation = Adaptation(weights.component, unloaded.sanitize, unloaded.skip, dtype)
+        used = adaptation if is_adapted else None
+        return OffloadedModule(config, size, load, used, self.library.memory.clear)

@@ -1,0 +1,95 @@
+"""The library that computes image models: MLX or PyTorch, whichever is installed and faster here.
+
+Importing this module imports neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.errors import UsageError
+
+AUTO, MLX, TORCH = "auto", "mlx", "torch"
+BACKENDS = (AUTO, MLX, TORCH)
+SLOW = "cpu (no fast BLAS)"  # of MLX
+_OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
+_MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
+_GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
+_SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
+
+
+def choose_library(name: str | None = None) -> str:
+    """Return MLX or TORCH for a name; None and AUTO select one.
+
+    AUTO is MLX on macOS and wherever it is installed, except that only PyTorch sees the GPU.
+
+    Raises:
+        UsageError: The name is unknown, or the library is not installed.
+    """
+    if name in (None, AUTO):
+        return _suited()
+    if name not in _MODULES:
+        raise UsageError(f"unknown backend {name!r:.40}: use {', '.join(BACKENDS)}")
+    if not _is_installed(name):
+        raise _missing(name)
+    return name
+
+
+def backend_module(name: str | None = None) -> Any:
+    """Import and return the module of a backend, with ``describe``, ``dtype_name`` and others.
+
+    Raises UsageError as ``choose_library``.
+    """
+    return importlib.import_module(_MODULES[choose_library(name)])
+
+
+def type_name(name: str | None, *, is_gpu: bool) -> str:
+    """Return the full name of the compute type, such as bfloat16 for bf16.
+
+    None selects bfloat16 on a GPU and float32 on a CPU. Raises UsageError for an unknown name, and
+    for float16, in which Z-Image overflows.
+    """
+    if name is None:
+        return "bfloat16" if is_gpu else "float32"
+    if name in ("float16", "fp16", "f16", "half"):
+        raise UsageError(
+            "float16 is not supported as a compute type: activations of these models reach 1e6, "
+            "above its maximum of 65504, and pictures turn black",
+            hint="use bfloat16 or float32; weights stored as float16 are supported",
+        )
+    chosen = _SHORT.get(name, name)
+    if chosen not in _SHORT.values():
+        types = " or ".join(_SHORT.values())
+        raise UsageError(f"unknown compute type {name!r:.40}: use {types}")
+    return chosen
+
+
+def made_by(description: str) -> str:
+    """Return the backend that a picture states by ``describe``, or AUTO if it is not installed."""
+    name = TORCH if description.startswith(f"{TORCH} ") else MLX
+    return name if description and _is_installed(name) else AUTO
+
+
+@cache
+def _suited() -> str:
+    found = [name for name in (MLX, TORCH) if _is_installed(name)]
+    if not found:
+        raise _missing(MLX)
+    if len(found) == 1 or sys.platform == "darwin" or not any(Path(one).exists() for one in _GPUS):
+        return found[0]
+    has_gpu = [name for name in found if importlib.import_module(_MODULES[name]).on_gpu()]
+    return (has_gpu or found)[0]
+
+
+def _is_installed(name: str) -> bool:
+    return all(find_spec(one) is not None for one in (name, *_OTHERS[name]))
+
+
+def _missing(name: str) -> UsageError:
+    message = f"running a model needs the extra [{name}]"
+    return UsageError(message, remedy="install_extra", extra=name)

@@ -1,0 +1,46 @@
+"""The tensors of a component and the parameters of its network, matched one to one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+
+from clowder_aimage.errors import ModelError
+from clowder_aimage.model.stored_tensor import some
+
+FLOATS = ("F32", "F16", "BF16")  # types of weights that are values
+
+
+def match_tensors(
+    component: str, sanitize: Callable[[str], str], known: Collection[str], names: Iterable[str]
+) -> dict[str, str]:
+    """Map the names of all tensors to those of the ``known`` parameters, one to one.
+
+    ``sanitize`` returns the name of the parameter of a tensor.
+
+    Raises:
+        ModelError: A tensor is missing, unexpected, or duplicated.
+    """
+    wanted = {name: sanitize(name) for name in names}
+    given = Counter(wanted.values())
+    if twice := sorted(own for own, count in given.items() if count > 1):
+        raise ModelError(f"{component}: duplicate tensors for {some(twice)}")
+    if missing := sorted(set(known) - set(given)):
+        raise ModelError(f"{component}: missing tensors {some(missing)}")
+    if extra := sorted(name for name, own in wanted.items() if own not in known):
+        raise ModelError(
+            f"{component}: unexpected tensors {some(extra)}",
+            hint="the weights do not match the configuration",
+        )
+    return wanted
+
+
+def check_shape(
+    component: str, name: str, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """Check the shape of the tensor ``name`` against its parameter. Raises ModelError."""
+    if expected != shape:
+        raise ModelError(
+            f"{component}/{name}: the configuration requires shape {list(expected)}, "
+            f"the tensor has {list(shape)}"
+        )

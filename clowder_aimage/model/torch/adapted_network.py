@@ -1,0 +1,118 @@
+"""Adapters in a network of PyTorch: applied beside its weights, or in copies of them, and undone.
+
+Changes of low rank are a branch beside a linear layer; all others, which are rarer, change a copy
+of the tensor, by the definition in ``adapter/dense.py``. The tensors of the blobs stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from clowder_aimage.adapter import dense
+from clowder_aimage.adapter.adapter import Change, LowRank
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
+from clowder_aimage.errors import ModelError
+
+Changes = Sequence[tuple[Change, float]]
+
+
+class TorchAdaptation:
+    """The adapters of one network, whose tensors are called ``component/name``.
+
+    ``sanitize`` returns the name of the parameter of a tensor, ``skip`` whether the network does
+    not have it.
+    """
+
+    def __init__(
+        self, component: str, sanitize: Callable[[str], str], skip: Callable[[str], bool]
+    ) -> None:
+        self._component, self._sanitize, self._skip = component, sanitize, skip
+        self._uses: tuple[Use, ...] = ()
+        self._applied: tuple[Use, ...] = ()
+        self._network: Any = None
+        self._undoing: list[Callable[[], None]] = []
+
+    def use(self, uses: Sequence[Use]) -> None:
+        """Set the adapters of the network; ``apply`` puts them in."""
+        self._uses = tuple(use for use in uses if use[1] and self._names(use[0]))
+
+    def _names(self, adapter: LoadedAdapter) -> list[str]:
+        """Return the names of the tensors of the network that an adapter changes."""
+        prefix = f"{self._component}/"
+        names = (name.removeprefix(prefix) for name in adapter.tensors if name.startswith(prefix))
+        return sorted(name for name in names if not self._skip(name))
+
+    def release(self) -> None:
+        """Forget the network."""
+        self._network, self._applied, self._undoing = None, (), []
+
+    def apply(self, network: Any) -> None:
+        """Put the adapters into ``network``, in place of those that were there.
+
+        Raises:
+            ModelError: An adapter changes a tensor that the network does not have.
+        """
+        if network is not self._network:
+            self.release()
+            self._network = network
+        if self._applied == self._uses:
+            return
+        self._undo()
+        changes: dict[str, list[tuple[Change, float]]] = {}
+        for adapter, strength in self._uses:
+            for name in self._names(adapter):
+                found = adapter.changes(f"{self._component}/{name}")
+                changes.setdefault(name, []).extend((change, strength) for change in found)
+        try:
+            for name, named in changes.items():
+                self._adapt(name, named)
+        except BaseException:
+            self._undo()  # the next request may have no adapters
+            raise
+        self._applied = self._uses
+
+    def _undo(self) -> None:
+        for undo in self._undoing:
+            undo()
+        self._undoing, self._applied = [], ()
+
+    def _adapt(self, name: str, changes: Changes) -> None:
+        path, _, last = self._sanitize(name).rpartition(".")
+        layer = self._network.module.get_submodule(path)
+        pairs = [(one, t) for one, t in changes if isinstance(one, LowRank)]
+        is_linear = isinstance(layer, torch.nn.Linear) and last == "weight"
+        if is_linear and len(pairs) == len(changes):
+            branch = _Branch(pairs, layer.weight)
+            self._undoing.append(layer.register_forward_hook(branch.add).remove)
+            return
+        own = getattr(layer, last, None)
+        if own is None and (last != "bias" or not isinstance(layer, torch.nn.Linear)):
+            raise ModelError(f"{self._component}/{name[:200]} cannot be changed by an adapter")
+        values = np.zeros(changes[0][0].shape, np.float32)
+        like = layer.weight if own is None else own
+        if own is not None:
+            values = own.detach().to("cpu", torch.float32, copy=True).numpy()
+        changed = torch.from_numpy(dense.changed(values, changes)).to(like.device, like.dtype)
+        setattr(layer, last, torch.nn.Parameter(changed, requires_grad=False))
+        self._undoing.append(lambda: setattr(layer, last, own))
+
+
+class _Branch:
+    """Changes of low rank of a linear layer, as one pair of matrices."""
+
+    def __init__(self, changes: Sequence[tuple[LowRank, float]], weight: torch.Tensor) -> None:
+        place = {"device": weight.device, "dtype": weight.dtype}
+        downs = np.concatenate([one.down for one, _ in changes])
+        ups = np.concatenate([one.up for one, _ in changes], axis=1)
+        scales = [np.full(len(one.down), t * one.scale, np.float32) for one, t in changes]
+        self._down, self._up = (torch.from_numpy(one).to(**place) for one in (downs, ups))
+        self._scales = torch.from_numpy(np.concatenate(scales)).to(**place)
+
+    def add(self, _: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        """Return the output of the layer with the changes; a forward hook."""
+        inner = torch.nn.functional.linear(given[0], self._down) * self._scales
+        return output + torch.nn.functional.linear(inner, self._up)

@@ -1,0 +1,146 @@
+"""The pipeline of FLUX.2 [klein] on PyTorch, with the networks of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+
+from clowder_aimage.model.flow.array_library import Floats
+from clowder_aimage.model.flow.component import NetworkKind
+from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
+from clowder_aimage.model.flux2.family import STATES, Flux2Family
+from clowder_aimage.model.flux2.reference_picture import grid, reference_positions
+from clowder_aimage.model.torch.library import computing
+from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder
+
+Pictures = tuple[torch.Tensor, torch.Tensor]  # tokens (length, channels), positions (length, 4)
+
+
+class Flux2Network:
+    """``Flux2Transformer2DModel``, for one picture."""
+
+    def __init__(self, _: TransformerConfig, fields: Mapping[str, Any]) -> None:
+        own = {key: value for key, value in fields.items() if not key.startswith("quantization")}
+        self.module: Any = Flux2Transformer2DModel.from_config(own)
+
+    def caption(self, features: torch.Tensor) -> Caption:
+        """Return text features (length, channels) and their positions."""
+        length = torch.arange(len(features), device=features.device)
+        return Caption(features, (torch.nn.functional.pad(length[:, None], (3, 0)),))
+
+    @computing
+    def __call__(
+        self, latents: torch.Tensor, sigma: float, caption: Caption, pictures: Pictures | None
+    ) -> torch.Tensor:
+        """Return the velocity from picture to noise, in the shape of latents."""
+        channels, height, width = latents.shape
+        places = torch.from_numpy(grid(0, height, width)).to(latents.device)
+        tokens = latents.reshape(channels, -1).T
+        if pictures is not None:
+            tokens, places = (
+                torch.cat([own, one]) for own, one in zip((tokens, places), pictures, strict=True)
+            )
+        found = self.module(
+            hidden_states=tokens[None],
+            encoder_hidden_states=caption.tokens[None],
+            timestep=torch.tensor([sigma], device=latents.device),
+            img_ids=places,
+            txt_ids=caption.rope[0],
+            return_dict=False,
+        )[0][0, : height * width]
+        velocity: torch.Tensor = found.T.reshape(channels, height, width)
+        return velocity
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a tensor: the same."""
+        return name
+
+    @staticmethod
+    def skip(_: str) -> bool:
+        """Return False: all tensors are used."""
+        return False
+
+
+class Flux2Decoder(DecoderHalf):
+    """The decoder of ``AutoencoderKLFlux2``."""
+
+    def __init__(self, config: VaeConfig, fields: Mapping[str, Any]) -> None:
+        super().__init__(AutoencoderKLFlux2.from_config(dict(fields)))
+        self._eps = config.batch_norm_eps
+
+    @computing
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode latents (4 * channels, height, width) to pixels, about -1 to 1, not clipped."""
+        mean, deviation = _moments(self.module.bn, self._eps, latents)
+        _, rows, columns = latents.shape
+        patches = (latents * deviation + mean).reshape(-1, PATCH, PATCH, rows, columns)
+        cells = patches.permute(0, 3, 1, 4, 2).reshape(-1, PATCH * rows, PATCH * columns)
+        return self.to_pixels(cells)
+
+
+class Flux2Encoder(EncoderHalf):
+    """The encoder of ``AutoencoderKLFlux2``."""
+
+    def __init__(self, config: VaeConfig, fields: Mapping[str, Any]) -> None:
+        super().__init__(AutoencoderKLFlux2.from_config(dict(fields)))
+        self._eps = config.batch_norm_eps
+
+    @computing
+    def normalize(self, cells: torch.Tensor) -> torch.Tensor:
+        """Return encoded cells (channels, height, width) as latents: normalized patches."""
+        channels, height, width = cells.shape
+        rows, columns = height // PATCH, width // PATCH
+        patches = cells.reshape(channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3)
+        patches = patches.reshape(-1, rows, columns)
+        mean, deviation = _moments(self.module.bn, self._eps, patches)
+        return (patches - mean) / deviation
+
+
+def _moments(norm: Any, eps: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mean, variance = norm.running_mean[:, None, None], norm.running_var[:, None, None]
+    return mean.to(like.dtype), torch.sqrt(variance.float() + eps).to(like.dtype)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TorchFlux2Pipeline(Flux2Family):
+    """The networks of FLUX.2 [klein], of diffusers."""
+
+    NETWORKS = {  # noqa: RUF012
+        "text_encoder": NetworkKind(
+            "text_encoder", partial(QwenEncoder, outputs=STATES), TextEncoderConfig.parse
+        ),
+        "transformer": NetworkKind("transformer", Flux2Network, TransformerConfig.parse),
+        "vae": NetworkKind("vae", Flux2Decoder, VaeConfig.parse),
+        "picture_encoder": NetworkKind("vae", Flux2Encoder, VaeConfig.parse),
+    }
+
+    def normalize(self, latents: Floats) -> Floats:
+        encoder: Flux2Encoder = self.picture_encoder().get()
+        place = self.library.array(np.zeros(0, np.float32)).device
+        return self.library.floats(encoder.normalize(torch.from_numpy(latents).to(place)))
+
+    def direction(
+        self,
+        latents: torch.Tensor,
+        time: float,
+        caption: Caption,
+        pictures: Pictures | None,
+        cache: None,  # noqa: ARG002 - of the interface
+    ) -> torch.Tensor:
+        sigma = float(np.float32(1) - np.float32(time))
+        velocity: torch.Tensor = self.transformer_module.get()(latents, sigma, caption, pictures)
+        return -velocity
+
+    def references(self, latents: list[Floats]) -> Pictures:
+        tokens = np.concatenate([one.reshape(len(one), -1).T for one in latents])
+        places = reference_positions([one.shape[1:] for one in latents])
+        return self.library.array(tokens), self.library.array(places)

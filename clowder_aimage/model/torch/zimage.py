@@ -1,0 +1,148 @@
+"""The Z-Image pipeline on PyTorch, with the networks of diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, ZImageControlNetModel, ZImageTransformer2DModel
+
+from clowder_aimage.model.flow.component import NetworkKind
+from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.torch.library import computing
+from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder
+from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
+from clowder_aimage.model.zimage.control_config import LAYERS, REFINER, ControlNetConfig
+from clowder_aimage.model.zimage.family import Control, ZImageFamily
+
+
+class ZImageNetwork:
+    """``ZImageTransformer2DModel``, for one picture."""
+
+    def __init__(self, _: TransformerConfig, fields: Mapping[str, Any]) -> None:
+        own = {key: value for key, value in fields.items() if not key.startswith("quantization")}
+        self.module: Any = ZImageTransformer2DModel.from_config(own)
+
+    def caption(self, features: torch.Tensor) -> Caption:
+        """Return text features (length, channels), which every step refines."""
+        return Caption(features)
+
+    @computing
+    def __call__(
+        self, latents: torch.Tensor, time: float, caption: Caption, hints: Any = None
+    ) -> torch.Tensor:
+        """Return the velocity for latents (channels, height, width); time: 0 (noise) to 1."""
+        found = self.module(
+            *_arguments(latents, time, caption), controlnet_block_samples=hints, return_dict=False
+        )
+        velocity: torch.Tensor = found[0][0][:, 0]
+        return velocity
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a tensor: the same."""
+        return name
+
+    @staticmethod
+    def skip(name: str) -> bool:
+        """Return True for tensors that only image-conditioned variants have."""
+        return name.startswith("siglip_")
+
+
+class ControlNetwork:
+    """``ZImageControlNetModel``, which uses parts of the transformer."""
+
+    def __init__(self, config: ControlNetConfig, _: Mapping[str, Any]) -> None:
+        self._refiner, block = config.refiner, config.block
+        self.module: Any = ZImageControlNetModel(
+            control_layers_places=list(config.places),
+            control_refiner_layers_places=list(config.refiner_places),
+            control_in_dim=config.in_channels,
+            add_control_noise_refiner=config.refiner or None,
+            dim=block.dim,
+            n_refiner_layers=block.n_refiner_layers,
+            n_heads=block.n_heads,
+            n_kv_heads=block.n_heads,
+            norm_eps=block.norm_eps,
+            qk_norm=block.qk_norm,
+        )
+
+    @computing
+    def __call__(
+        self,
+        transformer: ZImageNetwork,
+        latents: torch.Tensor,
+        time: float,
+        caption: Caption,
+        cells: torch.Tensor,
+        strength: float,
+    ) -> Any:
+        """Return the hints of a forward pass of the transformer with the same arguments."""
+        module = ZImageControlNetModel.from_transformer(self.module, transformer.module)
+        given = _arguments(latents, time, caption)
+        return module(*given, [cells[:, None]], conditioning_scale=strength)
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a tensor: the same."""
+        return name
+
+    def skip(self, name: str) -> bool:
+        """Return True for a refiner that is not used, which files of 2.0 have."""
+        return self._refiner == LAYERS and name.startswith(f"{REFINER}.")
+
+
+class KlDecoder(DecoderHalf):
+    """The decoder of ``AutoencoderKL``."""
+
+    def __init__(self, config: VaeConfig, fields: Mapping[str, Any]) -> None:
+        super().__init__(AutoencoderKL.from_config(dict(fields)))
+        self._scale, self._shift = config.scaling_factor, config.shift_factor
+
+    @computing
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode latents (channels, height, width) to pixels, about -1 to 1, not clipped."""
+        return self.to_pixels(latents / self._scale + self._shift)
+
+
+class KlEncoder(EncoderHalf):
+    """The encoder of ``AutoencoderKL``."""
+
+    def __init__(self, _: VaeConfig, fields: Mapping[str, Any]) -> None:
+        super().__init__(AutoencoderKL.from_config(dict(fields)))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TorchZImagePipeline(ZImageFamily):
+    """The networks of Z-Image, of diffusers."""
+
+    NETWORKS = {  # noqa: RUF012
+        "text_encoder": NetworkKind("text_encoder", QwenEncoder, TextEncoderConfig.parse),
+        "transformer": NetworkKind("transformer", ZImageNetwork, TransformerConfig.parse),
+        "vae": NetworkKind("vae", KlDecoder, VaeConfig.parse),
+        "picture_encoder": NetworkKind("vae", KlEncoder, VaeConfig.parse),
+    }
+    CONTROLNET = ControlNetwork
+
+    def direction(
+        self,
+        latents: torch.Tensor,
+        time: float,
+        caption: Caption,
+        pictures: Control | None,
+        cache: None,  # noqa: ARG002 - of the interface
+    ) -> torch.Tensor:
+        transformer, given = self.transformer_module.get(), (latents, time, caption)
+        hints = pictures.hints(transformer, *given) if pictures else None
+        found: torch.Tensor = transformer(*given, hints)
+        return found
+
+
+def _arguments(
+    latents: torch.Tensor, time: float, caption: Caption
+) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+    times = torch.tensor([time], dtype=torch.float32, device=latents.device)
+    return [latents[:, None]], times, [caption.tokens]
