@@ -35,7 +35,7 @@ from tests.conftest import TINY
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 GIB = 1 << 30
-ARRAYS = 3 * 8 * 4  # bytes of a pixel: arrays, channels of the decoder, bytes of a number
+ARRAYS = 2 * 8 * 4  # bytes of a pixel: arrays, channels of the decoder, bytes of a number
 
 
 def system(root: Path, said: str, **files: str) -> Path:

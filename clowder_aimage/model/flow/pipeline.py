@@ -127,7 +127,7 @@ class FlowPipeline(FlowFamily):
         """Return the bytes of the arrays at full size that the decoder has at the same time."""
         config: AutoencoderConfig = self.vae_module.config
         narrow, *wide = config.block_out_channels[:2]
-        channels = max(narrow, *wide) + 2 * narrow  # of the last block, and of a convolution in it
+        channels = max(narrow, *wide) + narrow  # of the input and the result of a convolution
         return channels * width * height * self.library.itemsize
 
     def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
