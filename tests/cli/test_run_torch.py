@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -27,3 +28,15 @@ def test_a_picture_states_its_backend_and_is_replayed(aimage: Callable[[], Aimag
     again = here.process("replay", "t.png", "--backend", "mlx", "--tolerance", 1, "--json").value
     assert again["equal"] and again["largestDifference"] <= 1
     assert again["madeWith"] == made["backend"] != again["backend"]
+
+
+def test_mlx_is_not_needed(aimage: Callable[[], Aimage]) -> None:
+    here = aimage()
+    here("create", "tiny", TINY)
+    text = "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx.core', 'mlx.nn')))"
+    (here.home / "sitecustomize.py").write_text(text)
+    here.environment["PYTHONPATH"] = f"{here.home}{os.pathsep}{here.env()['PYTHONPATH']}"
+    here.process("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png")
+    assert here.process("replay", "t.png").line == "equal"
+    said = here.process("run", "tiny", "a fox", "--local", "--backend", "mlx", code=2).err
+    assert "needs the extra [mlx]" in said

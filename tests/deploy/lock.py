@@ -29,7 +29,7 @@ IMAGES = DEPLOY / "docker"
 # The extras of each image, and its other requirements
 CONTENTS = {
     "requirements.lock": (("text", "llama", "worker", "zstd"), ""),
-    "requirements-cuda.lock": (("llama", "worker", "zstd"), "cuda.in"),
+    "requirements-cuda.lock": (("torch", "llama", "worker", "zstd"), "cuda.in"),
     "requirements-build.lock": ((), "build.in"),
 }
 # The Pythons and processors of the images

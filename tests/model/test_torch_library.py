@@ -72,6 +72,18 @@ def test_closing_the_generator_cancels(pipeline: Any) -> None:
     assert isinstance([*pipeline.generate(REQUEST)][-1], Image)
 
 
+def test_networks_that_were_released_are_read_again(pipeline: Any) -> None:
+    expected = [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
+    for module in pipeline.budget.modules:
+        module.release()
+    assert not any(module.is_loaded for module in pipeline.budget.modules)
+    pipeline.set_memory("release", None)
+    found = [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
+    assert np.array_equal(found, expected)
+    assert [module.is_loaded for module in pipeline.budget.modules].count(True) == 1
+    pipeline.set_memory("auto", None)
+
+
 def test_a_cache_of_steps_is_refused(pipeline: Any) -> None:
     with pytest.raises(UsageError, match="cache_threshold is not supported by this backend"):
         pipeline.check(dataclasses.replace(REQUEST, cache_threshold=0.1))

@@ -54,19 +54,22 @@ class TorchComponents(ModelComponents):
         *,
         is_adapted: bool = True,
     ) -> Module:
-        with torch.device("meta"):
-            unloaded: TorchNetwork = make(config, weights.config)
-        component, fields = weights.component, dict(weights.config)
+        def empty() -> TorchNetwork:
+            with torch.device("meta"):
+                network: TorchNetwork = make(config, weights.config)
+            return network
+
+        component, unloaded = weights.component, empty()
         names = [name for name in weights if not unloaded.skip(name)]
         self.skipped.extend(f"{component}/{name}" for name in weights if unloaded.skip(name))
         wanted = _check(component, unloaded, weights, names)
         sizes = (math.prod(one.shape) for one in unloaded.module.state_dict().values())
         adaptation = TorchAdaptation(component, unloaded.sanitize, unloaded.skip)
+        made = [unloaded]  # for the first load
 
         @computing
         def load() -> TorchNetwork:
-            with torch.device("meta"):
-                network: TorchNetwork = make(config, fields)
+            network = made.pop() if made else empty()
             self._fill(network, weights, wanted)
             return network
 
