@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.flow.component import ModelComponents
@@ -40,6 +41,17 @@ class TorchNetwork(Protocol):
         ...
 
 
+class _Uninitialized(TorchFunctionMode):  # type: ignore[misc]
+    """A context in which modules do not draw initial values, a fifth of a load."""
+
+    def __torch_function__(
+        self, function: Any, _: Any, arguments: Any = (), named: Any = None, /
+    ) -> Any:
+        if getattr(function, "__module__", "") == torch.nn.init.__name__:
+            return named["tensor"] if named else arguments[0]
+        return function(*arguments, **(named or {}))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchComponents(ModelComponents):
     """Networks of PyTorch: ``make`` makes one from its parsed config and the fields of its file."""
@@ -55,7 +67,7 @@ class TorchComponents(ModelComponents):
         is_adapted: bool = True,
     ) -> Module:
         def empty() -> TorchNetwork:
-            with torch.device("meta"):
+            with torch.device("meta"), _Uninitialized():
                 network: TorchNetwork = make(config, weights.config)
             return network
 
