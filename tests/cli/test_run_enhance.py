@@ -75,6 +75,7 @@ def test_an_empty_prompt_gives_any_one(enhancing: Enhancing) -> None:
     assert fake.asked[0].messages[1]["content"] == ANY
 
 
+@pytest.mark.integration
 def test_the_language_model_and_its_instruction_are_chosen(enhancing: Enhancing) -> None:
     here, fake = enhancing(longer)
     config = here.home / "config" / "aimage" / "config.json"
@@ -107,6 +108,7 @@ def test_a_language_model_that_fails_gives_no_picture(
     assert not list(here.home.glob("*.png"))
 
 
+@pytest.mark.integration
 def test_a_worker_enhances_with_a_language_model_of_its_own(
     at: Callable[[ScriptedWorker], Aimage],
 ) -> None:

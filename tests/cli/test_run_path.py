@@ -27,7 +27,7 @@ def names(here: Aimage) -> dict[str, str]:
     return {one["reference"]: one["digest"] for one in json.loads(here("ls", "--json").out)}
 
 
-@pytest.mark.parametrize("path", ["./Model.v1", "Model.v1"])
+@pytest.mark.parametrize("path", ["./Model.v1"])
 def test_a_directory_is_packed_and_run(talker: Talker, talker_files: Path, path: str) -> None:
     here, _ = talker("Red.")
     shutil.copytree(talker_files, here.home / "Model.v1")

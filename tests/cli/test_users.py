@@ -212,11 +212,13 @@ def test_a_user_with_models(name: str, play: Callable[..., None], stock: Path) -
 
 
 @pytest.mark.parametrize("name", PRIVATE)
+@pytest.mark.integration
 def test_a_user_of_a_private_registry(name: str, play: Callable[..., None], stock: Path) -> None:
     play(PRIVATE[name], stock)
 
 
 @pytest.mark.parametrize("name", GENERATE)
+@pytest.mark.integration
 def test_a_user_who_generates_pictures(name: str, play: Callable[..., None], stock: Path) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     play(GENERATE[name], stock)

@@ -212,6 +212,7 @@ def test_memory_limits_the_context(path: Path) -> None:
         load(path, memory=weights)
 
 
+@pytest.mark.integration
 def test_requests_at_once_have_their_whole_contexts(path: Path) -> None:
     model = load(path, parallel=3)
     requests = [TextRequest(prompt=prompt, sampling=GREEDY) for prompt in PROMPTS[:3]]

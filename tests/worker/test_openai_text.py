@@ -343,6 +343,7 @@ def test_scopes_are_those_of_pictures(worker: LocalWorker, tmp_path: Path) -> No
     assert pulled[0] == 404
 
 
+@pytest.mark.integration
 def test_a_missing_language_model_is_pulled(
     worker: LocalWorker, registry: RealRegistry, repository: str
 ) -> None:
