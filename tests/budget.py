@@ -6,7 +6,7 @@ from __future__ import annotations
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
     ".": (6_150, 97),
-    "adapter": (2_360, 95),
+    "adapter": (2_420, 95),
     "api": (5_400, 95),
     "cli": (9_660, 93),
     "content": (2_840, 97),

@@ -11,7 +11,8 @@ import numpy as np
 
 from clowder_aimage.adapter import dense
 from clowder_aimage.adapter.adapter import Change
-from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
+from clowder_aimage.adapter.loaded_adapter import Use
+from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, prepare
 from clowder_aimage.model.backend import Linear, mx
@@ -30,12 +31,8 @@ class _Layer:
         self.parent[self.step] = layer
 
 
-class Adaptation:
-    """The adapters of one network, whose tensors are called ``component/name``.
-
-    ``sanitize`` returns the name of the parameter of a tensor, ``skip`` whether the network does
-    not have it.
-    """
+class Adaptation(NetworkAdaptation):
+    """The adapters of a network of MLX, which computes in ``dtype``."""
 
     def __init__(
         self,
@@ -44,58 +41,18 @@ class Adaptation:
         skip: Callable[[str], bool],
         dtype: mx.Dtype,
     ) -> None:
-        self.component, self.dtype = component, dtype
-        self._sanitize, self._skip = sanitize, skip
-        self._uses: tuple[Use, ...] = ()
-        self._network: Any = None
-        self._applied: tuple[Use, ...] = ()
-        self._replaced: list[_Layer] = []
+        super().__init__(component, sanitize, skip)
+        self.dtype = dtype
 
-    def use(self, uses: Sequence[Use]) -> None:
-        """Set the adapters of the network; ``apply`` puts them in."""
-        self._uses = tuple(use for use in uses if use[1] and self.tensors(use[0]))
-
-    def tensors(self, adapter: LoadedAdapter) -> list[str]:
-        """Return the names of the tensors of the network that an adapter changes."""
-        prefix = f"{self.component}/"
-        names = (name.removeprefix(prefix) for name in adapter.tensors if name.startswith(prefix))
-        return sorted(name for name in names if not self._skip(name))
-
-    def release(self) -> None:
-        """Forget the network."""
-        self._network, self._applied, self._replaced = None, (), []
-
-    def apply(self, network: Any) -> None:
-        """Put the adapters into ``network``, in place of those that were there.
-
-        Raises:
-            ModelError: An adapter changes a tensor that the network does not have as values.
-        """
-        if network is not self._network:
-            self.release()
-            self._network = network
-        if self._applied == self._uses:
-            return
-        self._undo()
+    def _put(self, uses: Sequence[Use]) -> None:
         layers: dict[str, list[tuple[str, Use]]] = {}
-        for use in self._uses:
+        for use in uses:
             for name in self.tensors(use[0]):
                 stem, _, last = name.rpartition(".")
                 is_layer = bool(stem) and f".{last}" in (_WEIGHT, _BIAS)
                 layers.setdefault(stem if is_layer else name, []).append((name, use))
-        try:
-            for name, uses in layers.items():
-                self._adapt(name, uses)
-        except BaseException:
-            self._undo()  # the next request may have no adapters
-            raise
-        self._applied = self._uses
-
-    def _undo(self) -> None:
-        """Put back what was replaced."""
-        for one in self._replaced:
-            one.put(one.layer)
-        self._replaced, self._applied = [], ()
+        for name, named in layers.items():
+            self._adapt(name, named)
 
     def _adapt(self, name: str, uses: list[tuple[str, Use]]) -> None:
         """Change the layer, or the parameter, called ``name``."""
@@ -123,7 +80,7 @@ class Adaptation:
                 effects += [(effect, strength) for effect in found]
         bias = _extra_bias(place.layer, biases, self.dtype) if biases else None
         place.put(AdaptedLinear(place.layer, effects, bias))
-        self._replaced.append(place)
+        self._undoing.append(partial(place.put, place.layer))
 
     def _change_array(self, place: _Layer, uses: Sequence[Use], tensor: str) -> None:
         """Change the values of a parameter: a norm's, a pad token, an embedding."""
@@ -135,7 +92,7 @@ class Adaptation:
             raise ModelError(f"{uses[0][0].what}: {full[:200]} is quantized and cannot be changed")
         weight = np.array(place.layer.astype(mx.float32))
         place.put(mx.array(dense.changed(weight, changes)).astype(place.layer.dtype))
-        self._replaced.append(place)
+        self._undoing.append(partial(place.put, place.layer))
 
     def _find(self, own: str) -> _Layer:
         """Return the place of a layer or a parameter in the network."""

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from clowder_aimage.adapter.loaded_adapter import Use
+from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.flow.array_library import MIB, DeviceMemory
 from clowder_aimage.model.hardware import machine_memory
@@ -24,22 +24,6 @@ _MARGIN = 1.05  # of the least memory that is recommended, for libraries that di
 
 N = TypeVar("N")
 C = TypeVar("C")
-
-
-class NetworkAdaptation(Protocol):
-    """The adapters of one network."""
-
-    def use(self, uses: Sequence[Use]) -> None:
-        """Set the adapters of the network; ``apply`` puts them in."""
-        ...
-
-    def apply(self, network: Any) -> None:
-        """Put the adapters into ``network``, in place of those that were there."""
-        ...
-
-    def release(self) -> None:
-        """Forget the network."""
-        ...
 
 
 class OffloadedModule(Generic[N, C]):

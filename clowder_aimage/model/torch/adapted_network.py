@@ -6,7 +6,7 @@ of the tensor, by the definition in ``adapter/dense.py``. The tensors of the blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,71 +14,24 @@ import torch
 
 from clowder_aimage.adapter import dense
 from clowder_aimage.adapter.adapter import Change, LowRank
-from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
+from clowder_aimage.adapter.loaded_adapter import Use
+from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import ModelError
 
 Changes = Sequence[tuple[Change, float]]
 
 
-class TorchAdaptation:
-    """The adapters of one network, whose tensors are called ``component/name``.
+class TorchAdaptation(NetworkAdaptation):
+    """The adapters of a network of PyTorch."""
 
-    ``sanitize`` returns the name of the parameter of a tensor, ``skip`` whether the network does
-    not have it.
-    """
-
-    def __init__(
-        self, component: str, sanitize: Callable[[str], str], skip: Callable[[str], bool]
-    ) -> None:
-        self._component, self._sanitize, self._skip = component, sanitize, skip
-        self._uses: tuple[Use, ...] = ()
-        self._applied: tuple[Use, ...] = ()
-        self._network: Any = None
-        self._undoing: list[Callable[[], None]] = []
-
-    def use(self, uses: Sequence[Use]) -> None:
-        """Set the adapters of the network; ``apply`` puts them in."""
-        self._uses = tuple(use for use in uses if use[1] and self._names(use[0]))
-
-    def _names(self, adapter: LoadedAdapter) -> list[str]:
-        """Return the names of the tensors of the network that an adapter changes."""
-        prefix = f"{self._component}/"
-        names = (name.removeprefix(prefix) for name in adapter.tensors if name.startswith(prefix))
-        return sorted(name for name in names if not self._skip(name))
-
-    def release(self) -> None:
-        """Forget the network."""
-        self._network, self._applied, self._undoing = None, (), []
-
-    def apply(self, network: Any) -> None:
-        """Put the adapters into ``network``, in place of those that were there.
-
-        Raises:
-            ModelError: An adapter changes a tensor that the network does not have.
-        """
-        if network is not self._network:
-            self.release()
-            self._network = network
-        if self._applied == self._uses:
-            return
-        self._undo()
+    def _put(self, uses: Sequence[Use]) -> None:
         changes: dict[str, list[tuple[Change, float]]] = {}
-        for adapter, strength in self._uses:
-            for name in self._names(adapter):
-                found = adapter.changes(f"{self._component}/{name}")
+        for adapter, strength in uses:
+            for name in self.tensors(adapter):
+                found = adapter.changes(f"{self.component}/{name}")
                 changes.setdefault(name, []).extend((change, strength) for change in found)
-        try:
-            for name, named in changes.items():
-                self._adapt(name, named)
-        except BaseException:
-            self._undo()  # the next request may have no adapters
-            raise
-        self._applied = self._uses
-
-    def _undo(self) -> None:
-        for undo in self._undoing:
-            undo()
-        self._undoing, self._applied = [], ()
+        for name, named in changes.items():
+            self._adapt(name, named)
 
     def _adapt(self, name: str, changes: Changes) -> None:
         path, _, last = self._sanitize(name).rpartition(".")
@@ -91,7 +44,7 @@ class TorchAdaptation:
             return
         own = getattr(layer, last, None)
         if own is None and (last != "bias" or not isinstance(layer, torch.nn.Linear)):
-            raise ModelError(f"{self._component}/{name[:200]} cannot be changed by an adapter")
+            raise ModelError(f"{self.component}/{name[:200]} cannot be changed by an adapter")
         values = np.zeros(changes[0][0].shape, np.float32)
         like = layer.weight if own is None else own
         if own is not None:
