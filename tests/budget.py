@@ -12,7 +12,7 @@ PACKAGES = {
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (3_790, 88),
+    "engine": (3_930, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
     "formats": (4_860, 97),

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
@@ -41,7 +42,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
-from clowder_aimage.model.text.language_model import TextEnd, TextPiece, ToolCall
+from clowder_aimage.model.text.language_model import TextEnd, TextPiece, TextRequest, ToolCall
 from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Reference
 from clowder_aimage.telemetry import record, span
@@ -184,7 +185,7 @@ class Engine:
         whose model is in the store.
         """
         is_pulling = stage == "pulling"
-        waiting = [one for one in self._requests if not one.is_begun]
+        waiting = [one for one in self._requests if not one.is_begun and not one.deaths]
         count = sum((one.stage == "pulling") == is_pulling for one in waiting)
         if count >= limit:
             raise self.refuse(count)
@@ -201,14 +202,18 @@ class Engine:
             request.stage, request.number = "waiting", next(self._numbers)
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
-        try:
-            await self._take_turn(request, stored, parameters, emit)
-        except DiedError:  # perhaps of another request
-            if not request.is_text or request.has_output or request.is_interrupted:
-                raise
+        if isinstance(parameters, TextRequest):
+            parameters = _seeded(parameters)
+        while True:
+            try:
+                return await self._take_turn(request, stored, parameters, emit)
+            except DiedError as error:
+                if request.is_suspect and error.is_alone and request.model is not None:
+                    self._scheduler.acquit(request.model)
+                if not request.is_text or error.is_alone or request.is_interrupted:
+                    raise
             self._scheduler.leave(request)
-            request.wait_again()
-            await self._take_turn(request, stored, parameters, emit)
+            request.wait_again()  # perhaps another request ended the process
 
     async def _take_turn(
         self,
@@ -316,6 +321,10 @@ class Engine:
         metrics, label = self.metrics, self.metrics.model(model.reference.repository)
 
         def on_event(event: Event) -> None:
+            if isinstance(event, TextPiece | ToolCall | TextEnd):
+                if (new := request.sent.new(event)) is None:
+                    return
+                event = new
             if not request.has_output and isinstance(event, TextPiece | ToolCall):
                 metrics.first_tokens.observe(self._clock() - begun)
                 request.has_output = True
@@ -374,3 +383,10 @@ class Engine:
     def _interrupt(self, matches: Callable[[QueuedRequest], bool]) -> None:
         for request in filter(matches, self._requests):
             request.interrupt(admission.ending())
+
+
+def _seeded(request: TextRequest) -> TextRequest:
+    """Return a request with a seed, so that the same text can be generated again."""
+    if request.sampling.seed is not None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))

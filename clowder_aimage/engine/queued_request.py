@@ -13,6 +13,7 @@ from clowder_aimage.engine.admission import FOR_EVER, IF_MISSING, DeadlineError
 from clowder_aimage.engine.event import ModelRequest
 from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
+from clowder_aimage.engine.sent_text import SentText
 from clowder_aimage.errors import AImageError
 from clowder_aimage.model.pipeline import LoraUse, PictureEncoding, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -98,8 +99,9 @@ class QueuedRequest:
     only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing. ``moved``
     is set when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters``
     are the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
-    language model. ``has_output``: a piece of its text was sent. ``seconds``: what it will have
-    taken, estimated after each step; 0 before.
+    language model. ``sent`` is the part of its text that was sent. ``seconds``: what it will have
+    taken, estimated after each step; 0 before. ``deaths`` counts the processes that died while they
+    served it with others. ``is_suspect``: it may have ended one, and is served alone.
     """
 
     reference: Reference
@@ -118,15 +120,24 @@ class QueuedRequest:
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
     seconds: float = 0.0
+    sent: SentText = field(default_factory=SentText)
     has_output: bool = False
+    deaths: int = 0
+    is_suspect: bool = False
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wait_again(self) -> None:
-        """Wait for another turn, after the process of the model died."""
+        """Wait for another turn, alone, after the process of the model died.
+
+        It comes before requests that arrive later, and those that arrived last come first: most
+        probably the newest one ended the process.
+        """
         self.runner, self.stage = None, "waiting"
+        self.deaths, self.is_suspect, self.number = self.deaths + 1, True, -abs(self.number)
         self.moved.clear()
         self.turn.clear()
+        self.sent.repeat()
 
     @property
     def is_begun(self) -> bool:

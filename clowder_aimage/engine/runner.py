@@ -51,7 +51,9 @@ _log = logging.getLogger("aimage.worker")
 
 
 class DiedError(ModelError):
-    """The process of a model died."""
+    """The process of a model died; ``is_alone``: while it served one request only."""
+
+    is_alone = True
 
 
 _Reply = tuple[frame.Message, bytes]
@@ -69,6 +71,7 @@ class Runner:
         # By the number of the request; None: of the load. After the process has ended, None
         self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
         self._fault = ""  # of an invalid frame
+        self._is_alone = True  # at most one request was open when the process ended
         self._numbers = itertools.count(1)
         self._logging = asyncio.create_task(_log_lines(process))
         self.ended = asyncio.create_task(process.wait())
@@ -215,6 +218,7 @@ class Runner:
             self._fault = f"the model process sent an invalid frame: {error}"
             self._kill()
         await asyncio.wait({self.ended})
+        self._is_alone = len(self._replies) <= 2
         for replies in self._replies.values():
             replies.put_nowait(None)
 
@@ -276,14 +280,17 @@ class Runner:
         del self._replies[number]
 
     def _died(self) -> DiedError:
-        if self._fault:
-            return DiedError(self._fault)
+        error = DiedError(self._fault or self._death(), hint="the next request restarts it")
+        error.is_alone = self._is_alone
+        return error
+
+    def _death(self) -> str:
         how, signal = "exited", -(self._process.returncode or 0)
         if signal > 0:  # the advice is in the message, as a 5xx response has no hint
             how = f"was killed by signal {signal}, possibly for lack of memory; "
             less = "a smaller context or fewer requests at once"
             how += f"try {less if self.context else 'a smaller picture'}"
-        return DiedError(f"the model process {how}", hint="the next request restarts it")
+        return f"the model process {how}"
 
 
 def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:

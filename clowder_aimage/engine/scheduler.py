@@ -144,12 +144,26 @@ class ModelScheduler:
             if model.is_ready and request.make is None:
                 self._start(request, model)
             elif model.is_ready:
-                if model.is_free and not is_full:
+                if model.is_free and not is_full and self._may_start(request, model):
                     model.served.add(request)
                     self._start(request, model)
             elif model.load is None and not is_full:
                 is_full = not self._begin(model)
         self._metrics.show_models(one.reference.repository for one in self.loaded())
+
+    def _may_start(self, request: QueuedRequest, model: ModelSlot) -> bool:
+        """Return whether no suspect would be served with another request."""
+        if request.is_suspect:
+            return not (model.served or (model.runner is not None and model.runner.endings))
+        return not any(one.is_suspect for one in (*model.served, *self._of(model)))
+
+    def acquit(self, model: ModelSlot) -> None:
+        """Serve the suspects of a model together again, as another one ended its process.
+
+        A request whose processes died twice remains alone, so that nothing can end a third one.
+        """
+        for request in self._of(model):
+            request.is_suspect = request.deaths > 1
 
     def _start(self, request: QueuedRequest, model: ModelSlot) -> None:
         self._queue.remove(request)

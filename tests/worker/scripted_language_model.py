@@ -2,7 +2,7 @@
 
 It answers with the words of the last message, one in each turn. Some words have effects: ``fail``
 raises an error, ``crash`` ends the process, ``slow`` takes a while, ``wait`` has no piece while
-others are open.
+others are open, ``process`` is another text in each process.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class ScriptedLanguageModel:
                     raise ValueError("a secret word")
                 if word == "crash":
                     os._exit(3)
+                if word == "process":
+                    word = str(os.getpid())
                 if word == "slow":
                     time.sleep(0.02)
                 while word == "wait" and self.open > 1:

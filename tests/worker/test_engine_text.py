@@ -225,17 +225,31 @@ def test_a_client_that_leaves_ends_only_its_own_text(store: LayeredStore) -> Non
     assert played(store, play, parallel=2) == "slow " * 50
 
 
-def test_a_crash_fails_the_requests_of_that_process_only(store: LayeredStore) -> None:
-    async def play(engine: Any) -> Any:
-        first = asyncio.create_task(heard(engine, asked("slow " * 100)))
-        await until(lambda: engine.loaded())
-        with pytest.raises(ModelError, match="exited"):
-            await heard(engine, asked("crash"))
-        with pytest.raises(ModelError, match="exited"):
-            await first
-        return text_of(await heard(engine, asked("again")))
+def test_a_crash_is_an_error_of_that_request_alone(store: LayeredStore) -> None:
+    """Two requests end the process, one after the other: the rest is served, without repetition.
 
-    assert played(store, play, parallel=2) == "again "
+    A text that was begun goes on, unless it is another one in the new process.
+    """
+    rich = asked("hm " + "slow " * 8 + "call end", alternatives=1)
+
+    async def play(engine: Any) -> Any:
+        alone = await heard(engine, rich)
+        begun = [rich, rich, asked("process " + "slow " * 8)]
+        clients = [asyncio.create_task(heard(engine, one)) for one in begun]
+        await until(lambda: sample(engine, "aimage_text_first_token_seconds_count") == 4)
+        others = [asked("wait here"), asked("slow slow crash"), asked("slow slow crash")]
+        clients += [asyncio.create_task(heard(engine, one)) for one in others]
+        return alone, await asyncio.gather(*clients, return_exceptions=True)
+
+    alone, (first, second, differing, silent, *crashes) = played(store, play, parallel=6)
+    assert parts(first) == parts(second) == parts(alone) and len(parts(alone)) == 12
+    assert text_of(silent) == "wait here "
+    assert "it differs from the part that was sent" in str(differing)
+    assert [type(one).__name__ for one in crashes] == ["DiedError", "DiedError"]
+
+
+def parts(events: list[Event]) -> list[Event]:
+    return [one for one in events if isinstance(one, TextPiece | ToolCall | TextEnd)]
 
 
 def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> None:
@@ -247,22 +261,6 @@ def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> 
 
     with pytest.raises(ModelError, match=r"killed by signal 9, .* try a smaller context"):
         played(store, play)
-
-
-def test_a_request_without_a_piece_is_served_again_after_a_crash(store: LayeredStore) -> None:
-    """It had its turn in the process that another request ended, and none of its text was sent."""
-
-    async def play(engine: Any) -> Any:
-        other = asyncio.create_task(heard(engine, asked("slow crash")))
-        found = asyncio.create_task(heard(engine, asked("wait here")))
-        with pytest.raises(ModelError, match="exited"):
-            await other
-        text = text_of(await found)
-        with pytest.raises(ModelError, match="exited"):  # and not for ever
-            await heard(engine, asked("crash"))
-        return text
-
-    assert played(store, play, parallel=2) == "wait here "
 
 
 def test_errors_keep_their_facts(store: LayeredStore) -> None:
