@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 33), and the coverage of
+# The lines of the page's scripts and styles, without the libraries in vendor/ (docs/adr/0034)
+PAGE = 5_500
+
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 34), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
     ".": (6_150, 97),
     "adapter": (2_420, 95),
-    "api": (5_400, 95),
-    "cli": (9_660, 93),
+    "api": (5_700, 95),
+    "cli": (9_700, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.cli.console.remedy import REMEDIES
-from tests.budget import PACKAGES
+from tests.budget import PACKAGES, PAGE
 
 TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "clowder_aimage"
-MODULES = 470  # in the whole package
+PAGE_FILES = ("*.js", "*.css", "lang/*.js")
+PAGE_MODULE = 300  # lines of a file of the page
+MODULES = 480  # in the whole package
 FOLDER = 25  # modules in one folder
 FAMILY = {"config", "pipeline", "transformer", "vae"}  # modules of each family of models
 RIDDLE = re.compile(r"(What|Whether|Who|Whoever|Which|That|How|Where)\b")
@@ -132,6 +134,21 @@ def test_packages_stay_within_their_budgets() -> None:
         lines[floor(path)] += len(path.read_bytes().splitlines())
     assert lines.keys() == PACKAGES.keys()
     assert not {name: count for name, count in lines.items() if count > PACKAGES[name][0]}
+
+
+def test_the_page_stays_within_its_budget() -> None:
+    paths = [path for pattern in PAGE_FILES for path in (PACKAGE / "page").glob(pattern)]
+    lines = {path.name: len(path.read_bytes().splitlines()) for path in paths}
+    assert paths
+    assert sum(lines.values()) <= PAGE
+    assert not {
+        name: count
+        for name, count in lines.items()
+        if count > PAGE_MODULE and name not in ("en.js", "de.js", "style.css")
+    }
+    words = re.compile(r"\b(manager|util|helper|handler|provider)s?\b|\bstyle=\"|innerHTML", re.I)
+    found = [path.name for path in paths if words.search(path.read_text("utf-8"))]
+    assert not found
 
 
 def test_folders_stay_small() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from clowder_aimage import __version__
 from clowder_aimage.api.answer_stream import EventStream, comment, frame, ticking
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_probe
@@ -26,6 +27,7 @@ def routes(service: Service) -> list[Route]:
     return [
         Route("GET", "/healthz", health.alive, OPEN),
         Route("GET", "/readyz", health.ready, OPEN),
+        Route("GET", "/v1/worker", health.worker, OPEN),
         *MetricsRole(service.metrics.text, INFER).routes(),
         Route("GET", "/v1/events", health.events, INFER),
         Route("GET", "/openapi.json", health.describe, OPEN),
@@ -63,6 +65,14 @@ class Health:
             body["warnings"] = list(node.warnings())
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
+
+    async def worker(self, request: web.Request) -> web.Response:
+        """Respond with what the token of the request allows; its settings only with a token."""
+        scope, settings = request.get("scope"), self._service.settings
+        body: dict[str, Any] = {"version": __version__, "scope": scope}
+        if scope is not None:
+            body |= {"default_model": settings.default_model, "enhancer": settings.enhancer}
+        return web.json_response(body)
 
     async def describe(self, _: web.Request) -> web.Response:
         return web.Response(text=self._description, content_type="application/json")

@@ -17,9 +17,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from clowder_aimage.api.guidance_field import MAX_TEXT, Guidance, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.picture_field import MAX_PIXELS, PictureFields, check_pixels
-from clowder_aimage.api.picture_output import OutputField
-from clowder_aimage.api.picture_upload import KeptPictures
+from clowder_aimage.api.picture.picture_field import MAX_PIXELS, PictureFields, check_pixels
+from clowder_aimage.api.picture.picture_output import OutputField
+from clowder_aimage.api.picture.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
 from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage

@@ -25,9 +25,9 @@ from clowder_aimage.api.guidance_field import MAX_TEXT, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.model_kind import PICTURES, check_kind
 from clowder_aimage.api.ollama_request import OllamaBody, OllamaRequest
-from clowder_aimage.api.picture_field import PictureFields, check_pixels
-from clowder_aimage.api.picture_source import take_bare_pictures
-from clowder_aimage.api.picture_upload import KeptPictures, PictureUploads
+from clowder_aimage.api.picture.picture_field import PictureFields, check_pixels
+from clowder_aimage.api.picture.picture_source import take_bare_pictures
+from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUploads
 from clowder_aimage.api.request_body import Whole, check_fields, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer

@@ -26,7 +26,6 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import registry_error
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.layout import ImageLayout
@@ -39,7 +38,6 @@ _Lines = AsyncGenerator[dict[str, Any], None]
 def routes(service: Service) -> list[Route]:
     """Return the routes of this interface that do not use a model."""
     return [
-        Route("GET", "/", _hello, OPEN),
         Route("GET", "/api/version", _version, OPEN),
         Route("GET", "/api/tags", partial(_tags, service), INFER),
         Route("GET", "/api/ps", partial(_ps, service), INFER),
@@ -49,10 +47,6 @@ def routes(service: Service) -> list[Route]:
         Route("POST", "/api/copy", partial(_copy, service), ADMIN),
         Route("DELETE", "/api/delete", partial(_delete, service), ADMIN),
     ]
-
-
-async def _hello(_: web.Request) -> web.StreamResponse:
-    return web.Response(text=f"{PRODUCT} is running")
 
 
 async def _version(_: web.Request) -> web.StreamResponse:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from clowder_aimage.api import answer_stream, openai_stream, picture_link, picture_output
+from clowder_aimage.api import answer_stream, openai_stream
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.image_request import (
     EditRequest,
@@ -27,8 +27,9 @@ from clowder_aimage.api.model_kind import PICTURES, check_kind
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_model import ModelCatalog
 from clowder_aimage.api.openai_stream import KeepPicture
-from clowder_aimage.api.picture_source import IMAGE, IMAGES, take_pictures
-from clowder_aimage.api.picture_upload import KeptPictures, PictureUpload, PictureUploads
+from clowder_aimage.api.picture import picture_link, picture_output
+from clowder_aimage.api.picture.picture_source import IMAGE, IMAGES, take_pictures
+from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUpload, PictureUploads
 from clowder_aimage.api.request_body import is_strict
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import PromptEnhancer

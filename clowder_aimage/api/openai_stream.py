@@ -108,20 +108,27 @@ class OpenAIStream:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
         self._more: dict[str, Any] = {}
+        self._prompt: str | None = None  # until it was sent
 
     def learn(self, parameters: GenerateRequest, warnings: Sequence[str]) -> None:
         self._size = f"{parameters.width}x{parameters.height}"
+        if parameters.original_prompt is not None:  # a language model wrote another
+            self._prompt = parameters.prompt
         self._more = described(parameters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
+        if self._prompt is not None:
+            yield from self._state("prompt", "prompt written", prompt=self._prompt)
+            self._prompt = None
         if isinstance(event, QueuedEvent):
-            yield answer_stream.comment(f"queued behind {event.ahead}")
+            yield from self._state("queued", f"queued behind {event.ahead}", ahead=event.ahead)
         elif isinstance(event, PullingEvent):
-            yield answer_stream.comment(f"pulled {event.done} of {event.total} bytes")
+            text = f"pulled {event.done} of {event.total} bytes"
+            yield from self._state("pulling", text, completed=event.done, total=event.total)
         elif isinstance(event, LoadingEvent):
-            yield answer_stream.comment("loading")
+            yield from self._state("loading", "loading")
         elif isinstance(event, StartedEvent):
-            yield answer_stream.comment("started")
+            yield from self._state("started", "started")
         elif isinstance(event, Step):
             yield self._progress(event)
         elif isinstance(event, PreviewEvent):
@@ -133,6 +140,10 @@ class OpenAIStream:
 
     def end(self) -> Iterator[bytes]:
         return iter(())
+
+    def _state(self, name: str, text: str, **facts: Any) -> Iterator[bytes]:
+        """Yield an event of a type that OpenAI does not have, if the client asked for them."""
+        yield self._frame(name, facts) if self._has_progress else answer_stream.comment(text)
 
     def _progress(self, event: Step) -> bytes:
         step = event.picture * event.total + event.index

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from clowder_aimage.api import health, ollama_routes, storage
+from clowder_aimage.api import health, ollama_routes, page, storage
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
@@ -33,11 +33,12 @@ class WorkerRole(Role):
     def routes(self) -> list[Route]:
         service = self._service
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
+        found += page.routes(is_shown=self._makes_pictures and service.settings.page)
         if not self._makes_pictures:
             return found
         # Import what pictures and texts need
         from clowder_aimage.api import ollama_generate, openai
-        from clowder_aimage.api.picture_upload import PictureUploads
+        from clowder_aimage.api.picture.picture_upload import PictureUploads
         from clowder_aimage.api.text import ollama_text
         from clowder_aimage.api.text.openai_text import TextRoutes
 

@@ -178,6 +178,7 @@ class Settings(ServerSettings):
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     png_facts: bool = True
+    page: bool = True
     backend: Literal["auto", "mlx", "torch"] = "auto"
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None

@@ -20,7 +20,7 @@ from clowder_aimage.api.image_request import (
     read_request,
 )
 from clowder_aimage.api.openai import _with_param
-from clowder_aimage.api.picture_upload import KeptPictures
+from clowder_aimage.api.picture.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError

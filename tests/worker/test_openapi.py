@@ -20,7 +20,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.health import DESCRIPTION as FILE
 from clowder_aimage.api.image_request import read_request
-from clowder_aimage.api.picture_source import take_pictures
+from clowder_aimage.api.picture.picture_source import take_pictures
 from clowder_aimage.api.request_body import GenerationBody, check_fields, read_object
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, EmbeddingsBody

@@ -23,7 +23,7 @@ pytest.importorskip("openai")
 import openai
 from PIL import Image
 
-from clowder_aimage.api import picture_upload
+from clowder_aimage.api.picture import picture_upload
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
 from tests.worker.conftest import answer_to

@@ -23,8 +23,9 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.api import openai, picture_link
-from clowder_aimage.api.picture_upload import PictureUploads
+from clowder_aimage.api import openai
+from clowder_aimage.api.picture import picture_link
+from clowder_aimage.api.picture.picture_upload import PictureUploads
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -255,14 +256,18 @@ def spell(field: str) -> str:
     metavar="URL",
     help="Base URL of links to pictures. [default: the address of the request]",
 )
+@click.option(
+    "--page/--no-page", default=None, help="Serve the page for browsers at /. [default: yes]"
+)
+@click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 @click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'.")
 @node_options
 @daemon_connection_options
-def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
+def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) -> None:
     """Serve models to clients until interrupted.
 
-    The APIs are OpenAI's and ollama's for images, and Clowder's: /docs shows them. The URL is
-    printed when requests are accepted.
+    A browser shows the page at the URL, which is printed when requests are accepted. The APIs are
+    OpenAI's and ollama's for images, and Clowder's: /docs shows them.
 
     Options that are not given come from the environment (AIMAGE_SERVE_ADDR and so on), then from
     "worker" in the configuration: see 'aimage config show'.
@@ -276,8 +281,10 @@ def serve(aliases: tuple[str, ...], is_node: bool, **options: Any) -> None:
         raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
     config, _ = gather(Settings, options, config_file(), spell)
+    if opens and not (config.page and config.address):
+        raise UsageError("--open requires the page, and an address to listen on")
     node = gather(NodeSettings, kept, config_file(), spell)[0] if is_node else None
-    run_server(config, node)
+    run_server(config, node, opens=opens)
 
 
 def check_stores(stores: Sequence[Path]) -> None:
@@ -319,8 +326,16 @@ def _try_to_make(store: Path) -> None:
     Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
 
 
-def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
-    """Serve as a worker, a node, or both, until interrupted."""
+def open_page(urls: Sequence[str]) -> None:
+    """Open the page in the browser of this user, at the first address that a browser can open."""
+    import webbrowser
+
+    if url := next((one for one in urls if one.startswith("http")), None):
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+
+def run_server(config: ServerSettings, node: NodeSettings | None, *, opens: bool = False) -> None:
+    """Serve as a worker, a node, or both, until interrupted; ``opens`` the page when ready."""
     from clowder_aimage.api.service import make_service
     from clowder_aimage.api.worker_role import WorkerRole
     from clowder_aimage.engine.settings import Settings as WorkerSettings
@@ -345,6 +360,12 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
         allow_remote=config.allow_remote,
         allow_hosts=config.allow_hosts,
     )
+
+    def ready(urls: list[str]) -> None:
+        result({"urls": urls}, urls)
+        if opens:
+            open_page(urls)
+
     with contextlib.ExitStack() as stack:
         listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
@@ -363,5 +384,5 @@ def run_server(config: ServerSettings, node: NodeSettings | None) -> None:
             tokens=tokens,
             grace=config.grace,
             origins=config.allow_origins if isinstance(config, WorkerSettings) else None,
-            on_ready=lambda urls: result({"urls": urls}, urls),
+            on_ready=ready,
         )

@@ -17,8 +17,16 @@ from typing import Any, TypeVar
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 
-from clowder_aimage.api import picture_source
-from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, KEYS, MASK, NAMES, Given
+from clowder_aimage.api.picture import picture_source
+from clowder_aimage.api.picture.picture_source import (
+    CONTROL,
+    IMAGE,
+    IMAGES,
+    KEYS,
+    MASK,
+    NAMES,
+    Given,
+)
 from clowder_aimage.api.request_body import read_object, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease

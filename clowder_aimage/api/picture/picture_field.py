@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from clowder_aimage.api.picture_source import CONTROL, IMAGE, IMAGES, MASK
-from clowder_aimage.api.picture_upload import KeptPictures
+from clowder_aimage.api.picture.picture_source import CONTROL, IMAGE, IMAGES, MASK
+from clowder_aimage.api.picture.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.model.no_effect import without_effect

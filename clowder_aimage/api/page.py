@@ -1,0 +1,96 @@
+"""The page for browsers at ``/``: static files, which use the other routes as any client does."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from aiohttp import web
+
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.http import PRODUCT
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import OPEN, Route
+
+DIRECTORY = Path(__file__).parents[1] / "page"
+INDEX = "index.html"
+# Content Security Policy Level 3: own scripts and styles, own requests, pictures made by scripts
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+_TYPES |= {".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # the browser asks whether its copy is current
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page, also compressed (RFC 1952)."""
+
+    data: bytes
+    compressed: bytes
+    tag: str
+    media_type: str
+
+
+def routes(*, is_shown: bool) -> list[Route]:
+    """Return the routes of the page; without it, ``/`` responds with a line of text only."""
+    root = Route("GET", "/", partial(_root, is_shown), OPEN)
+    if not is_shown:
+        return [root]
+    paths = sorted(path for path in DIRECTORY.rglob("*") if path.suffix in _TYPES)
+    names = frozenset(path.relative_to(DIRECTORY).as_posix() for path in paths)
+    return [root, Route("GET", "/page/{name:.+}", partial(_file, names), OPEN)]
+
+
+async def _root(is_shown: bool, request: web.Request) -> web.StreamResponse:
+    """Respond to a browser with the page, to others as ollama does."""
+    if is_shown and "text/html" in request.headers.get("Accept", ""):
+        answer = await _respond(request, INDEX)
+    else:
+        answer = web.Response(text=f"{PRODUCT} is running")
+    if is_shown:
+        answer.headers["Vary"] = "Accept, Accept-Encoding"
+    return answer
+
+
+async def _file(names: frozenset[str], request: web.Request) -> web.StreamResponse:
+    name = request.match_info["name"]
+    if name not in names:
+        raise ApiError(404, "the page does not have this file", code="unknown_url")
+    return await _respond(request, name)
+
+
+async def _respond(request: web.Request, name: str) -> web.Response:
+    """Respond with a file, unless the browser has it (RFC 9110, 13.1.2)."""
+    file = await run_io(_read, DIRECTORY / name)
+    headers = _HEADERS | {"ETag": file.tag, "Vary": "Accept-Encoding"}
+    if file.tag in request.headers.get("If-None-Match", ""):
+        return web.Response(status=304, headers=headers)
+    data = file.data
+    if "gzip" in request.headers.get("Accept-Encoding", ""):
+        data, headers["Content-Encoding"] = file.compressed, "gzip"
+    return web.Response(body=data, headers=headers, content_type=file.media_type, charset="utf-8")
+
+
+def _read(path: Path) -> PageFile:
+    """Return a file as it is now: a change of the source shows when the page is loaded again."""
+    return _load(path, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=128)
+def _load(path: Path, _: int) -> PageFile:
+    data = path.read_bytes()
+    tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    return PageFile(data, gzip.compress(data, 9, mtime=0), tag, _TYPES[path.suffix])

@@ -1,0 +1,1 @@
+"""Pictures of requests and of responses, in the worker's interfaces."""

@@ -1,0 +1,110 @@
+// One request of the public API for a draft, and what its stream says.
+
+import { events } from './api.js';
+import { add } from './gallery_store.js';
+import { pngFacts } from './png_facts.js';
+
+// fields of the draft and of the request that are sent as they are, unless they are null or empty
+const SAME = {
+  model: 'model', negative: 'negative_prompt', width: 'width', height: 'height', steps: 'steps', seed: 'seed',
+  guidance: 'guidance', guidanceEnd: 'guidance_end', shift: 'shift', cacheThreshold: 'cache_threshold',
+  cfgNormalization: 'cfg_normalization', n: 'n',
+};
+const OF_IMAGE = {
+  strength: 'strength', fine: 'fine', fit: 'fit', paste: 'paste', feather: 'feather', crop: 'crop',
+  expand: 'expand', upscale: 'upscale',
+};
+const OF_CONTROL = { controlnet: 'controlnet', controlStrength: 'control_strength' };
+/** The field of the draft for each field of the request, to show an error beside it. */
+export const FIELDS = Object.fromEntries(
+  Object.entries({ ...SAME, ...OF_IMAGE, ...OF_CONTROL, prompt: 'prompt', images: 'image', mask: 'mask', control: 'control',
+    enhance: 'enhance', loras: 'loras' }).map(([own, theirs]) => [theirs, own]),
+);
+
+/** Return the fields of the request for a draft, without its pictures. */
+export function requestOf(draft) {
+  const found = { prompt: draft.prompt, stream: true, stream_format: 'openai+progress' };
+  copy(draft, SAME, found);
+  found.partial_images = draft.previews;
+  if (draft.enhance && draft.enhanced && draft.enhancedFrom === draft.prompt) found.prompt = draft.enhanced;
+  else if (draft.enhance) found.enhance = true;
+  const loras = draft.loras.filter((one) => one.on !== false);
+  if (loras.length) found.loras = loras.map(({ model, strength }) => ({ model, strength }));
+  if (draft.images.length) copy(draft, OF_IMAGE, found);
+  if (draft.control) copy(draft, OF_CONTROL, found);
+  return found;
+}
+
+function copy(draft, names, target) {
+  for (const [own, theirs] of Object.entries(names)) {
+    const value = draft[own];
+    if (value !== null && value !== '' && value !== false && value !== undefined) target[theirs] = value;
+  }
+}
+
+/** Return the request as a form with its pictures (multipart/form-data), as OpenAI's SDKs send it. */
+function formOf(fields, draft) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries(fields)) {
+    form.append(name, name === 'expand' ? value.join(',') : typeof value === 'object' ? JSON.stringify(value) : String(value));
+  }
+  const name = draft.images.length > 1 ? 'image[]' : 'image';
+  for (const [index, blob] of draft.images.entries()) form.append(name, blob, `image-${index}`);
+  if (draft.mask) form.append('mask', draft.mask, 'mask.png');
+  if (draft.control) form.append('control', draft.control, 'control.png');
+  return form;
+}
+
+/** Return a Blob as a `data:` URL. */
+export function dataUrl(blob) {
+  return new Promise((done, fail) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => fail(reader.error);
+    reader.readAsDataURL(blob);
+  });
+}
+
+function blobOf(base64) {
+  return new Blob([Uint8Array.from(atob(base64), (one) => one.charCodeAt(0))], { type: 'image/png' });
+}
+
+/** Return the path and the options of the request for a draft. */
+async function sent(draft) {
+  const fields = requestOf(draft);
+  if (draft.images.length) return ['/v1/images/edits', undefined, formOf(fields, draft)];
+  if (draft.control) fields.control = await dataUrl(draft.control);
+  return ['/v1/images/generations', fields, undefined];
+}
+
+/**
+ * Make the pictures of a draft, keep them in the gallery, and return them as entries of it.
+ *
+ * `onEvent` takes {kind, ...}: queued {ahead}, pulling {completed, total}, loading, started, prompt
+ * {prompt}, progress {step, total}, preview {blob}, picture {entry}. Throws as `events` does.
+ */
+export async function generate(draft, { onEvent = () => {}, signal } = {}) {
+  const [path, body, form] = await sent(draft);
+  const made = [];
+  for await (const { event, data } of events(path, body, { signal, form })) {
+    const kind = event.split('.').pop();
+    if (kind === 'partial_image') onEvent({ kind: 'preview', blob: blobOf(data.b64_json), index: data.partial_image_index });
+    else if (kind === 'completed') {
+      const entry = await kept(blobOf(data.b64_json), draft);
+      made.push(entry);
+      onEvent({ kind: 'picture', entry, warnings: data.warnings ?? [] });
+    } else onEvent({ ...data, kind });
+  }
+  return made;
+}
+
+/** Add a picture to the gallery. If the browser has no room for it, it has no id. */
+async function kept(blob, draft) {
+  const facts = (await pngFacts(await blob.arrayBuffer())) ?? {};
+  const entry = { blob, facts, model: draft.model, digest: facts.digest ?? '', made: Date.now() };
+  try {
+    return { ...entry, id: await add(entry) };
+  } catch (error) {
+    return { ...entry, id: null, error };
+  }
+}

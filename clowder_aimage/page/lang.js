@@ -1,0 +1,52 @@
+// Texts in the language of the person. Every text that is shown is in lang/.
+
+import { effect, signal } from './html.js';
+import { read, write } from './storage.js';
+import { de } from './lang/de.js';
+import { en } from './lang/en.js';
+
+export const LANGUAGES = { en: 'English', de: 'Deutsch' };
+const TEXTS = { en, de };
+
+const preferred = (navigator.languages ?? ['en']).map((each) => each.slice(0, 2)).find((each) => TEXTS[each]);
+export const language = signal(TEXTS[read('language')] ? read('language') : preferred ?? 'en');
+
+effect(() => {
+  document.documentElement.lang = language.value;
+  write('language', language.value);
+});
+
+/** Return a text. `{name}` in it is replaced by a value; numbers are written as in the language. */
+export function t(key, values = {}) {
+  const text = TEXTS[language.value][key] ?? en[key] ?? key;
+  return text.replace(/\{(\w+)\}/g, (all, name) => (name in values ? shown(values[name]) : all));
+}
+
+const shown = (value) => (typeof value === 'number' ? number(value) : String(value));
+
+/** Return a number as it is written in the language. */
+export function number(value, digits = 2) {
+  return new Intl.NumberFormat(language.value, { maximumFractionDigits: digits }).format(value);
+}
+
+/** Return a number of bytes in a unit of 1000, such as "7.9 MB". */
+export function bytes(value) {
+  const units = ['B', 'kB', 'MB', 'GB', 'TB'];
+  let rest = value, unit = 0;
+  while (rest >= 1000 && unit < units.length - 1) [rest, unit] = [rest / 1000, unit + 1];
+  return `${number(rest, unit && rest < 100 ? 1 : 0)} ${units[unit]}`;
+}
+
+/** Return a duration in seconds in words, such as "1 min 20 s". */
+export function duration(seconds) {
+  const whole = Math.max(0, Math.ceil(seconds));
+  if (whole < 60) return t('unit.seconds', { n: whole });
+  if (whole < 3600) return t('unit.minutes', { n: Math.floor(whole / 60), s: whole % 60 });
+  return t('unit.hours', { n: Math.floor(whole / 3600), m: Math.floor((whole % 3600) / 60) });
+}
+
+/** Return a time, given in milliseconds, as date and time of day. */
+export function moment(milliseconds) {
+  const style = { dateStyle: 'medium', timeStyle: 'short' };
+  return new Intl.DateTimeFormat(language.value, style).format(new Date(milliseconds));
+}

@@ -1,0 +1,5 @@
+// Not built yet.
+
+export function MaskEditor() {
+  return null;
+}

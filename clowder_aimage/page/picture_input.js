@@ -1,0 +1,5 @@
+// Not built yet.
+
+export function PictureInput() {
+  return null;
+}

@@ -1,0 +1,116 @@
+// The state that the parts of the page share, as signals.
+
+import { computed, effect, signal } from './html.js';
+import { read, readTab, write, writeTab } from './storage.js';
+
+export { language } from './lang.js';
+
+/** The token of the sign-in field. It is kept for this tab only, and sent in a header only. */
+export const token = signal(readTab('token', ''));
+
+/** What `GET /v1/worker` says; null until it has answered. */
+export const worker = signal(null);
+
+/** Which requests the token allows: `scopes.value.infer`, `scopes.value.admin`. */
+export const scopes = computed(() => {
+  const scope = worker.value?.scope ?? null;
+  return { infer: scope === 'infer' || scope === 'admin', admin: scope === 'admin' };
+});
+
+/** The models of the worker, as `GET /v1/models` lists them, with what other routes know of them. */
+export const models = signal([]);
+
+/** The models in memory, as `GET /api/ps` lists them. */
+export const loaded = signal([]);
+
+/** Whether the worker answers. */
+export const online = signal(true);
+
+export const TABS = ['make', 'gallery', 'models', 'chat'];
+const named = () => (TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : 'make');
+export const tab = signal(named());
+addEventListener('hashchange', () => (tab.value = named()));
+
+/** Show a tab. */
+export function show(name) {
+  if (tab.value !== name) location.hash = name;
+}
+
+/** 'system', 'light' or 'dark'. */
+export const theme = signal(read('theme', 'system'));
+
+export const notices = signal([]);
+let count = 0;
+
+/** Show a message. `kind` is 'info', 'good' or 'bad'; a bad one stays until it is closed. */
+export function notice(text, { kind = 'info', seconds = kind === 'bad' ? 0 : 6 } = {}) {
+  const one = { id: ++count, text, kind };
+  notices.value = [...notices.value.filter((each) => each.text !== text), one].slice(-4);
+  if (seconds) setTimeout(() => dismiss(one.id), seconds * 1000);
+  return one.id;
+}
+
+/** Remove a message. */
+export function dismiss(id) {
+  notices.value = notices.value.filter((each) => each.id !== id);
+}
+
+/** The fields of the form Make. null means the default of the model. */
+export const EMPTY = {
+  model: '',
+  prompt: '',
+  enhanced: '', // the prompt that a language model wrote, which may have been edited
+  enhancedFrom: '', // the prompt that it was written for
+  enhance: false,
+  negative: '',
+  aspect: '1:1',
+  width: null,
+  height: null,
+  steps: null,
+  seed: null,
+  seedLocked: false,
+  guidance: null,
+  guidanceEnd: null,
+  shift: null,
+  cacheThreshold: null,
+  cfgNormalization: null,
+  n: 1,
+  previews: 3,
+  loras: [], // {model, strength, on}
+  images: [], // Blobs
+  mask: null, // a Blob; white is painted
+  strength: null,
+  fine: false,
+  fit: 'crop',
+  paste: false,
+  feather: 0,
+  crop: false,
+  expand: null, // [left, top, right, bottom]
+  upscale: null,
+  control: null, // a Blob
+  controlnet: '',
+  controlStrength: null,
+  errors: {}, // messages by field, of the last request
+};
+const NOT_TEXT = ['images', 'mask', 'control', 'errors'];
+
+const stored = () => ({ ...EMPTY, ...readTab('draft', read('draft', {})) });
+export const draft = signal(stored());
+
+/** Change some fields of the draft; their errors are removed. */
+export function change(fields) {
+  const errors = { ...draft.value.errors };
+  for (const name of Object.keys(fields)) delete errors[name];
+  draft.value = { ...draft.value, errors, ...fields };
+}
+
+effect(() => {
+  const kept = Object.fromEntries(Object.entries(draft.value).filter(([name]) => !NOT_TEXT.includes(name)));
+  writeTab('draft', kept);
+  write('draft', kept); // a new tab begins with it
+});
+effect(() => void writeTab('token', token.value || null));
+effect(() => {
+  document.documentElement.dataset.theme = theme.value;
+  write('theme', theme.value);
+});

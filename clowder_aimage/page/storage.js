@@ -1,0 +1,36 @@
+// What the browser keeps: JSON in localStorage and sessionStorage. Both may be full or forbidden.
+
+const PREFIX = 'aimage.';
+
+function get(place, name, otherwise) {
+  try {
+    return JSON.parse(place().getItem(PREFIX + name)) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}
+
+function set(place, name, value) {
+  try {
+    if (value === null || value === undefined) place().removeItem(PREFIX + name);
+    else place().setItem(PREFIX + name, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+const local = () => localStorage;
+const tab = () => sessionStorage;
+
+/** Return what all tabs keep under a name. */
+export const read = (name, otherwise = null) => get(local, name, otherwise);
+
+/** Keep a value for all tabs, also after the browser is closed; return whether it was kept. */
+export const write = (name, value) => set(local, name, value);
+
+/** Return what this tab keeps under a name: it survives a reload. */
+export const readTab = (name, otherwise = null) => get(tab, name, otherwise);
+
+/** Keep a value for this tab; return whether it was kept. */
+export const writeTab = (name, value) => set(tab, name, value);

@@ -1,0 +1,151 @@
+"""Fixtures of the page: a worker with the shapes model, and a real browser.
+
+``open_page`` opens tabs in a browser without a window. The test fails if a tab printed an error,
+violated its Content Security Policy, raised an exception, or asked another host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.process import Aimage
+from tests.worker.conftest import Worker, begin
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SHAPES = ROOT / "examples" / "shapes"
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+]
+SIZE = {"width": 1280, "height": 800}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Return a browser without a window, which ends with the module."""
+    from playwright.sync_api import sync_playwright
+
+    if CHROMIUM is None and "AIMAGE_REQUIRE_TOOLS" not in os.environ:
+        pytest.skip("chromium is not installed")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="session")
+def shapes_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with the models ``shapes`` (pictures) and ``words`` (texts). Copy it."""
+    here = tmp_path_factory.mktemp("shapes")
+    aimage = Aimage(here, here / "store")
+    aimage("create", "-q", "shapes", SHAPES / "model")
+    aimage("create", "-q", "words", SHAPES / "enhancer")
+    return aimage.store
+
+
+@pytest.fixture(scope="module")
+def start_worker(
+    shapes_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Worker]]:
+    """Return a function that starts ``aimage serve`` on a copy of the store."""
+    workers: list[Worker] = []
+
+    def start(*arguments: object) -> Worker:
+        here = tmp_path_factory.mktemp("worker")
+        shutil.copytree(shapes_store, here / "store", copy_function=os.link)
+        defaults = ("--default-model", "shapes", "--enhancer", "words", "--max-models", 2)
+        workers.append(begin(Aimage(here, here / "store"), *defaults, *arguments))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.end()
+
+
+@pytest.fixture(scope="module")
+def shapes_worker(start_worker: Callable[..., Worker]) -> Worker:
+    """Return the worker of a module, which requires no token."""
+    return start_worker()
+
+
+class Watch:
+    """The faults of the tabs of a test; ``allow`` accepts errors that the test provokes."""
+
+    def __init__(self) -> None:
+        self.faults: list[str] = []
+        self.asked: list[str] = []
+        self._allowed: list[str] = []
+
+    def allow(self, pattern: str) -> None:
+        """Accept faults in which the pattern occurs."""
+        self._allowed.append(pattern)
+
+    def follow(self, page: Page, url: str) -> None:
+        """Collect what the tab prints, raises and asks of other hosts than ``url``."""
+        page.on("console", lambda one: self._printed(one))
+        page.on("pageerror", lambda error: self.faults.append(f"exception: {error}"))
+        page.on("request", lambda one: self._asked(one.url, url))
+
+    def _printed(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.faults.append(f"{message.type}: {message.text} {message.location}")
+
+    def _asked(self, asked: str, url: str) -> None:
+        self.asked.append(asked)
+        if not asked.startswith((url, "blob:", "data:")):
+            self.faults.append(f"another host: {asked}")
+
+    def remaining(self) -> list[str]:
+        """Return the faults that no pattern allows."""
+        return [
+            one for one in self.faults if not any(re.search(each, one) for each in self._allowed)
+        ]
+
+
+@pytest.fixture
+def watch() -> Iterator[Watch]:
+    """Collect the faults of all tabs of the test, which fails with them."""
+    found = Watch()
+    yield found
+    assert not found.remaining()
+
+
+@pytest.fixture
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """Return a browser context of its own: no storage is shared between tests."""
+    found = browser.new_context(viewport=SIZE, locale="en-GB", accept_downloads=True)  # type: ignore[arg-type]
+    found.set_default_timeout(20_000)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def open_page(context: BrowserContext, shapes_worker: Worker, watch: Watch) -> Callable[..., Page]:
+    """Return a function that opens a tab with the page, or a part of it such as ``gallery``."""
+
+    def open_tab(part: str = "make", url: str = "") -> Page:
+        base = url or shapes_worker.url
+        page = context.new_page()
+        watch.follow(page, base)
+        page.goto(f"{base}/#{part}")
+        page.wait_for_selector("#main *")
+        return page
+
+    return open_tab
