@@ -19,11 +19,14 @@ export class ConnectionError extends Error {
   }
 }
 
+/** Return a body as JSON. Seeds beyond 2^53, which numbers do not hold exactly, are texts of digits. */
+const written = (body) => JSON.stringify(body).replace(/"seed":"([0-9]+)"/, '"seed":$1');
+
 function request(method, { body, form, signal }) {
   const headers = {};
   if (token.value) headers.Authorization = `Bearer ${token.value}`;
   if (body !== undefined) headers['Content-Type'] = 'application/json';
-  const data = form ?? (body === undefined ? undefined : JSON.stringify(body));
+  const data = form ?? (body === undefined ? undefined : written(body));
   return { method, headers, body: data, signal, cache: 'no-store', credentials: 'omit', referrerPolicy: 'no-referrer' };
 }
 

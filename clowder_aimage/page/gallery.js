@@ -1,8 +1,118 @@
-// The pictures that this browser has kept.
+// The gallery: what this browser has made.
 
-import { html } from './html.js';
-import { Empty } from './controls.js';
+import { html, useEffect, useMemo, useState } from './html.js';
+import { Button, Empty } from './controls.js';
+import { Compare } from './compare.js';
+import { saveAll } from './picture_file.js';
+import { changed, list, MOST, room } from './gallery_store.js';
+import { Grid } from './grid.js';
+import { gridBase } from './grid_run.js';
+import { bytes, t } from './lang.js';
+import { PictureWall } from './picture_wall.js';
+import { Removed, removePictures } from './removal.js';
+import { draft, show } from './state.js';
+import { Viewer } from './viewer.js';
 
 export function Gallery() {
-  return html`<${Empty} icon="gallery" title="Gallery" />`;
+  const entries = useEntries();
+  const [sought, setSought] = useState('');
+  const [chosen, setChosen] = useState(new Set());
+  const [opened, setOpened] = useState(null); // an id
+  const [pair, setPair] = useState(null); // two ids
+  const found = useMemo(() => matching(entries ?? [], sought), [entries, sought]);
+  const ids = useMemo(() => found.map((entry) => entry.id), [found]);
+  if (gridBase.value) return html`<${Grid} />`;
+  const choose = (id) => {
+    const next = new Set(chosen);
+    if (!next.delete(id)) next.add(id);
+    setChosen(next);
+  };
+  const removeIds = (gone) => {
+    setChosen(new Set([...chosen].filter((id) => !gone.includes(id))));
+    removePictures(gone);
+  };
+  if (!entries) return html`<div class="gallery" aria-busy="true"></div>`;
+  return html`<div class="gallery">
+    <${Top} ...${{ entries, found, sought, setSought }} />
+    ${chosen.size > 0 && html`<${Chosen} ...${{ chosen, setChosen, setPair, removeIds }} />`}
+    ${entries.length === 0
+      ? html`<${Nothing} />`
+      : html`<${PictureWall} entries=${found} chosen=${chosen} onOpen=${setOpened} onChoose=${choose} onRemove=${(id) => removeIds([id])} />`}
+    ${entries.length > 0 && found.length === 0 && html`<${Empty} icon="gallery" title=${t('gallery.noneFound')} />`}
+    <${Removed} />
+    ${opened !== null && html`<${Viewer} ids=${ids} id=${opened} onShow=${setOpened} onClose=${() => setOpened(null)}
+      onCompare=${(one, other) => setPair([one, other])} />`}
+    ${pair && html`<${Compare} ids=${ids} pair=${pair} onPair=${setPair} onClose=${() => setPair(null)} />`}
+  </div>`;
+}
+
+/** Return the entries, the newest first; null until they are read. */
+function useEntries() {
+  const [entries, setEntries] = useState(null);
+  useEffect(() => {
+    let isCurrent = true;
+    list().then((found) => isCurrent && setEntries(found), () => isCurrent && setEntries([]));
+    return () => (isCurrent = false);
+  }, [changed.value]);
+  return entries;
+}
+
+function matching(entries, sought) {
+  const words = sought.toLowerCase().split(/\s+/).filter(Boolean);
+  if (!words.length) return entries;
+  return entries.filter(({ facts, model }) => {
+    const text = `${facts?.prompt ?? ''} ${facts?.negative ?? ''} ${model} ${facts?.seed ?? ''}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
+}
+
+function Top({ entries, found, sought, setSought }) {
+  return html`<div class="gallery-top">
+    <div>
+      <h1>${t('gallery.title')}</h1>
+      <${Limits} entries=${entries} found=${found} />
+    </div>
+    <div class="gallery-acts">
+      ${entries.length > 0 && html`<input class="input gallery-search" type="search" value=${sought} placeholder=${t('gallery.search')}
+        aria-label=${t('gallery.search')} onInput=${(event) => setSought(event.target.value)} />`}
+      <${Button} icon="grid" onClick=${() => (gridBase.value = { draft: draft.value, name: '' })}>${t('grid.title')}<//>
+    </div>
+  </div>`;
+}
+
+/** How much is kept, how much may be, and whether the browser promises to keep it. */
+function Limits({ entries, found }) {
+  const [space, setSpace] = useState(null);
+  const [isKept, setKept] = useState(true);
+  useEffect(() => {
+    room().then(setSpace, () => {});
+    navigator.storage?.persisted?.().then(setKept, () => {});
+  }, [entries.length]);
+  const size = entries.reduce((sum, entry) => sum + entry.size + (entry.inputSize ?? 0), 0);
+  const ask = async () => setKept((await navigator.storage.persist()) || isKept);
+  const isFull = entries.length >= MOST || (space && space.usage > 0.9 * space.quota);
+  return html`<p class=${`gallery-limits ${isFull ? 'gallery-full' : ''}`}>
+    ${found.length !== entries.length && `${t('gallery.found', { n: found.length })} `}
+    ${t('gallery.limits', { n: entries.length, size: bytes(size), most: MOST })}
+    ${space && ` ${t('gallery.room', { free: bytes(Math.max(0, space.quota - space.usage)) })}`}
+    ${!isKept && entries.length > 0 && html` ${t('gallery.mayGo')} <button type="button" class="gallery-ask" onClick=${ask}>${t('gallery.keep')}</button>`}
+  </p>`;
+}
+
+function Chosen({ chosen, setChosen, setPair, removeIds }) {
+  const ids = [...chosen];
+  return html`<div class="gallery-chosen" role="group" aria-label=${t('gallery.chosen', { n: ids.length })}>
+    <span>${t('gallery.chosen', { n: ids.length })}</span>
+    <${Button} icon="compare" disabled=${ids.length !== 2} onClick=${() => setPair(ids)}>${t('compare.title')}<//>
+    <${Button} icon="download" onClick=${() => saveAll(ids)}>${t('gallery.download')}<//>
+    <${Button} kind="danger" icon="trash" onClick=${() => removeIds(ids)}>${t('gallery.remove')}<//>
+    <${Button} kind="quiet" onClick=${() => setChosen(new Set())}>${t('gallery.chooseNone')}<//>
+  </div>`;
+}
+
+function Nothing() {
+  return html`<${Empty} icon="gallery" title=${t('gallery.empty')}>
+    <p>${t('gallery.emptyText')}</p>
+    <${Button} kind="primary" icon="make" onClick=${() => show('make')}>${t('gallery.emptyMake')}<//>
+  <//>`;
 }

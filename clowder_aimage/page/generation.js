@@ -1,8 +1,11 @@
 // One request of the public API for a draft, and what its stream says.
 
 import { events } from './api.js';
+import { inputsOf } from './copy_text.js';
 import { add } from './gallery_store.js';
+import { usedDraft } from './picture_draft.js';
 import { pngFacts } from './png_facts.js';
+import { checkedFacts } from './setting.js';
 
 // fields of the draft and of the request that are sent as they are, unless they are null or empty
 const SAME = {
@@ -70,7 +73,8 @@ function blobOf(base64) {
 }
 
 /** Return the path and the options of the request for a draft. */
-async function sent(draft) {
+async function sent(whole) {
+  const draft = usedDraft(whole);
   const fields = requestOf(draft);
   if (draft.images.length) return ['/v1/images/edits', undefined, formOf(fields, draft)];
   if (draft.control) fields.control = await dataUrl(draft.control);
@@ -98,10 +102,18 @@ export async function generate(draft, { onEvent = () => {}, signal } = {}) {
   return made;
 }
 
+/** Return the pictures that a picture began with, by the digests that its facts state. */
+function inputBlobs(facts, draft) {
+  const images = [...draft.images];
+  const others = { mask: draft.mask, control: draft.control };
+  const found = inputsOf(checkedFacts(facts)).map(([name, digest]) => [digest, name in others ? others[name] : images.shift()]);
+  return Object.fromEntries(found.filter(([, blob]) => blob));
+}
+
 /** Add a picture to the gallery. If the browser has no room for it, it has no id. */
 async function kept(blob, draft) {
   const facts = (await pngFacts(await blob.arrayBuffer())) ?? {};
-  const entry = { blob, facts, model: draft.model, digest: facts.digest ?? '', made: Date.now() };
+  const entry = { blob, facts, model: draft.model, digest: facts.digest ?? '', made: Date.now(), inputs: inputBlobs(facts, draft) };
   try {
     return { ...entry, id: await add(entry) };
   } catch (error) {

@@ -1,5 +1,237 @@
-// Not built yet.
+// The pictures that the form begins with: dropped, pasted or chosen, with a mask, and a control picture.
 
-export function PictureInput() {
-  return null;
+import { html, useEffect, useId, useRef, useState } from './html.js';
+import { call, pictureUrl } from './api.js';
+import { Button, Field, IconButton, Slider, Switch } from './controls.js';
+import { Icon } from './icons.js';
+import { t } from './lang.js';
+import { MaskEditor } from './mask_editor.js';
+import { mostImages, readPicture } from './picture_draft.js';
+import { online } from './state.js';
+
+const ACCEPTED = 'image/png,image/jpeg,image/webp,image/avif,image/gif,image/bmp';
+const STRENGTH = 0.6; // of a picture without a mask, and
+const CONTROL_STRENGTH = 0.75; // of a control picture: the worker's defaults
+const FITS = ['crop', 'pad', 'stretch'];
+
+/** The pictures of a draft. Props: `value`, the draft; `onChange`, which takes changed fields. */
+export function PictureInput({ value, onChange }) {
+  const most = mostImages(value.model);
+  const errors = value.errors ?? {};
+  const isEdit = most > 1;
+  return html`<div class="pictures">
+    <${Pictures} ...${{ value, onChange, most }} error=${errors.images} />
+    ${value.images.length > 0 && !isEdit && html`<${Beginning} ...${{ value, onChange, errors }} />`}
+    ${!isEdit && html`<${Control} ...${{ value, onChange, errors }} />`}
+    ${isEdit && hasUnused(value) && html`<p class="field-hint">${t('pictures.unused')}</p>`}
+  </div>`;
+}
+
+const hasUnused = ({ mask, control }) => Boolean(mask || control);
+
+/** Read chosen files; what they hold, or why not, is passed on. */
+async function readFiles(files, onPictures, onError) {
+  const pictures = [];
+  let message = '';
+  for (const file of files) {
+    try {
+      pictures.push(await readPicture(file));
+    } catch (error) {
+      message = error.message;
+    }
+  }
+  onError(message);
+  if (pictures.length) onPictures(pictures);
+}
+
+/** A place where pictures are dropped, pasted or chosen. */
+function Drop({ label, hint, error, onPictures, isMultiple = false, class: more = '' }) {
+  const [isOver, setOver] = useState(false);
+  const [message, setMessage] = useState('');
+  const id = useId();
+  const take = (files) => readFiles([...files].slice(0, isMultiple ? 8 : 1), onPictures, setMessage);
+  const over = (event) => {
+    event.preventDefault();
+    setOver(true);
+  };
+  const dropped = (event) => {
+    event.preventDefault();
+    event.stopPropagation();
+    setOver(false);
+    take(event.dataTransfer.files);
+  };
+  const chosen = (event) => {
+    take(event.target.files);
+    event.target.value = '';
+  };
+  const pasted = (event) => {
+    if (!event.clipboardData.files.length) return;
+    event.preventDefault();
+    event.stopPropagation();
+    take(event.clipboardData.files);
+  };
+  const note = message || error;
+  return html`<div class=${`pictures-drop ${isOver ? 'pictures-over' : ''} ${more}`} onPaste=${pasted}
+    onDragEnter=${over} onDragOver=${over} onDragLeave=${() => setOver(false)} onDrop=${dropped}>
+    <label class="pictures-choose">
+      <input type="file" class="hidden-text" accept=${ACCEPTED} multiple=${isMultiple} onChange=${chosen}
+        aria-describedby=${`${id}-hint`} />
+      <${Icon} name="upload" /><span>${label}</span>
+    </label>
+    <p class="field-hint" id=${`${id}-hint`}>${hint}</p>
+    ${note && html`<p class="field-error" role="alert">${note}</p>`}
+  </div>`;
+}
+
+function Pictures({ value, onChange, most, error }) {
+  const { images } = value;
+  const isEdit = most > 1;
+  const replace = (next) => onChange(isEdit ? { images: next } : { images: next, mask: null });
+  const move = (from, to) => {
+    const next = [...images];
+    next.splice(to, 0, ...next.splice(from, 1));
+    replace(next);
+  };
+  return html`<div class="field">
+    <div class="field-head"><span class="field-label">${t(isEdit ? 'pictures.references' : 'pictures.image')}</span></div>
+    ${images.length > 0 && html`<ol class="pictures-list" aria-label=${t(isEdit ? 'pictures.references' : 'pictures.image')}>
+      ${images.map((blob, index) => html`<${Chosen} key=${pictureUrl(blob)} ...${{ blob, index, images, move }}
+        isExtra=${index >= most} onRemove=${() => replace(images.filter((one) => one !== blob))} />`)}
+    </ol>`}
+    ${images.length < most && html`<${Drop} isMultiple=${isEdit} error=${error}
+      label=${t(isEdit && images.length ? 'pictures.another' : 'pictures.choose')}
+      hint=${isEdit ? t('pictures.referencesHint', { most }) : t('pictures.imageHint')}
+      onPictures=${(pictures) => replace([...images, ...pictures].slice(0, most))} />`}
+    ${images.length >= most && error && html`<p class="field-error" role="alert">${error}</p>`}
+    ${images.length > most && html`<p class="field-error" role="alert">${t('pictures.tooMany', { most })}</p>`}
+  </div>`;
+}
+
+/** A picture that was chosen: moved by its buttons, or by dragging it over another. */
+function Chosen({ blob, index, images, move, onRemove, isExtra }) {
+  const [size, setSize] = useState('');
+  const loaded = (event) => setSize(`${event.target.naturalWidth} × ${event.target.naturalHeight}`);
+  const dropped = (event) => {
+    const from = Number(event.dataTransfer.getData('text/x-aimage-picture') || NaN);
+    if (!Number.isInteger(from)) return;
+    event.preventDefault();
+    event.stopPropagation();
+    move(from, index);
+  };
+  const name = t('pictures.number', { n: index + 1 });
+  const isSorted = images.length > 1;
+  return html`<li class=${`pictures-chosen ${isExtra ? 'pictures-extra' : ''}`} draggable=${isSorted}
+    onDragStart=${(event) => event.dataTransfer.setData('text/x-aimage-picture', String(index))}
+    onDragOver=${(event) => isSorted && event.preventDefault()} onDrop=${dropped}>
+    <img src=${pictureUrl(blob)} alt=${name} onLoad=${loaded} draggable=${false} />
+    <span class="pictures-size">${isSorted ? `${index + 1} · ` : ''}${size}</span>
+    <span class="pictures-acts">
+      ${isSorted && html`<${IconButton} icon="arrowLeft" label=${t('pictures.earlier', { n: index + 1 })}
+        disabled=${index === 0} onClick=${() => move(index, index - 1)} />
+      <${IconButton} icon="arrowRight" label=${t('pictures.later', { n: index + 1 })}
+        disabled=${index === images.length - 1} onClick=${() => move(index, index + 1)} />`}
+      <${IconButton} icon="close" label=${t('pictures.remove', { n: index + 1 })} onClick=${onRemove} />
+    </span>
+  </li>`;
+}
+
+/** What is set for a picture that a model begins with. */
+function Beginning({ value, onChange, errors }) {
+  const strength = value.strength ?? (value.mask ? 1 : STRENGTH);
+  const size = useSize(value.images[0]);
+  const isFitted = size && value.width && value.height && (size[0] !== value.width || size[1] !== value.height);
+  return html`
+    <${Slider} label=${t('pictures.strength')} hint=${t('pictures.strengthHint')} error=${errors.strength}
+      min=${0.05} max=${1} step=${0.01} value=${strength} format=${(each) => each.toFixed(2)}
+      onChange=${(next) => onChange({ strength: next })} />
+    ${isFitted && html`<${Fit} ...${{ value, onChange, size }} />`}
+    <${Mask} ...${{ value, onChange, errors }} />
+    <${Carried} ...${{ value, onChange }} />`;
+}
+
+function useSize(blob) {
+  const [size, setSize] = useState(null);
+  useEffect(() => {
+    let isCurrent = true;
+    createImageBitmap(blob).then((picture) => isCurrent && setSize([picture.width, picture.height]), () => {});
+    return () => (isCurrent = false);
+  }, [blob]);
+  return size;
+}
+
+function Fit({ value, onChange, size }) {
+  const hint = t('pictures.fitHint', { own: `${size[0]} × ${size[1]}`, size: `${value.width} × ${value.height}` });
+  return html`<${Field} label=${t('pictures.fit')} hint=${hint}>
+    ${(link) => html`<select ...${link} class="input" value=${value.fit} onChange=${(event) => onChange({ fit: event.target.value })}>
+      ${FITS.map((name) => html`<option key=${name} value=${name}>${t(`pictures.fit.${name}`)}</option>`)}
+    </select>`}
+  <//>`;
+}
+
+function Mask({ value, onChange, errors }) {
+  const [isOpen, setOpen] = useState(Boolean(value.mask));
+  const toggle = (next) => {
+    setOpen(next);
+    if (!next) onChange({ mask: null, paste: false, feather: 0, crop: false });
+    else onChange({ paste: true, feather: 8 });
+  };
+  return html`<${Switch} label=${t('mask.paint')} hint=${t('mask.paintHint')} checked=${isOpen} onChange=${toggle} />
+    ${errors.mask && html`<p class="field-error" role="alert">${errors.mask}</p>`}
+    ${isOpen && html`<${MaskEditor} image=${value.images[0]} mask=${value.mask} feather=${value.feather}
+      onChange=${(mask) => onChange({ mask })}
+      onFeather=${(feather) => onChange({ feather, ...(feather && !value.crop ? { paste: true } : {}) })} />
+    <${Switch} label=${t('mask.paste')} checked=${value.paste} onChange=${(paste) => onChange({ paste, ...(paste ? {} : { feather: 0 }) })} />
+    <${Switch} label=${t('mask.crop')} hint=${t('mask.cropHint')} checked=${value.crop} onChange=${(crop) => onChange({ crop })} />`}`;
+}
+
+/** Settings that a loaded picture had and that have no control here: shown, and removed. */
+function Carried({ value, onChange }) {
+  const carried = [
+    value.expand && ['expand', t('pictures.expanded', { sides: value.expand.join(', ') }), null],
+    value.upscale && ['upscale', t('pictures.upscaled', { factor: value.upscale }), null],
+    value.fine && ['fine', t('pictures.fine'), false],
+  ].filter(Boolean);
+  return carried.map(([name, text, without]) => html`<span key=${name} class="pictures-carried">${text}
+    <${IconButton} icon="close" size=${14} label=${t('pictures.without', { what: text })} onClick=${() => onChange({ [name]: without })} />
+  </span>`);
+}
+
+function Control({ value, onChange, errors }) {
+  const strength = value.controlStrength ?? CONTROL_STRENGTH;
+  const clear = () => onChange({ control: null });
+  return html`<div class="field">
+    <div class="field-head"><span class="field-label">${t('pictures.control')}</span></div>
+    ${value.control
+      ? html`<ol class="pictures-list" aria-label=${t('pictures.control')}>
+          <${Chosen} blob=${value.control} index=${0} images=${[value.control]} move=${() => {}} onRemove=${clear} />
+        </ol>
+        ${errors.control && html`<p class="field-error" role="alert">${errors.control}</p>`}`
+      : html`<${Drop} class="pictures-small" label=${t('pictures.choose')} hint=${t('pictures.controlHint')} error=${errors.control}
+          onPictures=${([control]) => onChange({ control })} />`}
+  </div>
+  ${value.control && html`<${ControlNet} ...${{ value, onChange }} error=${errors.controlnet} />
+    <${Slider} label=${t('pictures.controlStrength')} error=${errors.controlStrength} min=${0} max=${2} step=${0.05}
+      value=${strength} format=${(each) => each.toFixed(2)} onChange=${(next) => onChange({ controlStrength: next })} />`}`;
+}
+
+/** The name of a ControlNet; names of the store are suggested, those that look like one first. */
+function ControlNet({ value, onChange, error }) {
+  const [names, setNames] = useState([]);
+  const list = useId();
+  const asked = useRef(false);
+  useEffect(() => {
+    if (asked.current || !online.value) return;
+    asked.current = true;
+    call('GET', '/api/tags').then(({ models }) => setNames(models.map((one) => one.name).filter((name) => /control/i.test(name))), () => {});
+  }, [online.value]);
+  return html`<${Field} label=${t('pictures.controlnet')} hint=${t('pictures.controlnetHint')} error=${error}>
+    ${(link) => html`<input ...${link} class="input" list=${list} value=${value.controlnet} spellcheck=${false} autocomplete="off"
+      onInput=${(event) => onChange({ controlnet: event.target.value })} />
+      <datalist id=${list}>${names.map((name) => html`<option key=${name} value=${name} />`)}</datalist>`}
+  <//>`;
+}
+
+/** A button on a result: it becomes the picture to begin with. */
+export function UseThis({ onUse }) {
+  return html`<${Button} icon="image" onClick=${onUse}>${t('pictures.use')}<//>`;
 }

@@ -3,6 +3,7 @@
 const MAGIC = [137, 80, 78, 71, 13, 10, 26, 10];
 const KEY = 'aimage';
 const MAX = 1 << 20;
+const SEED = /"seed":\s*([0-9]{16,20})(?=[,}])/;
 
 /**
  * Return the facts in the bytes of a PNG; null if it has none.
@@ -37,7 +38,7 @@ async function factsOf(chunk) {
   try {
     const raw = chunk.subarray(keyword + 1);
     const text = new TextDecoder().decode(isCompressed ? await inflated(raw) : raw);
-    const facts = JSON.parse(text);
+    const facts = JSON.parse(text.replace(SEED, '"seed":"$1"')); // exact beyond 2^53
     return facts && typeof facts === 'object' && !Array.isArray(facts) ? facts : null;
   } catch {
     return null; // damaged, or of another program

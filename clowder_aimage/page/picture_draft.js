@@ -1,0 +1,163 @@
+// The pictures of the form Make: kept over a reload, taken from results and from dropped files.
+
+import { effect } from './html.js';
+import { forgetDrafts, keepDraft, readDraft } from './gallery_store.js';
+import { t } from './lang.js';
+import { pngFacts } from './png_facts.js';
+import { parametersFacts } from './parameters_text.js';
+import { checkedFacts } from './setting.js';
+import { change, draft, EMPTY, models, notice, show } from './state.js';
+import { read, readTab, write, writeTab } from './storage.js';
+
+const KEPT = ['images', 'mask', 'control'];
+const WEEK = 7 * 24 * 3600 * 1000;
+const TYPES = ['image/png', 'image/jpeg', 'image/webp'];
+const MOST_BYTES = 64 * 2 ** 20; // of a picture; the worker's limits
+const MOST_PIXELS = 2 ** 25;
+
+/** Return how many pictures the model of a draft takes: 1, or more if it edits them. */
+export const mostImages = (name) => models.value.find((one) => one.id === name)?.max_images ?? 1;
+
+/** Return a draft without what its model, or its pictures, have no use for and the worker refuses. */
+export function usedDraft(draft) {
+  const isEdit = draft.images.length > 0 && mostImages(draft.model) > 1;
+  if (isEdit) return { ...draft, ...OF_REFERENCES };
+  const ofMask = draft.images.length && draft.mask ? {} : NO_MASK;
+  const size = draft.expand && draft.images.length ? { width: null, height: null } : {};
+  return { ...draft, ...ofMask, ...size };
+}
+
+const NO_MASK = { mask: null, paste: false, feather: 0, crop: false };
+const OF_REFERENCES = { ...NO_MASK, strength: null, fine: false, fit: null, expand: null, upscale: null, control: null };
+
+/** Read the pictures of this tab's draft, or of the last one, and keep them from now on. */
+export async function keepDraftPictures() {
+  const key = readTab('draft-key') ?? crypto.getRandomValues(new Uint32Array(4)).join('-');
+  const last = readTab('draft-key') ?? read('draft-key');
+  writeTab('draft-key', key);
+  const kept = last && (await readDraft(last).catch(() => null));
+  const isEmpty = !draft.value.images.length && !draft.value.control;
+  if (kept && isEmpty) change(Object.fromEntries(KEPT.map((name) => [name, kept[name] ?? EMPTY[name]])));
+  forgetDrafts(Date.now() - WEEK).catch(() => {});
+  let before = KEPT.map((name) => draft.value[name]);
+  effect(() => {
+    const now = KEPT.map((name) => draft.value[name]);
+    if (now.every((value, index) => value === before[index])) return;
+    before = now;
+    write('draft-key', key);
+    const pictures = Object.fromEntries(KEPT.map((name, index) => [name, now[index]]));
+    keepDraft(key, { at: Date.now(), ...pictures }).catch(() => notice(t('pictures.notKept'), { kind: 'bad' }));
+  });
+}
+
+/** Return a file as a picture that the worker takes. Throws an Error whose message is for a person. */
+export async function readPicture(file) {
+  const name = file.name || t('pictures.pasted');
+  let picture;
+  try {
+    picture = await createImageBitmap(file);
+  } catch {
+    throw new Error(t('pictures.unreadable', { name }));
+  }
+  const { width, height } = picture;
+  if (width * height > MOST_PIXELS) throw new Error(t('pictures.tooLarge', { name, width, height }));
+  const found = TYPES.includes(file.type) ? file : await asPng(picture);
+  picture.close();
+  if (found.size > MOST_BYTES) throw new Error(t('pictures.tooManyBytes', { name }));
+  return found;
+}
+
+async function asPng(picture) {
+  const canvas = new OffscreenCanvas(picture.width, picture.height);
+  canvas.getContext('2d').drawImage(picture, 0, 0);
+  return canvas.convertToBlob({ type: 'image/png' });
+}
+
+/** Begin with a picture; a model that edits several gets it as one more. */
+export function usePicture(blob) {
+  const { images, model } = draft.value;
+  const most = mostImages(model);
+  const isFull = images.length >= most;
+  change(most > 1 ? { images: isFull ? [...images.slice(0, -1), blob] : [...images, blob] } : { images: [blob], mask: null });
+  show('make');
+}
+
+/**
+ * Return the draft that makes a picture again, and the digests of inputs that are missing.
+ *
+ * `inputs` are blobs by digest. The seed is locked.
+ */
+export function draftOf(stated, inputs = {}) {
+  const facts = checkedFacts(stated);
+  const missing = [];
+  const input = (digest) => {
+    if (!digest || digest === 'alpha') return null;
+    if (!inputs[digest]) missing.push(digest);
+    return inputs[digest] ?? null;
+  };
+  const names = facts.references ?? (facts.image ? [facts.image] : []);
+  const images = names.map(input).filter(Boolean);
+  const pictures = { images, mask: images.length ? input(facts.mask) : null, control: input(facts.control) };
+  const found = { ...EMPTY, ...settingsOf(facts), ...pictures };
+  return { draft: found, missing };
+}
+
+function settingsOf(facts) {
+  return {
+    model: facts.reference ?? '',
+    prompt: facts.prompt ?? '',
+    negative: facts.negative ?? '',
+    aspect: 'free',
+    width: facts.width ?? null,
+    height: facts.height ?? null,
+    steps: facts.steps ?? null,
+    seed: facts.seed ?? null,
+    seedLocked: facts.seed !== undefined,
+    guidance: facts.guidance ?? null,
+    guidanceEnd: facts.guidance_end ?? null,
+    shift: facts.shift ?? null,
+    cacheThreshold: facts.cache_threshold ?? null,
+    cfgNormalization: facts.cfg_normalization ?? null,
+    loras: (facts.loras ?? []).filter((use) => !use.model.startsWith('adapters/')).map((use) => ({ ...use, on: true })),
+    strength: facts.strength ?? null,
+    fine: facts.fine ?? false,
+    fit: facts.fit ?? 'crop',
+    paste: facts.paste ?? false,
+    feather: facts.feather ?? 0,
+    crop: facts.crop ?? false,
+    expand: facts.expand ?? null,
+    upscale: facts.upscale || null,
+    controlnet: facts.controlnet ?? '',
+    controlStrength: facts.control_strength ?? null,
+  };
+}
+
+/** Load the settings of a picture into the form, and say what is missing. */
+export function loadSettings(facts, inputs, name) {
+  const { draft: found, missing } = draftOf(facts, inputs);
+  const isKnown = models.value.some((one) => one.id === found.model);
+  const model = isKnown ? found.model : draft.value.model;
+  change({ ...found, model, previews: draft.value.previews });
+  show('make');
+  notice(t('pictures.loaded', { name }), { kind: 'good' });
+  if (found.model && !isKnown) notice(t('pictures.noModel', { model: found.model }), { kind: 'bad' });
+  if (missing.length) {
+    const digests = missing.map((digest) => digest.slice(0, 19)).join(', ');
+    notice(t('pictures.noInput', { digests }), { kind: 'bad' });
+  }
+}
+
+/** Take a file that was dropped or pasted: its settings if it states them, else as a picture. */
+export async function takeFile(file) {
+  const bytes = await file.arrayBuffer();
+  const facts = (await pngFacts(bytes)) ?? (await parametersFacts(bytes));
+  const name = file.name || t('pictures.pasted');
+  if (facts && Object.keys(checkedFacts(facts)).length) return loadSettings(facts, {}, name);
+  try {
+    usePicture(await readPicture(file));
+    notice(t('pictures.noFacts', { name }));
+  } catch (error) {
+    notice(error.message, { kind: 'bad' });
+  }
+  return undefined;
+}
