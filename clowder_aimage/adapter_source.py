@@ -97,6 +97,7 @@ class AdapterFile:
     name: str
     changed: float
     facts: Mapping[str, Any]
+    path: Path
 
 
 def is_adapter(aimage: AImage) -> bool:
@@ -192,7 +193,7 @@ class AdapterFinder:
                 self._facts[key] = lora.read_facts(path)
         except (OSError, AImageError):
             return None
-        return AdapterFile(name, changed, self._facts[key])
+        return AdapterFile(name, changed, self._facts[key], path)
 
     def _names(self) -> list[str]:
         """Return at most 1,000 names in the directory; links to directories are left out."""

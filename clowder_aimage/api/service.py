@@ -15,6 +15,7 @@ from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
+from clowder_aimage.engine.job_queue import JobQueue
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.engine.settings import ServerSettings, Settings
@@ -112,7 +113,7 @@ class Service:
 
     ``node`` is the state of a server that is also a node; ``on_removed`` is called after a name was
     removed; ``wanted`` are the models required for readiness. ``adapters`` finds those in the store
-    and in the directory of the settings.
+    and in the directory of the settings, ``jobs`` make AImages from others.
     """
 
     engine: Engine
@@ -128,10 +129,12 @@ class Service:
     on_removed: Callable[[], object] = lambda: None
     started: float = field(default_factory=time.time)
     adapters: AdapterFinder = field(init=False)
+    jobs: JobQueue = field(init=False)
 
     def __post_init__(self) -> None:
         directory = self.settings.lora_dir
         self.adapters = AdapterFinder(self.store, partial(find, self.store), directory)
+        self.jobs = JobQueue(self.store.roots, self.events, lora_dir=directory)
 
     def inputs(self, *, may_pull: bool) -> InputSource:
         """Return the reader of pictures that requests name by URL or artifact.

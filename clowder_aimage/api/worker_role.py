@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from clowder_aimage.api import health, ollama_routes, page, storage
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.store import store_routes
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.http.background import beside
@@ -34,16 +35,19 @@ class WorkerRole(Role):
         service = self._service
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         found += page.routes(is_shown=self._makes_pictures and service.settings.page)
+        found += store_routes.routes(service)
         if not self._makes_pictures:
             return found
         # Import what pictures and texts need
         from clowder_aimage.api import ollama_generate, openai
         from clowder_aimage.api.picture.picture_upload import PictureUploads
+        from clowder_aimage.api.store import adapter_list, job_routes
         from clowder_aimage.api.text import ollama_text
         from clowder_aimage.api.text.openai_text import TextRoutes
 
         uploads = PictureUploads(service)
         found += ollama_generate.routes(uploads) + ollama_text.routes(service)
+        found += adapter_list.routes(service) + job_routes.routes(service)
         return [*openai.routes(service, uploads), *TextRoutes(service).routes(), *found]
 
     def count(self, exchange: Exchange) -> None:
@@ -62,6 +66,7 @@ class WorkerRole(Role):
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
         self._service.events.record("drain", grace=grace)
         _log.info("draining", extra={"grace": grace, "waiting": self._service.engine.waiting})
+        await self._service.jobs.close()
         await drain(self._service.engine, grace, hurry)
         self._service.events.close()
 

@@ -84,6 +84,11 @@ class Engine:
         return self._scheduler.loaded()
 
     @property
+    def planned(self) -> int:
+        """The bytes of the blobs of models that are being loaded."""
+        return sum(one.size for one in self._scheduler.models if one.load is not None)
+
+    @property
     def waiting(self) -> int:
         """The number of requests not yet being served."""
         return sum(not request.is_begun for request in self._requests)

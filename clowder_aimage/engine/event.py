@@ -23,7 +23,9 @@ from clowder_aimage.model.text.language_model import (
 
 MAX_EVENTS = 1000
 # Written to the log as well, since no request's log line reports them
-LOGGED = frozenset({"load", "pull", "present", "failed", "drift", "evict", "gc", "neighbour"})
+LOGGED = frozenset(
+    {"load", "pull", "present", "failed", "drift", "evict", "gc", "job", "neighbour"}
+)
 _log = logging.getLogger("aimage.worker")
 
 

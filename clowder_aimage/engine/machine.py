@@ -8,11 +8,14 @@ memory.stat is reclaimable) and cgroup-v1/memory.rst.
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 _SHARE = 0.8  # of the memory; the rest is for the system and other processes
 _LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup version 2 and version 1
+_NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 _UNLIMITED = 1 << 60  # version 1 reports a huge number for no limit
 
 
@@ -74,3 +77,22 @@ def _fields(file: Path) -> dict[str, int]:
         return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
     except (OSError, ValueError):
         return {}
+
+
+def limit_memory(share: int | None) -> None:
+    """Make allocations beyond the machine's memory fail, before the system ends other processes.
+
+    ``share`` is what ``memory`` returns.
+    """
+    if sys.platform == "linux" and share is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        total = share * 5 // 4
+        soft = total if hard == resource.RLIM_INFINITY else min(total, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Return whether an allocation failed, for which MLX raises a RuntimeError."""
+    text = str(error).lower()
+    is_of_mlx = isinstance(error, RuntimeError) and any(word in text for word in _NO_MEMORY)
+    return isinstance(error, MemoryError) or is_of_mlx

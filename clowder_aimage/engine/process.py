@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import queue
-import resource
 import sys
 import threading
 import traceback
@@ -41,7 +40,6 @@ from clowder_aimage.oci import Descriptor, Reference
 
 _INTERVAL = 1.0  # seconds between two reports of a load
 _FACTS = ("adapter", "controlnet", "field", "tokens", "context")  # of errors, for the worker
-_NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
 
 _Text = TextEvent | Embeddings
 _log = logging.getLogger("aimage.worker")
@@ -120,7 +118,7 @@ class ModelProcess:
             self._fail(number, type(error).__name__, error.message, error.hint, **facts)
             self._is_stuck = isinstance(error, StuckError)
         except Exception as error:  # every error is reported to the worker
-            if _lacks_memory(error):
+            if machine.lacks_memory(error):
                 self._fail(number, "NoMemoryError", "not enough memory")
                 return
             _log_error("the model failed", error)
@@ -169,7 +167,7 @@ class ModelProcess:
         if (
             backend_module(backend).device_memory() is None
         ):  # drivers of GPUs map more than there is
-            _limit_memory(machine.memory())
+            machine.limit_memory(machine.memory())
         how = {"backend": backend, "dtype": command.get("dtype"), "finder": self._finder(command)}
         self._model = generate.load(found.files, found.stored, **how)
         _set_memory(self._model, command)
@@ -333,30 +331,11 @@ def _needs_library(backend: str | None) -> Any:
     return generate
 
 
-def _lacks_memory(error: Exception) -> bool:
-    """Return whether an allocation failed, for which MLX raises a RuntimeError."""
-    text = str(error).lower()
-    is_of_mlx = isinstance(error, RuntimeError) and any(word in text for word in _NO_MEMORY)
-    return isinstance(error, MemoryError) or is_of_mlx
-
-
 def _log_error(event: str, error: BaseException | None) -> None:
     """Log one line about an error, without its message, which may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__ if error is not None else None)
     places = ", ".join(f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:])
     _log.error("%s: %s at %s", event, type(error).__name__, places)
-
-
-def _limit_memory(share: int | None) -> None:
-    """Make allocations beyond the machine's memory fail, before the system ends other processes.
-
-    ``share`` is what ``machine.memory`` returns.
-    """
-    if sys.platform == "linux" and share is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        total = share * 5 // 4
-        soft = total if hard == resource.RLIM_INFINITY else min(total, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def _set_memory(model: Any, command: frame.Message) -> None:

@@ -73,7 +73,7 @@ class Runner:
         self._fault = ""  # of an invalid frame
         self._is_alone = True  # at most one request was open when the process ended
         self._numbers = itertools.count(1)
-        self._logging = asyncio.create_task(_log_lines(process))
+        self._logging = asyncio.create_task(log_lines(process))
         self.ended = asyncio.create_task(process.wait())
         self._receiving = asyncio.create_task(self._receive_all())
         self.endings: set[asyncio.Task[None]] = set()
@@ -118,7 +118,7 @@ class Runner:
             )
             message = await runner._loaded(limits.load_timeout)
             if message["is"] == "error":
-                raise _error(message)
+                raise error_of(message)
         except BaseException:
             await runner.end(0.0)
             raise
@@ -170,7 +170,7 @@ class Runner:
                     continue
                 is_done = True
                 if message["is"] == "error":
-                    raise _error(message)
+                    raise error_of(message)
                 if message["cancelled"]:  # without a cancellation here: the process is exiting
                     raise self._died()
                 self.size = message["bytes"]
@@ -314,7 +314,8 @@ def _event(message: frame.Message, data: bytes) -> Event | None:
     return kind(**fields)
 
 
-def _error(message: frame.Message) -> AImageError:
+def error_of(message: frame.Message) -> AImageError:
+    """Return the error that a process has reported."""
     facts = message.get("facts", {})
     if message["kind"] == "ContextError":
         return ContextError(int(facts["tokens"]), int(facts["context"]))
@@ -324,7 +325,8 @@ def _error(message: frame.Message) -> AImageError:
     return error
 
 
-async def _log_lines(process: asyncio.subprocess.Process) -> None:
+async def log_lines(process: asyncio.subprocess.Process) -> None:
+    """Log the lines that a process writes to standard error."""
     assert process.stderr is not None  # noqa: S101 - it is a pipe
     while True:
         try:

@@ -27,8 +27,8 @@ from clowder_aimage.engine.event import (
     QueuedEvent,
     StartedEvent,
 )
-from clowder_aimage.engine.process import _lacks_memory
-from clowder_aimage.engine.runner import Runner, _error
+from clowder_aimage.engine.machine import lacks_memory
+from clowder_aimage.engine.runner import Runner, error_of
 from clowder_aimage.errors import ModelError, NoMemoryError, NotFoundError, UsageError
 from clowder_aimage.generate import load
 from clowder_aimage.layout.completeness import find_complete
@@ -277,7 +277,7 @@ def test_cancelling_receive_in_the_middle_of_a_frame_loses_no_data() -> None:
 def test_out_of_memory_errors_are_recognized(
     error: MemoryError | RuntimeError | ValueError, lacks: bool
 ) -> None:
-    assert _lacks_memory(error) is lacks
+    assert lacks_memory(error) is lacks
     if lacks:
         said = {"kind": "NoMemoryError", "message": "not enough memory", "hint": None}
-        assert isinstance(_error(said), NoMemoryError)
+        assert isinstance(error_of(said), NoMemoryError)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.engine import frame, process
+from clowder_aimage.engine import frame, machine
 from clowder_aimage.engine.process import ModelProcess
 from clowder_aimage.errors import ModelError, StuckError
 from tests.process import PROGRAM, run
@@ -68,8 +68,8 @@ def test_memory_is_limited_to_that_of_the_machine(monkeypatch: pytest.MonkeyPatc
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (5, resource.RLIM_INFINITY))
-    process._limit_memory(800)
+    machine.limit_memory(800)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (5, 900))
-    process._limit_memory(800)
-    process._limit_memory(None)
+    machine.limit_memory(800)
+    machine.limit_memory(None)
     assert limits == [(1000, resource.RLIM_INFINITY), (900, 900)]

@@ -1,0 +1,1 @@
+"""The store of a worker: sizes, referrers, adapters, and jobs that make AImages from others."""

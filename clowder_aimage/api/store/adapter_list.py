@@ -1,0 +1,159 @@
+"""The adapters of a worker: their groups and words, and whether they suit a model.
+
+The check is that of a request: the layers of an adapter are compared with the tensors of a model.
+It reads headers only, and its outcome is kept.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage.adapter_source import FoundAdapter, is_adapter
+from clowder_aimage.api.openai_model import read_model, unknown_model
+from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.pipeline import LoraUse
+from clowder_aimage.oci import Reference
+
+ADAPTED = ("text_encoder", "transformer")  # the components that adapters change
+_MOST = 4096  # outcomes that are kept
+_MAX_WORDS = 64  # trigger words of an adapter
+_MAX_REASON = 600  # characters
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the route of the list."""
+    catalog = AdapterCatalog(service)
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        data = await run_io(catalog.all, request.query.get("model") or None)
+        return web.json_response({"object": "list", "data": data})
+
+    return [Route("GET", "/v1/adapters", answer, INFER)]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedAdapter:
+    """An adapter in a list: its name and group, what it says of itself, and a mark of its content.
+
+    ``open`` returns the file of its weights and its configuration, and raises AImageError.
+    """
+
+    name: str
+    group: str
+    facts: Mapping[str, Any]
+    mark: str
+    open: Any = field(repr=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the adapter in the form of the list, without its suitability."""
+        words = self.facts.get("triggerWords")
+        kept = ("title", "weight", "type", "rank", "base")
+        return {
+            "id": self.name,
+            "group": self.group,
+            "triggers": [str(word) for word in words[:_MAX_WORDS]] if words else [],
+            **{key: self.facts.get(key) for key in kept},
+        }
+
+
+class AdapterCatalog:
+    """The adapters in the directory and in the store, and the outcome of comparisons."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._outcomes: dict[tuple[str, str], str] = {}
+        self._can_check = importlib.util.find_spec("numpy") is not None
+
+    def all(self, model: str | None) -> list[dict[str, Any]]:
+        """Return all adapters, and for a model whether each suits it. Raises ApiError."""
+        base = self._base(model) if model is not None else None
+        found = [*self._files(), *self._stored()]
+        found.sort(key=lambda one: (one.group, one.name))
+        return [one.describe() | self._suitability(one, base) for one in found]
+
+    def _base(self, model: str) -> StoredAImage:
+        try:
+            reference = self._service.reference(model)
+            return read_model(self._service.store, reference)
+        except (UsageError, NotFoundError):
+            raise unknown_model(model) from None
+        except FormatError:
+            raise wrong("model", f"{model[:200]!a} is not an AImage") from None
+
+    def _files(self) -> Iterator[ListedAdapter]:
+        for file in self._service.adapters.files():
+            group = file.name.rpartition("/")[0]
+            mark = f"{file.path} {file.changed}"
+            yield ListedAdapter(file.name, group, file.facts, mark, partial(_file, file.path))
+
+    def _stored(self) -> Iterator[ListedAdapter]:
+        store, finder = self._service.store, self._service.adapters
+        for name, descriptor in store.tags():
+            try:
+                reference = Reference.parse(name)
+                if not is_adapter(read_model(store, reference).aimage):
+                    continue
+                found = finder.find(LoraUse(str(reference)))
+            except AImageError:  # another tool's name, another artifact, or an incomplete one
+                continue
+            group = reference.repository.rpartition("/")[0]
+            at = partial(_stored_file, found)
+            yield ListedAdapter(str(reference), group, found.facts, str(descriptor.digest), at)
+
+    def _suitability(self, one: ListedAdapter, base: StoredAImage | None) -> dict[str, Any]:
+        """Return ``suitable``, None if it is unknown, and the ``reason`` why not."""
+        shapes = _shapes(base) if base is not None and self._can_check else {}
+        if base is None or not shapes:
+            return {"suitable": None, "reason": None}
+        key = one.mark, str(base.descriptor.digest)
+        if key not in self._outcomes:
+            if len(self._outcomes) >= _MOST:
+                self._outcomes.clear()
+            name = str(base.aimage.properties.get("name") or base.descriptor.digest.short)
+            self._outcomes[key] = _misfit(one, shapes, name)
+        reason = self._outcomes[key]
+        return {"suitable": not reason, "reason": reason or None}
+
+
+def _shapes(base: StoredAImage) -> Shapes:
+    layers = base.aimage.layers
+    return {one.name: one.shape for one in layers if one.shape and one.component in ADAPTED}
+
+
+def _misfit(one: ListedAdapter, shapes: Shapes, base: str) -> str:
+    """Return why an adapter does not suit a model; empty if it does."""
+    from clowder_aimage.adapter.adapter_file import open_adapter  # late: they import numpy
+    from clowder_aimage.adapter.reader import match_adapter
+
+    try:
+        path, config = one.open()
+        with open_adapter(path, one.name, config) as source:
+            source.check_size(shapes)
+            match_adapter(source, shapes, base)
+    except AImageError as error:
+        return error.message[:_MAX_REASON]
+    except OSError as error:
+        return f"cannot read {one.name}: {error.strerror or 'it failed'}"
+    return ""
+
+
+def _file(path: Path) -> tuple[Path, None]:
+    return path, None
+
+
+def _stored_file(found: FoundAdapter) -> tuple[Path, Mapping[str, Any] | None]:
+    return found.path, found.config

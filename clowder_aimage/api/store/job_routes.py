@@ -1,0 +1,166 @@
+"""Jobs: an AImage quantized, or with adapters fused into its weights, as another AImage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from aiohttp import web
+from pydantic import Field
+
+from clowder_aimage.api import model_list
+from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
+from clowder_aimage.api.request_body import RequestBody, read_body, wrong
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.engine.job_queue import CONVERT, FUSE, Job
+from clowder_aimage.errors import UsageError
+from clowder_aimage.http.api_error import ApiError, api_error
+from clowder_aimage.http.route import ADMIN, Route
+from clowder_aimage.importer import Recipe
+from clowder_aimage.importer.recipe import AUTO
+from clowder_aimage.oci import Reference
+
+
+class JobRequest(RequestBody):
+    """The AImage to change, the name of the new one, and the change.
+
+    ``kind`` "convert" needs a ``dtype`` or a ``quantize``, as of ``aimage convert``; "fuse" needs
+    ``loras``. ``attach`` makes the new AImage a variant of the other.
+    """
+
+    kind: Literal["convert", "fuse"]
+    model: str = Field(min_length=1, max_length=1024)
+    target: str = Field(min_length=1, max_length=1024)
+    dtype: str | None = None
+    quantize: str | None = Field(None, max_length=256)
+    group_size: int | None = None
+    attach: bool = False
+    loras: LoraFields = Field(default_factory=list)
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes of jobs."""
+    jobs = JobRoutes(service)
+    return [
+        Route("GET", "/v1/jobs", jobs.list_all, ADMIN),
+        Route("POST", "/v1/jobs", jobs.add, ADMIN),
+        Route("GET", "/v1/jobs/{id}", jobs.show, ADMIN),
+        Route("DELETE", "/v1/jobs/{id}", jobs.cancel, ADMIN),
+    ]
+
+
+class JobRoutes:
+    """The handlers for one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def list_all(self, _: web.Request) -> web.StreamResponse:
+        data = [_described(job) for job in self._service.jobs.all()]
+        return web.json_response({"object": "list", "data": data})
+
+    async def add(self, request: web.Request) -> web.StreamResponse:
+        """Queue a job, and respond with it (202)."""
+        service, body = self._service, await read_body(request, JobRequest)
+        model, target = self._named("model", body.model), self._target(body.target)
+        options = _recipe(body) if body.kind == CONVERT else await self._loras(body)
+        found = await run_io(model_list.entry, service.store, model)
+        if found is None:
+            raise ApiError(404, f"model {model} not found", code="model_not_found", param="model")
+        is_taken = await run_io(model_list.entry, service.store, target) is not None
+        if is_taken or service.jobs.is_made(target):
+            message = f"{target} exists already, or a job makes it; use another name, or delete it"
+            raise ApiError(409, message, code="name_taken", param="target")
+        job = service.jobs.add(body.kind, model.with_digest(found.digest), target, options)
+        place = {"Location": f"/v1/jobs/{job.id}"}
+        return web.json_response(_described(job), status=202, headers=place)
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(_described(self._of(request)))
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """End a job, or forget one that is over."""
+        job = self._of(request)
+        await self._service.jobs.cancel(job)
+        return web.json_response(_described(job))
+
+    def _of(self, request: web.Request) -> Job:
+        number = request.match_info["id"]
+        if (job := self._service.jobs.get(number)) is None:
+            message = f"job {number[:40]!a} is not known; jobs end when the worker restarts"
+            raise ApiError(404, message, code="job_not_found")
+        return job
+
+    def _named(self, param: str, name: str) -> Reference:
+        try:
+            return self._service.reference(name)
+        except UsageError as error:
+            raise wrong(param, f"is not a name: {error.message[:300]}") from None
+
+    def _target(self, name: str) -> Reference:
+        try:
+            target = Reference.parse(name)
+        except UsageError as error:
+            raise wrong("target", f"is not a name: {error.message[:300]}") from None
+        if target.digest is not None:
+            raise wrong("target", "must be a name without a digest")
+        return target
+
+    async def _loras(self, body: JobRequest) -> dict[str, Any]:
+        """Return the adapters of a job with the names of AImages. Raises ApiError."""
+        if body.dtype or body.quantize or body.group_size or body.attach:
+            raise wrong("loras", "cannot be combined with a conversion: convert the fused AImage")
+        if not body.loras:
+            raise ApiError(400, "missing loras", code="missing_required_parameter", param="loras")
+        uses = PromptedLoras.of("", body.loras, has_words=False)
+        names = await uses.references(self._service)
+        loras = [
+            asdict(use) | ({"model": str(names[index])} if index in names else {})
+            for index, use in enumerate(uses.uses)
+        ]
+        return {"loras": loras}
+
+
+def _recipe(body: JobRequest) -> dict[str, Any]:
+    """Return the conversion of a request. Raises ApiError."""
+    if body.loras:
+        raise wrong("loras", f"needs the kind {FUSE}")
+    fields = {"dtype": body.dtype, "quantize": body.quantize, "group_size": body.group_size}
+    param = "dtype" if body.quantize is None else "quantize"
+    try:
+        recipe = Recipe.parse(body.dtype, body.quantize, body.group_size)
+    except UsageError as error:
+        raise wrong(param, f"is not possible: {error.message}") from None
+    if not recipe.changes:
+        message = "missing quantize, or dtype"
+        raise ApiError(400, message, code="missing_required_parameter", param="quantize")
+    if body.attach and recipe.precision in (None, AUTO):
+        raise wrong("attach", "needs a quantize, or a dtype other than auto")
+    recipe.check_tools()
+    return {"recipe": fields, "attach": body.attach}
+
+
+def _described(job: Job) -> dict[str, Any]:
+    error = None if job.error is None else api_error(job.error)
+    return {
+        "id": job.id,
+        "object": "job",
+        "kind": job.kind,
+        "model": str(job.model),
+        "target": str(job.target),
+        "status": job.status,
+        "stage": job.stage or None,
+        "completed": job.completed,
+        "total": job.total,
+        "created": _time(job.created),
+        "started": _time(job.started),
+        "ended": _time(job.ended),
+        "result": job.result or None,
+        "error": error and {"message": error.message, "code": error.code},
+    }
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
