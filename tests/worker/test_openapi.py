@@ -165,9 +165,23 @@ def test_the_committed_document_is_served(worker: LocalWorker) -> None:
 
 # -- schemathesis
 
-# Keep requests cheap, and in every other one remove fields that are often refused.
+# Keep requests cheap and, of the 500 that cover each large body, the first 40 and a quarter. In
+# every other one remove fields that are often refused.
 HOOKS = """
+import collections
+import zlib
+
 import schemathesis
+
+seen = collections.Counter()
+
+
+@schemathesis.hook
+def filter_case(context, case):
+    if case.meta.phase.name != "coverage":
+        return True
+    seen[case.operation.label] += 1
+    return seen[case.operation.label] <= 40 or zlib.crc32(repr(case.body).encode()) % 4 == 0
 
 
 @schemathesis.hook
@@ -210,6 +224,7 @@ def test_schemathesis_finds_no_server_error(worker: LocalWorker, tmp_path: Path)
     command += ["--max-examples", "5", "--phases", "examples,coverage,fuzzing"]
     command += ["--exclude-path", "/v1/events"]  # an endless stream
     command += ["--generation-database", "none", "--suppress-health-check", "all"]
+    command += ["--request-timeout", "100"]  # loading the model takes longer on a busy machine
     settings = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}
     done = run(
         command,
