@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +16,7 @@ from clowder_aimage.errors import AImageError, NotFoundError, StoreError, UsageE
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
+from clowder_aimage.model.pipeline import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.model.text.text_facts import text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pictures.picture_role import max_images
@@ -119,6 +121,8 @@ class ModelCatalog:
             facts = {"text": stored.aimage}
         elif kind == PICTURES:
             facts = {"capabilities": [PICTURES], "max_images": max_images(properties)}
+            own = asdict(GenerateRequest.for_model(stored.aimage, ""))
+            facts["defaults"] = {name: own[name] for name in MODEL_DEFAULTS}
         else:
             return None
         with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date

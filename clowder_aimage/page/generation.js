@@ -23,6 +23,7 @@ export const FIELDS = Object.fromEntries(
   Object.entries({ ...SAME, ...OF_IMAGE, ...OF_CONTROL, prompt: 'prompt', images: 'image', mask: 'mask', control: 'control',
     enhance: 'enhance', loras: 'loras' }).map(([own, theirs]) => [theirs, own]),
 );
+FIELDS.size = FIELDS.height = 'width';
 
 /** Return the fields of the request for a draft, without its pictures. */
 export function requestOf(draft) {
@@ -30,7 +31,7 @@ export function requestOf(draft) {
   copy(draft, SAME, found);
   found.partial_images = draft.previews;
   if (draft.enhance && draft.enhanced && draft.enhancedFrom === draft.prompt) found.prompt = draft.enhanced;
-  else if (draft.enhance) found.enhance = true;
+  else if (draft.enhance) found.enhance = draft.enhancer || true;
   const loras = draft.loras.filter((one) => one.on !== false);
   if (loras.length) found.loras = loras.map(({ model, strength }) => ({ model, strength }));
   if (draft.images.length) copy(draft, OF_IMAGE, found);

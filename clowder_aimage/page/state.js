@@ -20,6 +20,12 @@ export const scopes = computed(() => {
 /** The models of the worker, as `GET /v1/models` lists them, with what other routes know of them. */
 export const models = signal([]);
 
+/** Return whether an entry of `models` makes pictures. */
+export const makesPictures = (model) => Boolean(model.capabilities?.includes('image')) && !model.adapter;
+
+/** Return whether an entry of `models` answers in a chat. */
+export const answersChats = (model) => Boolean(model.capabilities?.includes('chat'));
+
 /** The models in memory, as `GET /api/ps` lists them. */
 export const loaded = signal([]);
 
@@ -62,8 +68,10 @@ export const EMPTY = {
   enhanced: '', // the prompt that a language model wrote, which may have been edited
   enhancedFrom: '', // the prompt that it was written for
   enhance: false,
+  enhancer: '', // a language model, if the worker has none of its own
   negative: '',
-  aspect: '1:1',
+  aspect: '', // '' for the size of the model or the picture, '16:9', or 'free'
+  scale: 1, // of the model's size, for an aspect
   width: null,
   height: null,
   steps: null,
@@ -96,6 +104,16 @@ const NOT_TEXT = ['images', 'mask', 'control', 'errors'];
 
 const stored = () => ({ ...EMPTY, ...readTab('draft', read('draft', {})) });
 export const draft = signal(stored());
+
+const whole = (name) => (name && !/[:@][^/]*$/.test(name) ? `${name}:latest` : name);
+
+/** The model that the draft is made with: its own, the worker's default, or the first. */
+export const chosen = computed(() => {
+  const able = models.value.filter(makesPictures);
+  const find = (name) => able.find((one) => one.id === name || one.id === whole(name));
+  if (draft.value.model) return find(draft.value.model) ?? null;
+  return find(worker.value?.default_model) ?? able[0] ?? null;
+});
 
 /** Change some fields of the draft; their errors are removed. */
 export function change(fields) {

@@ -1,0 +1,43 @@
+// The choice of the model, with its size, its precision and whether it is in memory.
+
+import { html } from './html.js';
+import { Field } from './controls.js';
+import { bytes, t } from './lang.js';
+import { change, chosen, draft, loaded, makesPictures, models } from './state.js';
+import { sizeFields } from './size.js';
+
+const isLoaded = (model) => loaded.value.some((one) => one.digest === model.digest || one.name === model.id);
+
+/** Return the facts of a model, as words. */
+function facts(model) {
+  const found = [];
+  if (model.size) found.push(bytes(model.size));
+  if (model.details?.parameter_size) found.push(t('make.parameters', { n: model.details.parameter_size }));
+  if (model.details?.quantization_level) found.push(model.details.quantization_level);
+  found.push(t(isLoaded(model) ? 'make.loaded' : 'make.not-loaded'));
+  return found;
+}
+
+export function ModelField({ value }) {
+  const able = models.value.filter(makesPictures);
+  const now = chosen.value;
+  const isGone = value.model && !now && able.length > 0;
+  const error = value.errors.model || (isGone ? t('make.model-gone') : '');
+  return html`<div class="make-model">
+    <${Field} label=${t('make.model')} error=${error}>
+      ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => choose(event.target.value)}>
+        ${isGone && html`<option value=${value.model}>${value.model}</option>`}
+        ${!able.length && html`<option value="">${t('make.no-model')}</option>`}
+        ${able.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}${one.size ? ` (${facts(one).join(', ')})` : ''}</option>`)}
+      </select>`}
+    <//>
+    ${now && html`<ul class="make-facts" aria-label=${t('make.model-facts')}>${facts(now).map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}
+  </div>`;
+}
+
+/** Choose a model; a size that followed from the earlier one follows from this one. */
+function choose(id) {
+  const model = models.value.find((one) => one.id === id);
+  const { aspect, scale } = draft.value;
+  change({ model: id, ...(aspect === 'free' ? {} : sizeFields(aspect, scale, model)) });
+}

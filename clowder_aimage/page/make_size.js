@@ -1,0 +1,62 @@
+// The size of the pictures: an aspect ratio with the area of the model, or free.
+
+import { html } from './html.js';
+import { Choice, IconButton, NumberField, Slider } from './controls.js';
+import { number, t } from './lang.js';
+import { ASPECTS, ownSize, SCALES, sizeFields, turned, upright } from './size.js';
+import { change } from './state.js';
+
+export function SizeField({ value, model }) {
+  const { aspect } = value;
+  const isRatio = aspect && aspect !== 'free';
+  const choose = (next) => change(next === 'free' ? free(value, model) : sizeFields(isRatio && next !== '' && upright(aspect) !== aspect ? turned(next) : next, value.scale, model));
+  return html`<div class="make-size">
+    <div class="make-size-head">
+      <${Choice} label=${t('make.size')} value=${isRatio ? upright(aspect) : aspect} onChange=${choose} options=${options(value)} />
+      ${isRatio && aspect !== '1:1' && html`<${IconButton} icon="again" label=${t('make.turn')} onClick=${() => change(sizeFields(turned(aspect), value.scale, model))} />`}
+    </div>
+    ${aspect === 'free' ? html`<${Free} value=${value} />` : html`<${Result} value=${value} model=${model} />`}
+    ${value.errors.width && aspect !== 'free' && html`<p class="field-error" role="alert">${value.errors.width}</p>`}
+  </div>`;
+}
+
+function options(value) {
+  const ratios = ASPECTS.map((one) => ({ value: one, label: one, icon: html`<${Shape} aspect=${one} />` }));
+  return [{ value: '', label: t(value.images.length ? 'make.size-picture' : 'make.size-model') }, ...ratios, { value: 'free', label: t('make.size-free') }];
+}
+
+/** A rectangle with the sides of an aspect. */
+function Shape({ aspect }) {
+  const [across, down] = aspect.split(':').map(Number);
+  const width = 14, height = (14 * down) / across;
+  return html`<svg class="shape" width="16" height="16" viewBox="0 0 16 16" aria-hidden="true">
+    <rect x=${1} y=${(16 - height) / 2} width=${width} height=${height} rx="1.5" />
+  </svg>`;
+}
+
+function free(value, model) {
+  const [width, height] = ownSize(model);
+  return { aspect: 'free', width: value.width ?? width, height: value.height ?? height };
+}
+
+function Free({ value }) {
+  const swap = () => change({ width: value.height, height: value.width });
+  const sides = { min: 16, max: 8192, step: 16 };
+  return html`<div class="make-free">
+    <${NumberField} label=${t('make.width')} value=${value.width} error=${value.errors.width} onChange=${(width) => change({ width })} ...${sides} />
+    <${IconButton} icon="again" label=${t('make.turn')} onClick=${swap} />
+    <${NumberField} label=${t('make.height')} value=${value.height} onChange=${(height) => change({ height })} ...${sides} />
+  </div>`;
+}
+
+/** The size that follows, and its scale. */
+function Result({ value, model }) {
+  if (!value.aspect) {
+    const [width, height] = ownSize(model);
+    return value.images.length || !model ? null : html`<p class="field-hint">${t('make.pixels', { width, height })}</p>`;
+  }
+  const index = Math.max(0, SCALES.indexOf(value.scale));
+  const text = t('make.pixels', { width: String(value.width), height: String(value.height) });
+  return html`<${Slider} label=${t('make.scale', { n: number(SCALES[index]) })} value=${index} min=${0} max=${SCALES.length - 1} step=${1}
+    format=${() => text} onChange=${(next) => change(sizeFields(value.aspect, SCALES[next], model))} />`;
+}
