@@ -49,6 +49,7 @@ from clowder_aimage.telemetry import record, span
 
 Emit = Callable[[Event], None]
 
+PLACE = 1.0  # seconds after which the place of a waiting request is looked at again
 _NONE: Mapping[int, Reference] = {}
 _log = logging.getLogger("aimage.worker")
 
@@ -220,6 +221,16 @@ class Engine:
             self._scheduler.leave(request)
             request.wait_again()  # perhaps another request ended the process
 
+    async def _wait_in_line(self, request: QueuedRequest, emit: Emit) -> None:
+        """Wait until the request may begin; emit its place, and again when it has changed."""
+        place = None
+        while True:
+            if (ahead := self._scheduler.ahead(request)) != place:
+                place = ahead
+                emit(QueuedEvent(ahead))
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(request.moved.wait(), PLACE)
+
     async def _take_turn(
         self,
         request: QueuedRequest,
@@ -229,9 +240,8 @@ class Engine:
     ) -> None:
         """Wait for the model and serve the request; raise DiedError if its process dies."""
         model = self._scheduler.enter(request, stored)
-        emit(QueuedEvent(self._scheduler.ahead(request)))
         with span("queue"):
-            await request.moved.wait()
+            await self._wait_in_line(request, emit)
         if not request.is_begun:
             emit(LoadingEvent())
             with span("load", model=str(model.reference)):

@@ -1,19 +1,26 @@
 // The seed, and the settings that are folded away.
 
 import { html } from './html.js';
-import { IconButton, NumberField } from './controls.js';
+import { Field, IconButton, NumberField } from './controls.js';
 import { t } from './lang.js';
 import { drawSeed } from './making.js';
+import { readSeed } from './setting.js';
 import { change } from './state.js';
 
-/** The seed: locked, or drawn for each request. */
+/** The seed: locked, or drawn for each request. It may have more digits than a number holds. */
 export function SeedField({ value }) {
   const { seed, seedLocked } = value;
-  const hint = seedLocked ? t(value.n > 1 ? 'make.seed-locked-n' : 'make.seed-locked', { last: value.n - 1 }) : t('make.seed-drawn');
+  const hint = seedLocked ? t(value.n > 1 ? 'make.seed-locked-n' : 'make.seed-locked') : t('make.seed-drawn');
   const lock = () => change({ seedLocked: !seedLocked, seed: seed ?? drawSeed() });
+  const typed = (event) => {
+    const next = readSeed(event.target.value.trim());
+    change({ seed: next, seedLocked: next !== null });
+  };
   return html`<div class="make-seed">
-    <${NumberField} label=${t('make.seed')} value=${seed} placeholder=${t('make.seed-random')} error=${value.errors.seed} hint=${hint}
-      min="0" step="1" onChange=${(next) => change({ seed: next, seedLocked: next !== null })} />
+    <${Field} label=${t('make.seed')} error=${value.errors.seed} hint=${hint}>
+      ${(link) => html`<input ...${link} class="input" inputmode="numeric" pattern="[0-9]{1,20}" maxlength="20" autocomplete="off"
+        value=${seed ?? ''} placeholder=${t('make.seed-random')} onInput=${typed} />`}
+    <//>
     <${IconButton} icon=${seedLocked ? 'lock' : 'unlock'} label=${t('make.seed-lock')} aria-pressed=${seedLocked ? 'true' : 'false'} onClick=${lock} />
     <${IconButton} icon="dice" label=${t('make.seed-draw')} onClick=${() => change({ seed: drawSeed() })} />
   </div>`;

@@ -18,6 +18,12 @@ function facts(model) {
   return found;
 }
 
+/** Return what tells models apart in a list. */
+function short(model) {
+  const found = [model.size ? bytes(model.size) : '', model.details?.quantization_level, isLoaded(model) ? t('make.loaded') : ''];
+  return found.filter(Boolean).map((one) => ` · ${one}`).join('');
+}
+
 export function ModelField({ value }) {
   const able = models.value.filter(makesPictures);
   const now = chosen.value;
@@ -28,7 +34,7 @@ export function ModelField({ value }) {
       ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => choose(event.target.value)}>
         ${isGone && html`<option value=${value.model}>${value.model}</option>`}
         ${!able.length && html`<option value="">${t('make.no-model')}</option>`}
-        ${able.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}${one.size ? ` (${facts(one).join(', ')})` : ''}</option>`)}
+        ${able.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}${short(one)}</option>`)}
       </select>`}
     <//>
     ${now && html`<ul class="make-facts" aria-label=${t('make.model-facts')}>${facts(now).map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}

@@ -5,11 +5,13 @@ import { ApiError, ConnectionError } from './api.js';
 import { FIELDS, generate } from './generation.js';
 import { t } from './lang.js';
 import { remember } from './prompt_history.js';
+import { refresh } from './refresh.js';
 import { inSlot } from './slot.js';
 import { change, draft, notice, online } from './state.js';
 import { readTab, writeTab } from './storage.js';
 
 const MAX_SEED = 2 ** 32;
+const LONGEST = 5; // seconds between two tries: the queue may be shorter than was expected
 const AGAIN = ['overloaded', 'unavailable', 'store_busy']; // refusals of a worker that will accept it later
 
 /**
@@ -46,6 +48,7 @@ export async function start() {
   control = new AbortController();
   await untilDone(run.value.draft, control.signal);
   writeTab('making', null);
+  refresh(); // which models are in memory
 }
 
 /** End the request. */
@@ -55,7 +58,7 @@ async function untilDone(value, signal) {
   for (;;) {
     try {
       await attempt(value, signal);
-      return set({ phase: 'done', preview: null });
+      return set({ phase: 'done', preview: null, seconds: (Date.now() - run.value.begun) / 1000 });
     } catch (error) {
       if (signal.aborted) return set({ phase: 'cancelled', preview: null });
       if (!(await worthAnother(error, signal))) return signal.aborted ? set({ phase: 'cancelled' }) : fail(error);
@@ -78,7 +81,7 @@ async function worthAnother(error, signal) {
     return until(signal, (done) => effect(() => void (online.value && queueMicrotask(done))));
   }
   if (!(error instanceof ApiError) || error.status !== 503 || !AGAIN.includes(error.code)) return false;
-  const pause = Math.min(error.retryAfter ?? 5, 60) * 1000;
+  const pause = Math.min(error.retryAfter ?? 5, LONGEST) * 1000;
   set({ phase: 'full', until: Date.now() + pause, message: error.message });
   return until(signal, (done) => {
     const timer = setTimeout(done, pause);

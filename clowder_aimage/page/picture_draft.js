@@ -105,7 +105,8 @@ export function draftOf(stated, inputs = {}) {
 function settingsOf(facts) {
   return {
     model: facts.reference ?? '',
-    prompt: facts.prompt ?? '',
+    prompt: facts.original_prompt ?? facts.prompt ?? '',
+    ...(facts.original_prompt ? { enhance: true, enhanced: facts.prompt, enhancedFrom: facts.original_prompt } : {}),
     negative: facts.negative ?? '',
     aspect: 'free',
     width: facts.width ?? null,

@@ -45,7 +45,7 @@ function words(now) {
   if (phase === 'queued') return now.ahead ? t('make.queued', { n: now.ahead }) : t('make.next');
   if (phase === 'pulling') return t('make.pulling', { done: bytes(now.completed), total: bytes(now.total) });
   if (phase === 'progress') return t('make.step', { step: now.step, total: now.total }) + (now.left === null ? '' : ` · ${t('make.left', { time: duration(now.left) })}`);
-  if (phase === 'done') return t(now.entries.length === 1 ? 'make.done' : 'make.done-n', { n: now.entries.length });
+  if (phase === 'done') return t(now.entries.length === 1 ? 'make.done' : 'make.done-n', { n: now.entries.length, time: duration(now.seconds) });
   if (phase === 'failed') return now.field ? t('make.failed-field') : t('make.failed');
   return t(`make.${phase}`);
 }
@@ -74,10 +74,11 @@ function Pictures({ now }) {
   const index = Math.min(at ?? entries.length - 1, entries.length - 1);
   const shown = preview && at === null ? null : entries[index];
   const blob = shown?.blob ?? preview;
-  if (!blob) return html`<div class="make-frame make-frame-empty" style=${ratio(now.draft)} aria-hidden="true"></div>`;
+  const frame = ratio(shown?.facts.width ? shown.facts : now.draft);
+  if (!blob) return html`<div class="make-frame" style=${frame} aria-hidden="true"></div>`;
   return html`
-    <figure class="make-frame">
-      <img class=${shown ? 'make-picture' : 'make-picture make-forming'} src=${pictureUrl(blob)} style=${shown ? {} : ratio(now.draft)}
+    <figure class="make-frame" style=${frame}>
+      <img class=${shown ? 'make-picture' : 'make-picture make-forming'} src=${pictureUrl(blob)}
         alt=${shown ? t('make.alt', { prompt: shown.facts.prompt ?? now.draft.prompt }) : t('make.alt-preview')} />
     </figure>
     ${entries.length > 1 && html`<div class="make-strip" role="group" aria-label=${t('make.pictures')}>
@@ -87,9 +88,9 @@ function Pictures({ now }) {
     ${shown && html`<${ResultActions} entry=${shown} />`}`;
 }
 
-/** The aspect of the frame, before a picture has its own. */
-function ratio(value) {
+/** The frame of a picture: its aspect, as large as the window has room for. */
+function ratio({ width, height }) {
   const own = chosen.value?.defaults;
-  const width = value.width ?? own?.width ?? 1, height = value.height ?? own?.height ?? 1;
-  return { aspectRatio: `${width} / ${height}` };
+  const aspect = (width ?? own?.width ?? 1) / (height ?? own?.height ?? 1);
+  return { aspectRatio: String(aspect), maxWidth: `calc(var(--room) * ${aspect})` };
 }

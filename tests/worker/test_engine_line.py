@@ -279,6 +279,28 @@ def test_requests_are_served_in_order_across_models(store: LayeredStore) -> None
     assert ahead == [0, 1, 2, 3]
 
 
+def test_a_waiting_request_is_told_its_new_place(
+    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clowder_aimage.engine.engine.PLACE", 0.01)
+
+    async def play(engine: Any) -> list[int]:
+        first = Client(engine, job(steps=1000))
+        await first.hears(Step)
+        engine.loaded()[0].runner.is_running.clear()
+        second, third = Client(engine, job()), Client(engine, job())
+        await third.hears(QueuedEvent)
+        await second.leave()
+        await until(lambda: len(third.heard) == 2)
+        places = [event.ahead for event in third.heard]
+        engine.loaded()[0].runner.is_running.set()
+        await first.leave()
+        await third.result()
+        return places
+
+    assert played(store, play) == [1, 0]
+
+
 def test_a_load_does_not_block_requests_for_loaded_models(
     store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,316 @@
+"""Make: the form, its previews, its errors, and what a person typed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+pytest.importorskip("playwright", reason="playwright is not installed")
+
+from playwright.sync_api import expect
+
+from tests.page.conftest import Watch
+from tests.process import Aimage
+from tests.worker.conftest import Worker, begin
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page, Request
+
+pytestmark = pytest.mark.integration
+OpenPage = Callable[..., "Page"]
+
+
+def write(page: Page, prompt: str) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+
+
+def make(page: Page, prompt: str = "") -> None:
+    """Make a picture with the keyboard and wait until it is shown."""
+    if prompt:
+        write(page, prompt)
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text(re.compile("Done|pictures in"))
+
+
+def sent(request: Request) -> dict[str, Any]:
+    return json.loads(request.post_data or "{}")
+
+
+def test_a_picture_is_made_with_previews_steps_and_the_settings_of_the_form(
+    open_page: OpenPage,
+) -> None:
+    page = open_page()
+    write(page, "a red circle")
+    expect(page.get_by_label("Steps")).to_have_attribute("placeholder", "8")  # the model's
+    page.get_by_label("Steps").fill("6")
+    page.get_by_label("Seed", exact=True).fill("7")
+    page.get_by_text("Advanced").click()
+    page.get_by_label("Guidance", exact=True).fill("1.5")
+    page.get_by_label("Shift").fill("2")
+    page.get_by_text("Negative prompt").first.click()
+    page.get_by_label("Negative prompt").fill("blue")
+    texts: list[str] = []
+    page.expose_function("note", texts.append)
+    page.evaluate(
+        "() => new MutationObserver(() => note(document.querySelector('.make-state')?.textContent"
+        " ?? '')).observe(document.body, {subtree: true, childList: true, characterData: true})"
+    )
+    with page.expect_request("**/v1/images/generations") as asked:
+        page.get_by_role("button", name="Make").click()
+    expect(page.locator(".make-forming")).to_be_visible()
+    expect(page.get_by_role("progressbar", name="Progress")).to_be_visible()
+    expect(page.locator(".make-state")).to_contain_text("Done in")
+    assert any("Step 3 of 6" in text and "left" in text for text in texts), texts
+    assert sent(asked.value) | {"stream": True} == {
+        "prompt": "a red circle",
+        "stream": True,
+        "stream_format": "openai+progress",
+        "negative_prompt": "blue",
+        "steps": 6,
+        "seed": 7,
+        "guidance": 1.5,
+        "shift": 2,
+        "n": 1,
+        "partial_images": 3,
+    }
+    facts = page.locator(".make-result-facts")
+    expect(facts).to_have_text("128 × 128 · seed 7 · 6 steps")
+    size = page.locator(".make-picture").evaluate("image => [image.naturalWidth, image.alt]")
+    assert size == [128, "Picture made from: a red circle"]
+
+
+def test_the_model_is_shown_with_its_size_precision_and_whether_it_is_in_memory(
+    open_page: OpenPage, shapes_worker: Worker
+) -> None:
+    page = open_page()
+    facts = page.get_by_role("list", name="Facts of the model")
+    expect(facts).to_contain_text("7.9 MB")
+    expect(facts).to_contain_text("BF16")
+    make(page, "a red circle")
+    expect(facts.get_by_text("in memory", exact=True)).to_be_visible()
+    chooser = page.get_by_label("Model", exact=True)
+    assert chooser.evaluate("select => [...select.options].map((one) => one.value)") == [
+        "shapes:latest"  # not the language model
+    ]
+
+
+def test_sizes_follow_from_the_aspect_the_scale_and_the_model(
+    open_page: OpenPage, watch: Watch
+) -> None:
+    watch.allow("status of 400")
+    page = open_page()
+    page.get_by_label("16:9").check(force=True)
+    hint = page.locator(".slider-value").first
+    expect(hint).to_have_text("176 × 96 pixels")
+    page.get_by_role("button", name="Exchange width and height").click()
+    expect(hint).to_have_text("96 × 176 pixels")
+    page.get_by_label("Scale × 1", exact=True).fill("5")
+    expect(hint).to_have_text("192 × 336 pixels")
+    page.get_by_label("Free").check(force=True)
+    page.get_by_label("Width", exact=True).fill("100")
+    write(page, "a red circle")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert").filter(has_text="multiple of 16")).to_be_visible()
+    assert page.get_by_label("Width", exact=True).get_attribute("aria-invalid") == "true"
+
+
+def test_the_seed_is_drawn_for_each_request_unless_it_is_locked(open_page: OpenPage) -> None:
+    page = open_page()
+    seed = page.get_by_label("Seed", exact=True)
+    page.get_by_label("Steps").fill("1")
+    make(page, "a red circle")
+    first = seed.input_value()
+    make(page)
+    second = seed.input_value()
+    assert first != second
+    page.get_by_role("button", name="Keep this seed").click()
+    make(page)
+    assert seed.input_value() == second
+    page.get_by_role("button", name="Draw a seed").click()
+    assert seed.input_value() != second
+    most = str((1 << 64) - 1)  # exactly, though a number of JavaScript does not hold it
+    seed.fill(most)
+    with page.expect_request("**/v1/images/generations") as asked:
+        make(page)
+    assert f'"seed":{most},' in (asked.value.post_data or "")
+    expect(page.locator(".make-result-facts")).to_contain_text(f"seed {most}")
+
+
+def test_several_pictures_are_shown_beside_each_other(open_page: OpenPage) -> None:
+    page = open_page()
+    page.get_by_label("Pictures", exact=True).fill("3")
+    page.get_by_label("Steps").fill("1")
+    page.get_by_label("Seed", exact=True).fill("5")
+    make(page, "a red circle")
+    expect(page.locator(".make-thumb")).to_have_count(3)
+    page.get_by_role("button", name="Show picture 2").click()
+    expect(page.locator(".make-result-facts")).to_contain_text("seed 6")
+
+
+def test_errors_are_beside_the_field_that_caused_them(open_page: OpenPage, watch: Watch) -> None:
+    watch.allow("status of 400")
+    page = open_page()
+    page.keyboard.press("Control+Enter")
+    prompt = page.get_by_label("Prompt", exact=True)
+    expect(page.get_by_role("alert").filter(has_text="must not be empty")).to_be_visible()
+    assert prompt.get_attribute("aria-invalid") == "true"
+    write(page, "a red circle")
+    assert prompt.get_attribute("aria-invalid") is None
+    page.get_by_label("Steps").fill("2000")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert").filter(has_text="steps")).to_be_visible()
+    assert page.get_by_label("Steps").get_attribute("aria-invalid") == "true"
+
+
+def test_the_prompt_is_written_by_a_language_model_and_both_can_be_changed(
+    open_page: OpenPage,
+) -> None:
+    page = open_page()
+    page.get_by_label("Steps").fill("1")
+    page.get_by_text("Write a longer prompt first").click()
+    expect(page.get_by_text("Written by words")).to_be_visible()
+    make(page, "circle red")
+    longer = page.get_by_label("Longer prompt", exact=True)
+    written = longer.input_value()
+    assert written
+    longer.fill("a blue star")
+    with page.expect_request("**/v1/images/generations") as asked:
+        make(page)
+    assert sent(asked.value)["prompt"] == "a blue star"
+    assert "enhance" not in sent(asked.value)
+    write(page, "square green")
+    expect(page.get_by_text("This was written for another prompt")).to_be_visible()
+    with page.expect_request("**/v1/images/generations") as asked:
+        make(page)
+    assert sent(asked.value)["enhance"] is True
+    assert longer.input_value() != "a blue star"
+
+
+def test_earlier_prompts_are_offered(open_page: OpenPage) -> None:
+    page = open_page()
+    page.get_by_label("Steps").fill("1")
+    make(page, "a red circle")
+    make(page, "a green star")
+    page.get_by_role("button", name="Earlier prompts").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.locator(".history-take")).to_have_text(["a green star", "a red circle"])
+    dialog.get_by_label("Find").fill("red")
+    dialog.get_by_role("button", name="a red circle", exact=True).click()
+    prompt = page.get_by_label("Prompt", exact=True)
+    assert prompt.input_value() == "a red circle"
+    prompt.press("Alt+ArrowUp")
+    assert prompt.input_value() == "a green star"
+
+
+def test_escape_cancels(open_page: OpenPage, shapes_worker: Worker) -> None:
+    page = open_page()
+    write(page, "a red circle")
+    page.get_by_label("Steps").fill("1000")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text(re.compile("Step [0-9]+ of 1,000"))
+    page.keyboard.press("Escape")
+    expect(page.locator(".make-state")).to_have_text("Cancelled")
+    expect(page.get_by_role("button", name="Make")).to_be_visible()
+    page.get_by_label("Steps").fill("1")  # the worker is free again
+    make(page)
+
+
+def test_what_was_typed_survives_a_reload_and_a_new_tab(
+    open_page: OpenPage, context: BrowserContext
+) -> None:
+    page = open_page()
+    write(page, "a red circle\nbelow a star")
+    page.get_by_label("Steps").fill("3")
+    page.get_by_label("4:3").check(force=True)
+    page.reload()
+    prompt = page.get_by_label("Prompt", exact=True)
+    expect(prompt).to_have_value("a red circle\nbelow a star")
+    assert page.get_by_label("Steps").input_value() == "3"
+    assert page.get_by_label("4:3").is_checked()
+    other = open_page()
+    expect(other.get_by_label("Prompt", exact=True)).to_have_value("a red circle\nbelow a star")
+    write(other, "a green star")
+    page.reload()  # each tab has its own
+    expect(prompt).to_have_value("a red circle\nbelow a star")
+
+
+def test_a_reload_while_a_picture_forms_offers_to_make_it_again(open_page: OpenPage) -> None:
+    page = open_page()
+    write(page, "a red circle")
+    page.get_by_label("Steps").fill("1000")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text("Step")
+    page.reload()
+    expect(page.locator(".make-state")).to_contain_text("loaded again while a picture")
+    page.get_by_label("Steps").fill("1")
+    page.get_by_role("button", name="Make it again").click()
+    expect(page.locator(".make-state")).to_contain_text("Done in")
+
+
+def test_a_worker_that_restarts_makes_the_picture_once_it_is_back(
+    open_page: OpenPage, start_worker: Callable[..., Worker], watch: Watch
+) -> None:
+    watch.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY|status of 503|network error")
+    worker = start_worker()
+    page = open_page(url=worker.url)
+    write(page, "a red circle")
+    page.get_by_label("Steps").fill("200")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text("Step")
+    worker.stop(signal.SIGKILL)
+    expect(page.locator(".make-state")).to_contain_text("The worker does not answer")
+    expect(page.get_by_role("status").filter(has_text="Trying again")).to_be_visible()
+    here = Aimage(worker.store.parent, worker.store)
+    again = begin(here, "--addr", worker.host, "--default-model", "shapes")
+    try:
+        expect(page.locator(".make-state")).to_contain_text("Done in", timeout=40_000)
+    finally:
+        again.end()
+
+
+def test_a_full_queue_is_told_with_the_place_and_waited_for(
+    open_page: OpenPage, start_worker: Callable[..., Worker], watch: Watch
+) -> None:
+    watch.allow("status of 503")
+    worker = start_worker("--queue", 1)
+    pages = [open_page(url=worker.url) for _ in range(4)]
+    for number, page in enumerate(pages):
+        write(page, "a red circle")
+        page.get_by_label("Steps").fill(str((1000, 1, 1, 1)[number]))
+        page.bring_to_front()
+        page.keyboard.press("Control+Enter")
+        words = ("Step", "Next in the queue", "Waiting: 1 before", "The worker is busy")[number]
+        expect(page.locator(".make-state")).to_contain_text(words)
+    expect(pages[3].locator(".make-state")).to_contain_text("Trying again in")
+    pages[0].bring_to_front()
+    pages[0].keyboard.press("Escape")
+    for page in pages[1:]:
+        page.bring_to_front()
+        expect(page.locator(".make-state")).to_contain_text("Done in", timeout=30_000)
+
+
+def test_a_model_that_was_unloaded_is_loaded_and_one_that_was_removed_is_named(
+    open_page: OpenPage, start_worker: Callable[..., Worker], watch: Watch
+) -> None:
+    watch.allow("status of 404")
+    worker = start_worker()
+    page = open_page(url=worker.url)
+    page.get_by_label("Steps").fill("1")
+    make(page, "a red circle")
+    page.evaluate(
+        "fetch('/api/generate', {method: 'POST', headers: {'Content-Type': 'application/json'},"
+        " body: JSON.stringify({model: 'shapes', keep_alive: 0, stream: false})})"
+        ".then((answer) => answer.json())"
+    )
+    make(page)
+    page.get_by_label("Model", exact=True).select_option("shapes:latest")
+    worker.aimage("rm", "shapes")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert").filter(has_text="not found")).to_be_visible()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "a red circle"
