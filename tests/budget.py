@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The lines of the page's scripts and styles, without the libraries in vendor/ (docs/adr/0034)
-PAGE = 5_500
+PAGE = 6_800
 
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 34), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.

@@ -229,7 +229,9 @@ class Engine:
                 place = ahead
                 emit(QueuedEvent(ahead))
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(request.moved.wait(), PLACE)
+                async with asyncio.timeout(PLACE):
+                    await request.moved.wait()
+                return
 
     async def _take_turn(
         self,

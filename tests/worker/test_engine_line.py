@@ -288,11 +288,13 @@ def test_a_waiting_request_is_told_its_new_place(
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
         engine.loaded()[0].runner.is_running.clear()
-        second, third = Client(engine, job()), Client(engine, job())
+        second = Client(engine, job())
+        await second.hears(QueuedEvent)
+        third = Client(engine, job())
         await third.hears(QueuedEvent)
         await second.leave()
         await until(lambda: len(third.heard) == 2)
-        places = [event.ahead for event in third.heard]
+        places = [getattr(event, "ahead", -1) for event in third.heard]
         engine.loaded()[0].runner.is_running.set()
         await first.leave()
         await third.result()
