@@ -56,7 +56,7 @@ def test_a_picture_is_made_with_previews_steps_and_the_settings_of_the_form(
     page.get_by_text("Negative prompt").first.click()
     page.get_by_label("Negative prompt").fill("blue")
     texts: list[str] = []
-    page.expose_function("note", texts.append)
+    page.expose_function("note", lambda text: texts.append(text))
     page.evaluate(
         "() => new MutationObserver(() => note(document.querySelector('.make-state')?.textContent"
         " ?? '')).observe(document.body, {subtree: true, childList: true, characterData: true})"
