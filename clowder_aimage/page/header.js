@@ -4,7 +4,7 @@ import { html, useState } from './html.js';
 import { IconButton } from './controls.js';
 import { Icon } from './icons.js';
 import { language, LANGUAGES, t } from './lang.js';
-import { online, tab, TABS, theme, worker } from './state.js';
+import { online, tab, TABS, theme, token } from './state.js';
 import { SignInDialog } from './sign_in.js';
 
 const ICONS = { make: 'make', gallery: 'gallery', models: 'models', chat: 'chat' };
@@ -24,7 +24,7 @@ export function Header() {
       <${Connection} />
       <${Language} />
       <${Theme} />
-      ${worker.value?.requires_token && html`<${IconButton} icon="key" label=${t('access.title')} onClick=${() => setSigningIn(true)} />`}
+      ${token.value && html`<${IconButton} icon="key" label=${t('access.title')} onClick=${() => setSigningIn(true)} />`}
     </div>
     ${isSigningIn && html`<${SignInDialog} onClose=${() => setSigningIn(false)} />`}
   </header>`;

