@@ -75,12 +75,12 @@ class AdapterCatalog:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._outcomes: dict[tuple[str, str], str] = {}
+        self._outcomes: dict[tuple[str, str, str], str] = {}
         self._can_check = importlib.util.find_spec("numpy") is not None
 
     def all(self, model: str | None) -> list[dict[str, Any]]:
         """Return all adapters, and for a model whether each suits it. Raises ApiError."""
-        base = self._base(model) if model is not None else None
+        base = None if model is None else (model, self._base(model))
         found = [*self._files(), *self._stored()]
         found.sort(key=lambda one: (one.group, one.name))
         return [one.describe() | self._suitability(one, base) for one in found]
@@ -114,16 +114,18 @@ class AdapterCatalog:
             at = partial(_stored_file, found)
             yield ListedAdapter(str(reference), group, found.facts, str(descriptor.digest), at)
 
-    def _suitability(self, one: ListedAdapter, base: StoredAImage | None) -> dict[str, Any]:
+    def _suitability(
+        self, one: ListedAdapter, base: tuple[str, StoredAImage] | None
+    ) -> dict[str, Any]:
         """Return ``suitable``, None if it is unknown, and the ``reason`` why not."""
-        shapes = _shapes(base) if base is not None and self._can_check else {}
+        shapes = _shapes(base[1]) if base is not None and self._can_check else {}
         if base is None or not shapes:
             return {"suitable": None, "reason": None}
-        key = one.mark, str(base.descriptor.digest)
+        name, stored = base
+        key = one.mark, name, str(stored.descriptor.digest)
         if key not in self._outcomes:
             if len(self._outcomes) >= _MOST:
                 self._outcomes.clear()
-            name = str(base.aimage.properties.get("name") or base.descriptor.digest.short)
             self._outcomes[key] = _misfit(one, shapes, name)
         reason = self._outcomes[key]
         return {"suitable": not reason, "reason": reason or None}

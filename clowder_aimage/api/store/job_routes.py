@@ -73,7 +73,8 @@ class JobRoutes:
         if is_taken or service.jobs.is_made(target):
             message = f"{target} exists already, or a job makes it; use another name, or delete it"
             raise ApiError(409, message, code="name_taken", param="target")
-        job = service.jobs.add(body.kind, model.with_digest(found.digest), target, options)
+        options["model"] = str(model.with_digest(found.digest))  # the name may move
+        job = service.jobs.add(body.kind, model, target, options)
         place = {"Location": f"/v1/jobs/{job.id}"}
         return web.json_response(_described(job), status=202, headers=place)
 
