@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The lines of the page's scripts and styles, without the libraries in vendor/ (docs/adr/0034)
-PAGE = 6_800
+PAGE = 7_300
 
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 34), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
@@ -21,7 +21,7 @@ PACKAGES = {
     "formats": (4_860, 97),
     "http": (1_720, 87),
     "importer": (3_120, 98),
-    "layout": (3_040, 96),
+    "layout": (3_050, 96),
     "model": (12_720, 96),
     "node": (3_600, 94),
     "oci": (670, 99),

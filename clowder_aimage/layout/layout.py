@@ -282,10 +282,18 @@ class ImageLayout(ContentStore):
 
     def free(self) -> int:
         """Return the bytes available to unprivileged users on the store's file system."""
+        found = self._file_system()
+        return found.f_bavail * found.f_frsize
+
+    def total(self) -> int:
+        """Return the bytes of the store's file system."""
+        found = self._file_system()
+        return found.f_blocks * found.f_frsize
+
+    def _file_system(self) -> os.statvfs_result:
         place = next(one for one in (self.root, *self.root.parents) if one.exists())
         with store_errors(self.root):
-            found = os.statvfs(place)
-            return found.f_bavail * found.f_frsize
+            return os.statvfs(place)
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if not self.exists(content):

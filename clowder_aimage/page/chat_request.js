@@ -44,6 +44,10 @@ export function say(fields, isArriving = false) {
 }
 addEventListener('pagehide', keep);
 
+let isLeaving = false; // the browser ends requests when the page is left
+addEventListener('beforeunload', () => (isLeaving = true));
+addEventListener('pageshow', () => (isLeaving = false));
+
 /** Return the models that answer, as `GET /v1/models` lists them. */
 export const chatModels = () => models.value.filter((one) => one.capabilities?.includes('chat') && !one.adapter);
 
@@ -101,6 +105,7 @@ async function answer() {
     await arriving(body, controller.signal);
     put({ isOpen: false });
   } catch (error) {
+    if (isLeaving) return;
     if (error.name === 'AbortError') put({ isOpen: false, end: 'stopped' });
     else put({ isOpen: false, error: error.message });
   }

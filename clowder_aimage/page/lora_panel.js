@@ -17,10 +17,10 @@ export function LoraPanel({ value, onChange, model }) {
   const { list, error } = adapters.value;
   const on = value.filter((one) => one.on !== false);
   const aside = on.length ? t('lora.on', { n: on.length }) : undefined;
-  const [isOpen, setOpen] = useState(on.length > 0);
+  const [isOpen, setOpen] = useState(null); // null: nobody has folded it
   const fault = problem(draft.value.errors ?? {});
   return html`<div class="lora">
-    <${Fold} title=${t('lora.title')} aside=${aside} isOpen=${isOpen || Boolean(fault)} onToggle=${setOpen}>
+    <${Fold} title=${t('lora.title')} aside=${aside} isOpen=${Boolean(fault) || (isOpen ?? on.length > 0)} onToggle=${setOpen}>
       ${fault && html`<p class="field-error" role="alert">${fault}</p>`}
       ${error && html`<p class="field-error">${t('lora.failed', { reason: error })}</p>`}
       ${list === null ? !error && html`<p class="dim">${t('lora.loading')}</p>`

@@ -95,6 +95,12 @@ def test_a_new_name_is_reported_at_once(described: LocalWorker) -> None:
     ]
 
 
+def test_a_store_that_does_not_exist_yet_is_empty(empty: LocalWorker) -> None:
+    found = empty.get("/v1/store")
+    assert found["data"] == [] and 0 < found["disk"]["free"] < found["disk"]["total"]
+    assert empty.get("/v1/adapters")["data"] == []
+
+
 def test_referrers_have_their_kinds(described: LocalWorker) -> None:
     found = described.get("/v1/referrers?model=tiny")
     assert found["subject"] == names(described.get("/v1/store"))["tiny:latest"]["digest"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -67,7 +66,7 @@ class StoreReport:
         if mark is None or mark != known or time.monotonic() - at > _FRESH:
             content = self._read(store)
             self._known = mark, time.monotonic(), content
-        free = {"free": store.free(), "total": shutil.disk_usage(store.root).total}
+        free = {"free": store.free(), "total": store.total()}
         return content | {"disk": content["disk"] | free}
 
     def _read(self, store: ImageLayout) -> dict[str, Any]:
