@@ -25,12 +25,16 @@ POLICY = (
 )
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _TYPES |= {".svg": "image/svg+xml"}
-_HEADERS = {
+_DOCUMENTS = (".html", ".svg")  # which a browser shows by themselves
+_OF_DOCUMENTS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
+}
+_HEADERS = {
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",  # the browser asks whether its copy is current
+    "Vary": "Accept-Encoding",
 }
 
 
@@ -75,7 +79,8 @@ async def _file(names: frozenset[str], request: web.Request) -> web.StreamRespon
 async def _respond(request: web.Request, name: str) -> web.Response:
     """Respond with a file, unless the browser has it (RFC 9110, 13.1.2)."""
     file = await run_io(_read, DIRECTORY / name)
-    headers = _HEADERS | {"ETag": file.tag, "Vary": "Accept-Encoding"}
+    headers = _HEADERS | {"ETag": file.tag}
+    headers |= _OF_DOCUMENTS if name.endswith(_DOCUMENTS) else {}
     if file.tag in request.headers.get("If-None-Match", ""):
         return web.Response(status=304, headers=headers)
     data = file.data

@@ -1,9 +1,9 @@
 // The header: tabs, the state of the connection, language, theme and access.
 
-import { html, useState } from './html.js';
+import { html, signal, useState } from './html.js';
 import { IconButton } from './controls.js';
 import { Icon } from './icons.js';
-import { language, LANGUAGES, t } from './lang.js';
+import { language, LANGUAGES, speak, t } from './lang.js';
 import { online, tab, TABS, theme, token } from './state.js';
 import { SignInDialog } from './sign_in.js';
 
@@ -43,13 +43,17 @@ function Connection() {
 function Language() {
   const next = language.value === 'en' ? 'de' : 'en';
   return html`<button type="button" class="icon-button header-language" lang=${next} title=${LANGUAGES[next]}
-    aria-label=${t('header.language', { name: LANGUAGES[next] })} onClick=${() => (language.value = next)}>
+    aria-label=${t('header.language', { name: LANGUAGES[next] })} onClick=${() => speak(next).catch(() => {})}>
     ${next.toUpperCase()}
   </button>`;
 }
 
+const system = matchMedia('(prefers-color-scheme: dark)');
+const isSystemDark = signal(system.matches);
+system.addEventListener('change', () => (isSystemDark.value = system.matches));
+
 function Theme() {
-  const isDark = theme.value === 'dark' || (theme.value === 'system' && matchMedia('(prefers-color-scheme: dark)').matches);
+  const isDark = theme.value === 'dark' || (theme.value === 'system' && isSystemDark.value);
   return html`<${IconButton} icon=${isDark ? 'sun' : 'moon'} label=${t(isDark ? 'header.light' : 'header.dark')}
     onClick=${() => (theme.value = isDark ? 'light' : 'dark')} />`;
 }

@@ -2,19 +2,29 @@
 
 import { effect, signal } from './html.js';
 import { read, write } from './storage.js';
-import { de } from './lang/de.js';
 import { en } from './lang/en.js';
 
 export const LANGUAGES = { en: 'English', de: 'Deutsch' };
-const TEXTS = { en, de };
+const TEXTS = { en };
 
-const preferred = (navigator.languages ?? ['en']).map((each) => each.slice(0, 2)).find((each) => TEXTS[each]);
-export const language = signal(TEXTS[read('language')] ? read('language') : preferred ?? 'en');
+const preferred = (navigator.languages ?? ['en']).map((each) => each.slice(0, 2)).find((each) => LANGUAGES[each]);
+const first = LANGUAGES[read('language')] ? read('language') : preferred ?? 'en';
 
-effect(() => {
-  document.documentElement.lang = language.value;
-  write('language', language.value);
-});
+/** Load the texts of a language; without them the page stays in the one that it has. */
+async function load(name) {
+  TEXTS[name] ??= (await import(`./lang/${name}.js`))[name];
+  return name;
+}
+
+export const language = signal(await load(first).catch(() => 'en'));
+
+/** Show the page in a language. */
+export async function speak(name) {
+  language.value = await load(name);
+  write('language', name);
+}
+
+effect(() => void (document.documentElement.lang = language.value));
 
 /** Return a text. `{name}` in it is replaced by a value; numbers are written as in the language. */
 export function t(key, values = {}) {

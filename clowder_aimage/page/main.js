@@ -1,29 +1,41 @@
 // Starts the page: its frame, its tabs, and what it knows of the worker.
 
-import { html, render, useEffect } from './html.js';
-import { Chat } from './chat.js';
+import { html, render, signal, useEffect } from './html.js';
 import { DropAnywhere } from './drop_anywhere.js';
-import { Gallery } from './gallery.js';
 import { Header } from './header.js';
 import { Make } from './make.js';
-import { Models } from './models.js';
 import { Notices } from './notices.js';
 import { keepDraftPictures } from './picture_draft.js';
 import { refresh, watch } from './refresh.js';
-import { scopes, tab, token, worker } from './state.js';
+import { online, scopes, tab, token, worker } from './state.js';
 import { SignIn } from './sign_in.js';
 
-const PARTS = { make: Make, gallery: Gallery, models: Models, chat: Chat };
+const LATER = { gallery: 'Gallery', models: 'Models', chat: 'Chat' };
+const parts = signal({ make: Make });
+
+/** Load a part: when it is shown, or when the browser has nothing else to do. */
+async function load(name) {
+  if (parts.value[name]) return;
+  const module = await import(`./${name}.js`);
+  parts.value = { ...parts.value, [name]: module[LATER[name]] };
+}
+
+/** Load the other parts, so that they are there also while the worker is not. */
+async function loadAll() {
+  for (const name of Object.keys(LATER)) await load(name).catch(() => {});
+}
 
 function Page() {
   useEffect(watch, []);
   useEffect(() => void keepDraftPictures(), []);
   useEffect(() => void refresh(), [token.value]);
-  const Part = PARTS[tab.value];
+  useEffect(() => void load(tab.value).catch(() => {}), [tab.value, online.value]);
+  useEffect(() => void (self.requestIdleCallback ?? setTimeout)(loadAll), []);
+  const Part = parts.value[tab.value];
   const isOut = worker.value && !scopes.value.infer;
   return html`<${Header} />
     <main class=${`main main-${tab.value}`} id="main" tabindex="-1">
-      ${isOut ? html`<${SignIn} />` : html`<${Part} />`}
+      ${isOut ? html`<${SignIn} />` : Part && html`<${Part} />`}
     </main>
     <${DropAnywhere} />
     <${Notices} />`;

@@ -34,14 +34,16 @@ ARGUMENTS = [
     "--disable-sync",
     "--disable-dev-shm-usage",
 ]
+PATIENCE = 20_000  # milliseconds
 SIZE = {"width": 1280, "height": 800}
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Return a browser without a window, which ends with the module."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=PATIENCE)
     if CHROMIUM is None and "AIMAGE_REQUIRE_TOOLS" not in os.environ:
         pytest.skip("chromium is not installed")
     with sync_playwright() as playwright:
@@ -131,7 +133,7 @@ def watch() -> Iterator[Watch]:
 def context(browser: Browser) -> Iterator[BrowserContext]:
     """Return a browser context of its own: no storage is shared between tests."""
     found = browser.new_context(viewport=SIZE, locale="en-GB", accept_downloads=True)  # type: ignore[arg-type]
-    found.set_default_timeout(20_000)
+    found.set_default_timeout(PATIENCE)
     yield found
     found.close()
 

@@ -314,3 +314,21 @@ def test_a_model_that_was_unloaded_is_loaded_and_one_that_was_removed_is_named(
     page.keyboard.press("Control+Enter")
     expect(page.get_by_role("alert").filter(has_text="not found")).to_be_visible()
     assert page.get_by_label("Prompt", exact=True).input_value() == "a red circle"
+
+
+def test_ten_tabs_make_pictures_at_once(open_page: OpenPage, shapes_worker: Worker) -> None:
+    """A browser has six connections to a worker: the tabs share four for pictures."""
+    pages = [open_page() for _ in range(10)]
+    for number, page in enumerate(pages):
+        write(page, f"a red circle {number}")
+        page.get_by_label("Steps").fill("2")
+        page.get_by_label("Seed", exact=True).fill(str(number))
+    for page in pages:
+        page.keyboard.press("Control+Enter")
+    late = open_page()
+    expect(late.get_by_label("Model", exact=True)).to_have_value("shapes:latest")
+    for number, page in enumerate(pages):
+        expect(page.locator(".make-state")).to_contain_text("Done in", timeout=60_000)
+        expect(page.locator(".make-result-facts")).to_contain_text(f"seed {number} ")
+    late.get_by_role("link", name="Gallery", exact=True).click()
+    expect(late.get_by_role("button", name=re.compile("^Open: a red circle"))).to_have_count(10)

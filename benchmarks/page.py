@@ -1,0 +1,76 @@
+"""How fast the page appears, and how many bytes it takes.
+
+``python benchmarks/page.py`` starts a worker with an empty store and opens the page in Debian's
+chromium, without a cache, several times. It prints the first paint, the time until the form can be
+used, and the bytes over the wire, and fails above the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+
+FIRST_PAINT = 0.5  # seconds
+WIRE = 150_000  # bytes
+
+
+def load(browser: Any, url: str) -> dict[str, float]:
+    """Open the page with an empty cache; return seconds and bytes."""
+    context = browser.new_context()
+    page = context.new_page()
+    session = context.new_cdp_session(page)
+    session.send("Network.enable")
+    sizes: list[float] = []
+    session.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    page.goto(url)
+    page.wait_for_selector(".make-form")
+    usable = page.evaluate("performance.now()")
+    page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+    paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    page.wait_for_load_state("networkidle")  # with the parts that are loaded afterwards
+    context.close()
+    found = {"first_paint": paint / 1000, "usable": usable / 1000}
+    return found | {"bytes": sum(sizes), "requests": len(sizes)}
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    from tests.page.conftest import ARGUMENTS, CHROMIUM, SHAPES
+    from tests.process import Aimage
+    from tests.worker.conftest import begin
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=9)
+    runs = parser.parse_args().runs
+    home = Path(tempfile.mkdtemp(prefix="page-"))
+    aimage = Aimage(home, home / "store")
+    aimage.process("create", "-q", "shapes", SHAPES / "model")
+    worker = begin(aimage)
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+            load(browser, worker.url)  # the files are compressed when they are first asked for
+            found = [load(browser, worker.url) for _ in range(runs)]
+            browser.close()
+    finally:
+        worker.end()
+        shutil.rmtree(home, ignore_errors=True)
+    median = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    print(json.dumps({name: round(value, 3) for name, value in median.items()}))
+    if median["first_paint"] > FIRST_PAINT or median["bytes"] > WIRE:
+        sys.exit(f"above the limits: {FIRST_PAINT} s, {WIRE} bytes")
+
+
+if __name__ == "__main__":
+    main()
