@@ -6,6 +6,7 @@ import { generate } from './generation.js';
 import { t } from './lang.js';
 import { draftOf } from './picture_draft.js';
 import { CHANGEABLE, changeable, readValue, seedAfter, settingText, withSetting } from './setting.js';
+import { inSlot } from './slot.js';
 import { models } from './state.js';
 
 /** The form. Props: `entry`; `onMade(id)`, which takes the id of the new picture. */
@@ -31,7 +32,9 @@ export function Again({ entry, onMade }) {
     abort.current = new AbortController();
     try {
       const changed = { ...withSetting(draft, name, value), n: 1, previews: 0 };
-      const [made] = await generate(changed, { signal: abort.current.signal, onEvent: (each) => each.kind === 'progress' && setProgress(each) });
+      const { signal } = abort.current;
+      const onEvent = (each) => each.kind === 'progress' && setProgress(each);
+      const [made] = await inSlot(signal, () => generate(changed, { signal, onEvent }));
       setProgress(null);
       if (made?.id != null) onMade(made.id);
       else if (made) setError(t('again.notKept'));
@@ -52,11 +55,11 @@ export function Again({ entry, onMade }) {
       ${(link) => html`<${Value} link=${link} name=${name} text=${text} onText=${setText} isOff=${Boolean(progress)} />`}
     <//>
     ${progress
-      ? html`<div class="again-progress">
+      ? html`<div key="progress" class="again-progress">
           <${Bar} label=${t('again.progress')} value=${progress.total ? progress.step / progress.total : null} />
           <${Button} icon="stop" onClick=${() => abort.current.abort()}>${t('again.cancel')}<//>
         </div>`
-      : html`<div><${Button} type="submit" kind="primary" icon="again">${t('again.make')}<//></div>`}
+      : html`<div key="make"><${Button} type="submit" kind="primary" icon="again">${t('again.make')}<//></div>`}
   </form>`;
 }
 

@@ -1,7 +1,7 @@
 // The gallery: what this browser has made.
 
-import { html, useEffect, useMemo, useState } from './html.js';
-import { Button, Empty } from './controls.js';
+import { html, useEffect, useMemo, useRef, useState } from './html.js';
+import { Button, Empty, IconButton } from './controls.js';
 import { Compare } from './compare.js';
 import { saveAll } from './picture_file.js';
 import { changed, list, MOST, room } from './gallery_store.js';
@@ -10,7 +10,7 @@ import { gridBase } from './grid_run.js';
 import { bytes, t } from './lang.js';
 import { PictureWall } from './picture_wall.js';
 import { Removed, removePictures } from './removal.js';
-import { draft, show } from './state.js';
+import { chosen, draft, show } from './state.js';
 import { Viewer } from './viewer.js';
 
 export function Gallery() {
@@ -21,7 +21,7 @@ export function Gallery() {
   const [pair, setPair] = useState(null); // two ids
   const found = useMemo(() => matching(entries ?? [], sought), [entries, sought]);
   const ids = useMemo(() => found.map((entry) => entry.id), [found]);
-  if (gridBase.value) return html`<${Grid} />`;
+  if (gridBase.value) return html`<${Grid} key=${gridBase.value.name} />`;
   const choose = (id) => {
     const next = new Set(chosen);
     if (!next.delete(id)) next.add(id);
@@ -49,12 +49,26 @@ export function Gallery() {
 /** Return the entries, the newest first; null until they are read. */
 function useEntries() {
   const [entries, setEntries] = useState(null);
+  const reading = useRef(null); // the change up to which they are being read
+  const read = async () => {
+    const now = (reading.current = changed.peek());
+    const found = await list().catch(() => []);
+    if (reading.current === null) return; // the gallery is closed
+    setEntries(found);
+    if (now !== changed.peek()) read();
+    else reading.current = false;
+  };
   useEffect(() => {
-    let isCurrent = true;
-    list().then((found) => isCurrent && setEntries(found), () => isCurrent && setEntries([]));
-    return () => (isCurrent = false);
+    if (reading.current === null || reading.current === false) read();
   }, [changed.value]);
+  useEffect(() => () => (reading.current = null), []);
   return entries;
+}
+
+/** Return the draft of the form Make, with the steps of its model. */
+function formDraft() {
+  const { steps, model, ...rest } = draft.value;
+  return { ...rest, model: model || (chosen.value?.id ?? ''), steps: steps ?? chosen.value?.defaults?.steps ?? null };
 }
 
 function matching(entries, sought) {
@@ -75,7 +89,7 @@ function Top({ entries, found, sought, setSought }) {
     <div class="gallery-acts">
       ${entries.length > 0 && html`<input class="input gallery-search" type="search" value=${sought} placeholder=${t('gallery.search')}
         aria-label=${t('gallery.search')} onInput=${(event) => setSought(event.target.value)} />`}
-      <${Button} icon="grid" onClick=${() => (gridBase.value = { draft: draft.value, name: '' })}>${t('grid.title')}<//>
+      <${Button} icon="grid" onClick=${() => (gridBase.value = { draft: formDraft(), name: '' })}>${t('grid.title')}<//>
     </div>
   </div>`;
 }
@@ -102,11 +116,11 @@ function Limits({ entries, found }) {
 function Chosen({ chosen, setChosen, setPair, removeIds }) {
   const ids = [...chosen];
   return html`<div class="gallery-chosen" role="group" aria-label=${t('gallery.chosen', { n: ids.length })}>
+    <${IconButton} icon="close" label=${t('gallery.chooseNone')} onClick=${() => setChosen(new Set())} />
     <span>${t('gallery.chosen', { n: ids.length })}</span>
     <${Button} icon="compare" disabled=${ids.length !== 2} onClick=${() => setPair(ids)}>${t('compare.title')}<//>
     <${Button} icon="download" onClick=${() => saveAll(ids)}>${t('gallery.download')}<//>
     <${Button} kind="danger" icon="trash" onClick=${() => removeIds(ids)}>${t('gallery.remove')}<//>
-    <${Button} kind="quiet" onClick=${() => setChosen(new Set())}>${t('gallery.chooseNone')}<//>
   </div>`;
 }
 

@@ -3,6 +3,7 @@
 import { html, useState } from './html.js';
 import { Value } from './again.js';
 import { pictureUrl } from './api.js';
+import { Compare } from './compare.js';
 import { Bar, Button, Empty, Field } from './controls.js';
 import { axisLabel, gridPicture } from './grid_picture.js';
 import { gridBase, gridRun, MOST_CELLS, readAxis, runGrid, secondsLeft, stopGrid } from './grid_run.js';
@@ -19,7 +20,7 @@ export function Grid() {
   const { draft, name } = gridBase.value;
   const [written, setWritten] = useState(() => ({
     across: { name: FIRST.across, text: settingText(draft, FIRST.across) },
-    down: { name: FIRST.down, text: settingText(draft, FIRST.down) },
+    down: { name: FIRST.down, text: settingText(draft, FIRST.down) || '1..2' },
   }));
   const across = readAxis(written.across.name, written.across.text);
   const down = readAxis(written.down.name, written.down.text);
@@ -40,8 +41,8 @@ export function Grid() {
         read=${axis === 'across' ? across : down} onChange=${(next) => setWritten({ ...written, [axis]: next })} />`)}
       <div class="grid-go">
         ${run?.isRunning
-          ? html`<${Button} icon="stop" onClick=${stopGrid}>${t('grid.cancel')}<//>`
-          : html`<${Button} type="submit" kind="primary" icon="grid" disabled=${Boolean(problem)}>${t('grid.make', { n: count })}<//>`}
+          ? html`<${Button} key="stop" icon="stop" onClick=${stopGrid}>${t('grid.cancel')}<//>`
+          : html`<${Button} key="make" type="submit" kind="primary" icon="grid" disabled=${Boolean(problem)}>${t('grid.make', { n: count })}<//>`}
         <p class="field-hint" role="status">${problem}</p>
       </div>
     </form>
@@ -81,12 +82,13 @@ function Axis({ axis, draft, value, other, read, onChange }) {
 
 function Run({ run }) {
   const [opened, setOpened] = useState(null);
+  const [pair, setPair] = useState(null);
   const made = run.cells.filter((cell) => cell.entry);
   const ids = made.map((cell) => cell.entry.id).filter((id) => id !== null);
   const left = run.isRunning ? secondsLeft(run) : null;
   const share = run.cells.reduce((sum, { state, share: part }) => sum + (state === 'running' ? part ?? 0 : 0), run.done) / run.cells.length;
   const text = t('grid.progress', { done: run.done, of: run.cells.length });
-  const save_ = async () => {
+  const saveWhole = async () => {
     try {
       save(await gridPicture(run), 'grid.png');
     } catch (error) {
@@ -96,11 +98,13 @@ function Run({ run }) {
   return html`<section class="grid-run" aria-label=${t('grid.result')}>
     <div class="grid-state">
       <p role="status">${text}${left !== null && run.isRunning ? ` · ${t('grid.left', { time: duration(left) })}` : ''}</p>
-      <${Button} icon="download" disabled=${!made.length} onClick=${save_}>${t('grid.save')}<//>
+      <${Button} icon="download" disabled=${!made.length} onClick=${saveWhole}>${t('grid.save')}<//>
     </div>
     ${run.isRunning && html`<${Bar} label=${t('grid.bar')} value=${share} text=${text} />`}
     <${Table} run=${run} onOpen=${setOpened} />
-    ${opened !== null && html`<${Viewer} ids=${ids} id=${opened} onShow=${setOpened} onClose=${() => setOpened(null)} />`}
+    ${opened !== null && html`<${Viewer} ids=${ids} id=${opened} onShow=${setOpened} onClose=${() => setOpened(null)}
+      onCompare=${(one, other) => setPair([one, other])} />`}
+    ${pair && html`<${Compare} ids=${ids} pair=${pair} onPair=${setPair} onClose=${() => setPair(null)} />`}
   </section>`;
 }
 

@@ -6,6 +6,7 @@ import { effect, signal } from './html.js';
 import { generate } from './generation.js';
 import { t } from './lang.js';
 import { readValue, readValues, withSetting } from './setting.js';
+import { inSlot } from './slot.js';
 import { online } from './state.js';
 
 /** The most pictures of a grid. */
@@ -71,7 +72,7 @@ async function makeCell(index, stop) {
   const progress = ({ kind, step, total }) => kind === 'progress' && !stop.aborted && updateCell(index, { share: step / total });
   for (let tries = 1; ; tries++) {
     try {
-      const [entry] = await generate(draft, { onEvent: progress, signal: stop });
+      const [entry] = await inSlot(stop, () => generate(draft, { onEvent: progress, signal: stop }));
       if (stop.aborted) return;
       updateCell(index, entry ? { state: 'made', entry } : { state: 'failed', error: t('grid.nothing') });
       return;

@@ -8,7 +8,8 @@ import { MaskDrawing } from './mask_drawing.js';
 const STEP = 0.02; // of the longer side, which an arrow key moves the brush; five times with Shift
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const SIZES = [1, 60]; // of the brush, in per cent of the longer side
-const VEIL = 0.55; // how opaque the mask is shown
+const VEIL = 0.6; // how opaque the mask is shown
+const LEAST = 512; // pixels of the longer side of what is shown, so that the brush is round
 
 /**
  * The editor. Props: `image` and `mask`, Blobs, of which the mask may be null; `feather`, the pixels
@@ -19,16 +20,19 @@ export function MaskEditor({ image, mask, feather, onChange, onFeather }) {
   const [opened, setOpened] = useState(null); // {drawing, picture}
   const [brush, setBrush] = useState({ size: 12, erase: false });
   const [said, setSaid] = useState('');
+  const [isBusy, setBusy] = useState(false);
   const turn = useRef(0);
   useOpened(image, mask, own, setOpened);
   if (!opened) return html`<div class="mask-editor mask-waiting" aria-busy="true"></div>`;
   const { drawing, picture } = opened;
   const keep = async () => {
     const now = ++turn.current;
+    setBusy(true);
     setSaid(t('mask.share', { share: Math.round(drawing.share() * 100) }));
     const made = await drawing.blob();
     if (now !== turn.current) return; // another stroke was drawn meanwhile
     own.current = { image, mask: made };
+    setBusy(false);
     onChange(made);
   };
   const acts = {
@@ -38,7 +42,7 @@ export function MaskEditor({ image, mask, feather, onChange, onFeather }) {
     acts[name]();
     keep();
   };
-  return html`<div class="mask-editor" onKeyDown=${(event) => command(event, act, setBrush)}>
+  return html`<div class="mask-editor" aria-busy=${isBusy} onKeyDown=${(event) => command(event, act, setBrush)}>
     <${MaskCanvas} ...${{ drawing, picture, brush, feather, keep }} />
     <${MaskTools} ...${{ drawing, brush, setBrush, feather, onFeather, act }} />
     <p class="hidden-text" role="status">${said}</p>
@@ -86,9 +90,10 @@ function MaskCanvas({ drawing, picture, brush, feather, keep }) {
   const stroke = useRef(null); // the pointer that draws
   const [cursor, setCursor] = useState(null); // [left, top], in pixels of the drawing
   const { width, height } = drawing.canvas;
+  const zoom = Math.ceil(LEAST / Math.max(width, height));
   const diameter = Math.max(1, (brush.size / 100) * Math.max(width, height));
   const id = useId();
-  useEffect(() => draw(canvas.current, picture, drawing, feather, cursor && [...cursor, diameter]));
+  useEffect(() => draw(canvas.current, picture, drawing, feather, cursor && [...cursor, diameter].map((one) => one * zoom)));
   const at = (event) => {
     const box = canvas.current.getBoundingClientRect();
     const factor = width / box.width;
@@ -127,7 +132,7 @@ function MaskCanvas({ drawing, picture, brush, feather, keep }) {
     drawing.begin([...from, diameter], brush.erase);
     keep();
   };
-  return html`<canvas ref=${canvas} class="mask-canvas" width=${width} height=${height} tabindex="0" role="application"
+  return html`<canvas ref=${canvas} class="mask-canvas" width=${width * zoom} height=${height * zoom} tabindex="0" role="application"
       aria-roledescription=${t('mask.role')} aria-label=${t('mask.canvas')} aria-describedby=${id} onPointerDown=${down} onPointerMove=${move} onPointerUp=${up}
       onPointerCancel=${up} onPointerLeave=${() => stroke.current === null && setCursor(null)} onKeyDown=${key}></canvas>
     <p class="field-hint" id=${id}>${t('mask.keys')}</p>`;
@@ -149,17 +154,36 @@ function draw(canvas, picture, drawing, feather, brush) {
   const { width, height } = canvas;
   const context = canvas.getContext('2d');
   context.drawImage(picture, 0, 0, width, height);
+  const pixel = width / (canvas.clientWidth || width); // of the screen
   const veil = new OffscreenCanvas(width, height).getContext('2d');
-  veil.filter = feather > 0 ? `blur(${(feather / 2) * drawing.scale}px)` : 'none';
-  veil.drawImage(drawing.canvas, 0, 0);
+  veil.filter = feather > 0 ? `blur(${(feather / 2) * (width / drawing.width)}px)` : 'none';
+  veil.drawImage(drawing.canvas, 0, 0, width, height);
   veil.filter = 'none';
   veil.globalCompositeOperation = 'source-in';
-  veil.fillStyle = getComputedStyle(canvas).getPropertyValue('--mask-veil').trim();
+  veil.fillStyle = stripes(veil, getComputedStyle(canvas).getPropertyValue('--mask-veil').trim(), pixel);
   veil.fillRect(0, 0, width, height);
   context.globalAlpha = VEIL;
   context.drawImage(veil.canvas, 0, 0);
   context.globalAlpha = 1;
-  if (brush) drawBrush(context, brush, width / (canvas.clientWidth || width));
+  if (brush) drawBrush(context, brush, pixel);
+}
+
+/** Return a pattern that is seen on pictures of any colour. */
+function stripes(context, colour, pixel) {
+  const tile = new OffscreenCanvas(10, 10);
+  const drawn = tile.getContext('2d');
+  drawn.fillStyle = colour;
+  drawn.fillRect(0, 0, 10, 10);
+  drawn.strokeStyle = '#fff';
+  drawn.lineWidth = 2;
+  for (const left of [-10, 0, 10]) {
+    drawn.moveTo(left - 1, 11);
+    drawn.lineTo(left + 11, -1);
+  }
+  drawn.stroke();
+  const pattern = context.createPattern(tile, 'repeat');
+  pattern.setTransform(new DOMMatrix().scale(pixel));
+  return pattern;
 }
 
 function drawBrush(context, [left, top, diameter], pixel) {

@@ -6,7 +6,7 @@ import { t } from './lang.js';
 import { pngFacts } from './png_facts.js';
 import { parametersFacts } from './parameters_text.js';
 import { checkedFacts } from './setting.js';
-import { change, draft, EMPTY, models, notice, show } from './state.js';
+import { change, chosen, draft, EMPTY, models, notice, show } from './state.js';
 import { read, readTab, write, writeTab } from './storage.js';
 
 const KEPT = ['images', 'mask', 'control'];
@@ -16,7 +16,10 @@ const MOST_BYTES = 64 * 2 ** 20; // of a picture; the worker's limits
 const MOST_PIXELS = 2 ** 25;
 
 /** Return how many pictures the model of a draft takes: 1, or more if it edits them. */
-export const mostImages = (name) => models.value.find((one) => one.id === name)?.max_images ?? 1;
+export function mostImages(name) {
+  const found = models.value.find((one) => one.id === name) ?? (name === draft.value.model ? chosen.value : null);
+  return found?.max_images ?? 1;
+}
 
 /** Return a draft without what its model, or its pictures, have no use for and the worker refuses. */
 export function usedDraft(draft) {
@@ -27,7 +30,7 @@ export function usedDraft(draft) {
   return { ...draft, ...ofMask, ...size };
 }
 
-const NO_MASK = { mask: null, paste: false, feather: 0, crop: false };
+const NO_MASK = { mask: null, paste: false, feather: null, crop: false };
 const OF_REFERENCES = { ...NO_MASK, strength: null, fine: false, fit: null, expand: null, upscale: null, control: null };
 
 /** Read the pictures of this tab's draft, or of the last one, and keep them from now on. */
@@ -136,7 +139,7 @@ function settingsOf(facts) {
 /** Load the settings of a picture into the form, and say what is missing. */
 export function loadSettings(facts, inputs, name) {
   const { draft: found, missing } = draftOf(facts, inputs);
-  const isKnown = models.value.some((one) => one.id === found.model);
+  const isKnown = !models.value.length || models.value.some((one) => one.id === found.model);
   const model = isKnown ? found.model : draft.value.model;
   change({ ...found, model, previews: draft.value.previews });
   show('make');

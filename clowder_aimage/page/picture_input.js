@@ -2,7 +2,7 @@
 
 import { html, useEffect, useId, useRef, useState } from './html.js';
 import { call, pictureUrl } from './api.js';
-import { Button, Field, IconButton, Slider, Switch } from './controls.js';
+import { Field, Fold, IconButton, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
 import { t } from './lang.js';
 import { MaskEditor } from './mask_editor.js';
@@ -19,15 +19,25 @@ export function PictureInput({ value, onChange }) {
   const most = mostImages(value.model);
   const errors = value.errors ?? {};
   const isEdit = most > 1;
-  return html`<div class="pictures">
-    <${Pictures} ...${{ value, onChange, most }} error=${errors.images} />
-    ${value.images.length > 0 && !isEdit && html`<${Beginning} ...${{ value, onChange, errors }} />`}
-    ${!isEdit && html`<${Control} ...${{ value, onChange, errors }} />`}
-    ${isEdit && hasUnused(value) && html`<p class="field-hint">${t('pictures.unused')}</p>`}
-  </div>`;
+  const count = value.images.length;
+  return html`<${Part} title=${t(isEdit ? 'pictures.references' : 'pictures.image')} count=${count} isWrong=${errors.images || errors.mask || errors.strength}>
+      <${Pictures} ...${{ value, onChange, most }} error=${errors.images} />
+      ${count > 0 && !isEdit && html`<${Beginning} ...${{ value, onChange, errors }} />`}
+      ${isEdit && (value.mask || value.control) && html`<p class="field-hint">${t('pictures.unused')}</p>`}
+    <//>
+    ${!isEdit && html`<${Part} title=${t('pictures.control')} count=${value.control ? 1 : 0} isWrong=${errors.control || errors.controlnet || errors.controlStrength}>
+      <${Control} ...${{ value, onChange, errors }} />
+    <//>`}`;
 }
 
-const hasUnused = ({ mask, control }) => Boolean(mask || control);
+/** A part that is folded away while it has no pictures; what is wrong opens it. */
+function Part({ title, count, isWrong, children }) {
+  const [isOpen, setOpen] = useState(count > 0);
+  useEffect(() => {
+    if (count > 0 || isWrong) setOpen(true);
+  }, [count, Boolean(isWrong)]);
+  return html`<${Fold} title=${title} aside=${count ? t('pictures.count', { n: count }) : ''} isOpen=${isOpen} onToggle=${setOpen}>${children}<//>`;
+}
 
 /** Read chosen files; what they hold, or why not, is passed on. */
 async function readFiles(files, onPictures, onError) {
@@ -93,7 +103,6 @@ function Pictures({ value, onChange, most, error }) {
     replace(next);
   };
   return html`<div class="field">
-    <div class="field-head"><span class="field-label">${t(isEdit ? 'pictures.references' : 'pictures.image')}</span></div>
     ${images.length > 0 && html`<ol class="pictures-list" aria-label=${t(isEdit ? 'pictures.references' : 'pictures.image')}>
       ${images.map((blob, index) => html`<${Chosen} key=${pictureUrl(blob)} ...${{ blob, index, images, move }}
         isExtra=${index >= most} onRemove=${() => replace(images.filter((one) => one !== blob))} />`)}
@@ -145,7 +154,7 @@ function Beginning({ value, onChange, errors }) {
       min=${0.05} max=${1} step=${0.01} value=${strength} format=${(each) => each.toFixed(2)}
       onChange=${(next) => onChange({ strength: next })} />
     ${isFitted && html`<${Fit} ...${{ value, onChange, size }} />`}
-    <${Mask} ...${{ value, onChange, errors }} />
+    <${Mask} ...${{ value, onChange, errors, size }} />
     <${Carried} ...${{ value, onChange }} />`;
 }
 
@@ -168,12 +177,12 @@ function Fit({ value, onChange, size }) {
   <//>`;
 }
 
-function Mask({ value, onChange, errors }) {
+function Mask({ value, onChange, errors, size }) {
   const [isOpen, setOpen] = useState(Boolean(value.mask));
   const toggle = (next) => {
     setOpen(next);
     if (!next) onChange({ mask: null, paste: false, feather: 0, crop: false });
-    else onChange({ paste: true, feather: 8 });
+    else onChange({ paste: true, feather: Math.min(8, Math.round(Math.max(...(size ?? [256])) / 32)) });
   };
   return html`<${Switch} label=${t('mask.paint')} hint=${t('mask.paintHint')} checked=${isOpen} onChange=${toggle} />
     ${errors.mask && html`<p class="field-error" role="alert">${errors.mask}</p>`}
@@ -200,7 +209,6 @@ function Control({ value, onChange, errors }) {
   const strength = value.controlStrength ?? CONTROL_STRENGTH;
   const clear = () => onChange({ control: null });
   return html`<div class="field">
-    <div class="field-head"><span class="field-label">${t('pictures.control')}</span></div>
     ${value.control
       ? html`<ol class="pictures-list" aria-label=${t('pictures.control')}>
           <${Chosen} blob=${value.control} index=${0} images=${[value.control]} move=${() => {}} onRemove=${clear} />
@@ -229,9 +237,4 @@ function ControlNet({ value, onChange, error }) {
       onInput=${(event) => onChange({ controlnet: event.target.value })} />
       <datalist id=${list}>${names.map((name) => html`<option key=${name} value=${name} />`)}</datalist>`}
   <//>`;
-}
-
-/** A button on a result: it becomes the picture to begin with. */
-export function UseThis({ onUse }) {
-  return html`<${Button} icon="image" onClick=${onUse}>${t('pictures.use')}<//>`;
 }

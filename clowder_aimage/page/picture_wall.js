@@ -7,6 +7,7 @@ import { t } from './lang.js';
 const GAP = 12, LEAST = 132, WIDEST = 200, CAPTION = 26; // pixels
 const SPARE = 3; // rows above and below
 const MOST_URLS = 600;
+const PAUSE = 60; // milliseconds: pictures that are only passed are not read
 const urls = new Map(); // of small copies by id, the last used at the end
 
 /** Return the URL of the small copy of a picture; null if it is not kept. */
@@ -79,24 +80,28 @@ export function PictureWall({ entries, chosen, onOpen, onChoose, onRemove }) {
   const element = useRef(null);
   const seen = useSeen(element, entries.length);
   const [current, setCurrent] = useState(0);
-  const wanted = useRef(false);
+  const wanted = useRef(null); // the number of entries at which a picture gets the focus, at most
   const at = Math.min(current, Math.max(0, entries.length - 1));
-  useEffect(() => {
-    if (!wanted.current) return;
-    const found = element.current.querySelector(`[data-index="${at}"] .wall-open`);
-    if (!found) return;
-    wanted.current = false;
-    found.focus({ preventScroll: true });
+  const focus = (index) => element.current.querySelector(`[data-index="${index}"] .wall-open`)?.focus({ preventScroll: true });
+  useLayoutEffect(() => {
+    if (wanted.current === null || entries.length > wanted.current) return;
+    focus(at);
+    if (document.activeElement?.closest('.wall')) wanted.current = null;
   });
   const go = (index) => {
-    wanted.current = true;
+    wanted.current = entries.length;
     setCurrent(index);
     reveal(element.current, Math.floor(index / seen.columns) * seen.row, seen.row);
+    focus(index);
+  };
+  const discard = (id) => {
+    wanted.current = entries.length - 1; // the next one gets the focus when it is gone
+    onRemove(id);
   };
   const pressed = (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || !event.target.closest('.wall-tile')) return;
     const target = targetOf(event.key, at, seen.columns, entries.length);
-    const act = { Delete: onRemove, ' ': onChoose }[event.key];
+    const act = { Delete: discard, ' ': onChoose }[event.key];
     const isBox = event.target.matches('input');
     if (target === null && (!act || (isBox && event.key === ' '))) return;
     event.preventDefault();
@@ -134,9 +139,14 @@ function reveal(element, top, height) {
 function Tile({ entry, index, count, seen, isCurrent, isChosen, onFocus, onOpen, onChoose }) {
   const [url, setUrl] = useState(urls.get(entry.id) ?? null);
   useEffect(() => {
+    if (url) return undefined;
     let isShown = true;
-    thumbUrl(entry.id).then((found) => isShown && setUrl(found), () => {});
-    return () => (isShown = false);
+    const show = () => thumbUrl(entry.id).then((found) => isShown && setUrl(found), () => {});
+    const timer = setTimeout(show, PAUSE);
+    return () => {
+      isShown = false;
+      clearTimeout(timer);
+    };
   }, [entry.id]);
   const left = (index % seen.columns) * (seen.side + GAP);
   const top = Math.floor(index / seen.columns) * seen.row;

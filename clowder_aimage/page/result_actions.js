@@ -15,7 +15,7 @@ export function ResultActions({ entry }) {
     <p class="make-result-facts">${words.join(' · ')}</p>
     <div class="row">
       <${Button} icon="download" onClick=${() => saveEntry(entry)}>${t('make.download')}<//>
-      <${Button} icon="image" onClick=${() => usePicture(entry.blob)}>${t('make.use')}<//>
+      <${Button} icon="image" onClick=${() => usePicture(entry.blob)}>${t('pictures.use')}<//>
       <${Button} icon="lock" disabled=${isKept || seed === undefined} onClick=${() => change({ seed, seedLocked: true })}>${t('make.keep-seed')}<//>
       <${Button} icon="gallery" onClick=${() => show('gallery')}>${t('make.to-gallery')}<//>
     </div>

@@ -28,6 +28,7 @@ export function Viewer({ ids, id, onShow, onClose, onCompare }) {
   useEffect(() => {
     const before = document.activeElement;
     element.current.showModal();
+    element.current.focus(); // not a button, which a key would press
     return () => before?.isConnected && before.focus?.();
   }, []);
   useEffect(() => setActual(false), [id]);
@@ -47,13 +48,13 @@ export function Viewer({ ids, id, onShow, onClose, onCompare }) {
     event.preventDefault();
     act();
   };
-  return html`<dialog ref=${element} class="viewer" aria-label=${t('viewer.title')} onClose=${onClose} onKeyDown=${pressed}>
+  return html`<dialog ref=${element} class="viewer" tabindex="-1" aria-label=${t('viewer.title')} onClose=${onClose} onKeyDown=${pressed}>
     <div class="viewer-parts">
       <${Stage} ...${{ entry, isActual, setActual }} onPrevious=${() => go(at - 1)} onNext=${() => go(at + 1)} />
       <div class="viewer-bar">
         <span class="viewer-place" role="status">${t('viewer.place', { n: at + 1, of: ids.length })}</span>
-        <${IconButton} icon="arrowLeft" label=${t('viewer.previous')} disabled=${at <= 0} onClick=${() => go(at - 1)} />
-        <${IconButton} icon="arrowRight" label=${t('viewer.next')} disabled=${at >= ids.length - 1} onClick=${() => go(at + 1)} />
+        <${IconButton} icon="arrowLeft" label=${t('viewer.previous')} aria-disabled=${at <= 0} onClick=${() => go(at - 1)} />
+        <${IconButton} icon="arrowRight" label=${t('viewer.next')} aria-disabled=${at >= ids.length - 1} onClick=${() => go(at + 1)} />
         <${IconButton} icon="zoom" label=${t('viewer.actual')} aria-pressed=${isActual} onClick=${() => setActual(!isActual)} />
         <${IconButton} icon="full" label=${t('viewer.full')} onClick=${full} />
         <${IconButton} icon="close" label=${t('dialog.close')} onClick=${onClose} />

@@ -46,6 +46,7 @@ def browser() -> Iterator[Browser]:
     expect.set_options(timeout=PATIENCE)
     if CHROMIUM is None and "AIMAGE_REQUIRE_TOOLS" not in os.environ:
         pytest.skip("chromium is not installed")
+    expect.set_options(timeout=20_000)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield found

@@ -126,12 +126,12 @@ export const de = {
   'make.fact-seed': 'Seed {seed}',
   'make.fact-steps': '{n} Schritte',
   'make.download': 'Herunterladen',
-  'make.use': 'Damit beginnen',
   'make.keep-seed': 'Seed behalten',
   'make.to-gallery': 'Galerie',
   // pictures
   'pictures.image': 'Ausgangsbild',
   'pictures.references': 'Bilder zum Bearbeiten',
+  'pictures.count': '{n} gewählt',
   'pictures.choose': 'Bild auswählen',
   'pictures.another': 'Bild hinzufügen',
   'pictures.imageHint': 'Oder hier ablegen oder einfügen.',

@@ -126,12 +126,12 @@ export const en = {
   'make.fact-seed': 'seed {seed}',
   'make.fact-steps': '{n} steps',
   'make.download': 'Download',
-  'make.use': 'Begin with this',
   'make.keep-seed': 'Keep its seed',
   'make.to-gallery': 'Gallery',
   // pictures
   'pictures.image': 'Picture to begin with',
   'pictures.references': 'Pictures to edit',
+  'pictures.count': '{n} chosen',
   'pictures.choose': 'Choose a picture',
   'pictures.another': 'Add a picture',
   'pictures.imageHint': 'Or drop it here, or paste it.',
