@@ -1,4 +1,4 @@
-"""What tests of the page do with pictures: make them, drop and paste files, read its state."""
+"""Steps of tests of the page with pictures: make them, drop and paste files, read the form."""
 
 from __future__ import annotations
 
