@@ -5,22 +5,23 @@ import { adapters, findAdapters, hasPhrase, LEAST, MOST, onScale, STEP, tagOf, t
 import { Fold, IconButton, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
 import { number, t } from './lang.js';
-import { change, draft, models } from './state.js';
+import { change, draft, models, scopes } from './state.js';
 
 const FEW = 8; // adapters that are shown without a search and with all groups open
 
 /** The adapters of a draft. Props: `value`, a list of {model, strength, on}; `onChange`; `model`. */
 export function LoraPanel({ value, onChange, model }) {
-  const isKnown = !model || models.value.some((one) => one.id === model);
-  const count = models.value.length; // an adapter may have been pulled
-  useEffect(() => void (isKnown && findAdapters(model)), [model, isKnown, count]);
   const { list, error } = adapters.value;
   const on = value.filter((one) => one.on !== false);
   const aside = on.length ? t('lora.on', { n: on.length }) : undefined;
-  const [isOpen, setOpen] = useState(null); // null: nobody has folded it
+  const [folded, setFolded] = useState(null); // null: nobody has folded it
   const fault = problem(draft.value.errors ?? {});
+  const isOpen = Boolean(fault) || (folded === null ? on.length > 0 : !folded);
+  const isAsked = isOpen && scopes.value.infer && (!model || models.value.some((one) => one.id === model));
+  const count = models.value.length; // an adapter may have been pulled
+  useEffect(() => void (isAsked && findAdapters(model)), [model, isAsked, count]);
   return html`<div class="lora">
-    <${Fold} title=${t('lora.title')} aside=${aside} isOpen=${Boolean(fault) || (isOpen ?? on.length > 0)} onToggle=${setOpen}>
+    <${Fold} title=${t('lora.title')} aside=${aside} isOpen=${isOpen} onToggle=${(open) => setFolded(!open)}>
       ${fault && html`<p class="field-error" role="alert">${fault}</p>`}
       ${error && html`<p class="field-error">${t('lora.failed', { reason: error })}</p>`}
       ${list === null ? !error && html`<p class="dim">${t('lora.loading')}</p>`
