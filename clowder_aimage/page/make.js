@@ -63,7 +63,7 @@ function Fields() {
     </div>
     <${SeedField} value=${value} />
     <div class="make-folds">
-      <${PictureInput} value=${value} onChange=${change} />
+      <${PictureInput} value=${{ ...value, model: model?.id ?? value.model }} onChange=${change} />
       <${LoraPanel} value=${value.loras} onChange=${(loras) => change({ loras })} model=${model?.id ?? ''} />
       <${Fold} title=${t('make.advanced')} aside=${advancedCount(value)}><${Advanced} value=${value} model=${model} /><//>
     </div>`;

@@ -3,8 +3,7 @@
 import { html } from './html.js';
 import { Field } from './controls.js';
 import { bytes, t } from './lang.js';
-import { change, chosen, draft, loaded, makesPictures, models } from './state.js';
-import { sizeFields } from './size.js';
+import { change, chosen, loaded, makesPictures, models } from './state.js';
 
 const isLoaded = (model) => loaded.value.some((one) => one.digest === model.digest || one.name === model.id);
 
@@ -31,7 +30,7 @@ export function ModelField({ value }) {
   const error = value.errors.model || (isGone ? t('make.model-gone') : '');
   return html`<div class="make-model">
     <${Field} label=${t('make.model')} error=${error}>
-      ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => choose(event.target.value)}>
+      ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => change({ model: event.target.value })}>
         ${isGone && html`<option value=${value.model}>${value.model}</option>`}
         ${!able.length && html`<option value="">${t('make.no-model')}</option>`}
         ${able.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}${short(one)}</option>`)}
@@ -39,11 +38,4 @@ export function ModelField({ value }) {
     <//>
     ${now && html`<ul class="make-facts" aria-label=${t('make.model-facts')}>${facts(now).map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}
   </div>`;
-}
-
-/** Choose a model; a size that followed from the earlier one follows from this one. */
-function choose(id) {
-  const model = models.value.find((one) => one.id === id);
-  const { aspect, scale } = draft.value;
-  change({ model: id, ...(aspect === 'free' ? {} : sizeFields(aspect, scale, model)) });
 }

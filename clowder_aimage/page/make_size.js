@@ -1,10 +1,19 @@
 // The size of the pictures: an aspect ratio with the area of the model, or free.
 
-import { html } from './html.js';
+import { effect, html } from './html.js';
 import { Choice, IconButton, NumberField, Slider } from './controls.js';
 import { number, t } from './lang.js';
 import { ASPECTS, ownSize, SCALES, sizeFields, turned, upright } from './size.js';
-import { change } from './state.js';
+import { change, chosen, draft } from './state.js';
+
+/** A size that follows from the model follows again when the model is known, or another one. */
+effect(() => {
+  const model = chosen.value;
+  const { aspect, scale, width, height } = draft.peek();
+  if (!model || !aspect || aspect === 'free') return;
+  const found = sizeFields(aspect, scale, model);
+  if (found.width !== width || found.height !== height) change(found);
+});
 
 export function SizeField({ value, model }) {
   const { aspect } = value;

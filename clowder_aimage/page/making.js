@@ -7,7 +7,7 @@ import { t } from './lang.js';
 import { remember } from './prompt_history.js';
 import { refresh } from './refresh.js';
 import { inSlot } from './slot.js';
-import { change, draft, notice, online } from './state.js';
+import { change, chosen, draft, notice, online } from './state.js';
 import { readTab, writeTab } from './storage.js';
 
 const MAX_SEED = 2 ** 32;
@@ -43,7 +43,7 @@ export async function start() {
   const seed = draft.value.seedLocked && draft.value.seed !== null ? draft.value.seed : drawSeed();
   change({ seed, errors: {} });
   remember(draft.value.prompt, draft.value.negative);
-  run.value = blank(draft.value);
+  run.value = blank({ ...draft.value, model: chosen.value?.id ?? draft.value.model });
   writeTab('making', { prompt: draft.value.prompt, n: draft.value.n });
   control = new AbortController();
   await untilDone(run.value.draft, control.signal);

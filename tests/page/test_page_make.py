@@ -68,6 +68,7 @@ def test_a_picture_is_made_with_previews_steps_and_the_settings_of_the_form(
     expect(page.locator(".make-state")).to_contain_text("Done in")
     assert any("Step 3 of 6" in text and "left" in text for text in texts), texts
     assert sent(asked.value) | {"stream": True} == {
+        "model": "shapes:latest",
         "prompt": "a red circle",
         "stream": True,
         "stream_format": "openai+progress",
@@ -260,7 +261,7 @@ def test_a_worker_that_restarts_makes_the_picture_once_it_is_back(
     worker = start_worker()
     page = open_page(url=worker.url)
     write(page, "a red circle")
-    page.get_by_label("Steps").fill("200")
+    page.get_by_label("Steps").fill("60")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".make-state")).to_contain_text("Step")
     worker.stop(signal.SIGKILL)
