@@ -1,12 +1,13 @@
 """Time texts of a language model and those of its library alone: ``python benchmarks/text.py``.
 
-Each row is a process of its own with the same random float32 weights. They take turns, so that all
-of them meet the same disturbances. The first token is that of a prompt which no cache knows; the
-rate is that of the tokens after it. The ratio is to the library alone, by the median: a worker's
-pieces may arrive together, so its best turn says little.
+Each row is a process of its own with the same random weights: float32 for mlx-lm, Q8_0 for
+llama.cpp. They take turns, so that all of them meet the same disturbances. The first token is that
+of a prompt which no cache knows; the rate is that of the tokens after it. The ratio is to the
+library alone, by the median: a worker's pieces may arrive together, so its best turn says little.
 
-A new row is a function in ROWS: from the directory of the model to a function from a prompt and a
-number of tokens to the seconds until the first token, and the tokens per second after it.
+The first row of a runtime in ROWS is the library alone. A row is a function from the path of the
+model to a function from a prompt and a number of tokens to the seconds until the first token, and
+the tokens per second after it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-BASE = "mlx-lm"
+CONTEXT = 1024
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {},
     "medium": {
@@ -35,14 +36,13 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 4,
         "head_dim": 64,
-        "max_position_embeddings": 4096,
     },
 }
 WORDS = "the red ball is on the table and the blue cube is under the chair "
 Write = Callable[[str, int], tuple[float, float]]
 
 
-def aimage(directory: Path) -> Write:
+def aimage(path: Path) -> Write:
     from clowder_aimage.create import create
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.model.text.language_model import Sampling, TextEnd, TextRequest
@@ -50,7 +50,8 @@ def aimage(directory: Path) -> Write:
     from clowder_aimage.oci import Reference
 
     layout = ImageLayout(Path(tempfile.mkdtemp()))
-    model = load_language_model(layout, create(layout, Reference.parse("m"), directory).aimage)
+    made = create(layout, Reference.parse("m"), path).aimage
+    model = load_language_model(layout, made, context=CONTEXT)
 
     def write(prompt: str, count: int) -> tuple[float, float]:
         request = TextRequest(prompt=prompt, max_tokens=count, sampling=Sampling(temperature=0))
@@ -61,10 +62,10 @@ def aimage(directory: Path) -> Write:
     return write
 
 
-def mlx_lm(directory: Path) -> Write:
+def mlx_lm(path: Path) -> Write:
     from mlx_lm import load, stream_generate
 
-    model, tokenizer = load(str(directory))[:2]
+    model, tokenizer = load(str(path))[:2]
 
     def write(prompt: str, count: int) -> tuple[float, float]:
         begun = time.perf_counter()
@@ -75,7 +76,34 @@ def mlx_lm(directory: Path) -> Write:
     return write
 
 
-def worker(directory: Path) -> Write:
+def llama(path: Path) -> Write:
+    """Time xllamacpp, with the parameters of the worker's runtime."""
+    import xllamacpp
+
+    from clowder_aimage.model.llama.llama_params import make_params
+
+    params = make_params(path, (), context=CONTEXT, parallel=1, pooling=None)
+    params.verbosity, params.hostnames = -1, [f"{tempfile.mkdtemp()}/a.sock"]
+    server = xllamacpp.Server(params)
+    server.handle_metrics()
+
+    def write(prompt: str, count: int) -> tuple[float, float]:
+        times: list[float] = []
+
+        def receive(answer: dict[str, Any]) -> bool:
+            if answer["choices"][0]["text"]:
+                times.append(time.perf_counter())
+            return False
+
+        begun = time.perf_counter()
+        body = {"prompt": prompt, "n_predict": count, "temperature": 0, "stream": True}
+        server.handle_completions(body, receive)
+        return times[0] - begun, (count - 1) / (times[-1] - times[0])
+
+    return write
+
+
+def worker(path: Path) -> Write:
     """Time the client of a worker, which streams its text over HTTP."""
     import http.client
 
@@ -84,11 +112,10 @@ def worker(directory: Path) -> Write:
     from clowder_aimage.oci import Reference
 
     store = Path(tempfile.mkdtemp())
-    create(ImageLayout(store), Reference.parse("m"), directory)
+    create(ImageLayout(store), Reference.parse("m"), path)
     command = [sys.executable, "-m", "clowder_aimage.cli", "serve", "--addr", "127.0.0.1:0"]
-    process = subprocess.Popen(
-        [*command, "--store", str(store)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    command += ["--store", str(store), "--context", str(CONTEXT)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     atexit.register(process.kill)
     assert process.stdout is not None
     host = process.stdout.readline().decode().strip().removeprefix("http://")
@@ -112,12 +139,15 @@ def worker(directory: Path) -> Write:
     return write
 
 
-ROWS: dict[str, Callable[[Path], Write]] = {BASE: mlx_lm, "aimage": aimage, "worker": worker}
+OURS = {"aimage": aimage, "worker": worker}
+ROWS: dict[str, dict[str, Callable[[Path], Write]]] = {
+    "mlx-lm": {"mlx-lm": mlx_lm, **OURS},
+    "llama.cpp": {"xllamacpp": llama, **OURS},
+}
 
 
-def serve(row: str, directory: Path) -> None:
+def serve(write: Write) -> None:
     """Time one text for each line of standard input."""
-    write = ROWS[row](directory)
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
@@ -125,19 +155,20 @@ def serve(row: str, directory: Path) -> None:
         print(json.dumps({"first": first, "rate": rate}), flush=True)
 
 
-def measure(directory: Path, rounds: int, count: int, length: int) -> dict[str, list[Any]]:
+def measure(runtime: str, path: Path, rounds: int, count: int, length: int) -> dict[str, list[Any]]:
     """Return the times of each row."""
+    command = [sys.executable, __file__, "--runtime", runtime, "--model", str(path), "--row"]
     children = {
         row: subprocess.Popen(
-            [sys.executable, __file__, "--row", row, "--directory", str(directory)],
+            [*command, row],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        for row in ROWS
+        for row in ROWS[runtime]
     }
-    times: dict[str, list[Any]] = {row: [] for row in ROWS}
+    times: dict[str, list[Any]] = {row: [] for row in children}
     try:
         for child in children.values():
             assert child.stdout and child.stdout.readline() == "ready\n"
@@ -158,24 +189,35 @@ def measure(directory: Path, rounds: int, count: int, length: int) -> dict[str, 
     return times
 
 
+def make_model(place: Path, runtime: str, shape: str) -> Path:
+    """Write a directory of Transformers, or a GGUF file."""
+    from tests.text.tiny_gguf import write_gguf
+    from tests.text.tiny_text import write_model
+
+    fields = {"max_position_embeddings": CONTEXT, **SHAPES[shape]}
+    directory = write_model(place / "model", "qwen3", **fields)
+    if runtime == "mlx-lm":
+        return directory
+    return write_gguf(place / "model.gguf", directory, quantized=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="medium")
+    parser.add_argument("--runtime", choices=ROWS, default="mlx-lm")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--length", type=int, default=2, help="sentences of the prompt")
     parser.add_argument("--row", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.row:
-        serve(given.row, given.directory)
+        serve(ROWS[given.runtime][given.row](given.model))
         return
-    from tests.text.tiny_text import write_model
-
     with tempfile.TemporaryDirectory() as place:
-        directory = write_model(Path(place) / "model", "qwen3", **SHAPES[given.shape])
-        times = measure(directory, given.rounds, given.tokens, given.length)
-    base = statistics.median(one["rate"] for one in times[BASE])
+        path = make_model(Path(place), given.runtime, given.shape)
+        times = measure(given.runtime, path, given.rounds, given.tokens, given.length)
+    base = statistics.median(one["rate"] for one in next(iter(times.values())))
     print("| row | tokens/s, best | median | ratio | first token, best | median |")
     print("|---|---|---|---|---|---|")
     for row, found in times.items():

@@ -34,6 +34,14 @@ POOLS = (
 # For programs that become another user, who may not be allowed to read the interpreter's modules:
 # those that are loaded late, in functions
 LATE_MODULES = "import concurrent.futures.thread, ctypes, encodings.ascii"
+_CONTROLLED = """
+import fcntl, os, sys, termios
+if child := os.fork():  # the child is not a group leader, and may have a session of its own
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 THREADS_END = 20.0  # seconds
 TIMEOUT = 300.0  # seconds
 _setpriv = shutil.which("setpriv") if sys.platform == "linux" else None
@@ -56,6 +64,22 @@ def spawn(
     child = subprocess.Popen(words, process_group=0, **options)
     if not is_shared:
         _children.append(child)
+    return child
+
+
+def spawn_at(terminal: int, command: Sequence[object], **options: Any) -> subprocess.Popen[Any]:
+    """Start a child whose controlling terminal is the slave of a pseudo-terminal, and close that.
+
+    The child waits for the program, which has a session of its own.
+    """
+    child = spawn(
+        [sys.executable, "-S", "-c", _CONTROLLED, *command],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        **options,
+    )
+    os.close(terminal)
     return child
 
 

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from aiohttp import web
 from multidict import CIMultiDict
@@ -20,6 +20,7 @@ from clowder_aimage.http.api_error import ApiError, api_error, response
 
 TICK = 0.5  # seconds between two checks that the client is still connected
 KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
+GATHERED = 0.01  # seconds between two writes: tokens of a fast model are written together
 STALL = 60.0  # seconds within which a client must receive a piece
 _PIECE = 64 * 1024
 
@@ -50,6 +51,54 @@ def add_warnings(headers: CIMultiDict[str], warnings: Iterable[str]) -> None:
         headers.add("X-Aimage-Warning", text.encode("ascii", "backslashreplace").decode())
 
 
+class Arrivals(Generic[T]):
+    """The events of a generator, collected as they arrive while this context is entered.
+
+    At its end the generator is closed.
+    """
+
+    def __init__(self, events: AsyncGenerator[T, None]) -> None:
+        self._events, self._arrived = events, list[T]()
+        self._is_new = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._collect())
+        self._task.add_done_callback(lambda _: self._is_new.set())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.exception()  # raised by ``take``, unless the consumer has left
+
+    async def _collect(self) -> None:
+        async with contextlib.aclosing(self._events):
+            async for event in self._events:
+                self._arrived.append(event)
+                self._is_new.set()
+
+    async def take(self, every: float | None = None) -> list[T] | None:
+        """Return the events since the last call: at least one, or none after ``every`` seconds.
+
+        None is the end. Raises the errors of the generator.
+        """
+        if not self._arrived and not self._task.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(every or TICK):
+                    await self._is_new.wait()
+        self._is_new.clear()
+        found, self._arrived = self._arrived, []
+        if self._task.done() and not found:
+            self._task.result()
+            return None
+        return found
+
+    async def gather(self, seconds: float) -> None:
+        """Wait until the generator has ended, at most some seconds."""
+        await asyncio.wait([self._task], timeout=seconds)
+
+
 async def ticking(
     events: AsyncGenerator[T, None], every: float | None = None
 ) -> AsyncGenerator[T | None, None]:
@@ -57,19 +106,12 @@ async def ticking(
 
     Closing the generator closes ``events`` and waits for that. Raises the errors of ``events``.
     """
-    async with contextlib.aclosing(events):
-        while True:
-            coming = asyncio.ensure_future(anext(events))
-            try:
-                while not (await asyncio.wait([coming], timeout=every or TICK))[0]:
-                    yield None
-                event = coming.result()
-            except StopAsyncIteration:
-                return
-            finally:
-                coming.cancel()
-                await asyncio.wait([coming])
-            yield event
+    async with Arrivals(events) as arrivals:
+        while (found := await arrivals.take(every)) is not None:
+            for event in found:
+                yield event
+            if not found:
+                yield None
 
 
 async def present(request: web.Request, events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
@@ -180,18 +222,19 @@ async def stream_events(
     An error before the response has begun determines the status; a later one is sent as an event.
     """
     stream = EventStream(request, headers)
-    async with contextlib.aclosing(ticking(events)) as coming:
+    async with Arrivals(events) as arrivals:
         try:
-            async for event in coming:
-                frames = [] if event is None else [*form.frames(event)]
+            while (found := await arrivals.take()) is not None:
+                frames = b"".join(one for event in found for one in form.frames(event))
                 if not stream.response.prepared and (form.is_early or frames or stream.is_silent):
                     add_warnings(stream.response.headers, form.warnings)
                     await stream.open()
-                if event is None:
+                if frames:
+                    await stream.send(frames)
+                    await arrivals.gather(GATHERED)
+                elif not found:
                     await stream.keep_alive()
-                else:
-                    await stream.send(*frames)
-            await stream.send(*form.end())
+            await stream.send(b"".join(form.end()))
         except ConnectionError:
             raise
         except Exception as error:

@@ -153,6 +153,8 @@ class ModelProcess:
         share = None if memory is None else memory // command["models"]
         how = {name: command[name] for name in names if command.get(name) is not None}
         self._model = model = load_language_model(store, stored.aimage, memory=share, **how)
+        if model.device.startswith("cpu"):  # drivers of GPUs map more than there is
+            _limit_memory(machine.memory())
         facts = {"parallel": model.parallel, "context": model.context}
         plan = f"a context of {model.context} tokens for each of {model.parallel} requests"
         self._report_loaded(model.device, model.dtype, plan, **facts)

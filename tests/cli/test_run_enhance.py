@@ -94,7 +94,7 @@ def test_the_language_model_and_its_instruction_are_chosen(enhancing: Enhancing)
 @pytest.mark.parametrize(
     ("answer", "options", "code", "message"),
     [
-        (["<think>only thoughts"], ("--enhancer", "talk"), 1, "returned no prompt"),
+        (["<think>only thoughts"], ("--enhance=talk",), 1, "returned no prompt"),
         ([ModelError("broken")], ("--enhancer", "talk"), 1, "broken"),
         (["a"], ("--enhance",), 2, "no language model is named for --enhance"),
         (["a"], ("--enhancer", "x"), 1, "x:latest is not a language model"),

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import pty
+import select
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ from clowder_aimage.model.text.language_model import (
     TextRequest,
 )
 from tests.cli.test_remote_verbs import at
-from tests.process import Aimage
+from tests.process import PROGRAM, Aimage, spawn_at
 from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 from tests.text.fake_model import Answer, FakeModel
 from tests.text.tiny_text import write_model
@@ -272,3 +276,61 @@ def test_answers_that_a_worker_breaks_off_are_errors(
     with worker.running():
         said = at(worker).attempt("run", "x", "a?")
     assert said.code and message in said.err
+
+
+class Screen:
+    """A terminal of which what a child has written is read up to a text."""
+
+    def __init__(self, master: int) -> None:
+        self._master, self.shown = master, ""
+
+    def wait_for(self, text: str) -> None:
+        """Read until a text is shown, and forget what precedes it."""
+        while text not in self.shown:
+            assert select.select([self._master], [], [], 60)[0], self.shown
+            self.shown += os.read(self._master, 1 << 16).decode()
+        self.shown = self.shown.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(
+    at: Callable[[ScriptedWorker], Aimage],
+) -> None:
+    def endless() -> Iterator[bytes]:
+        yield event({"choices": [{"delta": {"content": "It is re"}}]})
+        while True:
+            time.sleep(0.01)
+            yield b": keep-alive\n\n"
+
+    def script(asked: Asked) -> Says:
+        if asked.path != "/v1/chat/completions" or len(asked.value["messages"]) > 1:
+            return answering(asked)
+        return Says(endless(), 200, {"Content-Type": "text/event-stream"})
+
+    worker = ScriptedWorker(script)
+    worker.capabilities = ("completion",)
+    with worker.running():
+        here = at(worker)
+        master, slave = pty.openpty()
+        child = spawn_at(slave, [*PROGRAM, "run", "x"], env=here.env(), cwd=here.home)
+        screen = Screen(master)
+        screen.wait_for(">>> ")
+        screen.type("which?\n")
+        screen.wait_for("It is re")
+        screen.type("\x03")
+        screen.wait_for("cancelled; /bye or Ctrl-D ends")
+        assert worker.left.wait(60)  # the worker computes it no longer
+        screen.wait_for(">>> ")
+        screen.type("go on\n")
+        screen.wait_for("Red.")
+        screen.wait_for(">>> ")
+        screen.type("half a line\x03")
+        screen.wait_for("cancelled; /bye or Ctrl-D ends")
+        screen.wait_for(">>> ")
+        screen.type("\x04")
+        assert child.wait(60) == 0
+        os.close(master)
+    last = [one.value["messages"] for one in worker.asked if b"messages" in one.body][-1]
+    assert [one["content"] for one in last] == ["which?", "It is re", "go on"]

@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import sys
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -22,7 +23,7 @@ from clowder_aimage.cli.console.terminal_picture import (
     find_protocol,
 )
 from tests.cli.test_remote_verbs import at, drawing
-from tests.process import PROGRAM, Aimage, spawn
+from tests.process import PROGRAM, Aimage, spawn_at
 from tests.scripted_worker import ScriptedWorker
 
 __all__ = ["at"]
@@ -114,11 +115,7 @@ def test_sixels_are_the_picture() -> None:
 
 
 ASK = """
-import fcntl, os, sys, termios
-if child := os.fork():  # the child is not a group leader, and may have a session of its own
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-os.setsid()
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+import sys, termios
 from clowder_aimage.cli.console.terminal_picture import find_protocol
 before = termios.tcgetattr(0)
 print("found", repr(find_protocol({"TERM": "xterm", "TMUX": "x", "KITTY_WINDOW_ID": "1"})))
@@ -130,20 +127,12 @@ print("same", termios.tcgetattr(0) == before)
     ("answer", "protocol"),
     [
         (b"\x1b_Gi=31;OK\x1b\\\x1b[?62;4c", KITTY),
-        (b"\x1b[?62;4;22c", SIXEL),
-        (b"\x1b[?64;14c", ""),
         (b"", ""),
     ],
 )
 def test_a_terminal_is_asked(answer: bytes, protocol: str) -> None:
     master, slave = pty.openpty()
-    child = spawn(
-        [sys.executable, "-c", ASK],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-    )
-    os.close(slave)
+    child = spawn_at(slave, [sys.executable, "-c", ASK])
     shown = read(master, answer)
     assert child.wait(30) == 0
     assert f"found {protocol!r}" in shown
@@ -167,30 +156,46 @@ def read(master: int, answer: bytes = b"") -> str:
 
 
 @pytest.mark.parametrize(
-    ("options", "is_shown"), [((), True), (("--no-show",), False), (("--json",), False)]
+    ("terminal", "options", "shape"),
+    [
+        ({"TERM_PROGRAM": "WezTerm"}, (), "\x1b]1337;File=inline=1;[^:]*:(.*)\x07"),
+        ({"KITTY_WINDOW_ID": "1"}, (), "\x1b_Ga=T,f=100,q=2[^;]*;([^\x1b]*)\x1b"),
+        ({}, ("--open",), '\x1bPq"1;1;([0-9]+;[0-9]+)'),  # it answers that it shows sixels
+        ({"TERM_PROGRAM": "WezTerm"}, ("--no-show",), ""),
+        ({"TERM_PROGRAM": "WezTerm"}, ("--json",), ""),
+    ],
+    ids=["iterm2", "kitty", "sixel", "no-show", "json"],
 )
 def test_run_draws_the_picture_in_the_terminal(
-    at: Callable[[ScriptedWorker], Aimage], options: tuple[str, ...], is_shown: bool
+    at: Callable[[ScriptedWorker], Aimage],
+    terminal: dict[str, str],
+    options: tuple[str, ...],
+    shape: str,
 ) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
+        viewer = here.home / "bin" / "xdg-open"
+        viewer.parent.mkdir()
+        viewer.write_text('#!/bin/sh\nprintf %s "$1" >>opened.part; mv opened.part opened\n')
+        viewer.chmod(0o755)
+        path = {"PATH": f"{viewer.parent}:{os.environ['PATH']}"}
         master, slave = pty.openpty()
-        child = spawn(
-            [*PROGRAM, "run", "tiny", "a fox", "--seed", "7", *options],
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            env=here.env() | XTERM | {"TERM_PROGRAM": "WezTerm"},
-            cwd=here.home,
-        )
-        os.close(slave)
-        shown = read(master)
+        command = [*PROGRAM, "run", "tiny", "a fox", "--seed", "7", *options]
+        child = spawn_at(slave, command, env=here.env() | XTERM | terminal | path, cwd=here.home)
+        shown = read(master, b"\x1b[?62;4;22c")
     assert child.wait(30) == 0
-    found = re.search("\x1b]1337;File=inline=1;[^:]*:(.*)\x07", shown)
-    assert (found is not None) == is_shown
     (written,) = here.home.glob("*.png")
-    assert not found or base64.b64decode(found[1]) == written.read_bytes()
     assert written.name in shown
+    drawn = re.search(shape or "\x1b(P|]1337|_Ga)", shown)
+    assert (drawn is not None) == bool(shape)
+    if drawn and "--open" in options:
+        height, width, _ = pixels(written.read_bytes()).shape
+        assert drawn[1] == f"{width};{height}"
+        while not (opened := here.home / "opened").exists():  # by a program that nobody waits for
+            time.sleep(0.005)
+        assert (here.home / opened.read_text()).samefile(written)
+    elif drawn:
+        assert base64.b64decode(drawn[1]) == written.read_bytes()
 
 
 def test_show_without_a_terminal_is_a_warning(at: Callable[[ScriptedWorker], Aimage]) -> None:

@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx.nn.layers.positional_encoding import RoPE
 
-from clowder_aimage.model.backend import mx
-from clowder_aimage.model.mlxlm.cpu_network import attend, project
+from clowder_aimage.model.backend import Linear, Network, RMSNorm, mx
+from clowder_aimage.model.mlxlm.cpu_network import accelerate, attend, project
+from clowder_aimage.model.mlxlm.library import library_module
 
 
 def random(*shape: int) -> mx.array:
@@ -39,3 +41,46 @@ def test_products_are_those_of_mlx(rows: int, has_bias: bool) -> None:
     found = project(x, weight, bias if has_bias else None)
     expected = x @ weight.T + (bias if has_bias else 0)
     assert mx.abs(found - expected).max().item() < 1e-3  # type: ignore[operator]
+
+
+def same(layer: Any, x: mx.array, **options: Any) -> None:
+    """Check that a layer computes the same after it is accelerated, as another class."""
+
+    class One(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+    usual, kind, names = layer(x, **options), type(layer), {*layer.parameters()}
+    accelerate(One())
+    assert type(layer) is not kind and {*layer.parameters()} == names
+    assert mx.abs(layer(x, **options) - usual).max().item() < 1e-5  # type: ignore[operator]
+
+
+def test_norms_and_small_products_are_those_of_mlx() -> None:
+    norm = RMSNorm(32, 1e-3)
+    norm.weight = random(32)
+    same(norm, random(1, 3, 2, 32))
+    same(Linear(32, 16), random(1, 1, 32))
+
+
+@pytest.mark.parametrize("offset, length", [(0, 5), (300, 1)])
+def test_rotary_positions_are_those_of_mlx(offset: int, length: int) -> None:
+    scaled = {"factor": 8.0, "original_max_position_embeddings": 64}
+    llama = library_module("models.rope_utils").Llama3RoPE(16, scaling_config=scaled)
+    for layer in (RoPE(16), RoPE(16, base=1e6, scale=0.5), llama):
+        same(layer, random(1, 2, length, 24), offset=offset)  # 8 channels stay
+
+
+def test_layers_with_the_same_frequencies_share_angles() -> None:
+    class Two(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [RoPE(16), RoPE(16)]
+
+    network, x = Two(), random(1, 1, 2, 16)
+    accelerate(network)
+    first, second = (layer(x, offset=7) for layer in network.layers)
+    assert mx.array_equal(first, second)
+    assert mx.array_equal(network.layers[0](x, offset=0)[..., 0, :], x[..., 0, :])
+    assert not mx.array_equal(network.layers[1](x, offset=9), second)

@@ -107,6 +107,9 @@ SYNONYMS = {
     "-s": "--steps",
 }
 
+# Flags that may have a value after "=": a value after a space would be taken from the prompt
+_VALUED = {"--enhance": "--enhancer"}
+
 # Options of other tools without an equal: what to use
 _ELSEWHERE = {
     "--artifact-type": "the type of an AImage is fixed; 'aimage attach --type' sets that of files",
@@ -192,6 +195,8 @@ class Verb(_Exemplified):
             if word == "--":
                 break
             name, equals, value = word.partition("=")
+            if equals and _VALUED.get(name) in known:
+                words[at] = f"{_VALUED[name]}={value}"
             if name not in known and SYNONYMS.get(name) in known:
                 own = SYNONYMS[name]
                 words[at] = f"{own}{equals if own[:2] == '--' else ''}{value}"

@@ -39,4 +39,5 @@ def draw_picture(path: Path, protocol: str, *, is_wanted: bool) -> None:
 def open_picture(path: Path, is_wanted: bool | None) -> None:
     """Open a picture in a viewer; by default on macOS, if stdout is a terminal."""
     if is_wanted if is_wanted is not None else (sys.platform == "darwin" and sys.stdout.isatty()):
-        click.launch(str(path))
+        if click.launch(str(path)):
+            remark(f"warning: no program opens {path}")

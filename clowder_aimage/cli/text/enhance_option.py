@@ -29,7 +29,8 @@ enhance_options = options(
     click.option(
         "--enhance",
         is_flag=True,
-        help="Let a language model write a longer prompt; without PROMPT, any one.",
+        help="Let a language model write a longer prompt; without PROMPT, any one. --enhance=REF "
+        "names it.",
     ),
     click.option(
         "--enhancer",
