@@ -154,7 +154,7 @@ class ModelProcess:
         how = {name: command[name] for name in names if command.get(name) is not None}
         self._model = model = load_language_model(store, stored.aimage, memory=share, **how)
         if model.device.startswith("cpu"):  # drivers of GPUs map more than there is
-            _limit_memory(machine.memory())
+            machine.limit_memory(machine.memory())
         facts = {"parallel": model.parallel, "context": model.context}
         plan = f"a context of {model.context} tokens for each of {model.parallel} requests"
         self._report_loaded(model.device, model.dtype, plan, **facts)

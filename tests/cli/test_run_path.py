@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
@@ -16,6 +17,7 @@ from tests.cli.test_remote_verbs import at
 from tests.cli.test_run_text import Talker, talker, talker_files
 from tests.process import Aimage, run
 from tests.scripted_worker import ScriptedWorker, says
+from tests.text.tiny_gguf import write_gguf
 from tests.text.tiny_text import write_model
 
 __all__ = ["at", "talker", "talker_files"]
@@ -36,6 +38,15 @@ def test_a_directory_is_packed_and_run(talker: Talker, talker_files: Path, path:
     assert "aimage run model.v1:latest" in said.err and "aimage rm model.v1:latest" in said.err
     assert here("run", "model.v1", "which?").out == "Red.\n"
     assert names(here).keys() == {"model.v1:latest", "x:latest"}
+
+
+def test_a_gguf_file_is_packed_and_run(talker: Talker, talker_files: Path) -> None:
+    here, _ = talker("Red.")
+    file = write_gguf(here.home / "Talk-1B.gguf", talker_files)
+    assert here("run", file, "which?").out == "Red.\n"
+    assert "talk-1b:latest" in names(here)
+    (layer,) = here("show", "talk-1b", "--json").value["layers"]
+    assert layer["digest"] == f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
 
 
 def test_another_model_of_that_name_stays(talker: Talker, talker_files: Path) -> None:
@@ -82,12 +93,18 @@ def test_a_worker_has_models_of_its_own(at: Callable[[ScriptedWorker], Aimage]) 
 def test_missing_parts_are_named_with_the_command(
     aimage: Callable[..., Aimage], tmp_path: Path
 ) -> None:
+    """No file of another program has the tokenizer; a transformer alone lacks more."""
     here = aimage()
     here("create", "tiny", TINY)
-    here("export", "tiny", tmp_path / "out", "--as", "comfyui")
-    (alone,) = (tmp_path / "out").glob("**/diffusion_models/*.safetensors")
-    said = here("run", alone, "a fox", code=2).err
-    assert f"aimage create NAME {alone} --like REF" in said
+    for layout, parts in (
+        ("comfyui-all-in-one", "lacks tokenizer"),
+        ("comfyui", "lacks text_encoder, vae, tokenizer"),
+    ):
+        here("export", "tiny", tmp_path / layout, "--as", layout)
+        found = sorted((tmp_path / layout).glob("**/*.safetensors"))
+        (file,) = (one for one in found if one.parent.name in ("checkpoints", "diffusion_models"))
+        said = here("run", file, "a fox", code=2).err
+        assert parts in said and f"aimage create NAME {file} --like REF" in said
     assert names(here).keys() == {"tiny:latest"}
 
 

@@ -160,7 +160,7 @@ def read(master: int, answer: bytes = b"") -> str:
     [
         ({"TERM_PROGRAM": "WezTerm"}, (), "\x1b]1337;File=inline=1;[^:]*:(.*)\x07"),
         ({"KITTY_WINDOW_ID": "1"}, (), "\x1b_Ga=T,f=100,q=2[^;]*;([^\x1b]*)\x1b"),
-        ({}, ("--open",), '\x1bPq"1;1;([0-9]+;[0-9]+)'),  # it answers that it shows sixels
+        ({}, ("--open",), '\x1bPq"1;1;'),  # it answers that it shows sixels
         ({"TERM_PROGRAM": "WezTerm"}, ("--no-show",), ""),
         ({"TERM_PROGRAM": "WezTerm"}, ("--json",), ""),
     ],
@@ -189,8 +189,7 @@ def test_run_draws_the_picture_in_the_terminal(
     drawn = re.search(shape or "\x1b(P|]1337|_Ga)", shown)
     assert (drawn is not None) == bool(shape)
     if drawn and "--open" in options:
-        height, width, _ = pixels(written.read_bytes()).shape
-        assert drawn[1] == f"{width};{height}"
+        assert escape_picture(written.read_bytes(), SIXEL, 80).strip() in shown
         while not (opened := here.home / "opened").exists():  # by a program that nobody waits for
             time.sleep(0.005)
         assert (here.home / opened.read_text()).samefile(written)

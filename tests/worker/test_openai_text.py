@@ -89,6 +89,32 @@ def test_a_chat_has_the_types_and_counts_of_the_sdk(worker: LocalWorker) -> None
     assert headers["X-Aimage-Ignored"] == "other"
 
 
+MESSAGES = [{"role": "system", "content": "Be brief."}, *said("one two")]
+# Read in the sources of Open WebUI (routers/openai.py, routers/tasks.py) and Continue
+# (core/llm/llms/OpenAI.ts), and in LibreChat's documentation ("Default Parameters"), 2026-11
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "Open WebUI": {"stream": True, "stream_options": {"include_usage": True}},
+    "Open WebUI, title": {"stream": False, "max_completion_tokens": 1000},
+    "LibreChat": dict.fromkeys(("temperature", "top_p", "n"), 1)
+    | dict.fromkeys(("presence_penalty", "frequency_penalty"), 0)
+    | {"user": "65f2", "stream": True, "stream_options": {"include_usage": True}},
+    "Continue": {"max_tokens": 4096, "temperature": 0.5, "stream": True, "stop": ["\n\n\n"]},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_requests_of_programs_are_served_whole(worker: LocalWorker, program: str) -> None:
+    """With the settings of docs/clients.md; no field is refused or left out."""
+    key = {"Authorization": "Bearer none", "api-key": "none"}
+    status, headers, body = ask(worker, messages=MESSAGES, headers=key, **PROGRAMS[program])
+    assert (status, headers["X-Aimage-Ignored"], headers["X-Aimage-Warning"]) == (200, None, None)
+    if PROGRAMS[program]["stream"]:
+        parts = [one["choices"][0]["delta"] for one in events_of(body)[:-1] if one["choices"]]
+        assert "".join(part.get("content", "") for part in parts) == "one two "
+    else:
+        assert json.loads(body)["choices"][0]["message"]["content"] == "one two "
+
+
 def test_a_stream_has_the_types_of_the_sdk_and_ends_with_its_mark(worker: LocalWorker) -> None:
     usage = {"include_usage": True}
     status, headers, body = ask(worker, messages="hm one two", stream=True, stream_options=usage)

@@ -6,12 +6,13 @@ import io
 import logging
 import resource
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clowder_aimage.engine import frame, machine
+from clowder_aimage.engine import frame, machine, process
 from clowder_aimage.engine.process import ModelProcess
 from clowder_aimage.errors import ModelError, StuckError
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -79,16 +80,16 @@ def test_memory_is_limited_to_that_of_the_machine(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("device", "count"), [("cpu (openblas), mlx-lm", 1), ("gpu, mlx-lm", 0)])
 def test_a_language_model_on_a_cpu_is_limited_too(
-    monkeypatch: pytest.MonkeyPatch, device: str, count: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, count: int
 ) -> None:
     limits: list[int | None] = []
     model = SimpleNamespace(device=device, dtype="float32", parallel=2, context=64)
     monkeypatch.setattr(process, "load_language_model", lambda *_, **__: model)
-    monkeypatch.setattr(process, "_limit_memory", limits.append)
+    monkeypatch.setattr(machine, "limit_memory", limits.append)
     target = io.BytesIO()
     stored: Any = SimpleNamespace(aimage=None)
-    ModelProcess(io.BytesIO(), target)._load_text(LayeredStore([]), stored, {})
-    assert limits == [process.machine.memory()] * count
+    ModelProcess(io.BytesIO(), target)._load_text(LayeredStore([tmp_path]), stored, {})
+    assert limits == [machine.memory()] * count
     target.seek(0)
     loaded = frame.read(target)
     assert loaded is not None and (loaded[0]["is"], loaded[0]["parallel"]) == ("loaded", 2)
