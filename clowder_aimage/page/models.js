@@ -83,7 +83,7 @@ function Entry({ one, onDialog }) {
 }
 
 function Actions({ one, place, onDialog }) {
-  const what = doing.value[one.digest];
+  const { what, stop } = doing.value[one.digest] ?? {};
   const name = one.names[0];
   const isWhole = one.missing.blobs === 0;
   const { admin } = scopes.value;
@@ -92,6 +92,7 @@ function Actions({ one, place, onDialog }) {
   return html`<div class="models-actions" role="group" aria-label=${t('models.actions', { name })}>
     <span class="hidden-text" role="status">${what ? t(`models.${what}`) : ''}</span>
     ${RUNNABLE.includes(one.kind) && isWhole && !place && html`<${Button} disabled=${Boolean(what)} onClick=${() => load(one)}>${t(what ? `models.${what}` : 'models.load')}<//>`}
+    ${what === 'loading' && html`<${IconButton} icon="close" label=${t('models.loadStop', { name })} onClick=${stop} />`}
     ${place && admin && html`<${Button} disabled=${Boolean(what)} onClick=${() => unload(one)}>${t(what ? `models.${what}` : 'models.unload')}<//>`}
     ${admin && !isWhole && html`<${Button} disabled=${isPulling} onClick=${() => pull(name)}>${t('models.complete')}<//>`}
     ${admin && isWhole && CHANGEABLE.includes(one.kind) && html`<${Button} kind="quiet" onClick=${open(Quantize)}>${t('models.quantize')}<//>`}

@@ -6,10 +6,12 @@ import { t } from './lang.js';
 import { refresh } from './refresh.js';
 import { loaded, notice } from './state.js';
 
+const SOON = 300; // milliseconds after which a change shows in the figures
+
 /** What `GET /v1/store` says; null until it has answered. */
 export const stock = signal(null);
 
-/** What is being done with a model, by its digest: 'loading', 'unloading' or 'deleting'. */
+/** What is being done with a model, by its digest: {what, stop}; what is 'loading', 'unloading' or 'deleting'. */
 export const doing = signal({});
 
 /** Return whether a name begins with the host of a registry. */
@@ -33,11 +35,13 @@ export async function look() {
 export const placeOf = (one) => loaded.value.find((each) => `sha256:${each.digest}` === one.digest || each.digest === one.digest);
 
 async function act(one, what, request) {
-  doing.value = { ...doing.value, [one.digest]: what };
+  const controller = new AbortController();
+  doing.value = { ...doing.value, [one.digest]: { what, stop: () => controller.abort() } };
+  setTimeout(look, SOON);
   try {
-    return await request();
+    return await request(controller.signal);
   } catch (error) {
-    notice(t(`models.failed.${what}`, { name: one.names[0], reason: error.message }), { kind: 'bad' });
+    if (error.name !== 'AbortError') notice(t(`models.failed.${what}`, { name: one.names[0], reason: error.message }), { kind: 'bad' });
     return null;
   } finally {
     const { [one.digest]: _, ...rest } = doing.value;
@@ -47,7 +51,8 @@ async function act(one, what, request) {
 }
 
 /** Load a model into memory. */
-export const load = (one) => act(one, 'loading', () => call('POST', '/api/generate', { body: { model: one.names[0], stream: false } }));
+export const load = (one) =>
+  act(one, 'loading', (signal) => call('POST', '/api/generate', { body: { model: one.names[0], stream: false }, signal }));
 
 /** Unload a model, after its running requests. */
 export const unload = (one) =>

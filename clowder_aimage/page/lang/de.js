@@ -380,6 +380,7 @@ export const de = {
   'models.missing': 'Unvollständig: {n} Blobs fehlen, {size}.',
   'models.actions': 'Aktionen für {name}',
   'models.load': 'Laden',
+  'models.loadStop': 'Laden von {name} abbrechen',
   'models.unload': 'Entladen',
   'models.loading': 'Wird geladen',
   'models.unloading': 'Wird entladen',

@@ -380,6 +380,7 @@ export const en = {
   'models.missing': 'Incomplete: {n} blobs are missing, {size}.',
   'models.actions': 'Actions for {name}',
   'models.load': 'Load',
+  'models.loadStop': 'Cancel loading {name}',
   'models.unload': 'Unload',
   'models.loading': 'Loading',
   'models.unloading': 'Unloading',
