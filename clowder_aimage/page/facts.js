@@ -8,7 +8,6 @@ import { copyText, save } from './picture_file.js';
 import { checkedFacts, SETTINGS } from './setting.js';
 import { notice, token } from './state.js';
 
-const LONG = new Set(['prompt', 'original_prompt', 'negative', 'digest', 'image', 'mask', 'control', 'references']);
 const NOT_SHOWN = new Set(['width', 'height']);
 
 /** Return the facts of an entry as `[name, text]`, in the order of SETTINGS. */
@@ -28,12 +27,10 @@ function textOf(value) {
   return value.map((one) => (typeof one === 'object' ? `${one.model} ${one.strength ?? ''}`.trim() : String(one))).join(', ');
 }
 
-/** The facts of an entry as a list, those that differ from `other` marked. */
-export function Facts({ entry, other }) {
-  const others = other ? new Map(factTexts(other)) : null;
+/** The facts of an entry as a list. */
+export function Facts({ entry }) {
   return html`<dl class="facts">
-    ${factTexts(entry).map(([name, text]) => html`<div key=${name} class=${`fact ${LONG.has(name) ? 'fact-long' : ''}
-        ${others && others.get(name) !== text ? 'fact-other' : ''}`}>
+    ${factTexts(entry).map(([name, text]) => html`<div key=${name} class="fact">
       <dt>${t(`facts.${name}`)}</dt>
       <dd class=${/digest|image|mask|control$|references/.test(name) ? 'mono' : ''}>${text}</dd>
     </div>`)}

@@ -95,7 +95,7 @@ function Run({ run }) {
       notice(t('gallery.failed', { reason: error.message }), { kind: 'bad' });
     }
   };
-  return html`<section class="grid-run" aria-label=${t('grid.result')}>
+  return html`<div class="grid-run">
     <div class="grid-state">
       <p role="status">${text}${left !== null && run.isRunning ? ` · ${t('grid.left', { time: duration(left) })}` : ''}</p>
       <${Button} icon="download" disabled=${!made.length} onClick=${saveWhole}>${t('grid.save')}<//>
@@ -105,7 +105,7 @@ function Run({ run }) {
     ${opened !== null && html`<${Viewer} ids=${ids} id=${opened} onShow=${setOpened} onClose=${() => setOpened(null)}
       onCompare=${(one, other) => setPair([one, other])} />`}
     ${pair && html`<${Compare} ids=${ids} pair=${pair} onPair=${setPair} onClose=${() => setPair(null)} />`}
-  </section>`;
+  </div>`;
 }
 
 function Table({ run: { across, down, cells }, onOpen }) {

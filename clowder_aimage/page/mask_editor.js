@@ -135,7 +135,7 @@ function MaskCanvas({ drawing, picture, brush, feather, keep }) {
   return html`<canvas ref=${canvas} class="mask-canvas" width=${width * zoom} height=${height * zoom} tabindex="0" role="application"
       aria-roledescription=${t('mask.role')} aria-label=${t('mask.canvas')} aria-describedby=${id} onPointerDown=${down} onPointerMove=${move} onPointerUp=${up}
       onPointerCancel=${up} onPointerLeave=${() => stroke.current === null && setCursor(null)} onKeyDown=${key}></canvas>
-    <p class="field-hint" id=${id}>${t('mask.keys')}</p>`;
+    <p class="field-hint mask-keys" id=${id}>${t('mask.keys')}</p>`;
 }
 
 /** Return the diameter of the brush: of a pen, by its pressure. */

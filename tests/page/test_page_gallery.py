@@ -20,6 +20,7 @@ from playwright.sync_api import expect
 
 from clowder_aimage.model.picture_facts import facts_of
 from tests.page.picture_steps import kept, make, opened, png
+from tests.page.test_page_accessible import violations
 from tests.process import run
 from tests.worker.conftest import Worker
 
@@ -240,6 +241,49 @@ def test_deleted_pictures_are_put_back(open_page: Open) -> None:
     expect(page.locator(".wall-caption")).to_have_text(["two", "one"])
     page.reload()
     expect(page.locator(TILES)).to_have_count(2)
+
+
+def test_a_picture_that_the_browser_cannot_keep_is_shown_and_said(open_page: Open) -> None:
+    page = open_page()
+    page.evaluate(
+        """() => (IDBObjectStore.prototype.put = () => {
+            throw new DOMException('no room', 'QuotaExceededError');
+        })"""
+    )
+    page.get_by_label("Prompt", exact=True).fill("a red circle")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".notice-bad")).to_contain_text("no room to keep")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download").click()
+    assert facts_of(saved.value.path().read_bytes())["prompt"] == "a red circle"
+
+
+def test_axe_finds_nothing_in_the_views_of_pictures(open_page: Open) -> None:
+    page = open_page(part="gallery")
+    make(page, "a red circle " * 100, steps=1, width=64)
+    make(page, "a blue circle", steps=1, guidance=1)
+    page.locator(TILES).first.wait_for()
+    found = violations(page)
+    viewer = view(page)
+    for title in ("As a command", "Again, with one thing changed"):
+        viewer.get_by_text(title).click()
+    found += violations(page)
+    viewer.get_by_role("button", name="Compare").click()
+    dialog(page, "Compare").locator(".fact").first.wait_for()
+    found += violations(page)
+    page.keyboard.press("Escape")
+    viewer.get_by_role("button", name="X/Y grid").click()
+    page.get_by_label("Values").nth(0).fill("1, 1000")
+    page.get_by_role("button", name="Make 2 pictures").click()
+    page.locator(".grid-open").wait_for()
+    found += violations(page)
+    page.get_by_role("button", name="Cancel").click()
+    page.locator(".grid-open").click()
+    viewer.get_by_role("button", name="Use this").click()
+    page.get_by_text("Paint only a part").click()
+    page.locator(".mask-canvas").wait_for()
+    found += violations(page)
+    assert not found, "\n".join(found)
 
 
 # -- files and commands

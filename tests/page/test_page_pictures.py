@@ -29,6 +29,7 @@ from tests.page.picture_steps import (
     with_chunk,
     with_facts,
 )
+from tests.worker.conftest import Worker
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Locator, Page, Route
@@ -283,27 +284,21 @@ def test_the_worker_says_that_a_control_picture_lacks_a_controlnet(
 
 
 def test_references_are_added_ordered_and_sent_to_models_that_edit(
-    open_page: Open, watch: Watch
+    context: BrowserContext, open_page: Open, shapes_worker: Worker, watch: Watch
 ) -> None:
     """The list of models says that this one takes four; nothing else of pictures is sent."""
     watch.allow("status of 400")
     sent: list[list[tuple[str, bytes]]] = []
-    page = open_page(part="models")
-
-    def four(route: Route) -> None:
-        found = route.fetch().json()
-        for model in found["data"]:
-            model["max_images"] = 4
-        route.fulfill(json=found)
+    known = shapes_worker.get("/v1/models")
+    known["data"] = [model | {"max_images": 4} for model in known["data"]]
 
     def taken(route: Route) -> None:
         sent.append(fields_of(route))
         route.fulfill(status=400, json={"error": {"message": "seen", "param": "image"}})
 
-    page.route("**/v1/models", four)
-    page.route("**/v1/images/edits", taken)
-    page.reload()
-    page.goto(page.url.replace("#models", "#make"))
+    context.route("**/v1/models", lambda route: route.fulfill(json=known))
+    context.route("**/v1/images/edits", taken)
+    page = open_page()
     unfold(page, "Pictures to edit")
     colours = ["red", "green", "blue", "black"]
     files = [(f"{one}.png", "image/png", png(one)) for one in colours]
