@@ -271,13 +271,13 @@ class NdjsonStream:
         """Return whether a line was sent."""
         return self._response is not None
 
-    async def write(self, value: Mapping[str, Any]) -> None:
-        """Send a line without delay."""
+    async def write(self, *values: Mapping[str, Any]) -> None:
+        """Send lines without delay."""
         if self._response is None:
             self._response = web.StreamResponse(headers=self.headers)
             await self._response.prepare(self._request)
-        line = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        await self._response.write(line.encode() + b"\n")
+        lines = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in values]
+        await self._response.write("".join(f"{line}\n" for line in lines).encode())
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
         """End with an error: ollama's ``error``, its ``status``, and a ``code``.

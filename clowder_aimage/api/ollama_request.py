@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -13,7 +12,7 @@ from aiohttp import web
 from pydantic import BeforeValidator
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.answer_stream import NdjsonStream, add_warnings, ticking
+from clowder_aimage.api.answer_stream import GATHERED, Arrivals, NdjsonStream, add_warnings
 from clowder_aimage.api.request_body import ModelBody
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
@@ -114,15 +113,15 @@ class OllamaRequest:
         """
         answer, is_change = NdjsonStream(self._request), last is not None
         try:
-            async with contextlib.aclosing(ticking(events, SILENCE)) as coming:
-                async for event in coming:
-                    line = self.line() if event is None else progress(event)
-                    if isinstance(event, PullingEvent):  # no completed and total, which are steps
-                        line = self.line(status="pulling", pulled=event.done, size=event.total)
-                    if line is not None and self._body.stream:
+            async with Arrivals(events) as arrivals:
+                while (found := await arrivals.take(SILENCE)) is not None:
+                    lines = [self._line(event, progress) for event in found or (None,)]
+                    shown = [line for line in lines if line is not None]
+                    if shown and self._body.stream:
                         if not answer.has_begun:
                             add_warnings(answer.headers, self.warnings)
-                        await answer.write(line)
+                        await answer.write(*shown)
+                        await arrivals.gather(GATHERED)
             last = last or self.finished()
         except AImageError as error:
             return await answer.fail(self.explained(error))
@@ -133,6 +132,13 @@ class OllamaRequest:
             return response
         await answer.write(last)
         return await answer.end()
+
+    def _line(self, event: Event | None, progress: Callable[[Event], _Line | None]) -> _Line | None:
+        """Return the line of an event, or of a silence."""
+        if isinstance(event, PullingEvent):  # no completed and total, which are steps
+            progress(event)
+            return self.line(status="pulling", pulled=event.done, size=event.total)
+        return self.line() if event is None else progress(event)
 
     def finished(self) -> _Line:
         """Return the last line. Raises ModelError."""

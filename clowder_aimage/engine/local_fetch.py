@@ -178,7 +178,9 @@ def _pull(
 def check_language_model(reference: Reference, aimage: AImage) -> None:
     """Raise ModelError for an AImage that is not a language model."""
     if runtime_of(aimage) is None:
-        raise ModelError(f"{reference} is not a language model")
+        raise ModelError(
+            f"{reference} is not a language model", remedy="use_encoder", model=str(reference)
+        )
 
 
 def check_pipeline(reference: Reference, aimage: AImage) -> None:

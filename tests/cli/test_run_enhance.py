@@ -97,7 +97,7 @@ def test_the_language_model_and_its_instruction_are_chosen(enhancing: Enhancing)
         (["<think>only thoughts"], ("--enhance=talk",), 1, "returned no prompt"),
         ([ModelError("broken")], ("--enhancer", "talk"), 1, "broken"),
         (["a"], ("--enhance",), 2, "no language model is named for --enhance"),
-        (["a"], ("--enhancer", "x"), 1, "x:latest is not a language model"),
+        (["a"], ("--enhancer", "x"), 1, "create NAME --enhancer --from x:latest"),
     ],
 )
 def test_a_language_model_that_fails_gives_no_picture(

@@ -149,11 +149,14 @@ def test_embeddings_that_are_cancelled_are_not_computed_to_the_end() -> None:
 # -- by clients of an engine
 
 
-def test_all_events_of_a_text_arrive(store: LayeredStore) -> None:
+def test_all_events_of_a_text_arrive_and_errors_with_their_facts(store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         one = await heard(engine, asked("hm so call it", alternatives=1))
         two = await heard(engine, asked("one two three", max_tokens=2))
         three = await heard(engine, EmbeddingRequest(("ab", "c d")))
+        with pytest.raises(ContextError) as found:
+            await heard(engine, asked("a " * (CONTEXT + 1)))
+        assert found.value.facts == {"tokens": str(CONTEXT + 1), "context": str(CONTEXT)}
         rates = [
             sample(engine, "aimage_text_tokens_total", model="tiny", kind=kind)
             for kind in ("prompt", "text")
@@ -261,15 +264,6 @@ def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> 
 
     with pytest.raises(ModelError, match=r"killed by signal 9, .* try a smaller context"):
         played(store, play)
-
-
-def test_errors_keep_their_facts(store: LayeredStore) -> None:
-    async def play(engine: Any) -> Any:
-        with pytest.raises(ContextError) as found:
-            await heard(engine, asked("a " * (CONTEXT + 1)))
-        return found.value.facts
-
-    assert played(store, play) == {"tokens": str(CONTEXT + 1), "context": str(CONTEXT)}
 
 
 def test_a_stop_ends_all_texts(store: LayeredStore) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,41 @@ def test_the_command_line_uses_a_worker(worker: Worker) -> None:
     here = Aimage(worker.aimage.home, worker.store, {"AIMAGE_HOST": worker.host})
     said = here.process("run", "--remote", "words", "hello")
     assert said.out.strip() == ANSWER
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["words", "packed"])
+def test_memory_is_flat_over_many_requests(
+    worker: Worker, client: Any, model: str, count: int
+) -> None:
+    """Prompts differ, streams are left in the middle, and what is kept of prompts is bounded."""
+    with ollama.Client(worker.url) as loaded:
+
+        def resident() -> list[int]:
+            """Return the bytes of the worker and of the model's process."""
+            pages = int(Path(f"/proc/{worker.process.pid}/statm").read_text().split()[1])
+            sizes = [one.size for one in loaded.ps().models if one.model == f"{model}:latest"]
+            return [pages * os.sysconf("SC_PAGE_SIZE"), *sizes]
+
+        def ask(number: int) -> None:
+            messages = [{"role": "user", "content": f"{number} red balls " * (number % 20 + 1)}]
+            with client.chat.completions.create(
+                model=model, messages=messages, max_tokens=8, stream=True
+            ) as parts:
+                next(iter(parts))
+                if number % 5:
+                    assert [*parts][-1].choices[0].finish_reason == "stop"
+
+        for number in range(50):  # caches of prompts and of the allocators fill
+            ask(number)
+        before = resident()
+        for number in range(count):
+            ask(number + 50)
+        after = resident()
+        assert len(after) == 2
+        grown = [late - early for early, late in zip(before, after, strict=True)]
+        assert max(grown) < 6 << 20, (before, after)
 
 
 # -- clients in environments of their own

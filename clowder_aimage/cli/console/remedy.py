@@ -98,6 +98,8 @@ REMEDIES = {
     "store_permissions": "check the permissions of the directory, or choose another with --store",
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "
     "'aimage tag' adds one to a name in the store",
+    "use_encoder": "the text encoder of Z-Image or FLUX.2 [klein] can be used as one: "
+    "aimage create NAME --enhancer --from {model}",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",
     "whole_weights": "name a model whose last layer is whole with --weights: a directory or an "
     "AImage of Qwen3-4B, or an AImage of FLUX.2 [klein] 4B",
