@@ -28,7 +28,8 @@ from clowder_aimage.registry import Repository
 from clowder_aimage.registry.listing import tag_of
 from clowder_aimage.usage import NameUsage, disk_usage, usage
 
-_FRESH = 5.0  # seconds for which a report of an unchanged store is repeated
+_FRESH = 5.0  # seconds for which a report of an unchanged store is repeated, at least
+_SHARE = 20  # times as long as it took to read
 # Words in the types of artifacts, and the kinds that they mean
 _KINDS = {
     "signature": ("cosign", "notary", "sigstore", ".sig."),
@@ -62,10 +63,12 @@ class StoreReport:
 
     def _content(self) -> dict[str, Any]:
         store = self._service.store
-        mark, (known, at, content) = store.fingerprint(), self._known
-        if mark is None or mark != known or time.monotonic() - at > _FRESH:
+        mark, (known, until, content) = store.fingerprint(), self._known
+        begun = time.monotonic()
+        if mark is None or mark != known or begun > until:
             content = self._read(store)
-            self._known = mark, time.monotonic(), content
+            now = time.monotonic()
+            self._known = mark, now + max(_FRESH, _SHARE * (now - begun)), content
         free = {"free": store.free(), "total": store.total()}
         return content | {"disk": content["disk"] | free}
 
