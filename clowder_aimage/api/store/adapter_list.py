@@ -48,7 +48,7 @@ def routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class ListedAdapter:
-    """An adapter in a list: its name and group, what it says of itself, and a mark of its content.
+    """An adapter: its name and group, what it says of itself, and a mark of its content.
 
     ``open`` returns the file of its weights and its configuration, and raises AImageError.
     """
@@ -101,7 +101,8 @@ class AdapterCatalog:
         for file in self._service.adapters.files():
             group = file.name.rpartition("/")[0]
             mark = f"{file.path} {file.changed}"
-            yield ListedAdapter(file.name, group, file.facts, mark, partial(_file, file.path))
+            at = (file.path, None)
+            yield ListedAdapter(file.name, group, file.facts, mark, lambda at=at: at)
 
     def _stored(self) -> Iterator[ListedAdapter]:
         store, finder = self._service.store, self._service.adapters
@@ -164,10 +165,6 @@ def _misfit(one: ListedAdapter, shapes: Shapes, base: str) -> str:
     except OSError as error:
         return f"cannot read {one.name}: {error.strerror or 'it failed'}"
     return ""
-
-
-def _file(path: Path) -> tuple[Path, None]:
-    return path, None
 
 
 def _stored_file(finder: AdapterFinder, name: str) -> tuple[Path, Mapping[str, Any] | None]:

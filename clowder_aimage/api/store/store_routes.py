@@ -128,20 +128,15 @@ def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
     }
 
 
-# -- referrers
-
-
 async def _referrers(service: Service, request: web.Request) -> web.StreamResponse:
     """Respond with the artifacts whose subject is a model: in the store, and in its registry."""
     name, where = request.query.get("model", ""), request.query.get("registry", "")
     if where not in ("", "true", "false"):
         raise wrong("registry", "must be true or false")
     try:
-        reference = service.reference(name) if name else None
+        reference = Reference.parse(service.alias(name) or name)
     except UsageError as error:
         raise wrong("model", error.message[:300]) from None
-    if reference is None:
-        raise ApiError(400, "missing model", code="missing_required_parameter", param="model")
     found = await run_io(model_list.entry, service.store, reference)
     if found is None:
         raise ApiError(404, f"model {name[:200]!r} not found", code="model_not_found")
