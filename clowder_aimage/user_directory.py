@@ -17,10 +17,18 @@ if TYPE_CHECKING:
 
 SHARED_VARIABLES = tuple(
     f"AIMAGE_{name}"
-    for name in "CONFIG ENHANCER HOST STORE TOKEN TOKEN_FILE TRUSTED_REALMS".split()
+    for name in (
+        "CONFIG ENHANCER FLEET HOST NATS NATS_CA NATS_CERT NATS_CREDS NATS_KEY NATS_NKEY STORE "
+        "TOKEN TOKEN_FILE TRUSTED_REALMS"
+    ).split()
 )
 # Prefixes of the variables of a server, whose settings are an object of the configuration
-_SECTIONS = {"worker": "AIMAGE_SERVE_", "node": "AIMAGE_NODE_", "registry": "AIMAGE_REGISTRY_"}
+_SECTIONS = {
+    "worker": "AIMAGE_SERVE_",
+    "node": "AIMAGE_NODE_",
+    "gateway": "AIMAGE_GATEWAY_",
+    "registry": "AIMAGE_REGISTRY_",
+}
 # Variables that Kubernetes sets for a Service named like a prefix ("Accessing the Service")
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$")
 

@@ -5,24 +5,25 @@ from __future__ import annotations
 # The lines of the page's scripts and styles, without the libraries in vendor/ (docs/adr/0034)
 PAGE = 7_300
 
-# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 34), and the coverage of
+# The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 35), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
     ".": (6_150, 97),
     "adapter": (2_420, 95),
-    "api": (6_180, 95),
-    "cli": (9_700, 93),
+    "api": (6_200, 95),
+    "cli": (10_150, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
     "engine": (4_330, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
+    "fleet": (3_200, 80),
     "formats": (4_860, 97),
     "http": (1_720, 87),
     "importer": (3_120, 98),
     "layout": (3_050, 96),
-    "model": (12_800, 96),
+    "model": (12_720, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),

@@ -54,7 +54,9 @@ class _Options(GuidanceFields):
     seed: Whole | None = None
 
 
-class _GenerateBody(OllamaBody, _Options, EnhanceFields, PictureFields):
+class OllamaPictureBody(OllamaBody, _Options, EnhanceFields, PictureFields):
+    """A request of ``/api/generate`` for an image model."""
+
     prompt: str = Field("", max_length=MAX_TEXT)
     options: _Options = _Options()
     png_facts: bool | None = None
@@ -92,7 +94,7 @@ class OllamaGeneration(OllamaRequest):
         self,
         service: Service,
         request: web.Request,
-        body: _GenerateBody,
+        body: OllamaPictureBody,
         parameters: dict[str, Any],
         pictures: KeptPictures | None,
     ) -> None:
@@ -182,7 +184,7 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
         if await is_text_model(service, fields):
             return await answer_prompt(service, request, fields)
         given = take_bare_pictures(fields)
-        body = check_fields(fields, _GenerateBody).whole()
+        body = check_fields(fields, OllamaPictureBody).whole()
         if given and not body.prompt:
             raise wrong(next(iter(given)), "cannot be used without a prompt")
         parameters = body.parameters()

@@ -38,7 +38,7 @@ _Lines = AsyncGenerator[dict[str, Any], None]
 def routes(service: Service) -> list[Route]:
     """Return the routes of this interface that do not use a model."""
     return [
-        Route("GET", "/api/version", _version, OPEN),
+        *open_routes(),
         Route("GET", "/api/tags", partial(_tags, service), INFER),
         Route("GET", "/api/ps", partial(_ps, service), INFER),
         Route("POST", "/api/show", partial(_show, service), INFER),
@@ -47,6 +47,11 @@ def routes(service: Service) -> list[Route]:
         Route("POST", "/api/copy", partial(_copy, service), ADMIN),
         Route("DELETE", "/api/delete", partial(_delete, service), ADMIN),
     ]
+
+
+def open_routes() -> list[Route]:
+    """Return the routes that need no token: they tell what this server is."""
+    return [Route("GET", "/api/version", _version, OPEN)]
 
 
 async def _version(_: web.Request) -> web.StreamResponse:

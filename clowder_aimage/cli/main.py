@@ -66,6 +66,8 @@ GROUPS = {
         "serve": ("serve", "Serve models to clients."),
         "ps": ("ps", "List the models that a worker has loaded."),
         "stop": ("stop", "Unload a model from a worker."),
+        "gateway": ("gateway", "Serve models to clients by the workers of a fleet."),
+        "fleet": ("fleet", "Prepare and observe a fleet of workers."),
         "node": ("node", "Keep specified models on this machine."),
         "registry": ("registry", "Serve the store as an OCI registry."),
         "config": ("config", "Show the configuration."),

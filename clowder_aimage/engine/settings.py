@@ -118,6 +118,7 @@ def _reference(value: object) -> str:
 
 
 Name = Annotated[str, BeforeValidator(_reference)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_list)]
 Seconds = Annotated[float, BeforeValidator(duration)]
 Limit = Annotated[float, BeforeValidator(lambda value: duration(value) or FOR_EVER)]  # 0: none
@@ -161,7 +162,7 @@ class Settings(ServerSettings):
     ADDRESS = DEFAULT_HOST
     PATHS = (*ServerSettings.PATHS, "lora_dir")
 
-    allow_origins: Annotated[tuple[str, ...], BeforeValidator(_origins)] = ()
+    allow_origins: Origins = ()
     allow_inputs: Annotated[tuple[str, ...], BeforeValidator(_inputs)] = ()
     public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
     max_models: int = Field(default=1, ge=1)
@@ -185,6 +186,8 @@ class Settings(ServerSettings):
     lora_dir: Path | None = None
     parallel: int = Field(default=16, ge=1, le=256)
     context: int | None = Field(default=None, ge=16)
+    join: str | None = None
+    worker_name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
 
     @property
     def limits(self) -> EngineLimits:

@@ -371,7 +371,7 @@ class Requests(Target):
         strict = rng.random() < 0.2
         permitted(lambda: read_request(read_object(raw), strict=strict))
         raw = encoded(rng, damage_json(rng, self.GENERATE))
-        permitted(lambda: parse_body(raw, ollama_generate._GenerateBody).parameters())
+        permitted(lambda: parse_body(raw, ollama_generate.OllamaPictureBody).parameters())
         permitted(parse_body, raw, ModelBody)
         kind, body = rng.choice([*self.TEXTS.items()])
         raw = encoded(rng, damage_json(rng, body))

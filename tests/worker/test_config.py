@@ -17,6 +17,7 @@ from tests.process import Aimage, Done
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from clowder_aimage.cli.verbs.config import MASK, masked
+from clowder_aimage.cli.verbs.fleet import ACCESS
 from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
 from clowder_aimage.distribution import registry_role
@@ -243,7 +244,7 @@ def test_schema_settings_and_options_have_the_same_names() -> None:
     assert set(described) == {camel(name) for name in fields}
     options = {one.name for one in serve.params if isinstance(one, click.Option)}
     others = {"plain_http", "insecure", "ca_file", "store", "as_json", "quiet", "template"}
-    assert options - others - {"is_node", "opens", *NODE_OPTIONS} == set(fields)
+    assert options - others - {"is_node", "opens", *NODE_OPTIONS, *ACCESS} == set(fields)
 
 
 def test_the_schema_has_the_defaults_of_the_settings() -> None:

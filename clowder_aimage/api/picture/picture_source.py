@@ -87,13 +87,13 @@ def check_type(name: str, kind: str) -> None:
 
 def check_content(name: str, kind: str, data: bytes) -> None:
     """Refuse a picture of another type than it declares. Raises ApiError (415)."""
-    found = _type_of(data)
+    found = type_of(data)
     declared = kind.replace("image/jpg", "image/jpeg")
     if found and declared in TYPES.values() and declared != found:
         raise _other_type(name, f"is declared as {kind}, but its bytes are {found}")
 
 
-def _type_of(data: bytes) -> str:
+def type_of(data: bytes) -> str:
     """Return the type of a picture by its first bytes, or the empty text."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"

@@ -46,6 +46,16 @@ EXAMPLES = {
     ),
     "du": ("aimage du", "aimage du shapes shapes:int8"),
     "export": ("aimage export shapes ./model",),
+    "fleet drain": ("aimage fleet drain gpu-3", "aimage fleet drain gpu-3 --undo"),
+    "fleet init": (
+        "aimage fleet init --nats nats://nats.example.com",
+        "aimage fleet init --replicas 3 --keep 24h",
+    ),
+    "fleet status": ("aimage fleet status --nats nats://nats.example.com",),
+    "gateway": (
+        "aimage gateway --nats nats://nats.example.com",
+        "aimage gateway --nats tls://nats.example.com --nats-creds gateway.creds",
+    ),
     "gc": ("aimage gc --dry-run", "aimage gc --max-size 200GB --keep 'team/*'"),
     "help": ("aimage help push", "aimage help registry serve"),
     "load": ("aimage load shapes.tar", "aimage load - --as shapes:copy < shapes.tar"),

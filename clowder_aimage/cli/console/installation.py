@@ -17,6 +17,7 @@ _NAME = "clowder-aimage"
 _TOOLS = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx install --force"}
 # extras, with a package that is installed with each
 _EXTRAS = {
+    "fleet": "nats",
     "format": "jinja2",
     "hf": "huggingface_hub",
     "llama": "xllamacpp",

@@ -24,7 +24,14 @@ MASK = "***"
 _VARIABLES = (
     *(
         "AIMAGE_ENHANCER",
+        "AIMAGE_FLEET",
         "AIMAGE_HOST",
+        "AIMAGE_NATS",
+        "AIMAGE_NATS_CA",
+        "AIMAGE_NATS_CERT",
+        "AIMAGE_NATS_CREDS",
+        "AIMAGE_NATS_KEY",
+        "AIMAGE_NATS_NKEY",
         "AIMAGE_TOKEN",
         "AIMAGE_TOKEN_FILE",
         "AIMAGE_TRUSTED_REALMS",
@@ -96,15 +103,16 @@ def _run(file: Path) -> Value:
 
 
 def _servers(file: Path) -> Iterator[Value]:
-    """Yield the settings of 'aimage serve' and 'aimage node', if their extra is installed."""
+    """Yield the settings of the worker, the node and the gateway, if their extra is installed."""
     try:
         with needs("a worker", "worker"):
             from clowder_aimage.engine.settings import Settings, camel, gather, read_section
+            from clowder_aimage.fleet.gateway_settings import GatewaySettings
             from clowder_aimage.node.node_settings import NodeSettings
     except UsageError as error:
         note(f"the worker's settings are not shown: {advice(error)}")
         return
-    for kind in (Settings, NodeSettings):
+    for kind in (Settings, NodeSettings, GatewaySettings):
         (values, origins), section = gather(kind, {}, file), read_section(file, kind)
         properties = load("config")["$defs"][kind.SECTION]["properties"]
         for name in kind.model_fields:

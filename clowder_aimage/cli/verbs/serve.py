@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import platform
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -23,11 +25,15 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options
 from clowder_aimage.errors import UsageError
 from clowder_aimage.user_directory import config_file
 
 if TYPE_CHECKING:
+    from clowder_aimage.api.service import Service
     from clowder_aimage.engine.settings import ServerSettings
+    from clowder_aimage.fleet.fleet_link import FleetAccess
+    from clowder_aimage.http.route import Role
     from clowder_aimage.node.node_settings import NodeSettings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -260,6 +266,17 @@ def spell(field: str) -> str:
     "--page/--no-page", default=None, help="Serve the page for browsers at /. [default: yes]"
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
+@click.option(
+    "--join",
+    metavar="URL",
+    help="Also take the jobs of a fleet, from NATS at this URL: see 'aimage gateway'.",
+)
+@click.option(
+    "--worker-name",
+    metavar="NAME",
+    help="Name in the fleet, which no other worker has. [default: the machine's, with the port]",
+)
+@fleet_options
 @click.option("--node", "is_node", is_flag=True, help="Also run a node: see 'aimage node'.")
 @node_options
 @daemon_connection_options
@@ -277,6 +294,7 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
         from clowder_aimage.node.node_settings import NodeSettings
 
     kept = {name: options.pop(name) for name in NODE_OPTIONS}
+    own = {name: options.pop(name) for name in ACCESS}
     if not is_node and (odd := next((key for key, value in kept.items() if value), None)):
         raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
@@ -284,7 +302,11 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
     if opens and not (config.page and config.address):
         raise UsageError("--open requires the page, and an address to listen on")
     node = gather(NodeSettings, kept, config_file(), spell)[0] if is_node else None
-    run_server(config, node, opens=opens)
+    access = None
+    if config.join:
+        with needs("a worker of a fleet", "worker,fleet"):
+            access = fleet_access(config.join, own)
+    run_server(config, node, access, opens=opens)
 
 
 def check_stores(stores: Sequence[Path]) -> None:
@@ -341,7 +363,13 @@ def open_page(urls: Sequence[str]) -> threading.Thread | None:
     return thread
 
 
-def run_server(config: ServerSettings, node: NodeSettings | None, *, opens: bool = False) -> None:
+def run_server(
+    config: ServerSettings,
+    node: NodeSettings | None,
+    fleet: FleetAccess | None = None,
+    *,
+    opens: bool = False,
+) -> None:
     """Serve as a worker, a node, or both, until interrupted; ``opens`` the page when ready."""
     from clowder_aimage.api.service import make_service
     from clowder_aimage.api.worker_role import WorkerRole
@@ -350,7 +378,6 @@ def run_server(config: ServerSettings, node: NodeSettings | None, *, opens: bool
     from clowder_aimage.http.access import read_tokens
     from clowder_aimage.http.listening_socket import listen, listen_apart
     from clowder_aimage.http.metrics_role import MetricsRole
-    from clowder_aimage.http.route import Role
     from clowder_aimage.node.daemon import Daemon
 
     chosen = settings()
@@ -377,6 +404,8 @@ def run_server(config: ServerSettings, node: NodeSettings | None, *, opens: bool
         listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
         roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(config, WorkerSettings))]
+        if fleet is not None:
+            roles.insert(0, _joined(service, roles[0], fleet, listeners.urls))
         if node is not None:
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
         apart = None
@@ -393,3 +422,15 @@ def run_server(config: ServerSettings, node: NodeSettings | None, *, opens: bool
             origins=config.allow_origins if isinstance(config, WorkerSettings) else None,
             on_ready=ready,
         )
+
+
+def _joined(service: Service, own: Role, fleet: FleetAccess, urls: Sequence[str]) -> Role:
+    """Return the role of a worker that takes the jobs of a fleet."""
+    from clowder_aimage.fleet.fleet_link import WORKER, FleetLink
+    from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+
+    port = urls[0].rpartition(":")[2] if urls and urls[0].startswith("http") else str(os.getpid())
+    machine = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node().partition(".")[0])[:48] or "worker"
+    name = service.settings.worker_name or f"{machine}-{port}"
+    link = FleetLink(fleet, WORKER, name)
+    return JoinedWorker(link, service, own, WorkerPlace(name, urls[0] if urls else ""))

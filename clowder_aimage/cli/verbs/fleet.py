@@ -1,0 +1,257 @@
+"""``aimage fleet``: prepare and observe a fleet of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options, parsed
+from clowder_aimage.cli.console.output import plural, result, size, table
+from clowder_aimage.errors import NetworkError, UsageError
+
+if TYPE_CHECKING:
+    from clowder_aimage.fleet.fleet_link import FleetAccess, FleetLink
+
+PATIENCE = 10.0  # seconds for the connection
+_T = TypeVar("_T")
+_Json = Mapping[str, Any]
+
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+ACCESS = ("fleet", "nats_creds", "nats_nkey", "nats_ca", "nats_cert", "nats_key")
+
+fleet_options = options(
+    click.option(
+        "--fleet",
+        metavar="NAME",
+        envvar="AIMAGE_FLEET",
+        help="Name of the fleet on its NATS server. [env: AIMAGE_FLEET; default: aimage]",
+    ),
+    click.option(
+        "--nats-creds",
+        type=_FILE,
+        envvar="AIMAGE_NATS_CREDS",
+        help="File of NATS credentials. [env: AIMAGE_NATS_CREDS]",
+    ),
+    click.option(
+        "--nats-nkey",
+        type=_FILE,
+        envvar="AIMAGE_NATS_NKEY",
+        help="File with the seed of an nkey. [env: AIMAGE_NATS_NKEY]",
+    ),
+    click.option(
+        "--nats-ca",
+        type=_FILE,
+        envvar="AIMAGE_NATS_CA",
+        help="PEM file of the CA of the NATS server. [env: AIMAGE_NATS_CA]",
+    ),
+    click.option(
+        "--nats-cert",
+        type=_FILE,
+        envvar="AIMAGE_NATS_CERT",
+        help="PEM file of the client certificate for NATS. [env: AIMAGE_NATS_CERT]",
+    ),
+    click.option(
+        "--nats-key",
+        type=_FILE,
+        envvar="AIMAGE_NATS_KEY",
+        help="PEM file of its key. [env: AIMAGE_NATS_KEY]",
+    ),
+)
+nats_option = click.option(
+    "--nats",
+    metavar="URL",
+    help="Server of the fleet, such as nats://nats.example.com; several with commas. "
+    "[env: AIMAGE_NATS]",
+)
+
+
+def nats_of(given: str | None) -> str:
+    """Return the servers that were named, else those of AIMAGE_NATS. Raises UsageError."""
+    found = given or os.environ.get("AIMAGE_NATS")
+    if not found:
+        hint = "name one with --nats nats://HOST, or in AIMAGE_NATS"
+        raise UsageError("no NATS server was named", hint=hint)
+    return found
+
+
+def fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
+    """Return the access to a fleet by the servers ``nats`` and the options. Raises UsageError."""
+    from clowder_aimage.fleet.fleet_link import FleetAccess
+    from clowder_aimage.fleet.fleet_name import DEFAULT_FLEET, FleetNames
+
+    servers = tuple(
+        one if "://" in one else f"nats://{one}"
+        for one in filter(None, map(str.strip, nats.split(",")))
+    )
+    try:
+        names = FleetNames(chosen.get("fleet") or DEFAULT_FLEET)
+    except ValueError as error:
+        raise UsageError(f"--fleet: {error}") from None
+    if bool(chosen.get("nats_cert")) != bool(chosen.get("nats_key")):
+        raise UsageError("--nats-cert and --nats-key belong together")
+    certificate = chosen.get("nats_cert")
+    return FleetAccess(
+        servers,
+        names,
+        creds=chosen.get("nats_creds"),
+        nkey=chosen.get("nats_nkey"),
+        ca_file=chosen.get("nats_ca"),
+        certificate=(certificate, chosen["nats_key"]) if certificate else None,
+    )
+
+
+def _duration(text: str) -> float:
+    with needs("a fleet", "worker,fleet"):
+        from clowder_aimage.engine.settings import duration
+    return duration(text)
+
+
+def _bytes(text: str) -> int:
+    from clowder_aimage.content.unit import parse_size
+
+    return parse_size(text)
+
+
+@click.group(cls=VerbGroup, short_help="Prepare and observe a fleet of workers.")
+def fleet() -> None:
+    """Prepare and observe a fleet: workers that take jobs from a queue in NATS JetStream."""
+
+
+@common_options
+@fleet.command(short_help="Make the streams of a fleet.")
+@nats_option
+@click.option(
+    "--replicas",
+    type=click.IntRange(1, 5),
+    default=1,
+    show_default=True,
+    help="Copies of each message: 3 in a cluster of NATS servers.",
+)
+@click.option(
+    "--keep",
+    metavar="DURATION",
+    default="1h",
+    show_default=True,
+    callback=parsed(_duration),
+    help="Time that results are kept for repeated requests.",
+)
+@click.option(
+    "--max-bytes",
+    metavar="SIZE",
+    default="8GiB",
+    show_default=True,
+    callback=parsed(_bytes),
+    help="Maximum size of results that are kept; a fourth of it for jobs that wait.",
+)
+@fleet_options
+def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen: Any) -> None:
+    """Make the streams of a fleet on its NATS server, or change them to these options.
+
+    Jobs and results in the streams stay.
+    """
+    with needs("a fleet", "worker,fleet"):
+        from clowder_aimage.fleet.fleet_stream import FleetShape
+    shape = FleetShape(replicas=replicas, keep=keep, max_bytes=max_bytes)
+
+    async def make(link: FleetLink) -> list[str]:
+        return await link.make(shape, PATIENCE)
+
+    made = _run(nats, chosen, make, is_ready=False)
+    name = chosen.get("fleet") or "aimage"
+    text = f"made {', '.join(made)}" if made else f"the fleet {name} is as it should be"
+    result({"fleet": name, "made": made}, text)
+
+
+@common_options
+@fleet.command(short_help="Show the workers and the queue of a fleet.")
+@nats_option
+@fleet_options
+def status(nats: str | None, **chosen: Any) -> None:
+    """Show each worker of a fleet, and how many jobs wait for which model."""
+
+    async def read(link: FleetLink) -> dict[str, Any]:
+        from clowder_aimage.fleet.fleet_status import FleetStatus
+        from clowder_aimage.fleet.worker_card import read_roster
+
+        return await FleetStatus(link, await read_roster(link)).read()
+
+    found = _run(nats, chosen, read)
+    result(found, lines(found))
+
+
+@common_options
+@fleet.command(short_help="Let a worker end its work and take no more.")
+@click.argument("worker")
+@click.option("--undo", is_flag=True, help="Let the worker take jobs again.")
+@nats_option
+@fleet_options
+def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
+    """Let WORKER end its jobs and take no more, until --undo or its next start.
+
+    WORKER is its name in 'aimage fleet status'. Its own API is not affected.
+    """
+
+    async def order(link: FleetLink) -> dict[str, Any]:
+        from clowder_aimage.fleet.worker_card import give_order
+
+        return await give_order(link, worker, "resume" if undo else "drain")
+
+    found = _run(nats, chosen, order)
+    verb = "takes jobs" if undo else f"takes no more jobs; {plural(found['running'], 'job')} left"
+    result(found, f"{worker} {verb}")
+
+
+def _run(
+    nats: str | None,
+    chosen: _Json,
+    work: Callable[[FleetLink], Awaitable[_T]],
+    *,
+    is_ready: bool = True,
+) -> _T:
+    """Return what ``work`` does with a connection. Raises AImageError."""
+    with needs("a fleet", "worker,fleet"):
+        from clowder_aimage.fleet.fleet_link import LOST, OPERATOR, FleetLink
+    logging.getLogger("aimage").addHandler(logging.NullHandler())  # its errors are raised
+    link = FleetLink(fleet_access(nats_of(nats), chosen), OPERATOR)
+
+    async def run() -> _T:
+        async with link.open():
+            if is_ready:
+                await link.connected(PATIENCE)
+            return await work(link)
+
+    try:
+        return asyncio.run(run())
+    except LOST as error:
+        raise NetworkError(f"NATS did not answer: {error!r}") from None
+
+
+def lines(found: _Json) -> list[str]:
+    """Return the status of a fleet as text."""
+    workers, waiting = found["workers"], found["jobs"]
+    head = [
+        f"fleet    {found['fleet']}: {plural(len(workers), 'worker')}, "
+        f"{plural(waiting, 'job')} on the queue, {found['given_up']} given up",
+        f"stored   {size(found['stored'])} of {size(found['room'])}",
+    ]
+    names = {digest: name for card in workers for name, digest in card["models"].items()}
+    rows = [("WORKER", "JOBS", "DONE", "PER MIN", "MODELS", "LOADED", "STATE")]
+    for card in workers:
+        loaded = ", ".join(names.get(one, one[7:19]) for one in card["loaded"]) or "-"
+        jobs, rate = f"{card['running']}/{card['slots']}", f"{card['rate']:g}"
+        state = "draining" if card["is_draining"] else "ready"
+        done, models = str(card["done"]), str(len(card["models"]))
+        rows.append((card["id"], jobs, done, rate, models, loaded, state))
+    text = [*head, "", *table(rows)] if workers else [*head, "", "no worker is running"]
+    queue = [
+        (one["priority"], names.get(one["digest"], one["digest"][7:19]), str(one["jobs"]))
+        for one in found["queue"]
+    ]
+    return [*text, "", *table([("PRIORITY", "MODEL", "JOBS"), *queue])] if queue else text

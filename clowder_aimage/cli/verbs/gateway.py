@@ -1,0 +1,111 @@
+"""``aimage gateway``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import Any
+
+import click
+
+from clowder_aimage.cli.console.option import (
+    daemon_connection_options,
+    needs,
+    settings,
+    start_traces,
+    verb,
+)
+from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options, nats_of, nats_option
+from clowder_aimage.cli.verbs.serve import listening_options, spell
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.user_directory import config_file
+
+
+@verb
+@nats_option
+@listening_options("gateway", "127.0.0.1:11434")
+@click.option(
+    "--allow-origin",
+    "allow_origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Let web pages of this origin generate pictures, such as https://app.example. Loopback "
+    "origins are always allowed. May be repeated.",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(0),
+    help="Maximum number of jobs that wait in this gateway. [default: 1000]",
+)
+@click.option("--deadline", metavar="DURATION", help="Time limit of a job. [default: none]")
+@fleet_options
+@daemon_connection_options
+def gateway(**options: Any) -> None:
+    """Serve models to clients by the workers of a fleet, until interrupted.
+
+    The APIs are those of 'aimage serve'. A gateway has no models: it puts requests on a queue in
+    NATS JetStream, from which workers take them ('aimage serve --join'). There may be any number of
+    gateways. The URL is printed when requests are accepted.
+
+    Options that are not given come from the environment (AIMAGE_GATEWAY_ADDR and so on), then from
+    "gateway" in the configuration: see 'aimage config show'.
+    """
+    with needs("a gateway", "worker,fleet"):
+        from clowder_aimage.engine.settings import gather
+        from clowder_aimage.fleet.fleet_link import GATEWAY, FleetLink
+        from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+        from clowder_aimage.fleet.gateway_role import GatewayRole
+        from clowder_aimage.fleet.gateway_settings import GatewaySettings
+        from clowder_aimage.http import log, server
+        from clowder_aimage.http.access import read_tokens
+        from clowder_aimage.http.listening_socket import listen, listen_apart
+        from clowder_aimage.http.metrics_role import MetricsRole
+
+    own = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
+    config, _ = gather(GatewaySettings, options, config_file(), spell)
+    access = fleet_access(nats_of(config.nats), own)
+    chosen = settings()
+    start_traces()
+    log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
+    connection, tokens = chosen.connection(), {}
+    if config.token_file:
+        tokens = read_tokens(config.token_file)
+    opened = listen(
+        config.address,
+        config.socket,
+        is_default=not config.addr,
+        has_tokens=bool(tokens),
+        allow_remote=config.allow_remote,
+        allow_hosts=config.allow_hosts,
+    )
+
+    def resolve(reference: Reference) -> Digest:
+        from clowder_aimage.registry import Repository
+
+        with Repository(reference, connection) as repository:
+            return repository.describe(reference).digest
+
+    metrics = GatewayMetrics()
+    with contextlib.ExitStack() as stack:
+        listeners = stack.enter_context(contextlib.closing(opened))
+        apart = None
+        if config.metrics_addr:
+            other = stack.enter_context(contextlib.closing(listen_apart(config.metrics_addr)))
+            apart = other, MetricsRole(metrics.text)
+        link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
+        role = GatewayRole(
+            link, metrics, resolve=resolve, deadline=config.deadline, most=config.queue
+        )
+        server.serve(
+            listeners,
+            role,
+            apart=apart,
+            advice=advice,
+            tokens=tokens,
+            grace=config.grace,
+            origins=config.allow_origins,
+            on_ready=lambda urls: result({"urls": urls}, urls),
+        )

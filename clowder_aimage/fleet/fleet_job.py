@@ -1,0 +1,81 @@
+"""A job: a request of the HTTP interfaces, as a gateway puts it on the queue.
+
+The fields of the body were validated by the gateway with the code of the worker, which validates
+them again. A body is written from its fields, in which random choices have been made: so a second
+attempt gives the same picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.fleet.fleet_name import INTERACTIVE
+from clowder_aimage.oci import read_json
+
+MAX_JOB = 192 << 20  # bytes of a job's fields as JSON
+_BYTES = "base64"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetJob:
+    """One request. All workers may serve it that have, or may fetch, the manifest ``digest``.
+
+    ``asked`` is the model in the client's words, ``model`` the name that a gateway found for it.
+    ``scope`` is that of the client's token, ``caller`` an opaque name of the client. ``fields`` are
+    those of the body, as texts, files or lists of them if ``is_form``. ``timeout`` is in seconds.
+    """
+
+    id: str
+    path: str
+    scope: str
+    caller: str
+    asked: str
+    model: str
+    digest: str
+    method: str = "POST"
+    priority: str = INTERACTIVE
+    headers: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, Any] | None = None
+    is_form: bool = False
+    is_text: bool = False
+    timeout: float | None = None
+
+    def encode(self) -> bytes:
+        """Return the job as JSON."""
+        known = asdict(self)
+        if self.is_form and self.fields is not None:
+            known["fields"] = {name: _written(value) for name, value in self.fields.items()}
+        return json.dumps(known, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> FleetJob:
+        """Return the job in JSON. Raises FormatError."""
+        known = read_json(raw, "the job", MAX_JOB)
+        try:
+            job = cls(**known)
+            if job.is_form and job.fields is not None:
+                job = replace(job, fields={key: _read(one) for key, one in job.fields.items()})
+        except (AttributeError, TypeError, ValueError):
+            raise FormatError("the job was written by another version") from None
+        return job
+
+    def named(self, name: str) -> FleetJob:
+        """Return the job with another name of its model in the body."""
+        return replace(self, fields={**(self.fields or {}), "model": name})
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    return [_written(one) for one in value] if isinstance(value, list) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, dict):
+        return base64.b64decode(value[_BYTES])
+    return [_read(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,331 @@
+"""The connection of a gateway or a worker to a fleet on a NATS server.
+
+It is made in the background and made again when it is lost; until it is there, and the streams of
+the fleet are as they must be, ``check`` says why nothing can be done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
+
+from clowder_aimage.errors import AImageError, NetworkError, UsageError
+from clowder_aimage.fleet.fleet_name import FleetNames
+from clowder_aimage.fleet.fleet_stream import FleetShape, differences
+from clowder_aimage.fleet.job_frame import Frame
+from clowder_aimage.http.api_error import ApiError
+
+MIN_VERSION = (2, 9)  # of the server: direct reads of streams
+LATER = 2  # seconds between two attempts, and in Retry-After
+PATIENCE = 30.0  # seconds that a publication may take, over all attempts
+MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_WRONG_LAST, _FULL = 10071, (10077, 10122)  # error codes of JetStream
+_log = logging.getLogger("aimage.fleet")
+GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
+LOST = (NatsError, TimeoutError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAccess:
+    """The servers of a fleet, and the credentials of this program.
+
+    ``creds`` is a file of NATS credentials (a JWT and a seed), ``nkey`` one with a seed alone.
+    ``ca_file`` has the certificates that are trusted, ``certificate`` and its key those of this
+    program.
+    """
+
+    servers: tuple[str, ...]
+    names: FleetNames = field(default_factory=FleetNames)
+    creds: Path | None = None
+    nkey: Path | None = None
+    ca_file: Path | None = None
+    certificate: tuple[Path, Path] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the client. Raises UsageError."""
+        found: dict[str, Any] = {"servers": list(self.servers)}
+        for path in filter(None, (self.creds, self.nkey, self.ca_file)):
+            if not path.is_file():
+                raise UsageError(f"file not found: {path}")
+        if self.creds is not None:
+            found["user_credentials"] = str(self.creds)
+        if self.nkey is not None:
+            found["nkeys_seed"] = str(self.nkey)
+        if self.ca_file is not None or self.certificate is not None:
+            try:
+                context = ssl.create_default_context(cafile=self.ca_file)
+                if self.certificate is not None:
+                    context.load_cert_chain(*self.certificate)
+            except (OSError, ssl.SSLError) as error:
+                raise UsageError(f"cannot use the certificates for NATS: {error}") from None
+            found["tls"] = context
+        return found
+
+
+class LastFrameError(AImageError):
+    """Another frame of a job was published in the meantime."""
+
+
+class FullStoreError(AImageError):
+    """A stream of the fleet has no more room."""
+
+
+def unavailable(message: str, **advice: Any) -> ApiError:
+    """Return the response while the fleet cannot be used."""
+    headers = {"Retry-After": str(LATER)}
+    return ApiError(503, message, code="fleet_unavailable", headers=headers, **advice)
+
+
+class FleetLink:
+    """The connection to one fleet.
+
+    ``kind`` is GATEWAY, WORKER or OPERATOR, each of which has subjects of its own for replies, so
+    that permissions can separate them. ``name`` is shown by the server. ``on_ready`` are called
+    each time the fleet can be used.
+    """
+
+    def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
+        self.names, self._access = access.names, access
+        self._kind, self._name = kind, f"aimage-{kind}-{name}"
+        self._options = access.options()
+        self._client = Client()
+        self._js = JetStreamContext(self._client)
+        self._reason: AImageError | None = None
+        self._ready = asyncio.Event()
+        self.on_ready: list[Callable[[], object]] = []
+
+    # -- the connection
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Connect in the background, also to a server that is not there yet; close at the end."""
+        self._reason = NetworkError(f"NATS at {self._places} does not answer")
+        task = asyncio.create_task(self._connect())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            self._ready.clear()
+            with contextlib.suppress(*LOST):
+                await self._client.close()
+
+    async def connected(self, timeout: float) -> None:
+        """Wait until the fleet can be used. Raises the reason if it cannot in time."""
+        end = asyncio.get_running_loop().time() + timeout
+        while not self._ready.is_set():
+            is_late = asyncio.get_running_loop().time() >= end
+            if self._reason is not None and (is_late or isinstance(self._reason, UsageError)):
+                raise self._reason
+            await asyncio.sleep(0.02)
+
+    async def make(self, shape: FleetShape, timeout: float) -> list[str]:
+        """Make or change the streams; return the names of those that were made.
+
+        Raises NetworkError, UsageError.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._client.is_connected:
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
+        try:
+            return await shape.make(self._js, self.names)
+        except ServiceUnavailableError:
+            message = f"NATS at {self._places} has no JetStream"
+            raise UsageError(message, hint="enable it in the configuration of the server") from None
+        except APIError as error:
+            raise UsageError(f"NATS refuses the streams: {error.description}") from None
+
+    @property
+    def _places(self) -> str:
+        return ", ".join(
+            one.rpartition("@")[2].removeprefix("nats://") for one in self._access.servers
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the fleet can be used."""
+        return self._ready.is_set() and self._client.is_connected
+
+    def check(self) -> None:
+        """Raise ApiError (503) with the reason if the fleet cannot be used."""
+        if self.is_ready:
+            return
+        reason = self._reason
+        if reason is None or isinstance(reason, NetworkError):
+            raise unavailable("the gateway has no connection to NATS; try again later")
+        raise unavailable(reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts)
+
+    async def _connect(self) -> None:
+        await self._client.connect(
+            **self._options,
+            name=self._name,
+            inbox_prefix=f"_INBOX_{self._kind}",
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]
+            connect_timeout=2,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+        )
+        while True:
+            if self._client.is_connected and not self._ready.is_set():
+                await self._verify()
+            await asyncio.sleep(0.25 if self._reason is None else LATER / 4)
+
+    async def _verify(self) -> None:
+        try:
+            version = self._client.connected_server_version
+            if (version.major, version.minor) < MIN_VERSION:
+                needed = ".".join(map(str, MIN_VERSION))
+                raise UsageError(f"the NATS server has version {version}; {needed} is needed")
+            await check_streams(self._js, self.names)
+        except AImageError as error:
+            if self._reason is None or self._reason.message != error.message:
+                _log.warning("cannot use the fleet", extra={"reason": error.message})
+            self._reason = error
+            return
+        except LOST as error:
+            self._reason = NetworkError(f"NATS at {self._places} does not answer: {error!r}")
+            return
+        self._reason = None
+        self._ready.set()
+        _log.info("connected to the fleet", extra={"fleet": self.names.fleet})
+        for each in self.on_ready:
+            each()
+
+    async def _on_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if not self._ready.is_set() and self._reason is not None:
+            self._reason = NetworkError(f"NATS at {self._places}: {text}")
+        _log.debug("NATS", extra={"reason": text})
+
+    async def _on_disconnected(self) -> None:
+        if self._ready.is_set():
+            _log.warning("the connection to NATS was lost")
+        self._ready.clear()
+        self._reason = NetworkError(f"NATS at {self._places} does not answer")
+
+    # -- messages
+
+    @property
+    def client(self) -> Client:
+        """The client of NATS."""
+        return self._client
+
+    @property
+    def streams(self) -> JetStreamContext:
+        """The client of JetStream."""
+        return self._js
+
+    async def tell(self, subject: str, data: bytes = b"") -> None:
+        """Publish a message that may be lost."""
+        with contextlib.suppress(*LOST):
+            await self._client.publish(subject, data)
+
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        after: int | None = None,
+        patience: float = PATIENCE,
+    ) -> int:
+        """Publish a message into its stream, and return its number there.
+
+        It is published again until the server has acknowledged it: ``headers`` have the id by which
+        the stream recognises a repetition.
+
+        Raises:
+            LastFrameError: The last message of the subject has not the number ``after``.
+            FullStoreError: The stream has no room.
+            NetworkError: The server did not acknowledge it in ``patience`` seconds.
+        """
+        more = {} if after is None else {_EXPECTED: str(after)}
+        loop = asyncio.get_running_loop()
+        end = loop.time() + patience
+        while True:
+            try:
+                found = await self._js.publish(
+                    subject, data, timeout=2.0, headers={**(headers or {}), **more}
+                )
+                return found.seq
+            except APIError as error:
+                raise _refused(error) from None
+            except LOST as error:
+                if loop.time() >= end:
+                    reason = str(error) or "no answer"
+                    raise NetworkError(f"NATS did not store a message: {reason}") from None
+                await asyncio.sleep(0.2)
+
+    async def store_later(self, subject: str, frame: Frame) -> asyncio.Future[api.PubAck]:
+        """Publish a frame without waiting; the future is the acknowledgement."""
+        return await self._js.publish_async(subject, frame.data, headers=frame.headers())
+
+    async def last(self, subject: str) -> tuple[Frame | None, int]:
+        """Return the last frame of a subject and its number in the stream, or None and 0.
+
+        Raises NatsError, TimeoutError.
+        """
+        try:
+            found = await self._js.get_msg(self.names.logs, subject=subject)
+        except NotFoundError:
+            return None, 0
+        return Frame.parse(found.headers, found.data), found.seq or 0
+
+    async def stored(self, subject: str, after: int) -> AsyncIterator[tuple[int, Msg | Any]]:
+        """Yield the messages of a subject after a number of the stream, with their numbers.
+
+        Raises NatsError, TimeoutError.
+        """
+        while True:
+            try:
+                found = await self._js.get_msg(
+                    self.names.logs, seq=after + 1, subject=subject, next=True
+                )
+            except NotFoundError:
+                return
+            after = found.seq or after + 1
+            yield after, found
+
+
+def _refused(error: APIError) -> AImageError:
+    if error.err_code == _WRONG_LAST:
+        return LastFrameError("another frame of the job was published")
+    if error.err_code in _FULL:
+        return FullStoreError("the fleet's store on NATS is full")
+    return NetworkError(f"NATS refused a message: {error.description or error}")
+
+
+async def check_streams(js: JetStreamContext, names: FleetNames) -> None:
+    """Raise UsageError unless the streams of a fleet exist and are as they must be."""
+    advice = {"remedy": "fleet_init", "fleet": names.fleet}
+    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}"):
+        try:
+            found = await js.stream_info(name)
+        except NotFoundError:
+            message = f"the NATS server has no fleet {names.fleet!r}: no stream {name}"
+            raise UsageError(message, **advice) from None
+        except APIError as error:
+            message = f"the NATS server refuses access to the stream {name}: {error.description}"
+            raise UsageError(message) from None
+        wrong = differences(names, found.config)
+        if wrong:
+            raise UsageError(f"the stream {name} is configured otherwise: {wrong}", **advice)

@@ -1,0 +1,90 @@
+"""The names of a fleet on a NATS server: its subjects, streams, consumers and bucket.
+
+A subject begins with the name of the fleet, so that one server has several fleets, and the
+permissions of an account or a user limit it to one (deploy/nats).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+INTERACTIVE, BATCH = "interactive", "batch"
+PRIORITIES = (INTERACTIVE, BATCH)  # the first is served first
+DEFAULT_FLEET = "aimage"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNames:
+    """The names of one fleet. Raises ValueError for a name that is no part of a subject."""
+
+    fleet: str = DEFAULT_FLEET
+
+    def __post_init__(self) -> None:
+        if _NAME.fullmatch(self.fleet) is None:
+            raise ValueError("the name of a fleet has 1 to 32 letters, digits, '-' and '_'")
+
+    @property
+    def jobs(self) -> str:
+        """The stream of jobs: a work queue, from which a finished job is removed."""
+        return f"{self.fleet}-jobs"
+
+    @property
+    def logs(self) -> str:
+        """The stream of what was sent in response to jobs, and of large bodies."""
+        return f"{self.fleet}-logs"
+
+    @property
+    def dead(self) -> str:
+        """The stream of jobs that were given up."""
+        return f"{self.fleet}-dead"
+
+    @property
+    def workers(self) -> str:
+        """The key-value bucket of workers."""
+        return f"{self.fleet}-workers"
+
+    @property
+    def news(self) -> str:
+        """The subject on which new jobs are announced."""
+        return f"{self.fleet}.news"
+
+    def job(self, priority: str, digest: str, caller: str = "*") -> str:
+        """Return the subject of jobs for a manifest; ``digest`` is its hexadecimal part."""
+        return f"{self.fleet}.job.{priority}.{digest}.{caller}"
+
+    def log(self, job: str) -> str:
+        """Return the subject of the frames of a job."""
+        return f"{self.fleet}.log.{job}"
+
+    def body(self, job: str) -> str:
+        """Return the subject of the pieces of a job's body."""
+        return f"{self.fleet}.body.{job}"
+
+    def grave(self, job: str) -> str:
+        """Return the subject of the reason why a job was given up."""
+        return f"{self.fleet}.dead.{job}"
+
+    def cancel(self, job: str) -> str:
+        """Return the subject on which a job is cancelled."""
+        return f"{self.fleet}.cancel.{job}"
+
+    def call(self, worker: str) -> str:
+        """Return the subject of requests to one worker, which are not queued."""
+        return f"{self.fleet}.call.{worker}"
+
+    def control(self, worker: str) -> str:
+        """Return the subject of orders to one worker."""
+        return f"{self.fleet}.control.{worker}"
+
+    @staticmethod
+    def consumer(priority: str, digest: str) -> str:
+        """Return the name of the consumer of jobs for a manifest."""
+        return f"{priority}-{digest[:32]}"
+
+    def wanted(self, subject: str) -> tuple[str, str] | None:
+        """Return the priority and the digest of the subject of a job; None for another."""
+        parts = subject.split(".")
+        is_job = len(parts) == 5 and parts[:2] == [self.fleet, "job"] and parts[2] in PRIORITIES
+        return (parts[2], parts[3]) if is_job else None

@@ -1,0 +1,318 @@
+"""A gateway: jobs of clients, put on the queue of a fleet, and the responses of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from nats.js.errors import Error as JetStreamError
+
+from clowder_aimage.api.openai_model import unknown_model
+from clowder_aimage.engine.admission import FOR_EVER, NEVER
+from clowder_aimage.errors import AImageError, NetworkError, UsageError
+from clowder_aimage.fleet.fair_line import FairLine
+from clowder_aimage.fleet.fleet_job import FleetJob
+from clowder_aimage.fleet.fleet_link import (
+    LOST,
+    MESSAGE_ID,
+    FleetLink,
+    FullStoreError,
+    LastFrameError,
+    unavailable,
+)
+from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, PRIORITIES
+from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+from clowder_aimage.fleet.job_frame import (
+    ADMITTED,
+    BEGIN,
+    LAST,
+    PIECE,
+    Frame,
+)
+from clowder_aimage.fleet.job_reader import JobReader
+from clowder_aimage.fleet.job_run import PIECES
+from clowder_aimage.fleet.local_worker import FORWARDED
+from clowder_aimage.fleet.response_relay import ResponseRelay
+from clowder_aimage.fleet.wish import Wish
+from clowder_aimage.fleet.worker_card import FoundModel, RosterWatch
+from clowder_aimage.http.access import bearer_token
+from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.background import aside
+from clowder_aimage.oci import Digest, Reference, read_json
+
+MIN_WINDOW = 8  # jobs on the queue that are not begun, at least
+MAX_KEY = 255  # characters of an idempotency key
+_MAX_NAMED = 10  # models in a message
+_INLINE = 2 * PIECE  # bytes of a job that is one message
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A job on the queue.
+
+    ``is_kept``: it goes on if its client leaves. ``is_old``: it was admitted before.
+    """
+
+    job: FleetJob
+    is_kept: bool
+    is_old: bool = False
+    sequence: int = 0
+
+
+class JobGateway:
+    """Puts jobs on the queue and passes the responses on.
+
+    ``deadline`` is in seconds; ``most`` jobs wait in the line of this gateway at most. ``resolve``
+    returns the digest that a registry has for a name.
+    """
+
+    def __init__(
+        self,
+        link: FleetLink,
+        watch: RosterWatch,
+        metrics: GatewayMetrics,
+        *,
+        deadline: float = FOR_EVER,
+        most: int = 1000,
+        resolve: Callable[[Reference], Digest],
+    ) -> None:
+        self._link, self._watch, self._metrics = link, watch, metrics
+        self._resolve = resolve
+        self._deadline = None if deadline == FOR_EVER else deadline
+        self.line = FairLine(self._window, most)
+
+    def _window(self) -> int:
+        return max(MIN_WINDOW, 2 * sum(card.slots for card in self._watch.roster.cards()))
+
+    async def answer(self, request: web.Request, wish: Wish) -> web.StreamResponse:
+        """Respond with what a worker makes of a wish. Raises AImageError."""
+        self._link.check()
+        job = await self._job(request, wish)
+        key = request.headers.get("Idempotency-Key", "")
+        if key:
+            job = replace(job, id=_keyed(job.caller, key))
+        is_kept = bool(key) or job.priority == BATCH
+        begun = asyncio.get_running_loop().time()
+        try:
+            async with (
+                asyncio.timeout(self._deadline),
+                self.line.turn(job.caller, job.priority) as started,
+                JobReader(self._link, job.id).open() as reader,
+            ):
+                admitted = await self._admit(job, wish, is_kept=is_kept, is_keyed=bool(key))
+                frames = reader.frames(from_start=admitted.is_old)
+                return await self._pass_on(request, admitted, frames, started)
+        except TimeoutError:
+            raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
+        except LOST as error:
+            raise unavailable("the connection to NATS was lost; try again later") from error
+        finally:
+            seconds = asyncio.get_running_loop().time() - begun
+            self._metrics.jobs.labels(job.priority).observe(seconds)
+
+    # -- admission
+
+    async def _job(self, request: web.Request, wish: Wish) -> FleetJob:
+        """Return the job of a wish, pinned to a digest. Raises ApiError."""
+        found = await self._find(wish)
+        priority = request.headers.get("Aimage-Priority", INTERACTIVE)
+        if priority not in PRIORITIES:
+            raise ApiError(400, f"Aimage-Priority must be one of {', '.join(PRIORITIES)}")
+        request["model"] = found.name
+        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+        return FleetJob(
+            id=secrets.token_hex(16),
+            path=request.rel_url.raw_path_qs,
+            scope=request.get("scope", "infer"),
+            caller=_caller(request),
+            asked=wish.model or "",
+            model=found.name,
+            digest=found.digest,
+            priority=priority,
+            headers={**headers, "X-Request-Id": request["id"]},
+            fields={**wish.fields, **wish.chosen},
+            is_form=wish.is_form,
+            is_text=wish.is_text,
+            timeout=self._deadline,
+        )
+
+    async def _find(self, wish: Wish) -> FoundModel:
+        """Return the model of a wish. Raises ApiError."""
+        roster = self._watch.roster
+        if not roster.cards():
+            raise unavailable("no worker of the fleet is running; try again later")
+        try:
+            found = roster.find(wish.model)
+        except UsageError as error:
+            code = "invalid_value" if wish.model else "missing_required_parameter"
+            message = error.message.encode("ascii", "backslashreplace").decode()[:300]
+            raise ApiError(400, message, code=code, param="model") from None
+        if found is not None:
+            return found
+        if wish.pull != NEVER and wish.model and roster.may_pull():
+            reference = Reference.parse(wish.model)
+            if reference.registry is not None:
+                try:
+                    digest = await aside(partial(self._resolve, reference))
+                except AImageError as error:
+                    raise registry_error(error) from None
+                return FoundModel(str(reference), str(digest))
+        raise self._missing(wish)
+
+    def _missing(self, wish: Wish) -> ApiError:
+        names = self._watch.roster.names(*wish.kinds)
+        if not names:
+            return unknown_model(wish.model or "")
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        listed = ", ".join(names[:_MAX_NAMED])
+        message = f"model {(wish.model or '')[:200]!r} not found; available: {listed}{more}"
+        return ApiError(404, message, code="model_not_found", param="model")
+
+    async def _admit(
+        self, job: FleetJob, wish: Wish, *, is_kept: bool, is_keyed: bool
+    ) -> _Admitted:
+        """Put a job on the queue, unless its idempotency key was used before. Raises ApiError.
+
+        A job that was admitted and not begun is published again, as its gateway may have died
+        before it did so; the stream recognises a repetition.
+        """
+        is_old = is_keyed and await self._was_admitted(job, _fingerprint(job, wish))
+        if is_old:
+            last, _ = await self._link.last(self._link.names.log(job.id))
+            if last is not None and last.kind != ADMITTED:
+                return _Admitted(job, is_kept, is_old=True)
+        payload, headers = job.encode(), {MESSAGE_ID: job.id}
+        names = self._link.names
+        subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
+        try:
+            if len(payload) > _INLINE:
+                pieces = [payload[at : at + PIECE] for at in range(0, len(payload), PIECE)]
+                for piece in pieces:
+                    await self._link.store(names.body(job.id), piece)
+                payload, headers[PIECES] = job.id.encode(), str(len(pieces))
+            sequence = await self._link.store(subject, payload, headers)
+        except FullStoreError:
+            raise unavailable("the queue of the fleet is full; try again later") from None
+        except NetworkError:
+            raise unavailable("NATS does not answer; try again later") from None
+        await self._link.tell(names.news, subject.encode())
+        return _Admitted(job, is_kept, is_old, sequence)
+
+    async def _was_admitted(self, job: FleetJob, own: bytes) -> bool:
+        """Return whether a request with the idempotency key of a job was accepted before.
+
+        Raises ApiError (422): it was another request.
+        """
+        subject = self._link.names.log(job.id)
+        admitted = Frame(ADMITTED, 0, 0, own)
+        try:
+            await self._link.store(subject, own, admitted.headers(), after=0)
+        except LastFrameError:
+            pass
+        else:
+            return False
+        async for _, message in self._link.stored(subject, 0):
+            if (message.data or b"") != own:
+                text = "the idempotency key was used for another request"
+                raise ApiError(422, text, code="idempotency_key_reused")
+            break
+        return True
+
+    # -- the response
+
+    async def _pass_on(
+        self,
+        request: web.Request,
+        admitted: _Admitted,
+        frames: AsyncGenerator[Frame, None],
+        started: Callable[[], None],
+    ) -> web.StreamResponse:
+        relay = ResponseRelay(request)
+        is_over = False
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    started()
+                    self._metrics.retries.inc(frame.kind == BEGIN and frame.attempt > 1)
+                    await relay.take(frame)
+                    is_over = frame.kind in LAST
+            return await relay.end()
+        finally:
+            if not is_over and not admitted.is_kept:
+                cancelling = asyncio.create_task(self._cancel(admitted))
+                await asyncio.shield(cancelling)
+
+    async def _cancel(self, admitted: _Admitted) -> None:
+        """Remove a job from the queue, and end the work on it."""
+        self._metrics.cancelled.inc()
+        names = self._link.names
+        await self._link.tell(names.cancel(admitted.job.id))
+        with contextlib.suppress(*LOST, JetStreamError):
+            await self._link.streams.delete_msg(names.jobs, admitted.sequence)
+
+    # -- requests to one worker
+
+    async def call(
+        self, request: web.Request, worker: str, path: str, fields: Any
+    ) -> tuple[int, str, bytes]:
+        """Return status, type and body of a worker's response to a request, without a job.
+
+        Raises TimeoutError, NatsError.
+        """
+        job = FleetJob(
+            id=request["id"],
+            method=request.method if request.method != "HEAD" else "GET",
+            path=path,
+            scope=request.get("scope") or "infer",
+            caller="",
+            asked="",
+            model="",
+            digest="",
+            headers={"Host": request.host},
+            fields=fields,
+        )
+        subject = self._link.names.call(worker)
+        message = await self._link.client.request(subject, job.encode(), timeout=5.0)
+        facts = read_json((message.headers or {})["Aimage-Answer"].encode(), "an answer")
+        return facts["status"], facts["type"], message.data
+
+    async def call_all(
+        self, request: web.Request, path: str, fields: Any = None
+    ) -> list[tuple[int, str, bytes]]:
+        """Return the responses of all workers that respond, in the order of their ids."""
+        self._link.check()
+        cards = self._watch.roster.cards()
+        if not cards:
+            raise unavailable("no worker of the fleet is running; try again later")
+        calls = (self.call(request, card.id, path, fields) for card in cards)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, LOST):
+                raise one
+        return [one for one in found if not isinstance(one, BaseException)]
+
+
+def _caller(request: web.Request) -> str:
+    """Return an opaque name of the client: of its token, else of its address."""
+    token = bearer_token(request.headers.get("Authorization", "")) if "scope" in request else ""
+    return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
+
+
+def _keyed(caller: str, key: str) -> str:
+    """Return the id of the job of an idempotency key, which is one for each caller."""
+    if len(key) > MAX_KEY:
+        raise ApiError(400, f"Idempotency-Key must have at most {MAX_KEY} characters")
+    return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
+
+
+def _fingerprint(job: FleetJob, wish: Wish) -> bytes:
+    """Return a digest of what a client asked for, without choices that were made for it."""
+    asked = replace(job, headers={}, digest="", model="", timeout=None, fields=wish.fields)
+    return hashlib.sha256(asked.encode()).hexdigest().encode()

@@ -1,0 +1,77 @@
+"""Frames: the pieces of a response, as a worker stores them for gateways.
+
+The frames of a job are the messages of one subject, in a stream that keeps them for a time: a
+gateway reads them as they are published, and again from the stream if it missed some. Each attempt
+to serve a job numbers its frames from 0.
+
+BEGIN   an attempt begins; published only if no other attempt wrote a frame in the meantime
+HEAD    status and headers of the response, as JSON
+DATA    bytes of the body
+END     the response is complete; the last frame of a job
+RELEASED the attempt ended without fault, such as at a shutdown, and another one follows
+FAILED  the attempt failed, and another one may follow
+DEAD    the job was given up; the data are the reason, as JSON. The last frame of a job
+ADMITTED a gateway accepted the job of an idempotency key; the data are the digest of its request
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+BEGIN, HEAD, DATA, END = "begin", "head", "data", "end"
+RELEASED, FAILED, DEAD, ADMITTED = "released", "failed", "dead", "admitted"
+LAST = (END, DEAD)  # no frame follows
+PIECE = 256 * 1024  # bytes of a frame at most; NATS allows 1 MiB for a message
+_KIND, _PLACE, _WORKER, _PAST = "Aimage-Frame", "Aimage-Place", "Aimage-Worker", "Aimage-Past"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame: its kind, the attempt (from 1; 0 for a gateway's), and its number in the attempt.
+
+    ``worker`` wrote it, after the attempts of the workers ``past`` had failed.
+    """
+
+    kind: str
+    attempt: int
+    number: int
+    data: bytes = b""
+    worker: str = ""
+    past: tuple[str, ...] = ()
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the message."""
+        found = {_KIND: self.kind, _PLACE: f"{self.attempt} {self.number}", _WORKER: self.worker}
+        return {**found, _PAST: ",".join(self.past)} if self.past else found
+
+    @classmethod
+    def parse(cls, headers: Mapping[str, str] | None, data: bytes | None) -> Frame | None:
+        """Return the frame in a message; None for another message."""
+        known = headers or {}
+        try:
+            attempt, number = map(int, known[_PLACE].split())
+            kind, worker = known[_KIND], known.get(_WORKER, "")
+        except (KeyError, ValueError):
+            return None
+        past = tuple(filter(None, known.get(_PAST, "").split(",")))
+        return cls(kind, attempt, number, data or b"", worker, past)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt that a worker may begin: its number, and the workers whose attempts failed."""
+
+    number: int
+    past: tuple[str, ...]
+
+    @classmethod
+    def following(cls, last: Frame | None) -> Attempt:
+        """Return the attempt after the ``last`` frame of a job, which is not of kind LAST.
+
+        An attempt that did not say that it was released counts as failed: its worker vanished.
+        """
+        if last is None:
+            return cls(1, ())
+        is_fault = last.kind not in (RELEASED, ADMITTED)
+        return cls(last.attempt + 1, (*last.past, last.worker) if is_fault else last.past)

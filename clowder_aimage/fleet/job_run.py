@@ -1,0 +1,229 @@
+"""One attempt of a worker to serve a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from nats.aio.msg import Msg
+
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.errors import AImageError
+from clowder_aimage.fleet.fleet_job import FleetJob
+from clowder_aimage.fleet.fleet_link import LOST, FleetLink, LastFrameError
+from clowder_aimage.fleet.job_frame import DEAD, END, FAILED, LAST, PIECE, RELEASED, Attempt
+from clowder_aimage.fleet.job_log import JobLog
+from clowder_aimage.fleet.local_worker import OWN, LocalWorker
+from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.oci import Reference
+
+ACK_WAIT = 4.0  # seconds after the last sign of life of its worker that a job goes elsewhere
+ALIVE = ACK_WAIT / 4  # seconds between two signs of life
+ATTEMPTS = 4  # that fail before a job is given up
+LATER = 0.5  # seconds before a job that a worker gave back is delivered again
+_RETRIED = (500, 502, 503, 507)  # another worker may be able to
+_BUSY = 503
+DONE, GIVEN_BACK, GIVEN_UP = "done", "given back", "given up"
+_log = logging.getLogger("aimage.fleet")
+
+
+class _FailedAttemptError(AImageError):
+    """The worker could not serve a job; ``is_fault`` unless it had no room."""
+
+    def __init__(self, reason: str, *, is_fault: bool) -> None:
+        super().__init__(reason)
+        self.is_fault = is_fault
+
+
+@dataclass(slots=True)
+class JobRun:
+    """Serves a job, whose message is ``message``, with the worker of this process."""
+
+    link: FleetLink
+    local: LocalWorker
+    service: Service
+    worker: str
+    roster: Roster
+    message: Msg
+    job: FleetJob
+    is_cancelled: bool = False
+    task: asyncio.Task[str] | None = None
+
+    def cancel(self) -> None:
+        """End the job, as its client has gone."""
+        self.is_cancelled = True
+        if self.task is not None:
+            self.task.cancel()
+
+    async def serve(self) -> str:
+        """Serve the job unless it was served before; return the outcome."""
+        async with _alive(self.message):
+            self.task = asyncio.create_task(self._serve())
+            try:
+                await asyncio.wait([self.task])
+            except asyncio.CancelledError:
+                self.task.cancel()
+                await asyncio.wait([self.task])
+                raise
+            return self.task.result() if not self.task.cancelled() else GIVEN_BACK
+
+    async def _serve(self) -> str:
+        try:
+            last, after = await self.link.last(self.link.names.log(self.job.id))
+        except LOST:
+            return await self._give_back()
+        if last is not None and last.kind in LAST:
+            await self._acknowledge()
+            return DONE
+        attempt = Attempt.following(last)
+        if self.worker in attempt.past and self._has_others():
+            return await self._give_back()
+        log = JobLog(self.link, self.job.id, self.worker, attempt)
+        try:
+            await log.begin(after)
+            return await self._attempt(log)
+        except LastFrameError:  # another worker serves the job: this attempt does not count
+            return GIVEN_BACK
+        except asyncio.CancelledError:
+            if self.is_cancelled:
+                await self._terminate()
+            else:
+                await self._release(log, RELEASED, "the worker is shutting down")
+            raise
+
+    async def _attempt(self, log: JobLog) -> str:
+        if len(log.attempt.past) >= ATTEMPTS:
+            return await self._give_up(log, "the workers vanished, or failed")
+        is_last = len(log.attempt.past) + 1 >= ATTEMPTS
+        try:
+            async with asyncio.timeout(self.job.timeout):
+                await self._relay(log, is_last=is_last)
+        except TimeoutError:
+            facts = {
+                "status": 504,
+                "code": "deadline_exceeded",
+                "message": "the deadline has passed",
+            }
+            await log.end(DEAD, facts)
+            await self._acknowledge()
+            return GIVEN_UP
+        except (_FailedAttemptError, aiohttp.ClientError) as error:
+            is_fault = getattr(error, "is_fault", True)
+            reason = str(error) or type(error).__name__
+            if is_fault and is_last:
+                return await self._give_up(log, reason)
+            _log.warning(
+                "a job goes to another worker", extra={"job": self.job.id, "reason": reason}
+            )
+            await self._release(log, FAILED if is_fault else RELEASED, reason)
+            return GIVEN_BACK
+        await log.end(END)
+        await self._acknowledge()
+        return DONE
+
+    async def _relay(self, log: JobLog, *, is_last: bool) -> None:
+        """Pass the response of the worker on. Raises _FailedAttemptError."""
+        async with self.local.send(await run_io(self._pinned)) as response:
+            status = response.status
+            if status in _RETRIED and (status == _BUSY or not is_last):
+                text = (await response.text())[:500]
+                raise _FailedAttemptError(f"{status}: {text}", is_fault=status != _BUSY)
+            known = [(name, text) for name, text in response.headers.items()]
+            await log.head(status, [one for one in known if one[0].lower() not in OWN])
+            async for data in response.content.iter_chunked(PIECE):
+                await log.data(data)
+
+    def _pinned(self) -> FleetJob:
+        """Return the job with a body that names the manifest for which it was admitted.
+
+        It is unchanged if its name has that digest here, as it nearly always has. Run in a thread.
+        """
+        job = self.job
+        with contextlib.suppress(AImageError):
+            reference = self.service.reference(job.asked or None)
+            if str(self.service.store.resolve(reference).digest) == job.digest:
+                return job
+        plain = str(Reference.parse(job.model)).partition("@")[0]
+        return job.named(f"{plain}@{job.digest}")
+
+    def _has_others(self) -> bool:
+        return self.roster.on_disk_elsewhere(self.job.digest, self.worker)
+
+    # -- the end of an attempt
+
+    async def _acknowledge(self) -> None:
+        with contextlib.suppress(*LOST):
+            await self.message.ack()
+
+    async def _terminate(self) -> None:
+        with contextlib.suppress(*LOST):
+            await self.message.term()
+
+    async def _give_back(self) -> str:
+        with contextlib.suppress(*LOST):
+            await self.message.nak(delay=LATER)
+        return GIVEN_BACK
+
+    async def _release(self, log: JobLog, kind: str, reason: str) -> None:
+        """Let another worker have the job; at a shutdown at once."""
+        with contextlib.suppress(LastFrameError, TimeoutError):
+            async with asyncio.timeout(ACK_WAIT / 2):
+                await log.end(kind, {"reason": reason})
+        with contextlib.suppress(*LOST):
+            is_busy = kind == RELEASED and not self.service.engine.is_draining
+            await self.message.nak(delay=LATER if is_busy or kind == FAILED else None)
+
+    async def _give_up(self, log: JobLog, reason: str) -> str:
+        """End a job that failed too often, with an entry in the stream of such jobs."""
+        workers = ", ".join(dict.fromkeys((*log.attempt.past, self.worker)))
+        message = f"the job was given up after {ATTEMPTS} attempts by {workers}: {reason}"
+        facts: dict[str, Any] = {"status": 500, "code": "job_given_up", "message": message}
+        await log.end(DEAD, facts)
+        grave = {**facts, "job": self.job.id, "path": self.job.path, "model": self.job.model}
+        grave["digest"] = self.job.digest
+        with contextlib.suppress(AImageError):
+            name = self.link.names.grave(self.job.id)
+            await self.link.store(name, json.dumps(grave).encode(), patience=2.0)
+        _log.error("job given up", extra={"job": self.job.id, "reason": message})
+        await self._acknowledge()
+        return GIVEN_UP
+
+
+@contextlib.asynccontextmanager
+async def _alive(message: Msg) -> AsyncIterator[None]:
+    """Tell the server that the job is being served."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(ALIVE)
+            with contextlib.suppress(*LOST):
+                await message.in_progress()
+
+    task = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def read_job(link: FleetLink, message: Msg) -> FleetJob:
+    """Return the job in a message; a large one is in pieces in the stream of logs.
+
+    Raises FormatError, or what LOST contains.
+    """
+    count = int((message.headers or {}).get(PIECES, "0"))
+    if not count:
+        return FleetJob.decode(message.data)
+    subject = link.names.body(message.data.decode("ascii", "replace"))
+    pieces = [one.data or b"" async for _, one in link.stored(subject, 0)]
+    return FleetJob.decode(b"".join(pieces[:count]))
+
+
+PIECES = "Aimage-Pieces"  # the header of a job in pieces; its data is the id of the job

@@ -1,0 +1,48 @@
+"""The models of a worker's store that jobs may use: complete ones by name, with their kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
+from clowder_aimage.api.model_list import items
+from clowder_aimage.errors import AImageError
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import read_aimage
+
+_KINDS = (PICTURES, TEXT, EMBEDDER)
+
+
+@dataclass(slots=True)
+class StoreView:
+    """The models of one store: digests by name, and kinds by digest. Read in a thread."""
+
+    store: ImageLayout
+    models: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    _known: dict[str, str] = field(default_factory=dict)
+    _fingerprint: Hashable = None
+
+    def read(self) -> None:
+        """Read the store again if it has changed. Raises AImageError."""
+        fingerprint = self.store.fingerprint()
+        if fingerprint is not None and fingerprint == self._fingerprint:
+            return
+        models, kinds = {}, {}
+        is_whole = True
+        for item in items(self.store):
+            digest = str(item.descriptor.digest)
+            is_whole &= not item.missing
+            if item.missing:
+                continue
+            if digest not in self._known:
+                try:
+                    self._known[digest] = kind_of(read_aimage(self.store, item.reference).aimage)
+                except AImageError:
+                    self._known[digest] = ""
+            if self._known[digest] in _KINDS:
+                models[str(item.reference)] = digest
+                kinds[digest] = self._known[digest]
+        self.models, self.kinds = models, kinds
+        self._fingerprint = fingerprint if is_whole else None  # blobs arrive without a new name

@@ -1,0 +1,195 @@
+"""Requests of clients at a gateway: validated by the worker's code, and made repeatable.
+
+Random choices are made here, once: a seed that the request lacks is added to its body.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from aiohttp import web
+
+from clowder_aimage.api.image_request import (
+    EditRequest,
+    ImageRequest,
+    VariationRequest,
+    read_request,
+)
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT
+from clowder_aimage.api.ollama_generate import OllamaPictureBody
+from clowder_aimage.api.picture.picture_source import (
+    IMAGE,
+    IMAGES,
+    take_bare_pictures,
+    take_pictures,
+)
+from clowder_aimage.api.picture.picture_upload import PictureUpload, PictureUploads
+from clowder_aimage.api.request_body import (
+    GenerationBody,
+    RequestBody,
+    check_fields,
+    check_ignored,
+    is_strict,
+    read_object,
+)
+from clowder_aimage.api.service import Service
+from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
+from clowder_aimage.api.text.text_request import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsBody,
+    TextBody,
+)
+from clowder_aimage.content.store import NullLease
+from clowder_aimage.engine.admission import NEVER, BusyError
+from clowder_aimage.engine.executor import run_generation
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import ADMIN
+
+MAX_UPLOADS = 32  # requests with pictures whose bodies are read at once
+_SHORT = 1 << 16  # bytes of a body that is parsed at once
+_PICTURES: Mapping[str, type[ImageRequest]] = {
+    "/v1/images/generations": ImageRequest,
+    "/v1/images/edits": EditRequest,
+    "/v1/images/variations": VariationRequest,
+}
+_TEXTS: Mapping[str, type[GenerationBody]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingsBody,
+}
+_OLLAMA: Mapping[str, type[RequestBody]] = {
+    "/api/chat": OllamaChatBody,
+    "/api/embed": OllamaEmbedBody,
+    "/api/embeddings": OllamaEmbedBody,
+}
+GENERATE = "/api/generate"
+WITH_PICTURES = (*_PICTURES, GENERATE)  # their bodies are streamed
+PATHS = (*_PICTURES, *_TEXTS, GENERATE, *_OLLAMA)
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The request of a client: the name of a model, and the fields of the body.
+
+    ``chosen`` are fields that were chosen for it. ``is_change``: the request only
+    loads, unloads or stops the model.
+    """
+
+    model: str | None
+    fields: dict[str, Any]
+    kinds: tuple[str, ...]
+    pull: str = NEVER
+    is_form: bool = False
+    is_text: bool = False
+    is_change: bool = False
+    unloads: bool = False
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ForwardedUploads(PictureUploads):
+    """The requests with pictures that a gateway reads; it has no store in which to keep them."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Service, None))  # only a worker's uploads use it
+
+    def enter(self) -> None:
+        if self._count >= MAX_UPLOADS:
+            raise BusyError(self._count, 5)
+        self._count += 1
+
+    def leave(self, upload: PictureUpload) -> None:
+        """Count the body of a request as read."""
+        self._count -= upload.is_counted
+
+
+KindOf = Callable[[str | None], str]
+
+
+class WishReader:
+    """Reads requests. ``kind_of`` returns what the model of a name is, or the empty text."""
+
+    def __init__(self, kind_of: KindOf) -> None:
+        self._kind_of = kind_of
+        self._uploads = ForwardedUploads()
+
+    async def read(self, request: web.Request) -> Wish:
+        """Return the wish of a request. Raises ApiError, BusyError."""
+        path = request.path
+        if path not in WITH_PICTURES:
+            raw = await request.read()
+            fields = (
+                read_object(raw) if len(raw) < _SHORT else await run_generation(read_object, raw)
+            )
+            return self._of_openai(request, fields) if path in _TEXTS else _of_ollama(path, fields)
+        upload = PictureUpload(self._uploads, request, NullLease())
+        try:
+            fields = await upload.fields(
+                may_be_form=path in ("/v1/images/edits", "/v1/images/variations")
+            )
+        finally:
+            self._uploads.leave(upload)
+        if path == GENERATE:
+            return self._of_prompt(fields)
+        return _of_picture(request, fields, is_form=upload.is_form)
+
+    def _of_openai(self, request: web.Request, fields: dict[str, Any]) -> Wish:
+        kind = _TEXTS[request.path]
+        body = check_ignored(check_fields(fields, kind), strict=is_strict(request))
+        pull = body.pull if request.get("scope") == ADMIN else NEVER
+        if request.path in EMBEDDINGS:
+            return Wish(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
+        assert isinstance(body, TextBody)  # noqa: S101
+        body.requests()  # raises ApiError
+        return Wish(body.model, fields, (TEXT,), pull, is_text=True, chosen=_seed_for(fields))
+
+    def _of_prompt(self, fields: dict[str, Any]) -> Wish:
+        name = fields.get("model") or fields.get("name")
+        if self._kind_of(name if isinstance(name, str) else None) in (TEXT, EMBEDDER):
+            return _of_ollama(GENERATE, fields)
+        given = take_bare_pictures(dict(fields))
+        rest = {key: value for key, value in fields.items() if key not in given}
+        body = check_fields(rest, OllamaPictureBody).whole()
+        unloads = body.stop or body.keep_alive == 0
+        if not (body.prompt or body.enhance):
+            return Wish(body.reference, fields, (PICTURES,), is_change=True, unloads=unloads)
+        seed = {"seed": body.parameters()["seed"]}
+        return Wish(body.reference, fields, (PICTURES,), chosen=seed)
+
+
+def _of_picture(request: web.Request, fields: dict[str, Any], *, is_form: bool) -> Wish:
+    kind = _PICTURES[request.path]
+    rest = dict(fields)
+    given = take_pictures(rest)
+    body = read_request(rest, kind, strict=is_strict(request), is_form=is_form)
+    if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
+        message = "missing required field: image"
+        raise ApiError(400, message, code="missing_required_parameter", param=IMAGE)
+    body.check_given(given, has_size=body.has_size)
+    pull = body.pull if request.get("scope") == ADMIN else NEVER
+    seed = {"seed": str(body.seed) if is_form else body.seed}
+    return Wish(body.model, fields, (PICTURES,), pull, is_form, chosen=seed)
+
+
+def _of_ollama(path: str, fields: dict[str, Any]) -> Wish:
+    kind: type[Any] = OllamaPromptBody if path == GENERATE else _OLLAMA[path]
+    body = check_fields(fields, kind)
+    unloads = body.stop or body.keep_alive == 0
+    if path in EMBEDDINGS:
+        is_load = not body.texts
+        return Wish(body.reference, fields, (EMBEDDER, TEXT), is_text=True, is_change=is_load)
+    if body.is_change:
+        return Wish(body.reference, fields, (TEXT,), is_text=True, is_change=True, unloads=unloads)
+    body.request()
+    options = fields.get("options") or {}
+    chosen = {"options": {**options, **_seed_for(options)}}
+    return Wish(body.reference, fields, (TEXT,), is_text=True, chosen=chosen)
+
+
+def _seed_for(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return a seed for a text that has none."""
+    return {} if fields.get("seed") is not None else {"seed": secrets.randbits(31)}

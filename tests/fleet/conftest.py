@@ -1,0 +1,54 @@
+"""A NATS server, and fleets on it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.conftest import TINY
+from tests.fleet.fleet_run import FleetRun, Nats
+from tests.process import Aimage
+
+Scene = Callable[[FleetRun], Awaitable[None]]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a store with the embedded model as ``tiny``. Copy it before writing."""
+    home = tmp_path_factory.mktemp("fleet-store")
+    Aimage(home, home / "store")("create", "-q", "tiny", TINY)
+    return home / "store"
+
+
+@pytest.fixture(scope="session")
+def nats(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nats]:
+    server = Nats(tmp_path_factory.mktemp("nats") / "js").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
+    """Return a function that plays a scene in a fleet of its own."""
+
+    def run(scene: Scene, own: Nats | None = None, name: str = "", **options: Any) -> None:
+        shutil.copytree(tiny_store, tmp_path / "store")
+        name = name or f"test{next(_numbers)}"
+        fleet = FleetRun(own or nats, tmp_path / "store", name, **options)
+
+        async def played() -> None:
+            async with asyncio.timeout(30), aiohttp.ClientSession() as fleet.session:
+                await fleet.make()
+                await scene(fleet)
+
+        asyncio.run(played())
+
+    return run

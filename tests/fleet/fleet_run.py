@@ -1,0 +1,206 @@
+"""A fleet in one event loop: gateways and workers of this process, on a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from clowder_aimage.api.service import Service, make_service
+from clowder_aimage.engine.settings import Settings
+from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
+from clowder_aimage.fleet.fleet_name import FleetNames
+from clowder_aimage.fleet.fleet_stream import FleetShape
+from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+from clowder_aimage.fleet.gateway_role import GatewayRole
+from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.http.app import build_app
+from clowder_aimage.http.listening_socket import listen
+from clowder_aimage.http.route import INFER, Role, Route
+from clowder_aimage.http.server import accepting
+from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.registry import ClientOptions
+from tests import process
+
+Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+PICTURES = "/v1/images/generations"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def nats_program() -> str:
+    """Return the path of nats-server, or skip the test."""
+    found = shutil.which("nats-server")
+    if found is None:
+        if os.environ.get("AIMAGE_REQUIRE_TOOLS"):
+            pytest.fail("nats-server is not installed")
+        pytest.skip("nats-server is not installed")
+    return found
+
+
+@dataclass
+class Nats:
+    """A NATS server with JetStream in a child process, which can be killed and started again."""
+
+    directory: Path
+    port: int = field(default_factory=free_port)
+    arguments: tuple[str, ...] = ()
+    _child: subprocess.Popen[Any] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> Nats:
+        command = [nats_program(), "-a", "127.0.0.1", "-p", self.port, *self.arguments]
+        if "-c" not in self.arguments:
+            command += ["-js", "-sd", self.directory]
+        command += ["-l", self.directory / "log"]
+        self.directory.mkdir(exist_ok=True)
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        self._child = process.spawn(command, is_shared=True, stderr=subprocess.DEVNULL, **pipes)
+        end = time.monotonic() + 20
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                return self
+            except OSError:
+                assert self._child.poll() is None and time.monotonic() < end
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._child is not None:
+            process.end(self._child)
+
+
+class ScriptedRole(Role):
+    """A worker without models, whose answers are those of ``answer``."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.served: list[str] = []  # prompts
+
+    def routes(self) -> list[Route]:
+        return [Route("POST", PICTURES, self._make, INFER)]
+
+    async def _make(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.served.append(body["prompt"])
+        return await self._answer(request, body)
+
+
+async def prompt_as_picture(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Answer with the prompt and the seed."""
+    text = f"{body['prompt']} {body['seed']}"
+    return web.json_response({"data": [{"b64_json": text}]}, headers={"X-Aimage-Seed": "1"})
+
+
+@dataclass
+class FleetRun:
+    """One fleet of a test, on a NATS server that others use too."""
+
+    nats: Nats
+    store: Path
+    name: str
+    passwords: dict[str, str] = field(default_factory=dict)
+    session: aiohttp.ClientSession = field(init=False)
+
+    def access_of(self, kind: str) -> FleetAccess:
+        """Return the access of a gateway, a worker or an operator."""
+        user = f"{kind}:{self.passwords[kind]}@" if self.passwords else ""
+        url = self.nats.url.replace("nats://", f"nats://{user}")
+        return FleetAccess((url,), FleetNames(self.name))
+
+    def operator(self) -> FleetLink:
+        return FleetLink(self.access_of(OPERATOR), OPERATOR)
+
+    async def make(self, **shape: Any) -> None:
+        link = FleetLink(self.access_of(OPERATOR), OPERATOR)
+        async with link.open():
+            await link.make(FleetShape(**({"max_bytes": 64 << 20} | shape)), 10)
+
+    @contextlib.asynccontextmanager
+    async def gateway(
+        self, *, tokens: dict[str, str] | None = None, **options: Any
+    ) -> AsyncIterator[str]:
+        """Run a gateway; yield its URL once it is connected, unless that is not wanted."""
+        is_awaited = options.pop("is_awaited", True)
+        link = FleetLink(self.access_of(GATEWAY), GATEWAY)
+        role = GatewayRole(link, GatewayMetrics(), resolve=_no_registry, **options)
+        listening = listen("127.0.0.1:0", has_tokens=bool(tokens))
+        try:
+            async with role.running(), accepting(build_app(role, tokens=tokens), listening):
+                if is_awaited:
+                    await link.connected(10)
+                yield listening.urls[0]
+        finally:
+            listening.close()
+
+    @contextlib.asynccontextmanager
+    async def worker(
+        self, name: str, own: Role | Callable[[Service], Role], **settings: Any
+    ) -> AsyncIterator[JoinedWorker]:
+        """Run a worker; yield it once it has reported."""
+        connection = ClientOptions(docker_config=self.store)
+        service = make_service(Settings(**settings), LayeredStore([self.store]), connection)
+        role = own if isinstance(own, Role) else own(service)
+        link = FleetLink(self.access_of(WORKER), WORKER, name)
+        joined = JoinedWorker(link, service, role, WorkerPlace(name))
+        async with role.running(), joined.running():
+            await link.connected(10)
+            await until(lambda: joined._is_heard and bool(joined._view.models))
+            await joined._put_card()
+            yield joined
+        await role.drain(0, asyncio.Event())
+
+    async def ask(self, url: str, prompt: str, **options: Any) -> tuple[int, Any]:
+        """Return status and value of a gateway's response to a request for a picture."""
+        headers = options.pop("headers", {})
+        body = {"model": "tiny", "prompt": prompt, **options}
+        async with self.session.post(url + PICTURES, json=body, headers=headers) as answer:
+            return answer.status, await answer.json()
+
+    async def know(self, url: str, count: int) -> None:
+        """Wait until a gateway knows a number of workers."""
+
+        async def is_known() -> bool:
+            async with self.session.get(f"{url}/v1/fleet") as answer:
+                return answer.status == 200 and len((await answer.json())["workers"]) == count
+
+        await until(is_known)
+
+    async def status(self, url: str) -> dict[str, Any]:
+        async with self.session.get(f"{url}/v1/fleet") as answer:
+            found: dict[str, Any] = await answer.json()
+            return found
+
+
+def _no_registry(reference: Reference) -> Digest:
+    raise AssertionError(f"{reference} was looked for in a registry")
+
+
+async def until(is_true: Callable[[], Any], timeout: float = 20.0) -> None:
+    """Wait for a condition, which may be a coroutine function."""
+    async with asyncio.timeout(timeout):
+        while True:
+            found = is_true()
+            if await found if asyncio.iscoroutine(found) else found:
+                return
+            await asyncio.sleep(0.02)

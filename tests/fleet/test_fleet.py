@@ -1,0 +1,408 @@
+"""Gateways and workers on a NATS server, with workers whose answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from clowder_aimage.errors import NetworkError
+from clowder_aimage.fleet import job_run
+from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetLink
+from clowder_aimage.fleet.fleet_name import BATCH
+from clowder_aimage.fleet.worker_card import give_order
+from tests.conftest import ROOT
+from tests.fleet.fleet_run import (
+    PICTURES,
+    FleetRun,
+    Nats,
+    ScriptedRole,
+    prompt_as_picture,
+    until,
+)
+
+pytestmark = pytest.mark.integration
+Play = Callable[..., None]
+
+
+def test_a_job_is_answered_by_a_worker(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role):
+            await fleet.know(url, 1)
+            status, value = await fleet.ask(url, "a cat", seed=7)
+            assert (status, value["data"]) == (200, [{"b64_json": "a cat 7"}])
+            _, first = await fleet.ask(url, "a dog")
+            assert first["data"][0]["b64_json"].split()[-1].isdigit()  # a seed was drawn
+            found = await fleet.status(url)
+            assert found["jobs"] == 0 and found["workers"][0]["id"] == "w1"
+            large = "x" * 1_000_000 + " cat"
+            status, value = await fleet.ask(url, "a", seed=1, unknown=large)
+            assert status == 200 and role.served == ["a cat", "a dog", "a"]
+
+    play(scene)
+
+
+def test_a_malformed_request_is_no_job(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url:
+            assert (await fleet.ask(url, "x"))[0] == 503  # no worker
+            async with fleet.worker("w1", role):
+                await fleet.know(url, 1)
+                for options, code in (
+                    ({"n": 99}, "invalid_value"),
+                    ({"model": "other"}, "model_not_found"),
+                    ({"model": "NOT A NAME"}, "invalid_value"),
+                    ({"headers": {"Aimage-Priority": "urgent"}}, None),
+                    ({"headers": {"Idempotency-Key": "k" * 300}}, None),
+                ):
+                    status, value = await fleet.ask(url, "x", **options)
+                    assert status in (400, 404) and value["error"]["code"] == code
+            assert not role.served
+
+    play(scene)
+
+
+def test_a_key_is_one_job_at_all_gateways(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        begun = asyncio.Event()
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await asyncio.sleep(0.3)
+            return await prompt_as_picture(request, body)
+
+        role = ScriptedRole(slow)
+        async with fleet.gateway() as one, fleet.gateway() as other, fleet.worker("w1", role):
+            await fleet.know(one, 1)
+            await fleet.know(other, 1)
+            key = {"headers": {"Idempotency-Key": "same"}}
+            asked = [asyncio.create_task(fleet.ask(url, "a cat", **key)) for url in (one, other)]
+            await begun.wait()
+            leaving = asyncio.create_task(fleet.ask(one, "a cat", **key))
+            await asyncio.sleep(0.05)
+            leaving.cancel()  # which does not end the job
+            found = await asyncio.gather(*asked)
+            assert found[0] == found[1] and found[0][0] == 200
+            assert await fleet.ask(other, "a cat", **key) == found[0]  # when it is over
+            assert role.served == ["a cat"]
+            status, value = await fleet.ask(other, "a dog", **key)
+            assert (status, value["error"]["code"]) == (422, "idempotency_key_reused")
+
+    play(scene)
+
+
+def test_a_client_that_leaves_cancels_its_job(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        ended, begun = asyncio.Event(), asyncio.Event()
+
+        async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.set()
+            raise AssertionError
+
+        async with fleet.gateway() as url, fleet.worker("w1", ScriptedRole(endless)) as worker:
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a cat"))
+            waiting = asyncio.create_task(fleet.ask(url, "a dog"))
+            await begun.wait()
+            asked.cancel()
+            waiting.cancel()
+            await asyncio.wait_for(ended.wait(), 10)
+            await until(lambda: not worker._tasks)
+            assert (await fleet.status(url))["jobs"] == 0
+
+    play(scene)
+
+
+def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_run, "LATER", 0.05)
+
+    async def scene(fleet: FleetRun) -> None:
+        async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({"error": {"message": "no memory"}}, status=500)
+
+        bad, good = ScriptedRole(broken), ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("bad", bad) as worker:
+            await fleet.know(url, 1)
+            status, value = await fleet.ask(url, "poison")
+            assert status == 500 and value == {"error": {"message": "no memory"}}
+            assert len(bad.served) == job_run.ATTEMPTS
+            async with fleet.worker("good", good):
+                await fleet.know(url, 2)
+                for number in range(6):
+                    assert (await fleet.ask(url, f"{number}", seed=1))[0] == 200
+            assert len(good.served) == 6 and worker.done == 1
+
+    play(scene)
+
+
+def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        from clowder_aimage.fleet.job_frame import DATA, Frame
+
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role):
+            await fleet.know(url, 1)
+            # As if the workers of four attempts had been killed in the middle
+            link = fleet.operator()
+            async with link.open():
+                await link.connected(10)
+                key = {"headers": {"Idempotency-Key": "killed"}}
+                told = asyncio.create_task(fleet.ask(url, "x", **key))
+                assert (await told)[0] == 200
+                streams, names = link.streams, link.names
+                info = await streams.stream_info(names.logs, subjects_filter=">")
+                job = next(iter(info.state.subjects or {})).rpartition(".")[2]
+                await streams.purge_stream(names.logs)
+                past = ("w2", "w3", "w4")
+                frame = Frame(DATA, 4, 1, b"", "w5", past)
+                await link.store(names.log(job), b"", frame.headers())
+                await streams.delete_stream(names.dead)
+                await fleet.make()
+                role.served.clear()
+                found = await _published_again(link, job, fleet, url)
+                assert "w2, w3, w4, w5" in found and not role.served
+
+    play(scene)
+
+
+async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str) -> str:
+    """Publish a job with the log of ``job``; return the reason why it was given up."""
+    from clowder_aimage.fleet.fleet_job import FleetJob
+
+    names = link.names
+    digest = next(iter((await fleet.status(url))["workers"]))["models"]["tiny:latest"]
+    body = {"model": "tiny", "prompt": "x", "seed": 1}
+    again = FleetJob(job, PICTURES, "infer", "me", "tiny", "tiny:latest", digest, fields=body)
+    subject = names.job("interactive", digest.partition(":")[2], "me")
+    await link.store(subject, again.encode())
+    await link.tell(names.news, subject.encode())
+
+    async def is_dead() -> bool:
+        return (await fleet.status(url))["given_up"] == 1
+
+    await until(is_dead)
+    last, _ = await link.last(names.log(job))
+    assert last is not None
+    return str(json.loads(last.data)["message"])
+
+
+def test_a_drained_worker_ends_its_work_and_takes_no_more(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        begun = asyncio.Event()
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await asyncio.sleep(0.3)
+            return await prompt_as_picture(request, body)
+
+        first, other = ScriptedRole(slow), ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("first", first):
+            await fleet.know(url, 1)
+            link = fleet.operator()
+            async with link.open():
+                await link.connected(10)
+                asked = asyncio.create_task(fleet.ask(url, "a", seed=1))
+                await begun.wait()
+                card = await give_order(link, "first", "drain")
+                assert card["is_draining"] and card["running"] == 1
+                async with fleet.worker("other", other):
+                    await fleet.know(url, 2)
+                    assert (await asked)[1]["data"][0]["b64_json"] == "a 1"
+                    for _ in range(3):
+                        assert (await fleet.ask(url, "b"))[0] == 200
+                assert (first.served, other.served) == (["a"], ["b"] * 3)
+                assert not (await give_order(link, "first", "resume"))["is_draining"]
+                assert (await fleet.ask(url, "c"))[0] == 200
+
+    play(scene)
+
+
+def test_a_worker_that_stops_gives_its_job_back(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        begun = asyncio.Event()
+
+        async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await asyncio.sleep(60)
+            raise AssertionError
+
+        other = ScriptedRole(prompt_as_picture)
+        async with AsyncExitStack() as stack:
+            url = await stack.enter_async_context(fleet.gateway())
+            stopping = AsyncExitStack()
+            worker = await stopping.enter_async_context(
+                fleet.worker("first", ScriptedRole(endless))
+            )
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a", seed=3))
+            await begun.wait()
+            await worker.drain(0.05, asyncio.Event())
+            await stopping.aclose()
+            await stack.enter_async_context(fleet.worker("other", other))
+            assert (await asked)[1]["data"][0]["b64_json"] == "a 3"
+
+    play(scene)
+
+
+def test_batches_wait_for_others_and_callers_are_equal(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.03)
+            return await prompt_as_picture(request, body)
+
+        role = ScriptedRole(slow)
+        tokens = {"a" * 20: "infer", "b" * 20: "infer"}
+        async with fleet.gateway(tokens=tokens) as url, fleet.worker("w1", role):
+            many, few = ({"Authorization": f"Bearer {token}"} for token in tokens)
+            fleet.session.headers.update(many)
+            await fleet.know(url, 1)
+            batch = {**many, "Aimage-Priority": BATCH}
+            asked = [fleet.ask(url, "batch", headers=batch) for _ in range(10)]
+            asked += [fleet.ask(url, "many", headers=many) for _ in range(30)]
+            tasks = [asyncio.create_task(each) for each in asked]
+            await until(lambda: len(role.served) > 5)
+            tasks += [asyncio.create_task(fleet.ask(url, "few", headers=few)) for _ in range(3)]
+            found = await asyncio.gather(*tasks)
+            assert {status for status, _ in found} == {200}
+            order = role.served
+            last_few = max(at for at, each in enumerate(order) if each == "few")
+            assert "many" in order[last_few:]
+            assert order[-1] == "batch" or order[-5:].count("batch") >= 3
+
+    play(scene)
+
+
+def test_requests_wait_for_a_server_that_is_killed(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Nats(tmp_path / "js").start()
+
+    async def scene(fleet: FleetRun) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await go_on.wait()
+            return await prompt_as_picture(request, body)
+
+        role = ScriptedRole(slow)
+        async with fleet.gateway() as url, fleet.worker("w1", role):
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a", seed=5))
+            await begun.wait()
+            own.kill()
+            go_on.set()
+
+            async def is_refused() -> bool:
+                async with fleet.session.post(url + PICTURES, json={"prompt": "x"}) as answer:
+                    return answer.status == 503 and answer.headers["Retry-After"] == "2"
+
+            await until(is_refused)
+            await asyncio.to_thread(own.start)
+            assert (await asked)[1]["data"][0]["b64_json"] == "a 5"
+            assert role.served == ["a"]
+            await fleet.know(url, 1)
+            assert (await fleet.ask(url, "b"))[0] == 200
+
+    try:
+        play(scene, own)
+    finally:
+        own.kill()
+
+
+def test_a_fleet_that_is_not_prepared_is_named(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        link = fleet.operator()
+        async with link.open():
+            await link.connected(10)
+            config = (await link.streams.stream_info(link.names.logs)).config
+            config.subjects = ["other.>"]
+            await link.streams.update_stream(config)
+            async with fleet.gateway(is_awaited=False) as url:
+
+                async def says() -> bool:
+                    _, value = await fleet.ask(url, "x")
+                    return "its subjects are other.>" in value["error"]["message"]
+
+                await until(says)
+                await link.streams.delete_stream(link.names.jobs)
+
+                async def says_more() -> bool:
+                    async with fleet.session.get(f"{url}/readyz") as answer:
+                        return "no stream" in await answer.text()
+
+                await until(says_more)
+                await fleet.make()
+
+                async def is_ready() -> bool:
+                    async with fleet.session.get(f"{url}/readyz") as answer:
+                        return answer.status == 200
+
+                await until(is_ready)
+
+    play(scene)
+
+
+def test_a_full_queue_refuses_and_loses_nothing(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        await fleet.make(max_bytes=1 << 16)  # a fourth of it for jobs
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role):
+            await fleet.know(url, 1)
+            status, value = await fleet.ask(url, "x", unknown="y" * 40_000)
+            assert status == 503 and "full" in value["error"]["message"]
+            assert (await fleet.ask(url, "x"))[0] == 200
+
+    play(scene)
+
+
+def test_the_shipped_configuration_separates_gateways_workers_and_operators(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passwords = {kind: f"{kind}-password" for kind in (GATEWAY, WORKER, OPERATOR)}
+    for kind, password in passwords.items():
+        monkeypatch.setenv(f"AIMAGE_{kind.upper()}_PASSWORD", password)
+    text = (ROOT / "deploy/nats/nats-server.conf").read_text()
+    text = text.replace('"/var/lib/nats"', f'"{tmp_path}/js"').replace("listen:", "# listen:")
+    (tmp_path / "nats.conf").write_text(text.replace("20GB", "1GB"))
+    own = Nats(tmp_path / "js", arguments=("-c", str(tmp_path / "nats.conf"))).start()
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role):
+            await fleet.know(url, 1)
+            key = {"headers": {"Idempotency-Key": "k"}}
+            for _ in range(2):
+                assert (await fleet.ask(url, "a cat", **key))[0] == 200
+            assert (await fleet.ask(url, "a dog", unknown="x" * 900_000))[0] == 200
+            async with fleet.session.get(f"{url}/v1/models/x") as answer:
+                assert answer.status == 404  # of the scripted worker, which was asked
+            link = FleetLink(fleet.access_of(WORKER), WORKER, "bad")
+            async with link.open():
+                await link.connected(10)
+                with pytest.raises(NetworkError):  # a worker cannot make jobs
+                    await link.store(link.names.job("interactive", "a", "b"), b"", patience=0.1)
+                assert (await fleet.status(url))["jobs"] == 0
+                wrong = fleet.operator()
+                async with wrong.open():
+                    await wrong.connected(10)
+                    assert (await give_order(wrong, "w1", "drain"))["is_draining"]
+
+    try:
+        play(scene, own, name="aimage", passwords=passwords)
+    finally:
+        own.kill()

@@ -1,0 +1,160 @@
+"""Workers and a gateway as processes, with the embedded model: killed workers, and the verbs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shutil
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.fleet.fleet_run import PICTURES, Nats
+from tests.process import Aimage
+from tests.worker.conftest import Worker, begin
+
+pytestmark = pytest.mark.integration
+FLEET = ("--fleet", "live")
+
+
+class LiveFleet:
+    """Two workers and a gateway on the server of the tests."""
+
+    def __init__(self, nats: Nats, here: Aimage) -> None:
+        self.nats, self.here = nats, here
+        here("fleet", "init", "--nats", nats.url, *FLEET)
+        self.gateway = begin(here, "--nats", nats.url, *FLEET, verb="gateway")
+        self.workers = {name: self.start(name) for name in ("w1", "w2")}
+        self.url = self.gateway.url
+
+    def start(self, name: str) -> Worker:
+        return begin(self.here, "--join", self.nats.url, *FLEET, "--worker-name", name)
+
+    def card(self, name: str) -> dict[str, Any]:
+        found = self.here("fleet", "status", "--json", "--nats", self.nats.url, *FLEET)
+        cards = {each["id"]: each for each in json.loads(found.out)["workers"]}
+        return dict(cards[name])
+
+    def know(self, count: int) -> None:
+        self.until(lambda: len(self.gateway.get("/v1/fleet")["workers"]) == count)
+
+    @staticmethod
+    def until(is_true: Any) -> None:
+        end = time.monotonic() + 30
+        while not is_true():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def end(self) -> None:
+        for each in (*self.workers.values(), self.gateway):
+            each.end()
+
+
+@pytest.fixture(scope="module")
+def live(
+    nats: Nats, tiny_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveFleet]:
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    home = tmp_path_factory.mktemp("live")
+    shutil.copytree(tiny_store, home / "store")
+    fleet = LiveFleet(nats, Aimage(home, home / "store"))
+    fleet.know(2)
+    yield fleet
+    fleet.end()
+
+
+def pixels(data: str) -> bytes:
+    return Image.open(io.BytesIO(base64.b64decode(data))).tobytes()
+
+
+def post(url: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        url + PICTURES, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+WISH = {"model": "tiny", "prompt": "a cat", "seed": 7, "width": 64, "height": 64}
+
+
+def test_pictures_are_those_of_a_worker(live: LiveFleet) -> None:
+    mine = post(live.url, **WISH)["data"][0]["b64_json"]
+    assert pixels(mine) == pixels(post(live.workers["w1"].url, **WISH)["data"][0]["b64_json"])
+    found = {each["id"] for each in live.gateway.get("/v1/models")["data"]}
+    assert found == {"tiny:latest"}
+    with urllib.request.urlopen(f"{live.url}/api/tags", timeout=30) as answer:
+        assert json.load(answer)["models"][0]["name"] == "tiny:latest"
+    linked = post(live.url, **WISH, response_format="url")["data"][0]["url"]
+    assert linked.startswith(live.url)
+    with urllib.request.urlopen(linked, timeout=30) as answer:
+        assert pixels(base64.b64encode(answer.read()).decode()) == pixels(mine)
+
+
+def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
+    wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60)
+    steps, killed = list[int](), ""
+    previews, found = list[Any](), list[Any]()
+    with client.images.generate(
+        model="tiny",
+        prompt="a cat",
+        size="64x64",
+        stream=True,
+        partial_images=3,
+        extra_body={"seed": 7, "steps": 150, "stream_format": "openai+progress"},
+    ) as events:
+        for event in events:
+            kind = event.type.rpartition(".")[2]
+            if kind == "progress":
+                steps.append((event.model_extra or {})["step"])
+                if len(steps) == 60:
+                    cards = live.gateway.get("/v1/fleet")["workers"]
+                    killed = next(each["id"] for each in cards if each["running"])
+                    live.workers[killed].stop(signal.SIGKILL)
+            (previews if kind == "partial_image" else found).append(event)
+    assert killed and steps == [*range(1, 151)]
+    assert [each.partial_image_index for each in previews] == [0, 1, 2]
+    assert pixels(found[-1].b64_json) == pixels(wanted)
+    live.workers[killed].end()
+    del live.workers[killed]
+
+
+def test_the_verbs_show_and_drain_workers(live: LiveFleet) -> None:
+    nats = ("--nats", live.nats.url, *FLEET)
+    live.workers["w3"] = live.start("w3")  # which ends with this test
+    address = live.workers["w3"].url
+    live.until(lambda: address in str(live.gateway.get("/v1/fleet")))
+    shown = live.here("fleet", "status", *nats).out
+    assert "w3" in shown and "ready" in shown
+    assert live.here("fleet", "init", *nats).out == "the fleet live is as it should be\n"
+    live.here("fleet", "drain", "w3", *nats)
+    assert live.card("w3")["is_draining"]
+    for _ in range(3):
+        post(live.url, **WISH)
+    assert live.card("w3")["done"] == 0
+    assert not json.loads(live.here("fleet", "drain", "w3", "--undo", "--json", *nats).out)[
+        "is_draining"
+    ]
+    missing = live.here("fleet", "drain", "w9", *nats, code=3)
+    assert "no worker 'w9'" in missing.err
+
+
+def test_errors_of_the_verbs_are_sentences(nats: Nats, tmp_path: Path) -> None:
+    here = Aimage(tmp_path, tmp_path / "store")
+    other = ("--fleet", "other", "--nats", nats.url)
+    missing = here("fleet", "status", *other, code=2)
+    assert "aimage fleet init --fleet other" in missing.err
+    assert "--fleet" in here("fleet", "status", "--fleet", "a.b", "--nats", nats.url, code=2).err
+    assert "AIMAGE_NATS" in here("gateway", code=2).err
+    certificate = ("--nats-cert", tmp_path / "none.pem")
+    assert "belong together" in here("fleet", "status", *other, *certificate, code=2).err
+    assert "file not found" in here("fleet", "status", *other, "--nats-ca", "no.pem", code=2).err
