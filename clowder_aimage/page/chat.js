@@ -8,6 +8,7 @@ import { number, t } from './lang.js';
 import { Icon } from './icons.js';
 import { loaded, models } from './state.js';
 
+const isTouch = matchMedia('(pointer: coarse)').matches; // Enter begins a line on keyboards of screens
 const NEAR = 80; // pixels from the end within which new text is followed
 
 export function Chat() {
@@ -132,7 +133,7 @@ function Composer({ isReady }) {
     element.style.height = `${Math.min(element.scrollHeight + 2, innerHeight / 3)}px`;
   }, [typed]);
   const pressed = (event) => {
-    if (event.key !== 'Enter' || event.shiftKey || event.isComposing) return;
+    if (event.key !== 'Enter' || event.shiftKey || event.isComposing || isTouch) return;
     event.preventDefault();
     if (isReady) send();
   };
@@ -141,7 +142,7 @@ function Composer({ isReady }) {
     send();
   };
   return html`<form class="chat-composer" onSubmit=${submit}>
-    <textarea ref=${field} class="input" rows="1" aria-label=${t('chat.message')} placeholder=${t('chat.placeholder')}
+    <textarea ref=${field} class="input" rows="1" aria-label=${t('chat.message')} placeholder=${isTouch ? '' : t('chat.placeholder')}
       value=${typed} onInput=${(event) => say({ typed: event.target.value })} onKeyDown=${pressed}></textarea>
     ${sending.value
       ? html`<${Button} icon="stop" onClick=${stop}>${t('chat.stop')}<//>`

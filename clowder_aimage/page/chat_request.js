@@ -3,7 +3,7 @@
 import { signal } from './html.js';
 import { events } from './api.js';
 import { t } from './lang.js';
-import { models } from './state.js';
+import { models, notice } from './state.js';
 import { read, readTab, write, writeTab } from './storage.js';
 
 const EMPTY = { model: '', system: '', thinks: true, typed: '', messages: [] };
@@ -27,20 +27,22 @@ function loadTalk() {
   return { ...found, messages };
 }
 
-let written = 0, timer = 0;
+let written = 0, timer = 0, isFull = false;
 
 function keep() {
   clearTimeout(timer);
+  timer = 0;
   written = performance.now();
-  writeTab('chat', talk.value);
-  write('chat', talk.value);
+  const isKept = writeTab('chat', talk.value) && write('chat', talk.value);
+  if (!isKept && !isFull) notice(t('chat.notKept'), { kind: 'bad' });
+  isFull = !isKept;
 }
 
 /** Change some fields of the conversation. They are kept at once, an answer that arrives now and then. */
 export function say(fields, isArriving = false) {
   talk.value = { ...talk.value, ...fields };
   if (!isArriving || performance.now() - written > PAUSE) keep();
-  else if (!timer) timer = setTimeout(() => ((timer = 0), keep()), PAUSE);
+  else if (!timer) timer = setTimeout(keep, PAUSE);
 }
 addEventListener('pagehide', keep);
 
@@ -82,8 +84,7 @@ export function clear() {
 
 function bodyOf(model) {
   const { system, messages, thinks } = talk.value;
-  const said = messages.filter((one) => one.content && (one.role === 'user' || !one.error || one.content))
-    .map(({ role, content }) => ({ role, content }));
+  const said = messages.filter((one) => one.content).map(({ role, content }) => ({ role, content }));
   const first = system.trim() ? [{ role: 'system', content: system.trim() }] : [];
   const body = { model, messages: [...first, ...said], stream: true, stream_options: { include_usage: true } };
   const canThink = models.value.find((one) => one.id === model)?.capabilities?.includes('thinking');

@@ -115,6 +115,13 @@ def test_a_system_prompt_and_what_was_said_are_sent_and_kept(chat: Callable[[], 
     expect(page.get_by_label("Instructions for all answers")).to_have_value("Be brief.")
 
 
+def test_a_browser_without_room_says_so(chat: Callable[[], Page]) -> None:
+    page = chat()
+    page.evaluate("localStorage.filler = 'x'.repeat(5_200_000)")
+    page.get_by_label("Message", exact=True).fill("a" * 100_000)
+    expect(page.get_by_text("has no room to keep this conversation")).to_be_visible()
+
+
 def test_a_reload_during_an_answer_says_that_it_is_incomplete(chat: Callable[[], Page]) -> None:
     page = chat()
     say(page, "begin " + "slow " * 400)

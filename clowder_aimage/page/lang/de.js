@@ -521,6 +521,7 @@ export const de = {
   'chat.stopped': 'Angehalten',
   'chat.length': 'An der Grenze der Tokens beendet',
   'chat.reloaded': 'Die Seite wurde neu geladen, daher ist die Antwort unvollständig.',
+  'chat.notKept': 'Der Browser hat keinen Platz für dieses Gespräch. Es geht verloren, wenn die Seite geschlossen wird.',
   'chat.rate': '{tokens} Tokens, {rate} pro Sekunde',
   'chat.regenerate': 'Neu erzeugen',
   'chat.copy': 'Antwort kopieren',

@@ -521,6 +521,7 @@ export const en = {
   'chat.stopped': 'Stopped',
   'chat.length': 'Ended at the limit of tokens',
   'chat.reloaded': 'The page was loaded again, so the answer is incomplete.',
+  'chat.notKept': 'The browser has no room to keep this conversation. It is lost when the page is closed.',
   'chat.rate': '{tokens} tokens, {rate} per second',
   'chat.regenerate': 'Regenerate',
   'chat.copy': 'Copy the answer',
