@@ -101,7 +101,7 @@ def gallery(page: Page, look: str) -> None:
 
 def mask(page: Page, look: str) -> None:
     page.goto(page.url.partition("#")[0] + "#make")
-    page.get_by_role("button", name="Begin with this").click()
+    page.get_by_role("button", name="Use this").click()
     page.get_by_text("Paint only a part").click()
     canvas = page.get_by_role("application").or_(page.locator("canvas")).last
     canvas.scroll_into_view_if_needed()
