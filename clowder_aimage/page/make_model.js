@@ -17,10 +17,14 @@ function facts(model) {
   return found;
 }
 
-/** Return what tells models apart in a list. */
-function short(model) {
-  const found = [model.size ? bytes(model.size) : '', model.details?.quantization_level, isLoaded(model) ? t('make.loaded') : ''];
-  return found.filter(Boolean).map((one) => ` · ${one}`).join('');
+/** The models in memory, and the others. */
+function Options({ able }) {
+  return [true, false].map((isIn) => {
+    const found = able.filter((one) => isLoaded(one) === isIn);
+    return found.length > 0 && html`<optgroup key=${isIn} label=${t(isIn ? 'make.loaded' : 'make.not-loaded')}>
+      ${found.map((one) => html`<option key=${one.id} value=${one.id}>${[one.id, one.size && bytes(one.size), one.details?.quantization_level].filter(Boolean).join(' · ')}</option>`)}
+    </optgroup>`;
+  });
 }
 
 export function ModelField({ value }) {
@@ -33,7 +37,7 @@ export function ModelField({ value }) {
       ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => change({ model: event.target.value })}>
         ${isGone && html`<option value=${value.model}>${value.model}</option>`}
         ${!able.length && html`<option value="">${t('make.no-model')}</option>`}
-        ${able.map((one) => html`<option key=${one.id} value=${one.id}>${one.id}${short(one)}</option>`)}
+        <${Options} able=${able} />
       </select>`}
     <//>
     ${now && html`<ul class="make-facts" aria-label=${t('make.model-facts')}>${facts(now).map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}
