@@ -148,11 +148,9 @@ class ModelProcess:
 
     def _load_text(self, store: LayeredStore, stored: StoredAImage, command: frame.Message) -> None:
         """Load a language model."""
-        names = ("dtype", "context", "parallel")
-        memory = command.get("memory")
-        share = None if memory is None else memory // command["models"]
+        names = ("dtype", "context", "parallel", "memory", "models")
         how = {name: command[name] for name in names if command.get(name) is not None}
-        self._model = model = load_language_model(store, stored.aimage, memory=share, **how)
+        self._model = model = load_language_model(store, stored.aimage, **how)
         if model.device.startswith("cpu"):  # drivers of GPUs map more than there is
             machine.limit_memory(machine.memory())
         facts = {"parallel": model.parallel, "context": model.context}

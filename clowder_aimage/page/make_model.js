@@ -18,7 +18,7 @@ function facts(model) {
 }
 
 /** The models in memory, and the others. */
-function Options({ able }) {
+function options(able) {
   return [true, false].map((isIn) => {
     const found = able.filter((one) => isLoaded(one) === isIn);
     return found.length > 0 && html`<optgroup key=${isIn} label=${t(isIn ? 'make.loaded' : 'make.not-loaded')}>
@@ -37,7 +37,7 @@ export function ModelField({ value }) {
       ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => change({ model: event.target.value })}>
         ${isGone && html`<option value=${value.model}>${value.model}</option>`}
         ${!able.length && html`<option value="">${t('make.no-model')}</option>`}
-        <${Options} able=${able} />
+        ${options(able)}
       </select>`}
     <//>
     ${now && html`<ul class="make-facts" aria-label=${t('make.model-facts')}>${facts(now).map((one) => html`<li key=${one}>${one}</li>`)}</ul>`}

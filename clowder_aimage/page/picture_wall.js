@@ -33,8 +33,10 @@ export function layoutOf(width) {
   const least = width < 420 ? 100 : width < 800 ? LEAST : WIDEST - 40;
   const columns = Math.max(2, Math.floor((width + GAP) / (least + GAP)));
   const side = Math.floor((width - GAP * (columns - 1)) / columns);
-  return { columns, side, row: side + CAPTION + GAP };
+  return { columns, side, row: rowOf(side) };
 }
+
+const rowOf = (side) => side + CAPTION + GAP;
 
 /** Return the first row and the row after the last that are seen, with spare ones. */
 export function seenRows(top, height, row, count) {
@@ -80,6 +82,8 @@ export function PictureWall({ entries, chosen, onOpen, onChoose, onRemove }) {
   const element = useRef(null);
   const seen = useSeen(element, entries.length);
   const [current, setCurrent] = useState(0);
+  const acts = useRef({});
+  const tiles = useRef(new Map());
   const wanted = useRef(null); // the number of entries at which a picture gets the focus, at most
   const at = Math.min(current, Math.max(0, entries.length - 1));
   const focus = (index) => element.current.querySelector(`[data-index="${index}"] .wall-open`)?.focus({ preventScroll: true });
@@ -109,13 +113,19 @@ export function PictureWall({ entries, chosen, onOpen, onChoose, onRemove }) {
     else go(target);
   };
   const first = seen.first * seen.columns;
-  const shown = entries.slice(first, seen.last * seen.columns);
+  acts.current = { onOpen, onChoose, onFocus: setCurrent };
+  const tile = (entry, index) => {
+    const facts = { index, count: entries.length, columns: seen.columns, side: seen.side, isCurrent: index === at, isChosen: chosen.has(entry.id) };
+    const mark = Object.values(facts).join();
+    const old = tiles.current.get(entry.id);
+    return old?.mark === mark ? old : { mark, drawn: html`<${Tile} key=${entry.id} entry=${entry} acts=${acts} ...${facts} />` };
+  };
+  const shown = new Map(entries.slice(first, seen.last * seen.columns).map((entry, offset) => [entry.id, tile(entry, first + offset)]));
+  tiles.current = shown; // a tile that stays as it is is not drawn again
   const height = Math.ceil(entries.length / seen.columns) * seen.row;
   return html`<ul class=${`wall ${chosen.size ? 'wall-choosing' : ''}`} ref=${element} style=${{ height: `${height}px` }}
     aria-label=${t('gallery.pictures')} onKeyDown=${pressed}>
-    ${shown.map((entry, offset) => html`<${Tile} key=${entry.id} entry=${entry} index=${first + offset} count=${entries.length}
-      seen=${seen} isCurrent=${first + offset === at} isChosen=${chosen.has(entry.id)}
-      onFocus=${() => setCurrent(first + offset)} onOpen=${onOpen} onChoose=${onChoose} />`)}
+    ${[...shown.values()].map(({ drawn }) => drawn)}
   </ul>`;
 }
 
@@ -136,7 +146,7 @@ function reveal(element, top, height) {
   else if (start + height > innerHeight) scrollBy(0, start + height - innerHeight);
 }
 
-function Tile({ entry, index, count, seen, isCurrent, isChosen, onFocus, onOpen, onChoose }) {
+function Tile({ entry, index, count, columns, side, isCurrent, isChosen, acts }) {
   const [url, setUrl] = useState(urls.get(entry.id) ?? null);
   useEffect(() => {
     if (url) return undefined;
@@ -148,18 +158,19 @@ function Tile({ entry, index, count, seen, isCurrent, isChosen, onFocus, onOpen,
       clearTimeout(timer);
     };
   }, [entry.id]);
-  const left = (index % seen.columns) * (seen.side + GAP);
-  const top = Math.floor(index / seen.columns) * seen.row;
-  const place = { transform: `translate(${left}px, ${top}px)`, width: `${seen.side}px` };
+  const left = (index % columns) * (side + GAP);
+  const top = Math.floor(index / columns) * rowOf(side);
+  const place = { transform: `translate(${left}px, ${top}px)`, width: `${side}px` };
   const prompt = String(entry.facts?.prompt ?? '');
   const focus = isCurrent ? 0 : -1;
+  const focused = () => acts.current.onFocus(index);
   return html`<li class=${`wall-tile ${isChosen ? 'wall-chosen' : ''}`} style=${place} data-index=${index} aria-setsize=${count} aria-posinset=${index + 1}>
-    <button type="button" class="wall-open" tabindex=${focus} style=${{ height: `${seen.side}px` }} onFocus=${onFocus}
-      onClick=${() => onOpen(entry.id)} aria-label=${t('gallery.open', { prompt: prompt.slice(0, 120) || t('gallery.noPrompt') })}>
+    <button type="button" class="wall-open" tabindex=${focus} style=${{ height: `${side}px` }} onFocus=${focused}
+      onClick=${() => acts.current.onOpen(entry.id)} aria-label=${t('gallery.open', { prompt: prompt.slice(0, 120) || t('gallery.noPrompt') })}>
       ${url && html`<img src=${url} alt="" decoding="async" draggable=${false} />`}
     </button>
-    <label class="wall-check"><input type="checkbox" tabindex=${focus} checked=${isChosen} onFocus=${onFocus}
-      aria-label=${t('gallery.choose', { n: index + 1 })} onChange=${() => onChoose(entry.id)} /></label>
+    <label class="wall-check"><input type="checkbox" tabindex=${focus} checked=${isChosen} onFocus=${focused}
+      aria-label=${t('gallery.choose', { n: index + 1 })} onChange=${() => acts.current.onChoose(entry.id)} /></label>
     <p class="wall-caption" title=${prompt.slice(0, 500)}>${prompt || t('gallery.noPrompt')}</p>
   </li>`;
 }

@@ -97,7 +97,9 @@ def test_an_empty_gallery_says_what_it_is_for_and_a_made_picture_appears(open_pa
     expect(page.get_by_text("No picture has these words.")).to_be_visible()
 
 
-def test_the_viewer_is_used_with_keys_and_keeps_the_focus(open_page: Open) -> None:
+def test_the_viewer_keeps_the_focus_and_is_used_with_keys_and_a_finger(
+    context: BrowserContext, open_page: Open
+) -> None:
     page = open_page(part="gallery")
     for prompt in ("one", "two", "three"):
         make(page, prompt, steps=1)
@@ -129,20 +131,14 @@ def test_the_viewer_is_used_with_keys_and_keeps_the_focus(open_page: Open) -> No
     page.keyboard.press("Escape")
     expect(viewer).to_have_count(0)
     assert page.evaluate("document.activeElement.ariaLabel") == "Open: two"
-
-
-def test_a_finger_swipes_to_the_next_picture(context: BrowserContext, open_page: Open) -> None:
-    page = open_page(part="gallery")
     page.set_viewport_size({"width": 390, "height": 740})
-    for prompt in ("one", "two"):
-        make(page, prompt, steps=1)
-    viewer = view(page)
+    prompt = view(page).locator(".viewer-prompt")
     session = context.new_cdp_session(page)
-    for start, end, shown in (300, 80, "one"), (80, 300, "two"), (200, 190, "two"):
+    for start, end, shown in (300, 80, "two"), (80, 300, "three"), (200, 190, "three"):
         for kind, at in ("touchStart", start), ("touchMove", end), ("touchEnd", None):
             points = [] if at is None else [{"x": at, "y": 250}]
             session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
-        expect(viewer.locator(".viewer-prompt")).to_have_text(shown)
+        expect(prompt).to_have_text(shown)
 
 
 def test_a_picture_again_with_one_thing_changed_is_compared_with_it(open_page: Open) -> None:
@@ -204,12 +200,12 @@ def test_a_grid_of_two_settings_is_made_cancelled_and_saved(
     cell = np.asarray(opened(kept(page, 7)).convert("RGB"))  # the last one, in the corner
     assert np.array_equal(whole[-12 - 128 : -12, -12 - 128 : -12], cell)
     assert (whole[:40, -100:] < 128).any()  # the label of its column
-    page.get_by_label("Values").nth(1).fill("1..12")
-    page.get_by_role("button", name="Make 36 pictures").click()
+    page.get_by_label("Values").nth(1).fill("1..9")
+    page.get_by_role("button", name="Make 27 pictures").click()
     page.locator(".grid-open").nth(1).wait_for()
     page.get_by_role("button", name="Cancel").click()
-    expect(page.get_by_role("button", name="Make 36 pictures")).to_be_visible()
-    expect(page.get_by_text(re.compile("^[2-9] of 36 pictures$"))).to_be_visible()
+    expect(page.get_by_role("button", name="Make 27 pictures")).to_be_visible()
+    expect(page.get_by_text(re.compile("^[2-9] of 27 pictures$"))).to_be_visible()
     page.get_by_label("Values").nth(0).fill("1, many")
     expect(page.get_by_text("These values are not possible: many")).to_be_visible()
     page.get_by_role("button", name="Gallery", exact=True).click()
@@ -289,18 +285,6 @@ def test_axe_finds_nothing_in_the_views_of_pictures(open_page: Open) -> None:
 # -- files and commands
 
 
-def test_a_download_has_the_bytes_that_the_worker_sent(open_page: Open, tmp_path: Path) -> None:
-    page = open_page(part="gallery")
-    number, facts = make(page, "Zwei rote Kreise, groß!")
-    with page.expect_download() as saved:
-        view(page).get_by_role("button", name="Download").click()
-    assert saved.value.suggested_filename == "zwei-rote-kreise-groß-7.png"
-    saved.value.save_as(tmp_path / "picture.png")
-    data = (tmp_path / "picture.png").read_bytes()
-    assert data == kept(page, number)
-    assert facts_of(data)["digest"] == facts["digest"]
-
-
 def command(page: Page, name: str) -> str:
     """Return a copied text of the picture in the viewer, from the clipboard."""
     viewer = dialog(page, "Picture")
@@ -331,7 +315,7 @@ def run_all(page: Page, worker: Worker, place: Path) -> list[bytes]:
     return found
 
 
-def test_copied_commands_make_the_same_file(
+def test_a_download_and_copied_commands_have_the_bytes_of_the_worker(
     context: BrowserContext, open_page: Open, shapes_worker: Worker, tmp_path: Path
 ) -> None:
     """The prompt has all kinds of characters."""
@@ -339,8 +323,13 @@ def test_copied_commands_make_the_same_file(
     page = open_page(part="gallery")
     fields = {"negative": "-it's $HOME", "guidance": 1.5, "steps": 2, "shift": 2, "width": 64}
     number, _ = make(page, HOSTILE, **fields | {"seed": str(2**64 - 1), "height": 96})
-    view(page)
-    data = kept(page, number)
+    with page.expect_download() as saved:
+        view(page).get_by_role("button", name="Download").click()
+    assert re.fullmatch(
+        r"it-s-a-touch-no-[\w-]+-18446744073709551615\.png", saved.value.suggested_filename
+    )
+    data = saved.value.path().read_bytes()
+    assert data == kept(page, number)
     assert facts_of(data)["seed"] == 2**64 - 1
     assert run_all(page, shapes_worker, tmp_path) == [data] * 3
     assert not (tmp_path / "no").exists()
@@ -378,31 +367,33 @@ def test_copied_commands_name_the_pictures_that_they_need(
 # -- many pictures
 
 
-def test_thousands_of_pictures_scroll_as_smoothly_as_an_empty_page(
-    open_page: Open, record_property: Any
+def test_thousands_of_pictures_scroll_smoothly(
+    context: BrowserContext, open_page: Open, record_property: Any
 ) -> None:
-    """The median frame while scrolling is compared with that of the same machine at rest.
+    """A frame costs less processor time than a frame of 60 a second has, however busy others are.
 
-    In up to five turns, as other programs disturb some of them.
+    The times between frames, which depend on those, are recorded.
     """
     page = open_page(part="gallery")
     make(page, "a red circle", steps=1)
     page.evaluate(FILL, 1999)
     page.reload()
     expect(page.locator(".gallery-limits")).to_contain_text("2,000 of at most")
-    for _ in range(5):
-        page.evaluate("scrollTo(0, 0)")
-        rest = float(np.median(page.evaluate(FRAMES, 0)))
-        times = page.evaluate(FRAMES, 700)
-        assert page.evaluate("scrollY") > 20_000
-        median = float(np.median(times))
-        if median <= 2 * rest + 8:
-            break
-    frames = f"rest {rest:.1f} ms, median {median:.1f} ms, worst {np.max(times):.1f} ms"
-    record_property("frames", frames)
-    assert median <= 2 * rest + 8, frames
+    session = context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def busy() -> float:
+        """Return the processor time of the page's thread, in milliseconds."""
+        found = session.send("Performance.getMetrics")["metrics"]
+        return 1000 * next(one["value"] for one in found if one["name"] == "ThreadTime")
+
+    before = busy()
+    times = page.evaluate(FRAMES, 120)
+    cost = (busy() - before) / len(times)
+    record_property("frames", f"median {np.median(times):.1f} ms, processor {cost:.1f} ms")
+    assert page.evaluate("scrollY") >= 60 * 120
+    assert cost < 1000 / 60
     assert page.locator(".wall-tile").count() < 160
-    page.keyboard.press("End")
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
     expect(page.locator(".wall-caption").last).to_have_text("a red circle")
     expect(page.locator(".wall-tile img").last).to_be_visible()

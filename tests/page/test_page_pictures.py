@@ -96,9 +96,13 @@ def mask(page: Page) -> np.ndarray:
 
 
 def test_a_picture_is_chosen_dropped_or_pasted(open_page: Open) -> None:
-    """The bytes are kept as they are, also over a reload; another picture replaces it."""
+    """The bytes are kept as they are, also over a reload. Other files are refused in words."""
     page = open_page()
     unfold(page)
+    give(page, DROP, ("notes.png", "image/png", b"not a picture"))
+    message = "notes.png is not a picture that this browser can read."
+    expect(page.locator(".field-error")).to_have_text(message)
+    assert draft(page)["images"] == []
     begin_with(page)
     assert draft(page)["images"] == [RED[2]]
     page.get_by_role("button", name="Remove picture 1").click()
@@ -112,15 +116,6 @@ def test_a_picture_is_chosen_dropped_or_pasted(open_page: Open) -> None:
     page.reload()
     expect(page.locator(".pictures-size")).to_have_text("128 × 96")
     assert draft(page)["images"] == [RED[2]]
-
-
-def test_a_file_that_is_not_a_picture_is_refused_in_words(open_page: Open) -> None:
-    page = open_page()
-    unfold(page)
-    give(page, DROP, ("notes.png", "image/png", b"not a picture"))
-    message = page.locator(".field-error")
-    expect(message).to_have_text("notes.png is not a picture that this browser can read.")
-    assert draft(page)["images"] == []
 
 
 def test_strength_and_the_picture_are_in_the_request(open_page: Open) -> None:
@@ -144,7 +139,24 @@ def test_strength_and_the_picture_are_in_the_request(open_page: Open) -> None:
 # -- masks
 
 
-def test_a_mask_is_brushed_undone_and_inverted(open_page: Open) -> None:
+def draw_with_keys(page: Page) -> None:
+    """Move the brush, enlarge it, paint a dot and erase it with keys alone."""
+    page.get_by_label("Mask on the picture").focus()
+    page.mouse.move(0, 0)  # the brush is in the middle
+    for key in ("Shift+ArrowUp", "Shift+ArrowUp", "ArrowUp", "]", "]", "Space"):
+        page.keyboard.press(key)
+    painted = mask(page)
+    place = 48 - round(128 * 0.02 * 11)
+    assert (painted[place, 64], painted[48, 64]) == (255, 0)
+    width = int((painted[place] >= 128).sum())
+    assert 18 <= width <= 22  # 16 % of 128 pixels
+    expect(page.locator(".mask-editor [role=status]")).to_have_text(re.compile("[1-9] % of the"))
+    page.keyboard.press("e")
+    page.keyboard.press("Space")
+    assert given_mask(page) is None
+
+
+def test_a_mask_is_brushed_undone_inverted_and_drawn_with_keys(open_page: Open) -> None:
     page = open_page()
     unfold(page)
     begin_with(page)
@@ -170,24 +182,8 @@ def test_a_mask_is_brushed_undone_and_inverted(open_page: Open) -> None:
     assert (erased[48, 30], erased[48, 100]) == (0, 255)
     page.get_by_role("button", name="Clear the mask").click()
     assert given_mask(page) is None
-
-
-def test_a_mask_is_drawn_with_keys_alone(open_page: Open) -> None:
-    page = open_page()
-    unfold(page)
-    begin_with(page)
-    mask_canvas(page).focus()
-    for key in ("Shift+ArrowUp", "Shift+ArrowUp", "ArrowUp", "]", "]", "Space"):
-        page.keyboard.press(key)
-    painted = mask(page)
-    place = 48 - round(128 * 0.02 * 11)
-    assert (painted[place, 64], painted[48, 64]) == (255, 0)
-    width = int((painted[place] >= 128).sum())
-    assert 18 <= width <= 22  # 16 % of 128 pixels
-    expect(page.locator(".mask-editor [role=status]")).to_have_text(re.compile("[1-9] % of the"))
-    page.keyboard.press("e")
-    page.keyboard.press("Space")
-    assert given_mask(page) is None
+    page.get_by_role("button", name="Brush").click()
+    draw_with_keys(page)
 
 
 def test_a_finger_and_a_pen_draw_with_its_pressure(
@@ -338,12 +334,12 @@ def test_a_picture_dropped_anywhere_loads_its_settings(open_page: Open) -> None:
     assert kept(page, again) == data
 
 
-def test_settings_of_other_programs_are_loaded(open_page: Open) -> None:
+def take_of_another_program(page: Page) -> None:
+    """Paste a picture of stable-diffusion-webui, whose settings are loaded."""
     text = (
         "a red square\non white\nNegative prompt: blurry\n"
         'Steps: 6, Sampler: Euler, CFG scale: 2.5, Seed: 11, Size: 96x64, Model: "a, b", Version: 1'
     )
-    page = open_page(part="gallery")
     data = with_chunk(png(), b"tEXt", b"parameters\0" + text.encode())
     give(page, "body", ("other.png", "image/png", data), kind="paste")
     expect(page.get_by_label("Prompt", exact=True)).to_have_value("a red square\non white")
@@ -356,6 +352,7 @@ def test_settings_of_other_programs_are_loaded(open_page: Open) -> None:
 def test_facts_of_strangers_are_text_and_have_the_right_types(open_page: Open) -> None:
     """A picture without facts becomes the one to begin with."""
     page = open_page()
+    expect(page.get_by_role("button", name=re.compile("^Make"))).to_be_enabled()
     facts = {"prompt": HOSTILE, "steps": "9", "seed": -1, "width": 1e9, "loras": [{"model": 1}]}
     facts |= {"reference": HOSTILE, "guidance": 3, "mask": "alpha", "__proto__": {"steps": 5}}
     give(page, "body", ("hostile.png", "image/png", with_facts(png(), facts)))
@@ -368,3 +365,4 @@ def test_facts_of_strangers_are_text_and_have_the_right_types(open_page: Open) -
     give(page, "body", ("plain.png", "image/png", png("green")))
     expect(page.locator(".pictures-chosen")).to_have_count(1)
     assert draft(page)["images"] == [png("green")]
+    take_of_another_program(page)

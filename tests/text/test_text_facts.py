@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from clowder_aimage.export import export
 from clowder_aimage.formats.gguf_header import find_value
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.text import runtime
 from clowder_aimage.model.text.text_facts import TextFacts, text_facts
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
@@ -133,3 +136,16 @@ def test_the_pooling_of_a_model_comes_back(tmp_path: Path) -> None:
     export(layout, Reference.parse("a"), tmp_path / "out")
     name = "1_Pooling/config.json"
     assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
+
+
+def test_models_of_a_worker_divide_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = SimpleNamespace(load=lambda *_, **how: how["memory"], usual_memory=lambda: 900)
+    monkeypatch.setitem(runtime._MODULES, runtime.LLAMA, ("scripted_runtime", "llama"))
+    monkeypatch.setitem(sys.modules, "scripted_runtime", scripted)
+    aimage: Any = SimpleNamespace(properties={"format": "gguf"})
+    files: Any = None
+    shares: list[Any] = [
+        runtime.load_language_model(files, aimage, memory=memory, models=models)
+        for memory, models in ((None, 1), (600, 1), (None, 3), (600, 3))
+    ]
+    assert shares == [None, 600, 300, 200]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import shutil
 import sys
@@ -17,13 +18,14 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.engine import job_queue
+from clowder_aimage.engine import frame, job_process, job_queue
 from clowder_aimage.engine.admission import BusyError, StoppedError
 from clowder_aimage.engine.event import EventLog
+from clowder_aimage.engine.job_process import JobReport
 from clowder_aimage.engine.job_queue import CANCELLED, FAILED, Job, JobQueue
 from clowder_aimage.oci import Reference
 from tests.lora_file import write_lora
-from tests.process import Aimage
+from tests.process import Aimage, run
 from tests.worker.conftest import LocalWorker, answer_to
 
 INT8 = {"kind": "convert", "model": "tiny", "target": "tiny:int8", "quantize": "int8"}
@@ -78,6 +80,55 @@ def test_a_job_makes_what_the_verbs_make(changing: LocalWorker) -> None:
     assert [job["id"] for job in listed[:2]] == [found["id"], made["id"]]
     status, _ = ask(changing, "DELETE", f"/v1/jobs/{made['id']}")
     assert status == 200 and ask(changing, "GET", f"/v1/jobs/{made['id']}")[0] == 404
+
+
+def frames(command: dict[str, Any]) -> list[dict[str, Any]]:
+    """Perform a job in this process, and return what it reports."""
+    target = io.BytesIO()
+    job_process.perform(command, JobReport(target))
+    target.seek(0)
+    found = iter(lambda: frame.read(target), None)
+    return [message for message, _ in found]
+
+
+def command(worker: LocalWorker, **fields: Any) -> dict[str, Any]:
+    place = {"roots": [str(worker.store)], "lora_dir": None, "model": "tiny", "target": "here"}
+    return place | fields
+
+
+def test_a_process_reports_stages_and_the_result(changing: LocalWorker) -> None:
+    recipe = {"dtype": "f16", "quantize": None, "group_size": None}
+    found = frames(command(changing, kind="convert", recipe=recipe, attach=True))
+    stages = [one["stage"] for one in found if one["is"] == "progress"]
+    assert stages[0] == "reading" and stages[-1] == "writing"
+    assert found[-1]["is"] == "done" and found[-1]["size"] > found[-1]["new"] > 0
+    found = frames(command(changing, kind="fuse", loras=[{"model": "style", "strength": 0.5}]))
+    assert found[-1]["is"] == "done" and found[-1]["remark"] == ""
+    assert found[-2]["completed"] == found[-2]["total"]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(MemoryError(), "NoMemoryError"), (ZeroDivisionError(), "ModelError")]
+)
+def test_a_process_reports_every_error(
+    changing: LocalWorker, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(job_process, "_changed", fail)
+    (found,) = frames(command(changing, kind="convert"))
+    assert (found["is"], found["kind"]) == ("error", kind)
+
+
+def test_a_process_ends_with_its_worker(changing: LocalWorker) -> None:
+    recipe = {"dtype": None, "quantize": "int4", "group_size": None}
+    fields = command(changing, kind="convert", recipe=recipe, attach=False, target="orphan")
+    program = [sys.executable, "-m", "clowder_aimage.engine.job_process"]
+    done = run(program, input=frame.encode(fields))  # standard input ends after the command
+    assert done.returncode == 1
+    names = changing.aimage("ls", "--json").out
+    assert "orphan" not in names
 
 
 def test_a_failed_job_says_why(changing: LocalWorker) -> None:

@@ -15,19 +15,20 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.adapter_source import FoundAdapter, is_adapter
+from clowder_aimage.adapter_source import AdapterFinder, is_adapter
 from clowder_aimage.api.openai_model import read_model, unknown_model
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.route import INFER, Route
-from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.model.pipeline import LoraUse
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 
 ADAPTED = ("text_encoder", "transformer")  # the components that adapters change
-_MOST = 4096  # outcomes that are kept
+_MOST = 8192  # outcomes that are kept
 _MAX_WORDS = 64  # trigger words of an adapter
 _MAX_REASON = 600  # characters
 
@@ -47,7 +48,7 @@ def routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class ListedAdapter:
-    """An adapter in a list: its name and group, what it says of itself, and a mark of its content.
+    """An adapter: its name and group, what it says of itself, and a mark of its content.
 
     ``open`` returns the file of its weights and its configuration, and raises AImageError.
     """
@@ -80,10 +81,12 @@ class AdapterCatalog:
 
     def all(self, model: str | None) -> list[dict[str, Any]]:
         """Return all adapters, and for a model whether each suits it. Raises ApiError."""
-        base = None if model is None else (model, self._base(model))
+        base = None if model is None else self._base(model)
+        shapes = _shapes(base) if base is not None and self._can_check else {}
         found = [*self._files(), *self._stored()]
         found.sort(key=lambda one: (one.group, one.name))
-        return [one.describe() | self._suitability(one, base) for one in found]
+        key = model or "", "" if base is None else str(base.descriptor.digest)
+        return [one.describe() | self._suitability(one, shapes, *key) for one in found]
 
     def _base(self, model: str) -> StoredAImage:
         try:
@@ -98,37 +101,48 @@ class AdapterCatalog:
         for file in self._service.adapters.files():
             group = file.name.rpartition("/")[0]
             mark = f"{file.path} {file.changed}"
-            yield ListedAdapter(file.name, group, file.facts, mark, partial(_file, file.path))
+            at = (file.path, None)
+            yield ListedAdapter(file.name, group, file.facts, mark, lambda at=at: at)
 
     def _stored(self) -> Iterator[ListedAdapter]:
         store, finder = self._service.store, self._service.adapters
+        known: dict[Digest, Mapping[str, Any] | None] = {}
         for name, descriptor in store.tags():
+            if descriptor.digest not in known:
+                known[descriptor.digest] = _facts(store, descriptor)
+            if (facts := known[descriptor.digest]) is None:
+                continue
             try:
                 reference = Reference.parse(name)
-                if not is_adapter(read_model(store, reference).aimage):
-                    continue
-                found = finder.find(LoraUse(str(reference)))
-            except AImageError:  # another tool's name, another artifact, or an incomplete one
+            except UsageError:  # another tool's name
                 continue
             group = reference.repository.rpartition("/")[0]
-            at = partial(_stored_file, found)
-            yield ListedAdapter(str(reference), group, found.facts, str(descriptor.digest), at)
+            at = partial(_stored_file, finder, str(reference))
+            yield ListedAdapter(str(reference), group, facts, str(descriptor.digest), at)
 
     def _suitability(
-        self, one: ListedAdapter, base: tuple[str, StoredAImage] | None
+        self, one: ListedAdapter, shapes: Shapes, name: str, digest: str
     ) -> dict[str, Any]:
         """Return ``suitable``, None if it is unknown, and the ``reason`` why not."""
-        shapes = _shapes(base[1]) if base is not None and self._can_check else {}
-        if base is None or not shapes:
+        if not shapes:
             return {"suitable": None, "reason": None}
-        name, stored = base
-        key = one.mark, name, str(stored.descriptor.digest)
+        key = one.mark, name, digest
         if key not in self._outcomes:
             if len(self._outcomes) >= _MOST:
                 self._outcomes.clear()
             self._outcomes[key] = _misfit(one, shapes, name)
         reason = self._outcomes[key]
         return {"suitable": not reason, "reason": reason or None}
+
+
+def _facts(store: ImageLayout, descriptor: Descriptor) -> Mapping[str, Any] | None:
+    """Return what an adapter says of itself; None if the manifest is not one of an adapter."""
+    try:
+        aimage = interpret(store, descriptor, read_manifest(store, descriptor)).aimage
+        aimage.validate()
+    except AImageError:  # another artifact, or an incomplete one
+        return None
+    return aimage.properties.get("adapter", {}) if is_adapter(aimage) else None
 
 
 def _shapes(base: StoredAImage) -> Shapes:
@@ -153,9 +167,6 @@ def _misfit(one: ListedAdapter, shapes: Shapes, base: str) -> str:
     return ""
 
 
-def _file(path: Path) -> tuple[Path, None]:
-    return path, None
-
-
-def _stored_file(found: FoundAdapter) -> tuple[Path, Mapping[str, Any] | None]:
+def _stored_file(finder: AdapterFinder, name: str) -> tuple[Path, Mapping[str, Any] | None]:
+    found = finder.find(LoraUse(name))
     return found.path, found.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -64,7 +65,10 @@ class JobRoutes:
     async def add(self, request: web.Request) -> web.StreamResponse:
         """Queue a job, and respond with it (202)."""
         service, body = self._service, await read_body(request, JobRequest)
-        model, target = self._named("model", body.model), self._target(body.target)
+        model = _named("model", body.model, service.reference)
+        target = _named("target", body.target, Reference.parse)
+        if target.digest is not None:
+            raise wrong("target", "must be a name without a digest")
         options = _recipe(body) if body.kind == CONVERT else await self._loras(body)
         found = await run_io(model_list.entry, service.store, model)
         if found is None:
@@ -94,21 +98,6 @@ class JobRoutes:
             raise ApiError(404, message, code="job_not_found")
         return job
 
-    def _named(self, param: str, name: str) -> Reference:
-        try:
-            return self._service.reference(name)
-        except UsageError as error:
-            raise wrong(param, f"is not a name: {error.message[:300]}") from None
-
-    def _target(self, name: str) -> Reference:
-        try:
-            target = Reference.parse(name)
-        except UsageError as error:
-            raise wrong("target", f"is not a name: {error.message[:300]}") from None
-        if target.digest is not None:
-            raise wrong("target", "must be a name without a digest")
-        return target
-
     async def _loras(self, body: JobRequest) -> dict[str, Any]:
         """Return the adapters of a job with the names of AImages. Raises ApiError."""
         if body.dtype or body.quantize or body.group_size or body.attach:
@@ -122,6 +111,13 @@ class JobRoutes:
             for index, use in enumerate(uses.uses)
         ]
         return {"loras": loras}
+
+
+def _named(param: str, name: str, parse: Callable[[str], Reference]) -> Reference:
+    try:
+        return parse(name)
+    except UsageError as error:
+        raise wrong(param, f"is not a name: {error.message[:300]}") from None
 
 
 def _recipe(body: JobRequest) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from clowder_aimage.registry import Repository
 from clowder_aimage.registry.listing import tag_of
 from clowder_aimage.usage import NameUsage, disk_usage, usage
 
-_FRESH = 5.0  # seconds for which a report of an unchanged store is repeated
+_FRESH = 5.0  # seconds for which a report of an unchanged store is repeated, at least
+_SHARE = 20  # times as long as it took to read
 # Words in the types of artifacts, and the kinds that they mean
 _KINDS = {
     "signature": ("cosign", "notary", "sigstore", ".sig."),
@@ -62,10 +63,12 @@ class StoreReport:
 
     def _content(self) -> dict[str, Any]:
         store = self._service.store
-        mark, (known, at, content) = store.fingerprint(), self._known
-        if mark is None or mark != known or time.monotonic() - at > _FRESH:
+        mark, (known, until, content) = store.fingerprint(), self._known
+        begun = time.monotonic()
+        if mark is None or mark != known or begun > until:
             content = self._read(store)
-            self._known = mark, time.monotonic(), content
+            now = time.monotonic()
+            self._known = mark, now + max(_FRESH, _SHARE * (now - begun)), content
         free = {"free": store.free(), "total": store.total()}
         return content | {"disk": content["disk"] | free}
 
@@ -125,20 +128,15 @@ def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
     }
 
 
-# -- referrers
-
-
 async def _referrers(service: Service, request: web.Request) -> web.StreamResponse:
     """Respond with the artifacts whose subject is a model: in the store, and in its registry."""
     name, where = request.query.get("model", ""), request.query.get("registry", "")
     if where not in ("", "true", "false"):
         raise wrong("registry", "must be true or false")
     try:
-        reference = service.reference(name) if name else None
+        reference = Reference.parse(service.alias(name) or name)
     except UsageError as error:
         raise wrong("model", error.message[:300]) from None
-    if reference is None:
-        raise ApiError(400, "missing model", code="missing_required_parameter", param="model")
     found = await run_io(model_list.entry, service.store, reference)
     if found is None:
         raise ApiError(404, f"model {name[:200]!r} not found", code="model_not_found")

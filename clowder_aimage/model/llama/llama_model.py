@@ -16,7 +16,12 @@ from clowder_aimage.formats.gguf import quantization
 from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, check_model
 from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
 from clowder_aimage.model.llama.llama_grammar import Grammars
-from clowder_aimage.model.llama.llama_params import fit_context, gpus, make_params
+from clowder_aimage.model.llama.llama_params import (
+    fit_context,
+    gpus,
+    make_params,
+    usual_memory,
+)
 from clowder_aimage.model.llama.llama_request import ModelParams, tokens_of
 from clowder_aimage.model.llama.llama_server import LlamaServer
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
@@ -42,6 +47,7 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.text_stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import call_format
 
+__all__ = ["LlamaModel", "load", "usual_memory"]
 _log = logging.getLogger("aimage.worker")
 _MEAN, _RANK = 1, 4  # enum llama_pooling_type
 _ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures

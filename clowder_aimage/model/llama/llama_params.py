@@ -38,10 +38,10 @@ def fit_context(
     """
     most = min(wanted or (_MAX_EMBEDDED if is_embedding else _MAX_USUAL), facts.context)
     usual = min(most, _USUAL) if wanted is None else most
-    total = memory or machine_memory() or 1 << 62
+    total = memory or usual_memory()
     batch = most if is_embedding else BATCH
     work = 4 * min(batch, BATCH) * (8 * facts.width + 2 * facts.inner) + _LIBRARY
-    room = (int(total if memory else total * _SHARE) - weights - work) // max(1, facts.cache)
+    room = (total - weights - work) // max(1, facts.cache)
     least = _rounded(min(usual, STEP))
     if room < least:
         required = weights + work + facts.cache * least
@@ -53,6 +53,11 @@ def fit_context(
         return room // STEP * STEP, 1
     count = min(parallel, room // _rounded(usual))
     return min(most, room // count // STEP * STEP), count
+
+
+def usual_memory() -> int:
+    """Return the bytes of a model if no number is given."""
+    return int((machine_memory() or 1 << 62) * _SHARE)
 
 
 def make_params(

@@ -192,7 +192,7 @@ def load(
     sources, special = tokenizer.templates(config), tokenizer.special_tokens(config)
     template = ChatTemplate(sources, special) if sources else None
     network = library.make_network(weights.config)
-    limit = int(_RESERVE * (memory or device_memory() or machine_memory() or 1 << 40))
+    limit = int(_RESERVE * (memory or usual_memory()))
     chosen, is_quantized = choose_form(weights, dtype, limit)
     load_network(weights, network, chosen, keep_quantized=is_quantized)
     rest = limit - parameter_bytes(network)
@@ -202,6 +202,11 @@ def load(
     model = MlxModel(network, backend, template, ends, defaults, plan, type_name(chosen))
     model._embedding = TextEmbedding.find(tokenizer, network)  # noqa: SLF001
     return model
+
+
+def usual_memory() -> int:
+    """Return the bytes of a model if no number is given."""
+    return device_memory() or machine_memory() or 1 << 40
 
 
 def _token_size(network: Any) -> int:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import LanguageModel
 
 MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
-# Modules with ``load``, and their extras; each is imported on use, since it needs its library
+# Modules with ``load`` and ``usual_memory``, and their extras; each is imported on use, since it
+# needs its library
 _MODULES = {
     MLX_LM: ("clowder_aimage.model.mlxlm.mlx_model", "text"),
     LLAMA: ("clowder_aimage.model.llama.llama_model", "llama"),
@@ -34,13 +35,14 @@ def load_language_model(
     memory: int | None = None,
     context: int | None = None,
     parallel: int = 1,
+    models: int = 1,
 ) -> LanguageModel:
     """Load a model on the calling thread, which must be the only one to use it.
 
     dtype: "float32", "bfloat16", or None for the default of the device. memory: bytes that the
     weights and the caches of all requests may take; None for the machine's memory. context: tokens
     of a request at most; None for those of the model, less if the memory is insufficient. parallel:
-    requests that are served at once.
+    requests that are served at once. models: those among which the memory is divided equally.
 
     Raises:
         UsageError: The extra of the runtime is not installed.
@@ -53,7 +55,7 @@ def load_language_model(
         raise ModelError("the AImage is not a language model that can be run")
     module, extra = _MODULES[runtime]
     try:
-        load = importlib.import_module(module).load
+        runtime_module = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
@@ -61,6 +63,8 @@ def load_language_model(
             f"{runtime} cannot be used: {error.name} is missing",
             hint=f"install the extra [{extra}]",
         ) from None
+    if models > 1:
+        memory = (memory or runtime_module.usual_memory()) // models
     how = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
-    model: LanguageModel = load(files, aimage, **how)
+    model: LanguageModel = runtime_module.load(files, aimage, **how)
     return model
