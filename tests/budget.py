@@ -11,7 +11,7 @@ PACKAGES = {
     ".": (6_150, 97),
     "adapter": (2_420, 95),
     "api": (6_200, 95),
-    "cli": (10_150, 93),
+    "cli": (10_350, 93),
     "content": (2_840, 97),
     "dialect": (1_500, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016

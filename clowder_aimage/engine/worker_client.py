@@ -32,6 +32,7 @@ _MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
 _MAX_REPLY = 16 << 20
 _MAX_ERROR = 64 << 10
 _PIECE = 1 << 20
+_NO_HEADERS: Mapping[str, str] = {}
 _DONE = b"[DONE]"  # the last event of OpenAI's streams of texts
 # An unreachable machine is detected after a minute, however long a picture takes
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -73,12 +74,19 @@ class WorkerClient:
             raise UsageError("invalid token: expected printable ASCII characters without spaces")
         self._token, self._on_exchange = token, on_exchange
 
-    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON of a reply; None if it is empty."""
-        with self._request(method, path, body, _REPLY) as response, self._network():
-            text = response.read(_MAX_REPLY + 1)
-        if len(text) > _MAX_REPLY:
-            raise FormatError(f"the response from {self.endpoint} exceeds {_MAX_REPLY} bytes")
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        limit: int = _MAX_REPLY,
+    ) -> Any:
+        """Return the JSON of a reply of up to ``limit`` bytes; None if it is empty."""
+        with self._request(method, path, body, _REPLY, headers) as response, self._network():
+            text = response.read(limit + 1)
+        if len(text) > limit:
+            raise FormatError(f"the response from {self.endpoint} exceeds {limit} bytes")
         return self._parse(text) if text.strip() else None
 
     def is_worker(self, timeout: float = _CONNECT) -> bool:
@@ -135,9 +143,14 @@ class WorkerClient:
 
     @contextmanager
     def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout: float | None,
+        more: Mapping[str, str] = _NO_HEADERS,
     ) -> Iterator[http.client.HTTPResponse]:
-        headers = {"Accept": "*/*", "User-Agent": "aimage"}
+        headers = {"Accept": "*/*", "User-Agent": "aimage", **more}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         telemetry.inject(headers)

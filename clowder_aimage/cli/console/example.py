@@ -17,6 +17,11 @@ EXAMPLES = {
         f"aimage attach {_NAME} sbom.json --type application/spdx+json",
         f"aimage attach --get {_REPOSITORY}@sha256:... -o sbom",
     ),
+    "batch": (
+        "aimage batch prompts.jsonl",
+        "AIMAGE_HOST=gateway:11434 aimage batch prompts.jsonl --parallel 32",
+        "aimage batch prompts.jsonl --retry-failed",
+    ),
     "blob fetch": (f"aimage blob fetch {_REPOSITORY}@sha256:... -o weights.bin",),
     "completion": (
         "source <(aimage completion bash)        # in ~/.bashrc",

@@ -1,0 +1,182 @@
+"""``aimage batch``: many requests from a file, by a worker or a gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.cli.console.option import verb, verbose_option
+from clowder_aimage.cli.console.output import plural, result
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.remote_worker import refuse_options, worker
+from clowder_aimage.content.atomic_file import write_file
+from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
+from clowder_aimage.oci import read_json
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+URLS = ("/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+MAX_LINE, MAX_REPLY = 16 << 20, 256 << 20  # bytes of a request and of its response
+PAUSE, PATIENCE = 1.0, 600.0  # seconds before a busy worker is asked again, and in all
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A line of a batch (OpenAI, "Batch API"); ``key`` is the same whenever the file is run."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    key: str
+
+
+@verb
+@click.argument("file", type=_FILE)
+@click.option("-o", "--output", type=_FILE, help="File of results. [default: FILE.results.jsonl]")
+@click.option(
+    "--parallel",
+    type=click.IntRange(1, 256),
+    default=8,
+    show_default=True,
+    help="Number of requests at the same time.",
+)
+@click.option("--retry-failed", is_flag=True, help="Send requests again that failed before.")
+@verbose_option
+def batch(file: Path, output: Path | None, parallel: int, retry_failed: bool) -> None:
+    """Send the requests in FILE to a worker or a gateway, and write the results.
+
+    FILE and the results have the JSON lines of OpenAI's batch API. Requests whose results are there
+    are not sent again, so an interrupted batch is continued by the same command. The worker is the
+    one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
+    """
+    refuse_options("the models are those of the worker", but=("output", "parallel", "retry_failed"))
+    requests = list(read_batch(file))
+    target = output or file.with_suffix(".results.jsonl")
+    done = read_results(target, without_failed=retry_failed)
+    salt = secrets.token_hex(8) if retry_failed else ""  # not the response that is kept
+    left = [
+        replace(each, key=_key(each.key + salt)) for each in requests if each.custom_id not in done
+    ]
+    if left:
+        done |= _run(worker(), left, target, parallel)
+    failed = [each.custom_id for each in requests if not done[each.custom_id]]
+    facts = {"requests": len(requests), "sent": len(left), "failed": failed, "output": str(target)}
+    result(facts, str(target))
+    if failed:
+        named = ", ".join(failed[:10]) + (f" and {len(failed) - 10} more" if failed[10:] else "")
+        message = f"{plural(len(failed), 'request')} of {len(requests)} failed: {named}"
+        raise AImageError(message, hint="send them again with --retry-failed")
+
+
+def read_batch(file: Path) -> Iterator[BatchRequest]:
+    """Yield the requests of a file. Raises UsageError with the line that is malformed."""
+    known = set[str]()
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = read_json(line, "the request", MAX_LINE)
+            name, url, body = value["custom_id"], value["url"], value["body"]
+            if not isinstance(name, str) or not name or name in known:
+                raise ValueError("custom_id must be a text that no other line has")
+            if value.get("method", "POST") != "POST" or url not in URLS:
+                raise ValueError(f"method must be POST, and url one of {', '.join(URLS)}")
+            if not isinstance(body, dict) or body.get("stream"):
+                raise ValueError("body must be an object without stream")
+        except (AttributeError, KeyError, TypeError):
+            problem = "expected an object with custom_id, method, url and body"
+            raise UsageError(f"line {number} of {file}: {problem}") from None
+        except (FormatError, ValueError) as error:
+            raise UsageError(f"line {number} of {file}: {error}") from None
+        known.add(name)
+        yield BatchRequest(name, url, body, _key(line.strip().decode()))
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]:
+    """Return whether each request in a file of results succeeded, by its custom_id.
+
+    A last line that was not written whole is removed from the file, and results that are errors if
+    ``without_failed`` is set. Raises UsageError for another file.
+    """
+    if not file.exists():
+        return {}
+    raw = file.read_bytes()
+    found, kept = dict[str, bool](), list[bytes]()
+    try:
+        for line in raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True):
+            value = read_json(line, "the result", 1 << 30)
+            is_good = value["error"] is None
+            if is_good or not without_failed:
+                found[value["custom_id"]] = is_good
+                kept.append(line)
+    except (FormatError, KeyError, TypeError):
+        raise UsageError(f"{file} has no results of a batch", hint="name another file") from None
+    if (whole := b"".join(kept)) != raw:
+        write_file(file, whole)
+    return found
+
+
+def _run(
+    client: WorkerClient, requests: list[BatchRequest], target: Path, parallel: int
+) -> dict[str, bool]:
+    """Send requests, and append each result to a file when it is there."""
+    done, stopped = dict[str, bool](), threading.Event()
+    pool = ThreadPoolExecutor(parallel, thread_name_prefix="aimage-batch")
+    try:
+        with target.open("ab") as file, Progress("batch", unit="requests") as progress:
+            progress.begin(len(requests))
+            futures = {pool.submit(_send, client, each, stopped): each for each in requests}
+            for future in as_completed(futures):
+                value = future.result()
+                file.write(json.dumps(value).encode() + b"\n")
+                file.flush()
+                done[value["custom_id"]] = value["error"] is None
+                progress.advance(1)
+    finally:
+        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+    return done
+
+
+def _send(client: WorkerClient, request: BatchRequest, stopped: threading.Event) -> dict[str, Any]:
+    """Return the result of a request, or its error, in the form of OpenAI's batch API."""
+    headers = {"Idempotency-Key": request.key, "Aimage-Priority": "batch"}
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            body = client.ask("POST", request.url, request.body, headers, MAX_REPLY)
+            response = {"status_code": 200, "request_id": request.key, "body": body}
+            error = None
+            break
+        except AImageError as failure:
+            is_busy = isinstance(failure, NetworkError) or "try again" in (failure.hint or "")
+            if is_busy and time.monotonic() < end and not stopped.wait(PAUSE):
+                continue
+            response, error = None, {"code": type(failure).__name__, "message": failure.message}
+            break
+    return {
+        "id": f"batch_req_{request.key[:24]}",
+        "custom_id": request.custom_id,
+        "response": response,
+        "error": error,
+    }
