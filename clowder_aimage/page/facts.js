@@ -43,7 +43,8 @@ const WRITERS = { run: runLine, curl: curlText, python: pythonText };
 /** Return a text that makes an entry again: of `run`, `curl` or `python`. */
 export function entryText(entry, kind) {
   const names = Object.fromEntries(inputsOf(checkedFacts(entry.facts)).map(([, digest]) => [digest, inputName(digest, entry.inputs?.[digest]?.type)]));
-  const where = { host: location.host, origin: location.origin, names, hasToken: Boolean(token.value) };
+  const host = location.protocol === 'https:' ? location.origin : location.host;
+  const where = { host, origin: location.origin, names, hasToken: Boolean(token.value) };
   return WRITERS[kind](entry.facts, where);
 }
 

@@ -22,6 +22,7 @@ const SWIPE = 48; // pixels
  */
 export function Viewer({ ids, id, onShow, onClose, onCompare }) {
   const element = useRef(null);
+  const parts = useRef(null);
   const entry = useEntry(id);
   const [isActual, setActual] = useState(false);
   const at = ids.indexOf(id);
@@ -39,7 +40,7 @@ export function Viewer({ ids, id, onShow, onClose, onCompare }) {
     if (next === undefined) onClose();
     else onShow(next);
   };
-  const full = () => (document.fullscreenElement ? document.exitFullscreen() : element.current.requestFullscreen?.());
+  const full = () => (document.fullscreenElement ? document.exitFullscreen() : parts.current.requestFullscreen?.())?.catch(() => {}); // a dialog itself may not
   const keys = { ArrowLeft: () => go(at - 1), ArrowRight: () => go(at + 1), Home: () => go(0), End: () => go(ids.length - 1), Delete: discard, f: full, z: () => setActual(!isActual) };
   const pressed = (event) => {
     const act = keys[event.key];
@@ -49,7 +50,7 @@ export function Viewer({ ids, id, onShow, onClose, onCompare }) {
     act();
   };
   return html`<dialog ref=${element} class="viewer" tabindex="-1" aria-label=${t('viewer.title')} onClose=${onClose} onKeyDown=${pressed}>
-    <div class="viewer-parts">
+    <div class="viewer-parts" ref=${parts}>
       <${Stage} ...${{ entry, isActual, setActual }} onPrevious=${() => go(at - 1)} onNext=${() => go(at + 1)} />
       <div class="viewer-bar">
         <span class="viewer-place" role="status">${t('viewer.place', { n: at + 1, of: ids.length })}</span>

@@ -128,6 +128,10 @@ def test_the_viewer_keeps_the_focus_and_is_used_with_keys_and_a_finger(
     page.keyboard.press("z")
     expect(viewer.get_by_label("Actual size")).to_have_attribute("aria-pressed", "true")
     assert viewer.locator("img").evaluate("(img) => img.getBoundingClientRect().width") == 128
+    page.keyboard.press("f")
+    expect(page.locator(".viewer-parts:fullscreen")).to_have_count(1)
+    page.keyboard.press("f")
+    expect(page.locator(".viewer-parts:fullscreen")).to_have_count(0)
     page.keyboard.press("Escape")
     expect(viewer).to_have_count(0)
     assert page.evaluate("document.activeElement.ariaLabel") == "Open: two"
