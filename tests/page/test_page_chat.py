@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from playwright.sync_api import expect
 
 from tests.page.conftest import Watch
 from tests.process import Aimage
-from tests.worker.conftest import LocalWorker, Worker
+from tests.worker.conftest import LocalWorker
 from tests.worker.text_worker import add_models, scripted_worker
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ OpenPage = Callable[..., "Page"]
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
+def shapes_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """Return a worker whose language models say the words of the last message."""
     home = tmp_path_factory.mktemp("scripted")
     here = Aimage(home, home / "store")
@@ -41,9 +40,9 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
 
 
 @pytest.fixture
-def chat(open_page: OpenPage, scripted: LocalWorker) -> Callable[[], Page]:
+def chat(open_page: OpenPage) -> Callable[[], Page]:
     """Return a function that opens the chat of the scripted worker."""
-    return lambda: open_page("chat", scripted.url)
+    return lambda: open_page("chat")
 
 
 def say(page: Page, text: str) -> None:
@@ -61,13 +60,6 @@ def answer(page: Page, index: int = -1) -> str:
 def sent(request: Request) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = json.loads(request.post_data or "")["messages"]
     return messages
-
-
-def test_a_real_model_answers(open_page: OpenPage, shapes_worker: Worker) -> None:
-    page = open_page("chat")
-    say(page, "2 blue boxes, black bg")
-    assert re.fullmatch("two blue squares .* a black background", answer(page))
-    expect(page.get_by_text(re.compile(r"\d+ tokens, [\d.,]+ per second"))).to_be_visible()
 
 
 def test_an_answer_is_streamed_stopped_and_made_again(chat: Callable[[], Page]) -> None:
@@ -113,10 +105,6 @@ def test_a_system_prompt_and_what_was_said_are_sent_and_kept(chat: Callable[[], 
     expect(page.locator(".chat-message")).to_have_count(0)
     page.get_by_text("System prompt").click()
     expect(page.get_by_label("Instructions for all answers")).to_have_value("Be brief.")
-
-
-def test_a_browser_without_room_says_so(chat: Callable[[], Page]) -> None:
-    page = chat()
     page.evaluate("localStorage.filler = 'x'.repeat(5_200_000)")
     page.get_by_label("Message", exact=True).fill("a" * 100_000)
     expect(page.get_by_text("has no room to keep this conversation")).to_be_visible()
@@ -188,9 +176,9 @@ def test_failures_are_said_and_a_full_queue_is_asked_again(
 
 
 def test_the_model_is_chosen_among_those_that_chat(
-    chat: Callable[[], Page], scripted: LocalWorker, watch: Watch
+    chat: Callable[[], Page], shapes_worker: LocalWorker
 ) -> None:
-    scripted.aimage("tag", "words", "spare")
+    shapes_worker.aimage("tag", "words", "spare")
     page = chat()
     choice = page.get_by_label("Model")
     options = choice.locator("option")
@@ -199,7 +187,7 @@ def test_the_model_is_chosen_among_those_that_chat(
     say(page, "which")
     assert answer(page) == "which"
     expect(page.locator(".chat-who").last).to_have_text("spare:latest")
-    scripted.aimage("rm", "spare")
+    shapes_worker.aimage("rm", "spare")
     page.reload()
     text = "The worker does not have spare:latest any more. Choose another model."
     expect(page.get_by_text(text)).to_be_visible()

@@ -44,7 +44,7 @@ def host(
     home = tmp_path_factory.mktemp("pushed")
     shutil.copytree(shapes_store, home / "store", copy_function=os.link)
     here = Aimage(home, home / "store")
-    values = np.random.default_rng(0).normal(size=(6, 250_000)).astype(np.float32)
+    values = np.random.default_rng(0).normal(size=(3, 250_000)).astype(np.float32)
     save_file({str(index): row for index, row in enumerate(values)}, home / "noise.safetensors")
     here("create", "-q", "noise", home / "noise.safetensors")
     for name, path in ("shapes", WHOLE), ("noise", "noise:v1"):
@@ -97,7 +97,7 @@ def entry(page: Page, name: str) -> Locator:
     return page.locator(f'[data-name="{name}"]')
 
 
-def test_adapters_have_groups_weights_words_and_reasons(open_part: OpenPage) -> None:
+def test_adapters_have_groups_weights_words_and_reasons_and_are_text(open_part: OpenPage) -> None:
     page = open_part("make")
     page.get_by_label("Prompt", exact=True).fill("a circle")
     page.get_by_text("LoRA adapters").click()
@@ -133,17 +133,13 @@ def test_adapters_have_groups_weights_words_and_reasons(open_part: OpenPage) -> 
     page.reload()
     expect(page.get_by_role("slider", name="Weight")).to_have_value("1.95")
     expect(sky).to_be_checked()
-
-
-def test_hostile_words_of_an_adapter_are_text(open_part: OpenPage) -> None:
-    page = open_part("make")
     page.evaluate(
         "import('/page/state.js').then((s) => s.change({loras: [{model: 'styles/ink', strength: 1,"
         f" on: true}}, {{model: '{HOSTILE}', strength: 1, on: true}}]}}))"
     )
     expect(page.get_by_text(f"The worker does not have the adapter {HOSTILE}.")).to_be_visible()
     page.get_by_role("region", name="styles").get_by_role("button", name=HOSTILE).click()
-    expect(page.get_by_label("Prompt", exact=True)).to_have_value(HOSTILE)
+    expect(prompt).to_have_value(f"a circle, {HOSTILE}")
     assert page.locator("img[src='x']").count() == 0
     page.get_by_role("button", name=f"Remove {HOSTILE}").click()
     expect(page.get_by_text("does not have the adapter")).to_be_hidden()
@@ -182,7 +178,7 @@ def test_a_pull_shows_its_progress_and_is_cancelled(
     name.fill(f"{host}/noise:v1")
     name.press("Enter")
     bar = page.get_by_role("progressbar", name=f"Pull of {host}/noise:v1")
-    expect(bar).to_have_attribute("aria-valuetext", re.compile(r"^[\d.]+ [kM]B of 6(\.\d)? MB$"))
+    expect(bar).to_have_attribute("aria-valuetext", re.compile(r"^[\d.]+ [kM]B of 3(\.\d)? MB$"))
     page.get_by_role("link", name="Gallery").click()  # it goes on meanwhile
     page.get_by_role("link", name="Models").click()
     page.get_by_role("button", name=f"Cancel the pull of {host}/noise:v1").click()
@@ -191,7 +187,7 @@ def test_a_pull_shows_its_progress_and_is_cancelled(
     name.fill(f"{host}/noise:v1")
     page.get_by_role("button", name="Pull", exact=True).click()
     expect(page.get_by_text(f"{host}/noise:v1 is in the store.")).to_be_visible()
-    expect(entry(page, f"{host}/noise:v1")).to_contain_text("6 MB")
+    expect(entry(page, f"{host}/noise:v1")).to_contain_text("3 MB")
     name.fill("localhost:1/nothing")
     name.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("cannot reach localhost:1")
@@ -281,3 +277,14 @@ def test_a_token_for_pictures_shows_no_changes(open_part: OpenPage) -> None:
     shapes.get_by_role("button", name="Load").click()
     expect(shapes.get_by_text("In memory")).to_be_visible()
     expect(shapes.get_by_role("button")).to_have_text(["Referrers"])
+
+
+def test_a_language_model_of_the_store_answers(open_part: OpenPage) -> None:
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    page = open_part("chat", INFER)
+    message = page.get_by_label("Message", exact=True)
+    message.fill("2 blue boxes, black bg")
+    message.press("Enter")
+    answer = page.locator(".chat-assistant")
+    expect(answer).to_contain_text(re.compile("two blue squares .* black background"))
+    expect(answer).to_contain_text(re.compile(r"\d+ tokens, [\d.,]+ per second"))
