@@ -27,7 +27,8 @@ from clowder_aimage.adapter.adapter import (
     Replacement,
 )
 from clowder_aimage.model.backend import Network, mx
-from clowder_aimage.model.operation import add_low_rank, linear
+from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
+from clowder_aimage.model.compute.operation import add_low_rank, linear
 from clowder_aimage.model.quantized import QuantizedArray, QuantizedLinear
 
 _TINY = float(np.finfo(np.float32).tiny)  # of a row that is zero: no magnitude can turn it
@@ -53,7 +54,7 @@ class LayerInput:
 class Effect(Protocol):
     """A change, ready to be applied."""
 
-    def added(self, given: LayerInput, strength: float) -> mx.array:
+    def added(self, given: LayerInput, strength: float) -> Array:
         """Return what the change adds to the layer's output."""
         ...
 
@@ -66,7 +67,7 @@ class PairEffect:
     up: mx.array
     scale: float
 
-    def added(self, given: LayerInput, strength: float) -> mx.array:
+    def added(self, given: LayerInput, strength: float) -> Array:
         middle = linear(given.x, self.down, None) * (strength * self.scale)
         return linear(middle, self.up, None)
 
@@ -78,7 +79,7 @@ class MatrixEffect:
     matrix: mx.array
     is_whole: bool = False
 
-    def added(self, given: LayerInput, strength: float) -> mx.array:
+    def added(self, given: LayerInput, strength: float) -> Array:
         product = linear(given.x, self.matrix, None)
         return strength * (product - given.product if self.is_whole else product)
 
@@ -93,7 +94,7 @@ class KroneckerEffect:
     start: int
     stop: int | None
 
-    def added(self, given: LayerInput, strength: float) -> mx.array:
+    def added(self, given: LayerInput, strength: float) -> Array:
         x = given.x
         split = x.reshape(*x.shape[:-1], self.first.shape[1], self.second.shape[1])
         inner = linear(split, self.second, None).swapaxes(-1, -2)
@@ -113,7 +114,7 @@ class DecomposedEffect:
     products: Floats
     squares: Floats
 
-    def added(self, given: LayerInput, strength: float) -> mx.array:
+    def added(self, given: LayerInput, strength: float) -> Array:
         kind = given.y.dtype
         if self.norm is Norm.COLUMNS:
             turned = given.scaled(mx.array(self.magnitude / self.weight_norms).astype(kind))
@@ -129,7 +130,7 @@ class DecomposedEffect:
         own_part = mx.array(own.astype(np.float32)).astype(kind) * given.product
         return own_part + mx.array(other.astype(np.float32)).astype(kind) * self._moved(given)
 
-    def _moved(self, given: LayerInput) -> mx.array:
+    def _moved(self, given: LayerInput) -> Array:
         total = self.parts[0].added(given, 1.0)
         for part in self.parts[1:]:
             total = total + part.added(given, 1.0)
@@ -159,9 +160,11 @@ class AdaptedLinear(Network):
                 mx.array(np.concatenate(scales)).astype(downs[0].dtype),
             )
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Array) -> Array:
         """Return the layer's output for x: (..., inputs)."""
-        y: mx.array = self.base(x)
+        if isinstance(x, np.ndarray) and (self.others or self.extra_bias is not None):
+            return to_fastest(self(to_mlx(x)))
+        y = self.base(x)
         given = LayerInput(self.base, x, y)
         for effect, strength in self.others:
             y = y + effect.added(given, strength)

@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from clowder_aimage.model.backend import Embedding, Linear, Network, mx
+from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
 from clowder_aimage.model.dequantize import factor_shape
 from clowder_aimage.tensor import Quantization
 
@@ -81,7 +84,9 @@ class QuantizedLinear(_QuantizedLayer):
         if bias is not None:
             self.bias = bias
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Array) -> Array:
+        if isinstance(x, np.ndarray):
+            return to_fastest(self(to_mlx(x)))
         y: mx.array = mx.quantized_matmul(
             x,
             self.weight,

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.model import convolution as module
 from clowder_aimage.model.backend import Conv2d, GroupNorm, mx
-from clowder_aimage.model.convolution import convolution
+from clowder_aimage.model.compute import convolution as module
+from clowder_aimage.model.compute.convolution import convolution
 from clowder_aimage.tensor import blas
 
 

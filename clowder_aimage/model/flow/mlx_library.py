@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from clowder_aimage.model.adaptation import Adaptation
 from clowder_aimage.model.backend import STRIP, Network, device_memory, mx, on_gpu
+from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
-from clowder_aimage.model.operation import MAX_SCORES
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
 
 
 class MlxMemory:
-    """The memory of MLX's default device."""
+    """The memory of MLX's default device, without that of numpy's arrays on a CPU."""
 
     @property
     def is_shared(self) -> bool:

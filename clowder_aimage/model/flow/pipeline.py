@@ -140,7 +140,9 @@ class FlowPipeline(FlowFamily):
         denoise = library.transforming(*layer, length)
         decodes = request.previews > 0 and not self.has_drafts
         drawing = "previews" if decodes else "denoise"
-        denoise = self.budget.work(drawing, area, denoise)
+        measured = self.budget.work(drawing, area, denoise)
+        # on a CPU, numpy's arrays are not measured
+        denoise = max(denoise, measured) if library.memory.is_shared else measured
         if request.cache_threshold:
             count = CACHED_ARRAYS * len(self.texts(request))
             denoise += count * length * layer[0] * library.itemsize

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.compute.array_block import Array, Floats, in_blocks, memory
 from clowder_aimage.model.flow.rope_config import RopeConfig
-from clowder_aimage.model.operation import contiguous, in_blocks, is_slow, memory
 
 Table = tuple[mx.array, mx.array]  # cosines and sines
-Floats = npt.NDArray[np.float32]
 
 
 def table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
@@ -33,16 +32,15 @@ def text_table(config: RopeConfig, length: int) -> Table:
     return table(config.angles(length), config.attention_factor)
 
 
-def rotate_halves(arrays: list[mx.array], rope: Table) -> list[mx.array]:
+def rotate_halves(arrays: list[Array], rope: Table) -> list[Array]:
     """Rotate channel i with channel i + d/2. tables: (length, d/2).
 
     arrays: (1, length, heads, d); they may be overwritten.
     """
-    if not is_slow(arrays[0]):
+    if not isinstance(arrays[0], np.ndarray):
         return [_rotated_halves(array, rope) for array in arrays]
-    *arrays, cosines, sines = contiguous(*arrays, *rope)
-    tables = (memory(table)[:, None] for table in (cosines, sines))
-    in_blocks(_turn_halves, *tables, *(memory(array)[0] for array in arrays))
+    tables = (memory(table)[:, None] for table in rope)
+    in_blocks(_turn_halves, *tables, *(array[0] for array in arrays))
     return arrays
 
 
@@ -63,17 +61,16 @@ def _rotated_halves(x: mx.array, rope: Table) -> mx.array:
     )
 
 
-def rotate_pairs(arrays: list[mx.array], rope: Table) -> list[mx.array]:
+def rotate_pairs(arrays: list[Array], rope: Table) -> list[Array]:
     """Rotate channel 2i with 2i + 1, in float32; tables: (length, d/2).
 
     arrays: (1, length, heads, d); they may be overwritten.
     """
-    if not is_slow(arrays[0]):
+    if not isinstance(arrays[0], np.ndarray):
         return [_rotated(array, *rope) for array in arrays]
-    *arrays, cosines, sines = contiguous(*arrays, *rope)
-    turns = memory(cosines) + 1j * memory(sines)
-    pairs = [memory(array)[0].view(np.complex64) for array in arrays]
-    in_blocks(_turn, turns[:, None], *pairs)
+    cosines, sines = (memory(table) for table in rope)
+    turns = cosines + 1j * sines
+    in_blocks(_turn, turns[:, None], *(array[0].view(np.complex64) for array in arrays))
     return arrays
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.compute.array_block import Array, to_mlx
 
-Layers = Callable[[mx.array], mx.array]
+Layers = Callable[[Array], Array]
 
 
 class StepCache:
@@ -22,9 +23,9 @@ class StepCache:
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         # Of the first block, and of all others
-        self._residuals: tuple[mx.array, mx.array] | None = None
+        self._residuals: tuple[Array, Array] | None = None
 
-    def run(self, x: mx.array, first: Layers, others: Layers) -> mx.array:
+    def run(self, x: Array, first: Layers, others: Layers) -> Array:
         """Return ``others(first(x))``, or an approximation without a call of ``others``."""
         before = x.astype(x.dtype)  # another object: a layer may add to x in place
         after = first(x)
@@ -37,7 +38,7 @@ class StepCache:
         return result
 
 
-def _change(one: mx.array, other: mx.array) -> float:
+def _change(one: Array, other: Array) -> float:
     """Return mean(|other - one|) / mean(|one|), which is NaN or infinite if ``one`` is 0."""
-    one = one.astype(mx.float32)
-    return float(mx.abs(other.astype(mx.float32) - one).mean() / mx.abs(one).mean())
+    one, other = (to_mlx(each).astype(mx.float32) for each in (one, other))
+    return float(mx.abs(other - one).mean() / mx.abs(one).mean())

@@ -7,10 +7,12 @@ Reference: transformers, models/qwen3 and models/qwen2 (arXiv 2505.09388, 2407.1
 
 from __future__ import annotations
 
-from clowder_aimage.model.backend import Embedding, Network, RMSNorm, mx
+from clowder_aimage.model.backend import Embedding, Network, mx
+from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
+from clowder_aimage.model.compute.attention import attention
+from clowder_aimage.model.compute.operation import Linear, RMSNorm, add, library, swiglu_in_place
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.rope import Table, rotate_halves, text_table
-from clowder_aimage.model.operation import Linear, attention, swiglu_in_place
 
 
 class TextAttention(Network):
@@ -29,7 +31,7 @@ class TextAttention(Network):
             self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Table, mask: mx.array) -> mx.array:
+    def __call__(self, x: Array, rope: Table, mask: mx.array) -> Array:
         """Apply the layer to x: (1, length, hidden); returns the same shape."""
         batch, length, _ = x.shape
         queries = self.q_proj(x).reshape(batch, length, self.heads, -1)
@@ -51,7 +53,7 @@ class MLP(Network):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Array) -> Array:
         return self.down_proj(swiglu_in_place(self.gate_proj(x), self.up_proj(x)))
 
 
@@ -66,9 +68,9 @@ class DecoderLayer(Network):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, rope: Table, mask: mx.array) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), rope, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def __call__(self, x: Array, rope: Table, mask: mx.array) -> Array:
+        x = add(x, self.self_attn(self.input_layernorm(x), rope, mask))
+        return add(x, self.mlp(self.post_attention_layernorm(x)))
 
 
 def _mask(length: int, window: int | None, known: int) -> mx.array:
@@ -103,13 +105,14 @@ class TextEncoder(Network):
         length = tokens.shape[0]
         rope = text_table(self.config.rope, length)
         masks = {one.window: _mask(length, one.window, known or length) for one in self.layers}
-        hidden: mx.array = self.embed_tokens(tokens[None])
+        hidden = to_fastest(self.embed_tokens(tokens[None]))
         states = {0: hidden}
         for index, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, rope, masks[layer.window])
             if index in self.outputs:
                 states[index] = hidden
-        return mx.concatenate([states[index][0] for index in self.outputs], axis=-1)
+        found = [states[index][0] for index in self.outputs]
+        return to_mlx(library(hidden).concatenate(found, axis=-1))
 
     @staticmethod
     def sanitize(name: str) -> str:

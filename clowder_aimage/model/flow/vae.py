@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from clowder_aimage.model.backend import Conv2d, GroupNorm, Network, mx
-from clowder_aimage.model.convolution import convolution, halving_convolution
+from clowder_aimage.model.compute.attention import attention
+from clowder_aimage.model.compute.convolution import convolution, halving_convolution
+from clowder_aimage.model.compute.operation import Linear
 from clowder_aimage.model.flow.config import AutoencoderConfig
-from clowder_aimage.model.operation import Linear, attention
 
 EPS = 1e-6
 
@@ -56,7 +57,8 @@ class VaeAttention(Network):
         normed = self.group_norm(x).reshape(batch, height * width, 1, channels)
         queries, keys, values = self.to_q(normed), self.to_k(normed), self.to_v(normed)
         mixed = attention(queries, keys, values, channels**-0.5)
-        return x + self.to_out(mixed).reshape(x.shape)
+        changed: mx.array = self.to_out(mixed)
+        return x + changed.reshape(x.shape)
 
 
 class MidBlock(Network):

@@ -12,17 +12,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
+from clowder_aimage.model.backend import Network, mx
+from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
+from clowder_aimage.model.compute.attention import attention
+from clowder_aimage.model.compute.operation import (
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    add,
+    library,
+    modulate,
+    silu,
+    swiglu_in_place,
+)
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.flux2.config import AXES, TransformerConfig
 from clowder_aimage.model.flux2.reference_picture import Positions, grid, reference_positions
-from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
 
-Modulation = list[mx.array]  # shift, scale and gate of each part of a block: (1, 1, dim)
-Streams = tuple[mx.array, mx.array]  # text and picture
+Modulation = list[Array]  # shift, scale and gate of each part of a block: (1, 1, dim)
+Streams = tuple[Array, Array]  # text and picture
 
 
 class JointAttention(Network):
@@ -40,14 +51,14 @@ class JointAttention(Network):
         )
         self.to_out, self.to_add_out = (Linear(dim, dim, bias=False) for _ in range(2))
 
-    def __call__(self, text: mx.array, image: mx.array, rope: Table) -> Streams:
+    def __call__(self, text: Array, image: Array, rope: Table) -> Streams:
         """Apply the layer to streams (1, length, dim); returns the same shapes."""
 
-        def split(projected: mx.array) -> mx.array:
+        def split(projected: Array) -> Array:
             return projected.reshape(1, projected.shape[1], self.heads, -1)
 
-        def join(*streams: mx.array) -> mx.array:
-            return mx.concatenate(list(streams), axis=1)
+        def join(*streams: Array) -> Array:
+            return library(text).concatenate(streams, axis=1)
 
         queries = join(
             self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(image)))
@@ -71,8 +82,8 @@ class FeedForward(Network):
         self.linear_in = Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.linear_out = Linear(config.ffn_dim, config.dim, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.linear_out(swiglu_in_place(*mx.split(self.linear_in(x), 2, axis=-1)))
+    def __call__(self, x: Array) -> Array:
+        return self.linear_out(swiglu_in_place(*library(x).split(self.linear_in(x), 2, axis=-1)))
 
 
 class DoubleBlock(Network):
@@ -80,7 +91,7 @@ class DoubleBlock(Network):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = LayerNorm(config.dim, eps=config.eps, affine=False)
+        self.norm = LayerNorm(config.dim, eps=config.eps)
         self.attn = JointAttention(config)
         self.ff, self.ff_context = FeedForward(config), FeedForward(config)
 
@@ -89,7 +100,7 @@ class DoubleBlock(Network):
     ) -> Streams:
         """Apply the block; ``modulations`` are of text and picture."""
         normed = [
-            self.norm(x) * (1 + scale) + shift
+            modulate(self.norm, x, scale, shift)
             for x, (shift, scale, *_) in zip(streams, modulations, strict=True)
         ]
         mixed = self.attn(normed[0], normed[1], rope)
@@ -99,8 +110,8 @@ class DoubleBlock(Network):
             streams, mixed, modulations, networks, strict=True
         ):
             _, _, gate, shift, scale, last_gate = modulation
-            x = x + gate * change
-            found.append(x + last_gate * network(self.norm(x) * (1 + scale) + shift))
+            x = add(x, change, gate)
+            found.append(add(x, network(modulate(self.norm, x, scale, shift)), last_gate))
         return found[0], found[1]
 
 
@@ -115,18 +126,18 @@ class ParallelAttention(Network):
         self.norm_q, self.norm_k = (RMSNorm(config.head_dim, eps=config.eps) for _ in range(2))
         self.to_out = Linear(dim + hidden, dim, bias=False)
 
-    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+    def __call__(self, x: Array, rope: Table) -> Array:
         """Apply the layer to x: (1, length, dim); returns the same shape."""
         _, length, dim = x.shape
-        places = [dim, 2 * dim, 3 * dim]
-        queries, keys, values, hidden = mx.split(self.to_qkv_mlp_proj(x), places, axis=-1)
+        places, own = [dim, 2 * dim, 3 * dim], library(x)
+        queries, keys, values, hidden = own.split(self.to_qkv_mlp_proj(x), places, axis=-1)
         queries, keys, values = (
             one.reshape(1, length, self.heads, -1) for one in (queries, keys, values)
         )
         queries, keys = rotate_pairs([self.norm_q(queries), self.norm_k(keys)], rope)
         mixed = attention(queries, keys, values, self.scale).reshape(1, length, dim)
-        hidden = swiglu_in_place(*mx.split(hidden, 2, axis=-1))
-        return self.to_out(mx.concatenate([mixed, hidden], axis=-1))
+        hidden = swiglu_in_place(*own.split(hidden, 2, axis=-1))
+        return self.to_out(own.concatenate([mixed, hidden], axis=-1))
 
 
 class SingleBlock(Network):
@@ -134,13 +145,13 @@ class SingleBlock(Network):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm = LayerNorm(config.dim, eps=config.eps, affine=False)
+        self.norm = LayerNorm(config.dim, eps=config.eps)
         self.attn = ParallelAttention(config)
 
-    def __call__(self, x: mx.array, rope: Table, modulation: Modulation) -> mx.array:
+    def __call__(self, x: Array, rope: Table, modulation: Modulation) -> Array:
         """Apply the block to x: (1, length, dim); returns the same shape."""
         shift, scale, gate = modulation
-        return x + gate * self.attn(self.norm(x) * (1 + scale) + shift, rope)
+        return add(x, self.attn(modulate(self.norm, x, scale, shift), rope), gate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +185,7 @@ class Transformer(Network):
         self.single_transformer_blocks = [
             SingleBlock(config) for _ in range(config.num_single_layers)
         ]
-        self.norm = LayerNorm(dim, eps=config.eps, affine=False)
+        self.norm = LayerNorm(dim, eps=config.eps)
         self.norm_out = Linear(dim, 2 * dim, bias=False)
         self.proj_out = Linear(dim, config.in_channels, bias=False)
 
@@ -204,15 +215,15 @@ class Transformer(Network):
             positions = np.concatenate([positions, references.positions])
         pairs = zip(caption.rope, self._rope(positions), strict=True)
         cosines, sines = (mx.concatenate(list(pair)) for pair in pairs)
-        time = silu(self._time(sigma).astype(latents.dtype))
+        time = to_fastest(silu(self._time(sigma).astype(latents.dtype)))
         x = mx.concatenate([caption.tokens, self.x_embedder(tokens[None])], axis=1)
         words = caption.tokens.shape[1]
-        x = self._run(x, words, (cosines, sines), time, cache)
-        scale, shift = mx.split(self.norm_out(time)[:, None], 2, axis=-1)
-        x = self.norm(x[:, words : words + height * width]) * (1 + scale) + shift
-        return self.proj_out(x)[0].T.reshape(channels, height, width)
+        x = self._run(to_fastest(x), words, (cosines, sines), time, cache)
+        scale, shift = library(x).split(self.norm_out(time)[:, None], 2, axis=-1)
+        x = modulate(self.norm, x[:, words : words + height * width], scale, shift)
+        return to_mlx(self.proj_out(x)[0].T).reshape(channels, height, width)
 
-    def _time(self, sigma: float) -> mx.array:
+    def _time(self, sigma: float) -> Array:
         features = mx.array(sinusoid(float(np.float32(sigma) * np.float32(1000))))[None]
         return self.time_linear_2(silu(self.time_linear_1(features.astype(self._dtype))))
 
@@ -221,30 +232,30 @@ class Transformer(Network):
         return self.transformer_blocks[0].attn.norm_q.weight.dtype
 
     def _run(
-        self, x: mx.array, words: int, rope: Table, time: mx.array, cache: StepCache | None
-    ) -> mx.array:
+        self, x: Array, words: int, rope: Table, time: Array, cache: StepCache | None
+    ) -> Array:
         """Run all blocks; the first ``words`` tokens of x are the text."""
 
         def modulation(network: Linear, count: int) -> Modulation:
-            return list(mx.split(network(time)[:, None], count, axis=-1))
+            return list(library(time).split(network(time)[:, None], count, axis=-1))
 
         text = modulation(self.double_stream_modulation_txt, 6)
         image = modulation(self.double_stream_modulation_img, 6)
         single = modulation(self.single_stream_modulation, 3)
 
-        def double(blocks: Sequence[DoubleBlock], x: mx.array) -> mx.array:
+        def double(blocks: Sequence[DoubleBlock], x: Array) -> Array:
             streams = x[:, :words], x[:, words:]
             for block in blocks:
                 streams = block(streams, rope, (text, image))
-            return mx.concatenate(list(streams), axis=1)
+            return library(x).concatenate(streams, axis=1)
 
-        def others(x: mx.array) -> mx.array:
+        def others(x: Array) -> Array:
             x = double(self.transformer_blocks[1:], x)
             for block in self.single_transformer_blocks:
                 x = block(x, rope, single)
             return x
 
-        def first(x: mx.array) -> mx.array:
+        def first(x: Array) -> Array:
             return double(self.transformer_blocks[:1], x)
 
         return others(first(x)) if cache is None else cache.run(x, first, others)

@@ -15,10 +15,11 @@ import numpy as np
 
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.compute.array_block import is_slow, memory, on_all_cores
+from clowder_aimage.model.compute.operation import linear
 from clowder_aimage.model.hardware import cores
 from clowder_aimage.model.mlxlm.library import library_module
 from clowder_aimage.model.mlxlm.rotary_angles import share_angles
-from clowder_aimage.model.operation import is_slow, linear, memory, on_all_cores
 from clowder_aimage.tensor import blas
 
 _NAME = "scaled_dot_product_attention"
@@ -66,7 +67,8 @@ def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     if not is_slow(x) or rows * weight.size < _LEAST:
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
     if rows > 1:
-        return linear(x, weight, bias)
+        found: mx.array = linear(x, weight, bias)
+        return found
     mx.eval(x, weight)
     result = memory(weight) @ memory(x).reshape(-1)
     if bias is not None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.operation import is_slow
+from clowder_aimage.model.compute.array_block import is_slow
 
 _KINDS = ("RoPE", "Llama3RoPE")  # that rotate and do nothing else
 

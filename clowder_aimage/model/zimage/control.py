@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from clowder_aimage.model.backend import Network, mx
+from clowder_aimage.model.compute.array_block import Array, to_fastest
+from clowder_aimage.model.compute.operation import Linear, library
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope import Table
-from clowder_aimage.model.operation import Linear
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
 from clowder_aimage.model.zimage.control_config import LAYERS, PLAIN, REFINER, ControlNetConfig
 from clowder_aimage.model.zimage.transformer import (
@@ -64,7 +65,8 @@ class ControlNet(Network):
         hints.
         """
         image = transformer.embed(latents, time, caption)
-        context = fill(self.control_x_embedder(to_patches(cells)), transformer.x_pad_token)
+        given = fill(self.control_x_embedder(to_patches(cells)), transformer.x_pad_token)
+        context = to_fastest(given)
         within: Hints = {}
         if self.config.refiner == PLAIN:
             for block in self.control_noise_refiner:
@@ -75,8 +77,9 @@ class ControlNet(Network):
             places = self.config.refiner_places
             within = {place: strength * hints[index] for index, place in enumerate(places)}
         refined = transformer.refine(image, within)
+        words = to_fastest(caption.tokens)
         tokens, context = (
-            mx.concatenate([one, caption.tokens], axis=1) for one in (refined, context)
+            library(words).concatenate([one, words], axis=1) for one in (refined, context)
         )
         rope = image.with_caption(caption)
         _, hints = _run(self.control_layers, context, tokens, rope, image.time)
@@ -97,8 +100,8 @@ def _control_blocks(config: TransformerConfig, count: int) -> list[ControlBlock]
 
 
 def _run(
-    blocks: Sequence[ControlBlock], context: mx.array, x: mx.array, rope: Table, time: mx.array
-) -> tuple[mx.array, list[mx.array]]:
+    blocks: Sequence[ControlBlock], context: Array, x: Array, rope: Table, time: Array
+) -> tuple[Array, list[Array]]:
     """Return the context after all blocks, and the hint of each; ``x`` is added before."""
     context, hints = blocks[0].before_proj(context) + x, []
     for block in blocks:

@@ -12,13 +12,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clowder_aimage.model.backend import LayerNorm, Network, RMSNorm, mx
+from clowder_aimage.model.backend import Network, mx
+from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
+from clowder_aimage.model.compute.attention import attention
+from clowder_aimage.model.compute.operation import (
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    add,
+    library,
+    modulate,
+    silu,
+    swiglu_in_place,
+)
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
-from clowder_aimage.model.operation import Linear, attention, silu, swiglu_in_place
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
 from clowder_aimage.model.zimage.family import padded
 
@@ -52,7 +63,7 @@ class ImageAttention(Network):
             self.norm_q = RMSNorm(config.head_dim, eps=QK_EPS)
             self.norm_k = RMSNorm(config.head_dim, eps=QK_EPS)
 
-    def __call__(self, x: mx.array, rope: Table) -> mx.array:
+    def __call__(self, x: Array, rope: Table) -> Array:
         """Apply the layer to x: (1, length, dim); returns the same shape."""
         batch, length, _ = x.shape
         shape = (batch, length, self.heads, -1)
@@ -73,7 +84,7 @@ class FeedForward(Network):
         self.w2 = Linear(hidden, dim, bias=False)
         self.w3 = Linear(dim, hidden, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: Array) -> Array:
         return self.w2(swiglu_in_place(self.w1(x), self.w3(x)))
 
 
@@ -91,20 +102,19 @@ class Block(Network):
         if modulated:
             self.adaLN_modulation = Linear(config.modulation_dim, 4 * config.dim)
 
-    def __call__(self, x: mx.array, rope: Table, time: mx.array | None = None) -> mx.array:
+    def __call__(self, x: Array, rope: Table, time: Array | None = None) -> Array:
         """Apply the block to x: (1, length, dim); time: (1, modulation_dim), if modulated."""
         if time is None:
-            x += self.attention_norm2(self.attention(self.attention_norm1(x), rope))
-            x += self.ffn_norm2(self.feed_forward(self.ffn_norm1(x)))
-            return x
-        modulation = mx.split(self.adaLN_modulation(time)[:, None], 4, axis=-1)
+            mixed = self.attention(self.attention_norm1(x), rope)
+            x = add(x, mixed, norm=self.attention_norm2)
+            return add(x, self.feed_forward(self.ffn_norm1(x)), norm=self.ffn_norm2)
+        own = library(x)
+        modulation = own.split(self.adaLN_modulation(time)[:, None], 4, axis=-1)
         attention_scale, attention_gate, ffn_scale, ffn_gate = modulation
-        normed = self.attention_norm1(x) * (1 + attention_scale)
-        mixed = self.attention_norm2(self.attention(normed, rope))
-        x += mx.tanh(attention_gate) * mixed
-        normed = self.ffn_norm1(x) * (1 + ffn_scale)
-        x += mx.tanh(ffn_gate) * self.ffn_norm2(self.feed_forward(normed))
-        return x
+        mixed = self.attention(modulate(self.attention_norm1, x, attention_scale), rope)
+        x = add(x, mixed, own.tanh(attention_gate), self.attention_norm2)
+        changed = self.feed_forward(modulate(self.ffn_norm1, x, ffn_scale))
+        return add(x, changed, own.tanh(ffn_gate), self.ffn_norm2)
 
 
 class FinalLayer(Network):
@@ -112,14 +122,14 @@ class FinalLayer(Network):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.norm_final = LayerNorm(config.dim, eps=1e-6, affine=False)
+        self.norm_final = LayerNorm(config.dim, eps=1e-6)
         self.linear = Linear(config.dim, PATCH * PATCH * config.in_channels)
         self.adaLN_modulation = Linear(config.modulation_dim, config.dim)
 
-    def __call__(self, x: mx.array, time: mx.array) -> mx.array:
+    def __call__(self, x: Array, time: Array) -> Array:
         """Project x: (1, length, dim) to (1, length, patch * patch * channels)."""
         scale = self.adaLN_modulation(silu(time))[:, None]
-        return self.linear(self.norm_final(x) * (1 + scale))
+        return self.linear(modulate(self.norm_final, x, scale))
 
 
 class TimestepEmbedder(Network):
@@ -130,13 +140,13 @@ class TimestepEmbedder(Network):
         self.linear1 = Linear(FREQUENCIES, TIME_HIDDEN)
         self.linear2 = Linear(TIME_HIDDEN, config.modulation_dim)
 
-    def __call__(self, time: float) -> mx.array:
+    def __call__(self, time: float) -> Array:
         """Embed time, which is already scaled; returns (1, modulation_dim)."""
         features = mx.array(sinusoid(time))[None].astype(self.linear1.bias.dtype)
         return self.linear2(silu(self.linear1(features)))
 
 
-Hints = Mapping[int, mx.array]  # what is added after layers, by their index: (1, length, dim)
+Hints = Mapping[int, Array]  # what is added after layers, by their index: (1, length, dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,9 +156,9 @@ class ImageTokens:
     tokens: (1, length, dim), padded to a multiple of 32. time: (1, modulation_dim).
     """
 
-    tokens: mx.array
+    tokens: Array
     rope: Table
-    time: mx.array
+    time: Array
 
     def with_caption(self, caption: Caption) -> Table:
         """Return the rope of the sequence of image and caption."""
@@ -180,10 +190,10 @@ class Transformer(Network):
         tokens = fill(self.cap_linear(self.cap_norm(features)), self.cap_pad_token)
         positions = np.zeros((tokens.shape[1], 3), dtype=np.int64)
         positions[:, 0] = np.arange(1, tokens.shape[1] + 1)
-        rope = self._rope(positions)
+        rope, x = self._rope(positions), to_fastest(tokens)
         for block in self.context_refiner:
-            tokens = block(tokens, rope)
-        return Caption(tokens, rope)
+            x = block(x, rope)
+        return Caption(to_mlx(x), rope)
 
     def __call__(
         self,
@@ -203,11 +213,12 @@ class Transformer(Network):
         channels, height, width = latents.shape
         rows, columns = height // PATCH, width // PATCH
         image = self.embed(latents, time, caption)
-        sequence = mx.concatenate([self.refine(image, {}), caption.tokens], axis=1)
+        parts = self.refine(image, {}), to_fastest(caption.tokens)
+        sequence = library(image.tokens).concatenate(parts, axis=1)
         rope = image.with_caption(caption)
         at = rope, image.time
 
-        def others(x: mx.array) -> mx.array:
+        def others(x: Array) -> Array:
             found = hints()
             return _run(self.layers[1:], _hinted(x, 0, found), *at, found, first=1)
 
@@ -215,7 +226,7 @@ class Transformer(Network):
             sequence = others(self.layers[0](sequence, *at))
         else:
             sequence = cache.run(sequence, lambda x: self.layers[0](x, *at), others)
-        patches = self.final_layer(sequence[:, : rows * columns], image.time)
+        patches = to_mlx(self.final_layer(sequence[:, : rows * columns], image.time))
         patches = patches.reshape(rows, columns, PATCH, PATCH, channels)
         return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
 
@@ -225,9 +236,10 @@ class Transformer(Network):
         embedded = self.t_embedder(float(np.float32(time) * np.float32(self.config.t_scale)))
         tokens = fill(self.x_embedder(to_patches(latents)), self.x_pad_token)
         shape = height // PATCH, width // PATCH, tokens.shape[1], caption.tokens.shape[1]
-        return ImageTokens(tokens, self._image_rope(*shape), embedded.astype(latents.dtype))
+        moment = to_fastest(embedded.astype(latents.dtype))
+        return ImageTokens(to_fastest(tokens), self._image_rope(*shape), moment)
 
-    def refine(self, image: ImageTokens, hints: Hints) -> mx.array:
+    def refine(self, image: ImageTokens, hints: Hints) -> Array:
         """Return refined image tokens; ``hints`` are added after the refiner's layers."""
         return _run(self.noise_refiner, image.tokens, image.rope, image.time, hints)
 
@@ -264,14 +276,14 @@ def to_patches(latents: mx.array) -> mx.array:
 
 
 def _run(
-    blocks: Sequence[Block], x: mx.array, rope: Table, time: mx.array, hints: Hints, first: int = 0
-) -> mx.array:
+    blocks: Sequence[Block], x: Array, rope: Table, time: Array, hints: Hints, first: int = 0
+) -> Array:
     for index, block in enumerate(blocks, first):
         x = _hinted(block(x, rope, time), index, hints)
     return x
 
 
-def _hinted(x: mx.array, index: int, hints: Hints) -> mx.array:
+def _hinted(x: Array, index: int, hints: Hints) -> Array:
     return x + hints[index] if index in hints else x
 
 

@@ -14,21 +14,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from clowder_aimage.model.backend import Conv2d, GroupNorm, mx
-from clowder_aimage.model.hardware import cores
-from clowder_aimage.model.operation import (
-    BLOCK,
+from clowder_aimage.model.compute.array_block import (
     Floats,
     contiguous,
     is_slow,
-    linear,
     memory,
     on_all_cores,
-    overwrite_with_silu,
-    silu_in_place,
 )
+from clowder_aimage.model.compute.operation import linear, overwrite_with_silu, silu
+from clowder_aimage.model.hardware import cores
 from clowder_aimage.tensor import blas
 
 _VALUES = 128 * 1024  # of a product, which stay in the processor's cache
+_BLOCK = 32 * 1024  # elements that a core computes at a time
 _PIXELS = 2048  # of a product, at least: the weights are read once for all of them
 _Tap = tuple[int, Floats]
 Affine = tuple[Floats, Floats]  # a factor and an offset for each channel
@@ -49,9 +47,10 @@ def convolution(
     Returns (1, scale * height, scale * width, output channels).
     """
     if conv.weight.shape[1:3] == (1, 1) and norm is None and residual is None:
-        return linear(x, conv.weight.reshape(len(conv.weight), -1), conv.bias)
+        whole: mx.array = linear(x, conv.weight.reshape(len(conv.weight), -1), conv.bias)
+        return whole
     if not is_slow(x) or conv.weight.shape[1:3] != (3, 3) or not blas.is_fast():
-        x = x if norm is None else silu_in_place(norm(x))
+        x = x if norm is None else silu(norm(x))
         for axis in (1, 2) if scale > 1 else ():
             x = mx.repeat(x, scale, axis=axis)
         y = conv(x)
@@ -103,7 +102,7 @@ def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
 def _affine(image: Floats, norm: GroupNorm) -> Affine:
     """Return the factor and the offset of each channel by which a group norm (1803.08494) acts."""
     channels = image.shape[-1]
-    step = max(1, 4 * BLOCK * len(image) // image.size)
+    step = max(1, 4 * _BLOCK * len(image) // image.size)
     starts = range(0, len(image), step)
     sums = np.empty((2, len(starts), channels))
 
@@ -207,7 +206,7 @@ def _convolve(
     pairs = -(-height // every)
     pixels = max(_VALUES // max(channels, outputs), _PIXELS)
     step = max(1, min(pixels // row, -(-pairs // cores())))
-    few = max(1, BLOCK // (width * channels))  # lines
+    few = max(1, _BLOCK // (width * channels))  # lines
     lines, biases = image.reshape(height, -1), np.tile(bias, row)
     factors = None if affine is None else [np.tile(one, width) for one in affine]
 
