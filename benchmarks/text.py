@@ -4,6 +4,8 @@ Each row is a process of its own with the same random weights: float32 for mlx-l
 llama.cpp. They take turns, so that all of them meet the same disturbances. The first token is that
 of a prompt which no cache knows; the rate is that of the tokens after it. The ratio is to the
 library alone, by the median: a worker's pieces may arrive together, so its best turn says little.
+CPU is the processor time of a token, prompts included, with all processes of the row and the client
+of a worker; it is the figure that other programs disturb least.
 
 The first row of a runtime in ROWS is the library alone. A row is a function from the path of the
 model to a function from a prompt and a number of tokens to the seconds until the first token, and
@@ -14,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -151,8 +155,24 @@ def serve(write: Write) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
+        before = processor_time()
         first, rate = write(order["prompt"], order["count"])
-        print(json.dumps({"first": first, "rate": rate}), flush=True)
+        spent = (processor_time() - before) / order["count"]
+        print(json.dumps({"first": first, "rate": rate, "spent": spent}), flush=True)
+
+
+def processor_time() -> float:
+    """Return the seconds of this process and of its descendants, which Linux counts in 10 ms."""
+    parents: dict[int, tuple[int, int]] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            parents[int(file.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    family = {os.getpid()}
+    while more := {pid for pid, (parent, _) in parents.items() if parent in family} - family:
+        family |= more
+    ticks = sum(parents[pid][1] for pid in family if pid in parents)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure(runtime: str, path: Path, rounds: int, count: int, length: int) -> dict[str, list[Any]]:
@@ -218,14 +238,15 @@ def main() -> None:
         path = make_model(Path(place), given.runtime, given.shape)
         times = measure(given.runtime, path, given.rounds, given.tokens, given.length)
     base = statistics.median(one["rate"] for one in next(iter(times.values())))
-    print("| row | tokens/s, best | median | ratio | first token, best | median |")
-    print("|---|---|---|---|---|---|")
+    print("| row | tokens/s, best | median | ratio | first token, best | median | CPU |")
+    print("|---|---|---|---|---|---|---|")
     for row, found in times.items():
         rates, firsts = ([one[key] for one in found] for key in ("rate", "first"))
+        spent = statistics.mean(one["spent"] for one in found)
         print(
             f"| {row} | {max(rates):.1f} | {statistics.median(rates):.1f} "
             f"| {statistics.median(rates) / base:.2f} | {min(firsts) * 1000:.0f} ms "
-            f"| {statistics.median(firsts) * 1000:.0f} ms |"
+            f"| {statistics.median(firsts) * 1000:.0f} ms | {spent * 1000:.2f} ms |"
         )
 
 

@@ -11,9 +11,11 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,38 @@ def test_the_command_line_uses_a_worker(worker: Worker) -> None:
     here = Aimage(worker.aimage.home, worker.store, {"AIMAGE_HOST": worker.host})
     said = here.process("run", "--remote", "words", "hello")
     assert said.out.strip() == ANSWER
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_streams_go_on_after_a_crash_of_their_process(
+    worker: Worker, client: Any, tmp_path: Path, kind: str
+) -> None:
+    """Nothing is missing or sent twice, with both runtimes."""
+    made = write_model(tmp_path / kind)
+    path = made if kind == "directory" else write_gguf(tmp_path / "a.gguf", made)
+    worker.aimage("create", "-q", kind, path)
+
+    def write(seed: int, crash: Callable[[], None] | None = None) -> str:
+        found = ""
+        body = {"model": kind, "prompt": "the red ball", "max_tokens": 200}
+        with client.completions.create(**body, temperature=1, seed=seed, stream=True) as parts:
+            for part in parts:
+                found += part.choices[0].text
+                if crash is not None and len(found) > 20:
+                    crash()
+                    crash = None
+        return found
+
+    def crash() -> None:
+        children = Path(f"/proc/{worker.process.pid}/task/{worker.process.pid}/children")
+        for pid in map(int, children.read_text().split()):
+            os.kill(pid, signal.SIGSEGV)
+
+    expected = [write(seed) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        texts = pool.map(write, (1, 2), (crash, None))
+        assert [*texts] == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
