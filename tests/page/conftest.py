@@ -63,18 +63,23 @@ def shapes_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return aimage.store
 
 
+def serve_copy(store: Path, here: Path, *arguments: object) -> Worker:
+    """Start ``aimage serve`` on a copy of the store."""
+    shutil.copytree(store, here / "store", copy_function=os.link)
+    defaults = ("--default-model", "shapes", "--enhancer", "words", "--max-models", 2)
+    return begin(Aimage(here, here / "store"), *defaults, *arguments)
+
+
 @pytest.fixture(scope="module")
 def start_worker(
     shapes_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Worker]]:
-    """Return a function that starts ``aimage serve`` on a copy of the store."""
+    """Return a function that starts a worker of the test."""
     workers: list[Worker] = []
 
     def start(*arguments: object) -> Worker:
         here = tmp_path_factory.mktemp("worker")
-        shutil.copytree(shapes_store, here / "store", copy_function=os.link)
-        defaults = ("--default-model", "shapes", "--enhancer", "words", "--max-models", 2)
-        workers.append(begin(Aimage(here, here / "store"), *defaults, *arguments))
+        workers.append(serve_copy(shapes_store, here, *arguments))
         return workers[-1]
 
     yield start
@@ -82,10 +87,12 @@ def start_worker(
         worker.end()
 
 
-@pytest.fixture(scope="module")
-def shapes_worker(start_worker: Callable[..., Worker]) -> Worker:
-    """Return the worker of a module, which requires no token."""
-    return start_worker()
+@pytest.fixture(scope="session")
+def shapes_worker(shapes_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """Return a worker without tokens that the tests share: leave its store as it was."""
+    worker = serve_copy(shapes_store, tmp_path_factory.mktemp("worker"))
+    yield worker
+    worker.end()
 
 
 class Watch:
