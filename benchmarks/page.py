@@ -30,8 +30,16 @@ def load(browser: Any, url: str) -> dict[str, float]:
     page = context.new_page()
     session = context.new_cdp_session(page)
     session.send("Network.enable")
-    sizes: list[float] = []
-    session.on("Network.loadingFinished", lambda event: sizes.append(event["encodedDataLength"]))
+    sizes: list[tuple[bool, float]] = []
+    files: set[str] = set()  # requests of the page's files; the others depend on the store
+    session.on(
+        "Network.requestWillBeSent",
+        lambda event: files.add(event["requestId"]) if is_file(event, url) else None,
+    )
+    session.on(
+        "Network.loadingFinished",
+        lambda event: sizes.append((event["requestId"] in files, event["encodedDataLength"])),
+    )
     page.goto(url)
     page.wait_for_selector(".make-form")
     usable = page.evaluate("performance.now()")
@@ -40,7 +48,13 @@ def load(browser: Any, url: str) -> dict[str, float]:
     page.wait_for_load_state("networkidle")  # with the parts that are loaded afterwards
     context.close()
     found = {"first_paint": paint / 1000, "usable": usable / 1000}
-    return found | {"bytes": sum(sizes), "requests": len(sizes)}
+    own = [size for is_own, size in sizes if is_own]
+    return found | {"bytes": sum(own), "files": len(own), "all": sum(size for _, size in sizes)}
+
+
+def is_file(event: dict[str, Any], url: str) -> bool:
+    asked = event["request"]["url"].removeprefix(url).split("#")[0]
+    return asked in ("", "/") or asked.startswith("/page/")
 
 
 def main() -> None:

@@ -29,10 +29,10 @@ _DOCUMENTS = (".html", ".svg")  # which a browser shows by themselves
 _OF_DOCUMENTS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
 }
-_HEADERS = {
-    "Cross-Origin-Resource-Policy": "same-origin",
+_HEADERS = {  # of every file: few, as there are many files
     "Cache-Control": "no-cache",  # the browser asks whether its copy is current
     "Vary": "Accept-Encoding",
 }
@@ -97,5 +97,5 @@ def _read(path: Path) -> PageFile:
 @functools.lru_cache(maxsize=128)
 def _load(path: Path, _: int) -> PageFile:
     data = path.read_bytes()
-    tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+    tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
     return PageFile(data, gzip.compress(data, 9, mtime=0), tag, _TYPES[path.suffix])

@@ -120,6 +120,17 @@ def imports() -> Iterator[tuple[Path, str]]:
             yield path, found
 
 
+def test_the_page_stays_small(worker: LocalWorker) -> None:
+    """With the headers of its responses; ``benchmarks/page.py`` measures it in a browser."""
+    size = 0
+    for path in DIRECTORY.rglob("*.*"):
+        if path.suffix in (".html", ".js", ".css", ".svg") and path.name != "de.js":
+            name = path.relative_to(DIRECTORY).as_posix()
+            _, headers, body = ask(f"{worker.url}/page/{name}", **{"Accept-Encoding": "gzip"})
+            size += len(body) + len(bytes(headers))
+    assert 100_000 < size < 150_000
+
+
 def graph(path: Path, found: set[str]) -> set[str]:
     """Add the modules that a module imports before it runs."""
     name = path.relative_to(DIRECTORY).as_posix()
