@@ -120,13 +120,15 @@ class FleetRun:
     store: Path
     name: str
     passwords: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    replicas: int = 1
     session: aiohttp.ClientSession = field(init=False)
 
     def access_of(self, kind: str) -> FleetAccess:
         """Return the access of a gateway, a worker or an operator."""
         user = f"{kind}:{self.passwords[kind]}@" if self.passwords else ""
-        url = self.nats.url.replace("nats://", f"nats://{user}")
-        return FleetAccess((url,), FleetNames(self.name))
+        urls = (self.url or self.nats.url).replace("nats://", f"nats://{user}")
+        return FleetAccess(tuple(urls.split(",")), FleetNames(self.name))
 
     def operator(self) -> FleetLink:
         return FleetLink(self.access_of(OPERATOR), OPERATOR)
@@ -134,7 +136,8 @@ class FleetRun:
     async def make(self, **shape: Any) -> None:
         link = FleetLink(self.access_of(OPERATOR), OPERATOR)
         async with link.open():
-            await link.make(FleetShape(**({"max_bytes": 64 << 20} | shape)), 10)
+            wanted = {"max_bytes": 64 << 20, "replicas": self.replicas} | shape
+            await link.make(FleetShape(**wanted), 30)
 
     @contextlib.asynccontextmanager
     async def gateway(

@@ -23,6 +23,7 @@ from tests.fleet.fleet_run import (
     FleetRun,
     Nats,
     ScriptedRole,
+    free_port,
     prompt_as_picture,
     until,
 )
@@ -406,3 +407,52 @@ def test_the_shipped_configuration_separates_gateways_workers_and_operators(
         play(scene, own, name="aimage", passwords=passwords)
     finally:
         own.kill()
+
+
+def test_a_cluster_loses_a_server_and_no_job(play: Play, tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(3)]
+    routes = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
+    servers = [
+        Nats(
+            tmp_path / f"js{at}",
+            arguments=(
+                *("--cluster", f"nats://127.0.0.1:{port}", "--cluster_name", "c"),
+                *("--routes", routes, "-n", f"n{at}"),
+            ),
+        ).start()
+        for at, port in enumerate(ports)
+    ]
+
+    async def scene(fleet: FleetRun) -> None:
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            await asyncio.sleep(0.05)
+            return await prompt_as_picture(request, body)
+
+        first, other = ScriptedRole(slow), ScriptedRole(slow)
+        async with fleet.gateway() as url, fleet.worker("a", first), fleet.worker("b", other):
+            await fleet.know(url, 2)
+            asked = []
+            for number in range(60):
+                key = {"headers": {"Idempotency-Key": str(number)}}
+                asked.append(asyncio.create_task(_insist(fleet, url, number, key)))
+                if number == 20:
+                    await until(lambda: len(first.served) + len(other.served) > 5)
+                    servers[0].kill()
+            assert await asyncio.gather(*asked) == [f"{number} 1" for number in range(60)]
+            assert (await fleet.status(url))["given_up"] == 0
+
+    try:
+        play(scene, servers[0], url=",".join(each.url for each in servers), replicas=3)
+    finally:
+        for each in servers:
+            each.kill()
+
+
+async def _insist(fleet: FleetRun, url: str, number: int, options: dict[str, Any]) -> str:
+    """Return the answer to a request, which is repeated while the fleet is unavailable."""
+    while True:
+        status, value = await fleet.ask(url, str(number), seed=1, **options)
+        if status == 200:
+            return str(value["data"][0]["b64_json"])
+        assert status == 503, value
+        await asyncio.sleep(0.2)
