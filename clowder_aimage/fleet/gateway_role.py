@@ -122,13 +122,13 @@ class GatewayRole(Role):
         return web.json_response({"models": await self._merged(request, "models", "digest")})
 
     async def _merged(self, request: web.Request, field: str, key: str) -> list[dict[str, Any]]:
-        """Return the entries of the lists of all workers, each once, in the order of their keys."""
+        """Return the entries of the lists of all workers, each once, in the first order."""
         found: dict[str, dict[str, Any]] = {}
         for status, _, body in await self._gateway.call_all(request, request.path):
             value = read_json(body, "a list") if status == 200 else {}
             for entry in value.get(field, ()):
                 found.setdefault(str(entry.get(key)), entry)
-        return [found[name] for name in sorted(found)]
+        return list(found.values())
 
     async def _one(self, request: web.Request) -> web.StreamResponse:
         """Respond as the first worker that has what is asked for."""
