@@ -32,7 +32,7 @@ LATER = 2  # seconds between two attempts, and in Retry-After
 PATIENCE = 30.0  # seconds that a publication may take, over all attempts
 MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-_WRONG_LAST, _FULL = 10071, (10077, 10122)  # error codes of JetStream
+_WRONG_LAST, _FULL, _NO_LEADER = 10071, (10077, 10122), 10008  # error codes of JetStream
 _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
@@ -137,19 +137,27 @@ class FleetLink:
 
         Raises NetworkError, UsageError.
         """
+        end = asyncio.get_running_loop().time() + timeout
         try:
             async with asyncio.timeout(timeout):
                 while not self._client.is_connected:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
-        try:
-            return await shape.make(self._js, self.names)
-        except ServiceUnavailableError:
-            message = f"NATS at {self._places} has no JetStream"
-            raise UsageError(message, hint="enable it in the configuration of the server") from None
-        except APIError as error:
-            raise UsageError(f"NATS refuses the streams: {error.description}") from None
+        while True:  # a cluster that was started just now has no leader yet
+            try:
+                return await shape.make(self._js, self.names)
+            except (APIError, TimeoutError) as error:
+                if not isinstance(error, APIError) or error.err_code == _NO_LEADER:
+                    if asyncio.get_running_loop().time() < end:
+                        await asyncio.sleep(0.2)
+                        continue
+                    raise NetworkError(f"NATS at {self._places} is not ready") from None
+                if isinstance(error, ServiceUnavailableError):
+                    message = f"NATS at {self._places} has no JetStream"
+                    hint = "enable it in the configuration of the server"
+                    raise UsageError(message, hint=hint) from None
+                raise UsageError(f"NATS refuses the streams: {error.description}") from None
 
     @property
     def _places(self) -> str:

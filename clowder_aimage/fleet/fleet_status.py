@@ -10,13 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
 
 from clowder_aimage.fleet.fair_line import FairLine
-from clowder_aimage.fleet.fleet_link import LOST, FleetLink
+from clowder_aimage.fleet.fleet_link import LOST, MESSAGE_ID, FleetLink
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+from clowder_aimage.fleet.job_frame import LAST
 from clowder_aimage.fleet.worker_card import Roster
 
 INTERVAL = 2.0  # seconds between two looks at the queue
+_LOOKS = 5  # jobs that are looked at each time
 
 
 class FleetStatus:
@@ -25,6 +28,7 @@ class FleetStatus:
     def __init__(self, link: FleetLink, roster: Roster) -> None:
         self._link, self._roster = link, roster
         self._since: float | None = None  # since when the queue was never empty
+        self._looked = 0  # number of the last message on the queue that was looked at
 
     async def read(self) -> dict[str, Any]:
         """Return the status as JSON. Raises TimeoutError, NatsError."""
@@ -60,6 +64,7 @@ class FleetStatus:
             with contextlib.suppress(*LOST, JetStreamError):
                 if self._link.is_ready:
                     await self._depth(metrics)
+                    await self._remove_finished()
             await asyncio.sleep(INTERVAL)
 
     async def _depth(self, metrics: GatewayMetrics) -> None:
@@ -70,3 +75,24 @@ class FleetStatus:
         now = time.monotonic()
         self._since = (self._since or now) if jobs else None
         metrics.age.set(0 if self._since is None else now - self._since)
+
+    async def _remove_finished(self) -> None:
+        """Look at a few jobs on the queue, in turns, and remove those that are finished.
+
+        A NATS server that was killed may forget that a message was removed, though it remembers its
+        acknowledgement: such a message is never delivered again.
+        """
+        names, streams = self._link.names, self._link.streams
+        for _ in range(_LOOKS):
+            try:
+                found = await streams.get_msg(
+                    names.jobs, seq=self._looked + 1, subject=f"{names.fleet}.job.>", next=True
+                )
+            except NotFoundError:
+                self._looked = 0
+                return
+            self._looked = found.seq or 0
+            job = (found.headers or {}).get(MESSAGE_ID, "")
+            last, _ = await self._link.last(names.log(job)) if job else (None, 0)
+            if last is not None and last.kind in LAST:
+                await streams.delete_msg(names.jobs, self._looked)

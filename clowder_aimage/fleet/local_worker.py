@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import secrets
 import shutil
@@ -65,7 +66,7 @@ class LocalWorker:
         if job.is_form:
             body["data"] = _form(job)
         elif job.fields is not None:
-            body["data"] = json.dumps(job.fields).encode()
+            body["data"] = io.BytesIO(json.dumps(job.fields).encode())
             headers["Content-Type"] = "application/json"
         url = f"http://localhost{job.path}"
         async with self._session.request(job.method, url, headers=headers, **body) as response:

@@ -14,8 +14,9 @@ from aiohttp import web
 
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet import job_run
-from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetLink
+from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH
+from clowder_aimage.fleet.job_frame import DATA, END, Frame
 from clowder_aimage.fleet.worker_card import give_order
 from tests.conftest import ROOT
 from tests.fleet.fleet_run import (
@@ -41,9 +42,13 @@ def test_a_job_is_answered_by_a_worker(play: Play) -> None:
             assert (status, value["data"]) == (200, [{"b64_json": "a cat 7"}])
             _, first = await fleet.ask(url, "a dog")
             assert first["data"][0]["b64_json"].split()[-1].isdigit()  # a seed was drawn
-            found = await fleet.status(url)
-            assert found["jobs"] == 0 and found["workers"][0]["id"] == "w1"
-            large = "x" * 1_000_000 + " cat"
+            assert (await fleet.status(url))["workers"][0]["id"] == "w1"
+
+            async def is_empty() -> bool:
+                return (await fleet.status(url))["jobs"] == 0
+
+            await until(is_empty)
+            large = "x" * 700_000 + " cat"
             status, value = await fleet.ask(url, "a", seed=1, unknown=large)
             assert status == 200 and role.served == ["a cat", "a dog", "a"]
 
@@ -152,8 +157,6 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
 
 def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
-        from clowder_aimage.fleet.job_frame import DATA, Frame
-
         role = ScriptedRole(prompt_as_picture)
         async with fleet.gateway() as url, fleet.worker("w1", role):
             await fleet.know(url, 1)
@@ -407,6 +410,25 @@ def test_the_shipped_configuration_separates_gateways_workers_and_operators(
         play(scene, own, name="aimage", passwords=passwords)
     finally:
         own.kill()
+
+
+def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        link = fleet.operator()
+        async with link.open(), fleet.gateway() as url:
+            await link.connected(10)
+            for name, kind in (("done", END), ("running", DATA)):
+                subject = link.names.job(BATCH, name, "me")
+                await link.store(subject, b"x", {MESSAGE_ID: name})
+                await link.store(link.names.log(name), b"", Frame(kind, 1, 1).headers())
+
+            async def is_removed() -> bool:
+                queue = (await fleet.status(url))["queue"]
+                return [each["digest"] for each in queue] == ["sha256:running"]
+
+            await until(is_removed)
+
+    play(scene)
 
 
 def test_a_cluster_loses_a_server_and_no_job(play: Play, tmp_path: Path) -> None:
