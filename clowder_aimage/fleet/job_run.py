@@ -146,10 +146,11 @@ class JobRun:
         It is unchanged if its name has that digest here, as it nearly always has. Run in a thread.
         """
         job = self.job
-        with contextlib.suppress(AImageError):
-            reference = self.service.reference(job.asked or None)
-            if str(self.service.store.resolve(reference).digest) == job.digest:
-                return job
+        for name in (job.asked, job.model):  # the default model has another name than was asked for
+            with contextlib.suppress(AImageError):
+                reference = self.service.reference(name or None)
+                if str(self.service.store.resolve(reference).digest) == job.digest:
+                    return job if name == job.asked else job.named(name)
         plain = str(Reference.parse(job.model)).partition("@")[0]
         return job.named(f"{plain}@{job.digest}")
 

@@ -129,8 +129,10 @@ class Roster:
         text = alias or name
         if text is None:
             raise UsageError("the request has no model, and the workers have no default model")
-        found = _named(cards, Reference.parse(text))
-        if found is None and (text := _default(cards, name)) is not None:
+        wanted = Reference.parse(text)
+        found = _named(cards, wanted)
+        is_exact = wanted.registry is not None or wanted.digest is not None
+        if found is None and not is_exact and (text := _default(cards, name)) is not None:
             found = _named(cards, Reference.parse(text))
             alias = None
         if found is None:
