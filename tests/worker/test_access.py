@@ -105,7 +105,7 @@ def test_routes_that_change_state_need_the_admin_scope(service: Service) -> None
         if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
             assert route.scope == ADMIN, route.path
     known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json", "/docs"}
-    known |= {"/v1/worker", "/page/{name:.+}"}  
+    known |= {"/v1/worker", "/page/{name:.+}"}
     signed = {"/v1/files/pictures/{name}"}  # the signed URL is the credential
     assert {
         route.path for route in WorkerRole(service).routes() if route.scope == OPEN
