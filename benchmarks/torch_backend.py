@@ -1,17 +1,23 @@
 """The backend PyTorch beside diffusers alone: load, a picture, and the peak of memory.
 
-    python benchmarks/torch_backend.py --layers 8 --side 256
+    python benchmarks/torch_backend.py --layers 34 --side 128 [--stored bfloat16] [--dtype bfloat16]
+    python benchmarks/torch_backend.py --full
 
-The model is a random Z-Image of 1024 channels and ``--layers`` layers, in float32 on a CPU and in
-bfloat16 on a GPU; ``--full`` is the size of Z-Image, for a GPU. Both read the same files from the
-page cache. Loads, without imports, and peaks are of processes of their own, pictures are made in
-turns in one. Without a GPU the part for it is not run, and the program says so.
+The model is a random Z-Image of 1024 channels and ``--layers`` layers. Both tools read the same
+tensors from the page cache: ``from_pretrained`` and ``to`` the device as a user calls them, with
+shards of 1 GB, and blobs of the store. Loads and peaks are of processes of their own, in turns;
+what a load imports is imported before. Pictures are made in turns in one process.
+
+``--full`` is the program for a GPU: Z-Image in its size is made there, created, pushed, pulled, and
+run with both backends, 1024 pixels wide. Without a GPU it runs with a small model, and says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -19,6 +25,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +37,27 @@ from clowder_aimage.create import create
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
 from clowder_aimage.oci import Reference
-from tests.parity.make_model import Dims, make
+from tests.parity.make_model import Dims, write
 
 warnings.simplefilter("ignore")
-NAME = Reference.parse("m")
-OURS, THEIRS = "aimage", "diffusers"
-IMPORTS = {
-    OURS: ("clowder_aimage.model.torch.zimage", "clowder_aimage.model.torch.flux2"),
-    THEIRS: ("diffusers.pipelines.z_image", "transformers.models.qwen3.modeling_qwen3"),
-}
+OURS, MLX, THEIRS = "aimage torch", "aimage mlx", "diffusers"
 PROMPT = "a red fox in the snow, at dawn, by a river"
+_SMALL: dict[str, Any] = {
+    "text_hidden": 64,
+    "text_inter": 128,
+    "heads": 2,
+    "axes": (16, 8, 8),
+    "refiners": 2,
+}
 
 
-def dims(layers: int, *, is_full: bool) -> Dims:
-    """Return the dimensions of the model."""
+def dims(options: argparse.Namespace, *, is_gpu: bool) -> Dims:
+    """Return the dimensions of the model: those of Z-Image with ``--full`` on a GPU."""
+    how: dict[str, Any] = {"dtype": getattr(torch, options.stored), "max_shard_size": "1GB"}
+    if options.full and not is_gpu:
+        return Dims(**_SMALL, **how)
     large: dict[str, Any] = {
         "text_hidden": 2560,
         "text_inter": 9728,
@@ -55,128 +68,208 @@ def dims(layers: int, *, is_full: bool) -> Dims:
         "heads": 30,
         "layers": 30,
     }
-    small: dict[str, Any] = {"text_hidden": 512, "text_inter": 1536, "heads": 8, "layers": layers}
+    medium: dict[str, Any] = {"text_hidden": 512, "text_inter": 1536, "heads": 8}
     return Dims(
-        **large if is_full else small,
+        **large if options.full else {**medium, "layers": options.layers},
         axes=(32, 48, 48),
         refiners=2,
-        vae_channels=(128, 256, 512, 512) if is_full else (32, 64, 128, 128),
+        vae_channels=(128, 256, 512, 512) if options.full else (32, 64, 128, 128),
         vae_groups=32,
-        dtype=torch.bfloat16 if is_full else torch.float32,
+        **how,
     )
 
 
-class Both:
-    """The model in one of the tools, or in both."""
+class Tools:
+    """The model in one of the tools."""
 
-    def __init__(self, root: Path, side: int, steps: int) -> None:
-        self.root, self.side, self.steps = root, side, steps
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.root, self.name = options.root, Reference.parse(options.name)
+        self.side, self.steps, self.dtype = options.side, options.steps, options.dtype
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.dtype = "bfloat16" if self.device == "cuda" else "float32"
 
     def load(self, tool: str) -> Any:
         """Load all networks."""
-        if tool == OURS:
+        if tool != THEIRS:
             layout = ImageLayout(self.root / "store")
-            aimage = read_aimage(layout, NAME).aimage
-            found = load_pipeline(layout, aimage, backend="torch", dtype=self.dtype)
+            aimage = read_aimage(layout, self.name).aimage
+            how = {"backend": tool.partition(" ")[2], "dtype": self.dtype}
+            found = load_pipeline(layout, aimage, **how)
             found.preload(self.request())
             return found
         from diffusers import ZImagePipeline
 
         dtype = getattr(torch, self.dtype)
         pipeline = ZImagePipeline.from_pretrained(self.root / "files", dtype=dtype)
-        pipeline.set_progress_bar_config(disable=True)
         return pipeline.to(self.device)
 
     def request(self, seed: int = 0) -> GenerateRequest:
         return GenerateRequest(PROMPT, self.side, self.side, self.steps, seed)
 
-    def picture(self, tool: str, pipeline: Any, seed: int) -> float:
-        """Make a picture and return the seconds."""
+    def picture(self, tool: str, pipeline: Any, seed: int) -> tuple[float, float]:
+        """Make a picture and return its seconds, and those of a step."""
         begun = time.perf_counter()
-        if tool == OURS:
+        ends: list[float] = []
+        if tool != THEIRS:
             pipeline._captions.clear()  # a prompt of its own, as there
-            assert isinstance([*pipeline.generate(self.request(seed))][-1], Image)
+            for event in pipeline.generate(self.request(seed)):
+                if isinstance(event, Step):
+                    ends.append(time.perf_counter())
+            assert isinstance(event, Image)
         else:
+
+            def noted(*_: Any) -> dict[str, Any]:
+                if self.device == "cuda":
+                    torch.cuda.synchronize()  # as the copy of our latents does
+                ends.append(time.perf_counter())
+                return {}
+
+            pipeline.set_progress_bar_config(disable=True)
             how: dict[str, Any] = {"guidance_scale": 0.0, "num_inference_steps": self.steps}
-            generator = torch.Generator().manual_seed(seed)
-            pipeline(PROMPT, width=self.side, height=self.side, generator=generator, **how)
-        return time.perf_counter() - begun
+            how |= {"generator": torch.Generator().manual_seed(seed), "callback_on_step_end": noted}
+            pipeline(PROMPT, width=self.side, height=self.side, **how)
+        steps = [after - before for before, after in itertools.pairwise(ends)]
+        return time.perf_counter() - begun, statistics.median(steps)
 
     def alone(self, tool: str) -> dict[str, float]:
-        """Load and make one picture; return seconds and the peaks of memory in MiB."""
-        for name in IMPORTS[tool]:
-            importlib.import_module(name)
+        """Load and make two pictures; return seconds and the peak of memory in MiB."""
+        known = self.root / f"{tool}.json"  # what another run of the tool imported
+        for name in json.loads(known.read_text()) if known.exists() else ():
+            with contextlib.suppress(Exception):  # of optional parts
+                importlib.import_module(name)
+        before = set(sys.modules)
         begun = time.perf_counter()
         pipeline = self.load(tool)
         loaded = time.perf_counter() - begun
-        first = self.picture(tool, pipeline, 0)
+        late = sorted(set(sys.modules) - before)
+        assert not late or not known.exists(), f"imported by the load, not before: {late}"
+        first, _ = self.picture(tool, pipeline, 0)
+        _, step = self.picture(tool, pipeline, 1)
+        known.write_text(json.dumps([name for name in sys.modules if name != "__main__"]))
         status = Path("/proc/self/status").read_text()  # ru_maxrss includes that of the parent
         peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-        if self.device == "cuda":
+        if self.device == "cuda" and tool != MLX:
             peak = torch.cuda.max_memory_allocated() / (1 << 20)
-        return {"load": loaded, "load and first picture": loaded + first, "peak MiB": peak}
+        whole = loaded + first
+        return {"load": loaded, "load and first picture": whole, "step": step, "peak MiB": peak}
 
 
-def child(options: argparse.Namespace, root: Path, tool: str) -> dict[str, float]:
+def child(options: argparse.Namespace, tool: str) -> dict[str, float]:
     """Measure one tool in a process of its own."""
-    command = [sys.executable, __file__, "--root", str(root), "--tool", tool]
-    command += ["--side", str(options.side), "--steps", str(options.steps)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    command = [sys.executable, __file__, "--tool", tool]
+    for name in ("root", "name", "side", "steps", "dtype"):
+        command += [f"--{name}", str(getattr(options, name))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def row(what: str, values: dict[str, list[float]]) -> None:
-    ours, theirs = (statistics.median(values[tool]) for tool in (OURS, THEIRS))
-    print(f"| {what} | {ours:.3f} | {theirs:.3f} | {ours / theirs:.2f} |", flush=True)
+    medians = {tool: statistics.median(found) for tool, found in values.items()}
+    ratios = [value / medians[THEIRS] for tool, value in medians.items() if tool != THEIRS]
+    cells = [f"{one:.3f}" for one in medians.values()] + [f"{one:.2f}" for one in ratios]
+    print(f"| {what} | {' | '.join(cells)} |", flush=True)
 
 
-def compare(options: argparse.Namespace, root: Path) -> None:
-    torch.set_grad_enabled(False)
-    make(root / "files", 1, dims(options.layers, is_full=options.full))
-    create(ImageLayout(root / "store"), NAME, root / "files")
-    both = Both(root, options.side, options.steps)
-    size = sum(path.stat().st_size for path in (root / "files").rglob("*.safetensors"))
-    print(f"{size / (1 << 20):.0f} MiB of weights, {both.device}, {both.dtype}, side {both.side}")
-    print(f"\n| | {OURS} | {THEIRS} | ratio |\n|---|---|---|---|")
-    runs: dict[str, list[dict[str, float]]] = {OURS: [], THEIRS: []}
-    for _ in range(options.repeat):
-        for tool in runs:
-            runs[tool].append(child(options, root, tool))
-    for what in runs[OURS][0]:
-        row(what, {tool: [one[what] for one in found] for tool, found in runs.items()})
-    pipelines = {tool: both.load(tool) for tool in runs}
-    times: dict[str, list[float]] = {tool: [] for tool in runs}
+def compare(options: argparse.Namespace, tools: list[str]) -> None:
+    """Print the table of all tools."""
+    ratios = [f"ratio of {tool}" for tool in tools if tool != THEIRS]
+    print(f"\n| | {' | '.join([*tools, *ratios])} |\n|---{'|---' * (2 * len(tools) - 1)}|")
+    runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
+    for number in range(options.repeat + 1):
+        for tool in tools:
+            found = child(options, tool)
+            if number:  # the first one finds what is imported
+                runs[tool].append(found)
+    for what in runs[THEIRS][0]:
+        row(what, {tool: [one[what] for one in runs[tool]] for tool in tools})
+    both = Tools(options)
+    pipelines = {tool: both.load(tool) for tool in tools if tool != MLX}
+    times: dict[str, list[float]] = {tool: [] for tool in pipelines}
     for seed in range(options.repeat + 1):
         for tool, pipeline in pipelines.items():
-            seconds = both.picture(tool, pipeline, seed)
+            seconds, _ = both.picture(tool, pipeline, seed)
             if seed:  # the first is a warm-up
                 times[tool].append(seconds)
-    row("picture, warm", times)
-    if both.device == "cpu":
-        print("\nnot run: the part for a GPU, as PyTorch sees none")
+    if MLX not in tools:
+        row("picture, warm", times)
+
+
+@contextlib.contextmanager
+def registry(root: Path) -> Iterator[str]:
+    """Serve an empty store as a registry; yield host:port."""
+    command = [sys.executable, "-m", "clowder_aimage", "registry", "serve"]
+    command += ["--store", str(root), "--addr", "127.0.0.1:0", "--log-level", "error"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip().removeprefix("http://")
+        finally:
+            process.terminate()
+
+
+def travel(options: argparse.Namespace) -> None:
+    """Create the AImage, push it to a registry, and pull it into the store that is measured."""
+    root, aimage = options.root, [sys.executable, "-m", "clowder_aimage"]
+    with registry(root / "registry") as host:
+        options.name = f"{host}/team/full:v1"
+        for verb, *more in (("create", options.name, root / "files"), ("push", options.name)):
+            timed([*aimage, verb, "-q", *more, "--store", root / "made"], verb)
+        timed([*aimage, "pull", "-q", options.name, "--store", root / "store"], "pull")
+
+
+def timed(command: list[Any], what: str) -> None:
+    begun = time.perf_counter()
+    subprocess.run([str(one) for one in command], check=True, stdout=subprocess.DEVNULL)
+    print(f"{what}: {time.perf_counter() - begun:.1f} s", flush=True)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Make the model, and print what was measured and what was not."""
+    is_gpu = torch.cuda.is_available()
+    with torch.device("cuda" if is_gpu else "cpu"):
+        write(options.root / "files", 1, dims(options, is_gpu=is_gpu))
+    files = (options.root / "files").rglob("*.safetensors")
+    size = sum(path.stat().st_size for path in files)
+    device = torch.cuda.get_device_name() if is_gpu else "cpu"
+    print(f"{size >> 20} MiB in {options.stored}, {device}, {options.dtype}, side {options.side}")
+    tools = [OURS, THEIRS]
+    if options.full:
+        tools = [OURS, MLX, THEIRS] if find_spec("mlx") else tools
+        travel(options)
+    else:
+        layout = ImageLayout(options.root / "store")
+        create(layout, Reference.parse(options.name), options.root / "files")
+    compare(options, tools)
+    if options.full and MLX not in tools:
+        print("\nnot run: the backend mlx, which is not installed")
+    if not is_gpu:
+        what = "the size of Z-Image at 1024x1024" if options.full else "the part for a GPU, --full"
+        print(f"\nnot run: {what}, as PyTorch sees no GPU")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    is_gpu = torch.cuda.is_available()
+    usual = "bfloat16" if is_gpu else "float32"
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--side", type=int, default=256)
+    parser.add_argument("--side", type=int)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--stored", choices=["float32", "bfloat16"], default=usual)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=usual)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--name", default="m", help=argparse.SUPPRESS)
     parser.add_argument("--tool", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.side = options.side or (1024 if options.full and is_gpu else 128)
+    torch.set_grad_enabled(False)
     if options.tool:
-        torch.set_grad_enabled(False)
-        print(json.dumps(Both(options.root, options.side, options.steps).alone(options.tool)))
+        print(json.dumps(Tools(options).alone(options.tool)))
         return
-    if options.full and not torch.cuda.is_available():
-        sys.exit("not run: the full size needs a GPU, and PyTorch sees none")
     with tempfile.TemporaryDirectory() as directory:
-        compare(options, Path(directory))
+        options.root = options.root or Path(directory)
+        measure(options)
 
 
 if __name__ == "__main__":

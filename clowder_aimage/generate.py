@@ -15,7 +15,13 @@ from clowder_aimage.adapter_source import (
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.library_choice import MLX, backend_module, choose_library
+from clowder_aimage.model.library_choice import (
+    MLX,
+    NO_TUNING,
+    TorchTuning,
+    backend_module,
+    choose_library,
+)
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     ENHANCED,
@@ -158,6 +164,7 @@ def load(
     *,
     backend: str | None = None,
     dtype: str | None = None,
+    tuning: TorchTuning = NO_TUNING,
     request: GenerateRequest | None = None,
     end: Callable[[], None] = no_wait,
     finder: AdapterFinder | None = None,
@@ -166,13 +173,13 @@ def load(
 
     Weights are read by ``preload`` or when they are used. ``store`` may be the files of an arriving
     AImage, and ``end`` waits for its pull. ``finder`` finds the adapters of requests; ``backend``
-    is as in ``load_pipeline``. Raises ModelError, UsageError, AccessError.
+    and ``tuning`` are as in ``load_pipeline``. Raises ModelError, UsageError, AccessError.
     """
     library = choose_library(backend)
     chosen = backend_module(library).dtype_name(dtype)
     with _computing():
         pipeline = load_pipeline(
-            store, stored.aimage, backend=library, dtype=chosen, request=request
+            store, stored.aimage, backend=library, dtype=chosen, tuning=tuning, request=request
         )
     adapters = AdapterSource(finder, store, stored, lambda: pipeline.shapes)
     controls = ControlSource(finder.store, finder.open_stored) if finder else None

@@ -8,7 +8,7 @@ PAGE = 7_300
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 35), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_150, 97),
+    ".": (6_160, 97),
     "adapter": (2_420, 95),
     "api": (6_200, 95),
     "cli": (10_350, 93),
@@ -23,7 +23,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (3_120, 98),
     "layout": (3_050, 96),
-    "model": (12_920, 96),
+    "model": (13_260, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),

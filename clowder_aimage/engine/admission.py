@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from clowder_aimage.errors import AImageError
 
 FOR_EVER = math.inf
 _UNKNOWN, _LONGEST = 5, 300  # seconds to wait
+_LOAD_OPTIONS = (
+    *("compile", "attention", "dtype", "text_encoder"),
+    *("memory", "models", "lora_dir", "context", "parallel"),
+)
 NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"  # when an AImage is pulled
 
 
@@ -19,7 +24,8 @@ class EngineLimits:
 
     queue: maximum number of waiting requests. models: maximum number of loaded models. keep_alive:
     seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a request's
-    arrival to its last picture. backend: the library of image models, "auto", "mlx" or "torch".
+    arrival to its last picture. backend: the library of image models, "auto", "mlx" or "torch";
+    backends: those of models by their names. compile, attention: as in ``TorchTuning``.
     text_encoder: after a request, "keep" it in memory, "release" it
     and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
     models; None for the machine's memory. first: the precision of variants that are used while the
@@ -34,6 +40,9 @@ class EngineLimits:
     keep_alive: float = 300.0
     deadline: float = FOR_EVER
     backend: str = "auto"
+    backends: Mapping[str, str] = field(default_factory=dict)
+    compile: bool = False
+    attention: str | None = None
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None
@@ -43,6 +52,12 @@ class EngineLimits:
     lora_dir: str | None = None
     parallel: int = 16
     context: int | None = None
+
+    def load_options(self, reference: str) -> dict[str, Any]:
+        """Return the options with which a process loads the model ``reference``."""
+        options = {name: getattr(self, name) for name in _LOAD_OPTIONS}
+        name = reference.partition("@")[0]  # the digest may have been resolved
+        return options | {"backend": self.backends.get(name, self.backend)}
 
 
 @dataclass(slots=True)

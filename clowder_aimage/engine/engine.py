@@ -38,7 +38,7 @@ from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedR
 from clowder_aimage.engine.runner import DiedError
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NoMemoryError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
@@ -304,6 +304,8 @@ class Engine:
             outcome = "done"
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
+            if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
+                self._scheduler.unload(model, "memory")  # other requests load it again
             raise
         finally:
             if outcome == "cancelled" and request.is_interrupted:

@@ -161,7 +161,7 @@ class ModelProcess:
         """Load an image model, whose blobs may be arriving."""
         backend = command.get("backend")
         generate = _needs_library(backend)
-        from clowder_aimage.model.library_choice import backend_module
+        from clowder_aimage.model.library_choice import TorchTuning, backend_module
         from clowder_aimage.model.pipeline import GenerateRequest
 
         if (
@@ -169,6 +169,7 @@ class ModelProcess:
         ):  # drivers of GPUs map more than there is
             machine.limit_memory(machine.memory())
         how = {"backend": backend, "dtype": command.get("dtype"), "finder": self._finder(command)}
+        how["tuning"] = TorchTuning(command.get("compile", False), command.get("attention"))
         self._model = generate.load(found.files, found.stored, **how)
         _set_memory(self._model, command)
         if command.get("request"):  # its texts are encoded while other blobs arrive

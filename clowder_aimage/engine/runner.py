@@ -33,17 +33,6 @@ from clowder_aimage.oci import Descriptor
 
 GRACE = 2.0  # seconds for a process to end before it is killed
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
-# of EngineLimits
-_LOAD_OPTIONS = (
-    "backend",
-    "dtype",
-    "text_encoder",
-    "memory",
-    "models",
-    "lora_dir",
-    "context",
-    "parallel",
-)
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
 _EVENTS |= {"piece": TextPiece, "call": ToolCall, "end": TextEnd}
@@ -112,7 +101,7 @@ class Runner:
         runner = cls(process, limits.cancel_timeout)
         try:
             place = {"roots": [str(root) for root in roots], "manifest": manifest.to_json()}
-            options = {name: getattr(limits, name) for name in _LOAD_OPTIONS}
+            options = limits.load_options(reference)
             runner.send(
                 {"do": "load", "reference": reference, **place, **options, **(arrival or {})}
             )

@@ -70,7 +70,7 @@ def _pairs(value: object) -> object:
     for part in filter(None, map(str.strip, value.split(","))):
         name, equals, reference = part.partition("=")
         if not equals or not name or not reference:
-            raise ValueError(f"invalid alias {part!r}, expected NAME=REF")
+            raise ValueError(f"invalid pair {part!r}, expected NAME=VALUE")
         found[name.strip()] = reference.strip()
     return found
 
@@ -181,6 +181,9 @@ class Settings(ServerSettings):
     png_facts: bool = True
     page: bool = True
     backend: Literal["auto", "mlx", "torch"] = "auto"
+    backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], BeforeValidator(_pairs)] = {}
+    compile: bool = False
+    attention: str | None = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None
@@ -196,6 +199,8 @@ class Settings(ServerSettings):
             "keep_alive",
             "deadline",
             "backend",
+            "compile",
+            "attention",
             "dtype",
             "text_encoder",
             "memory",
@@ -204,7 +209,8 @@ class Settings(ServerSettings):
         same |= {"parallel", "context"}
         place = None if self.lora_dir is None else str(self.lora_dir.absolute())
         shared = self.model_dump(include=same)
-        return EngineLimits(models=self.max_models, lora_dir=place, **shared)
+        backends = {str(Reference.parse(name)): one for name, one in self.backends.items()}
+        return EngineLimits(models=self.max_models, lora_dir=place, backends=backends, **shared)
 
 
 def gather(

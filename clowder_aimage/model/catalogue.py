@@ -15,7 +15,13 @@ from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
-from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan, WeightBlob, add_layer_name
+from clowder_aimage.model.stored_tensor import (
+    StoredTensor,
+    TensorSpan,
+    WeightBlob,
+    add_layer_name,
+    read_plain,
+)
 from clowder_aimage.tensor import (
     BlobTensor,
     Header,
@@ -136,6 +142,10 @@ class Catalogue:
         """Return the tensors of a layer's blob; headers are cached."""
         if layer_name not in self._read:
             layer = self._layers[layer_name]
+            is_single = layer_name not in self._parts
+            if is_single and (plain := read_plain(self._store, layer, layer_name)) is not None:
+                self._read[layer_name] = {layer_name: plain}
+                return self._read[layer_name]
             blob = WeightBlob.read(self._store, layer)
             try:
                 self._read[layer_name] = dict(self._inside(layer_name, blob))

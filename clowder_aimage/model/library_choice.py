@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,30 @@ _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
 _GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
+
+
+@dataclass(frozen=True, slots=True)
+class TorchTuning:
+    """Options of PyTorch alone.
+
+    compile: compile the layers of transformers when they run first. attention: diffusers' name of
+    a backend of attention, such as flash or sage; None for that of PyTorch.
+    """
+
+    compile: bool = False
+    attention: str | None = None
+
+    def check(self, library: str) -> None:
+        """Reject options that ``library`` does not have. Raises UsageError."""
+        if self != TorchTuning() and library != TORCH:
+            raise UsageError(
+                f"{library} does not compile, and has no other backends of attention: "
+                "these are options of torch",
+                remedy="use_torch",
+            )
+
+
+NO_TUNING = TorchTuning()
 
 
 def choose_library(name: str | None = None) -> str:

@@ -8,7 +8,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.diffusers import FLUX2, PIPELINES, Z_IMAGE
-from clowder_aimage.model.library_choice import MLX, choose_library
+from clowder_aimage.model.library_choice import MLX, NO_TUNING, TorchTuning, choose_library
 from clowder_aimage.model.pipeline import GenerateRequest, Pipeline
 from clowder_aimage.model.weights import read_object
 
@@ -20,6 +20,7 @@ def load_pipeline(
     backend: str | None = None,
     dtype: str | None = None,
     keep_quantized: bool | None = None,
+    tuning: TorchTuning = NO_TUNING,
     request: GenerateRequest | None = None,
 ) -> Pipeline:
     """Load the model on the calling thread, which must be the only one to use it.
@@ -27,11 +28,12 @@ def load_pipeline(
     backend: "mlx", "torch", or None for the one that suits this machine.
     dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
     keep_quantized: keep weights quantized, with MLX; None for True on a GPU and False on a CPU.
-    request: the first one, whose sides are checked before weights are read.
+    tuning: options of PyTorch. request: the first one, whose sides are checked before weights are
+    read.
 
     Raises:
-        UsageError: The dtype is unsupported (float16 overflows in these models), or the sides are;
-            or the backend is not installed.
+        UsageError: The dtype is unsupported (float16 overflows in these models), or the sides or
+            options are; or the backend is not installed.
         ModelError: The kind of model is unsupported, or its components do not match.
         FormatError: A blob is invalid.
         AccessError: A blob is not in the store.
@@ -43,10 +45,12 @@ def load_pipeline(
             hint=f"supported: {', '.join(PIPELINES)}",
         )
     place, family = (store, aimage), PIPELINES[name]
-    if choose_library(backend) == MLX:
+    library = choose_library(backend)
+    tuning.check(library)
+    if library == MLX:
         kind, components = _of_mlx(family, place, dtype, keep_quantized)
     else:
-        kind, components = _of_torch(family, place, dtype)
+        kind, components = _of_torch(family, place, dtype, tuning)
     return kind.load(components, request)  # type: ignore[no-any-return]
 
 
@@ -63,11 +67,13 @@ def _of_mlx(
     return kinds[family], MlxComponents(*place, library, keep_quantized=keep_quantized)
 
 
-def _of_torch(family: str, place: tuple[BlobFiles, AImage], dtype: str | None) -> tuple[Any, Any]:
+def _of_torch(
+    family: str, place: tuple[BlobFiles, AImage], dtype: str | None, tuning: TorchTuning
+) -> tuple[Any, Any]:
     from clowder_aimage.model.torch.component import TorchComponents
     from clowder_aimage.model.torch.flux2 import TorchFlux2Pipeline
     from clowder_aimage.model.torch.library import TorchLibrary
     from clowder_aimage.model.torch.zimage import TorchZImagePipeline
 
     kinds = {Z_IMAGE: TorchZImagePipeline, FLUX2: TorchFlux2Pipeline}
-    return kinds[family], TorchComponents(*place, TorchLibrary.create(dtype))
+    return kinds[family], TorchComponents(*place, TorchLibrary.create(dtype, tuning))

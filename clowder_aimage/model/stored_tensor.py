@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from collections.abc import Mapping
@@ -11,7 +12,17 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import FormatError, StoreError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.tensor import BlobTensor, Header, Quantization, parse_header, read_header
+from clowder_aimage.tensor import (
+    DTYPE_BITS,
+    BlobTensor,
+    Header,
+    Quantization,
+    encode_header,
+    nbytes,
+    parse_header,
+    read_header,
+)
+from clowder_aimage.tensor.tensor_blob import CODES
 
 _FIRST = 4096  # bytes: contains the header of nearly every blob
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -89,6 +100,29 @@ class WeightBlob:
         parts = {part: self.span(key) for part, key in found.parts.items()}
         value = self.span(found.key)
         return StoredTensor(name, found.dtype, found.shape, value, found.quantization, parts)
+
+
+def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None:
+    """Return the tensor of a blob, if its header has the bytes that its layer lets us expect.
+
+    They are those of ``encode_header``. Comparing them takes half of the time that parsing takes; a
+    model has a thousand blobs. None says nothing: the blob must be read as others are.
+    """
+    dtype, shape = layer.dtype, layer.shape
+    if shape is None or dtype not in DTYPE_BITS or dtype == CODES:
+        return None
+    path = os.fspath(store.path(layer.descriptor))
+    with contextlib.suppress(FormatError, OSError):
+        header, size = encode_header([(name, dtype, shape)]), nbytes(dtype, shape)
+        handle = os.open(path, _FLAGS)
+        try:
+            is_whole = os.fstat(handle).st_size == layer.descriptor.size == len(header) + size
+            if is_whole and os.read(handle, len(header)) == header:
+                span = TensorSpan(path, name, dtype, shape, len(header), size)
+                return StoredTensor(name, dtype, shape, span)
+        finally:
+            os.close(handle)
+    return None
 
 
 def add_layer_name(layer: Layer, error: FormatError) -> FormatError:

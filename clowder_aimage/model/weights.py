@@ -100,25 +100,19 @@ class ModelWeights:
         return self._catalogue.find(name).shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors, dequantized, or as their layers state if they arrive.
+        """Return the shapes of all tensors. Raises as ``stated``."""
+        return {name: self.stated(name)[0] for name in self.keys()}
 
-        Raises as ``quantization`` does.
+    def stated(self, name: str) -> tuple[tuple[int, ...], bool]:
+        """Return the shape of a tensor, dequantized, and whether it has floats, also if quantized.
+
+        Of a blob that is arriving this is what its layer states, and True. Raises as
+        ``quantization``.
         """
-        found = {}
-        for name in self.keys():
-            layer = self._catalogue.arriving(name)
-            found[name] = self.shape(name) if layer is None else layer.shape or ()
-        return found
-
-    def is_float(self, name: str) -> bool:
-        """Return whether a tensor has floats, also if quantized; True while it is arriving.
-
-        Raises as ``quantization``.
-        """
-        if self._catalogue.arriving(name) is not None:
-            return True
+        if (layer := self._catalogue.arriving(name)) is not None:
+            return layer.shape or (), True
         tensor = self._catalogue.find(name)
-        return tensor.quantization is not None or tensor.dtype in FLOATS
+        return tensor.shape, tensor.quantization is not None or tensor.dtype in FLOATS
 
     # -- MLX
 

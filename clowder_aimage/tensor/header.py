@@ -121,7 +121,7 @@ def encode_header(
         end = offset + nbytes(dtype, shape)
         value[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    text = _ENCODER.encode(value).encode()
     text += b" " * (-len(text) % 8)
     _check_size(text)
     return _LENGTH.pack(len(text)) + text
@@ -184,6 +184,7 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_int=_integer)
 
 

@@ -40,3 +40,13 @@ def test_mlx_is_not_needed(aimage: Callable[[], Aimage]) -> None:
     assert here.process("replay", "t.png").line == "equal"
     said = here.process("run", "tiny", "a fox", "--local", "--backend", "mlx", code=2).err
     assert "needs the extra [mlx]" in said
+
+
+def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[], Aimage]) -> None:
+    here = aimage()
+    here("create", "tiny", TINY)
+    how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png")
+    said = here(*how, "--backend", "mlx", "--compile", code=2).err
+    assert "mlx does not compile" in said and "select it with --backend torch" in said
+    said = here.process(*how, "--backend", "torch", "--attention", "flash", code=2).err
+    assert "the backend of attention flash cannot be used" in said and "flash-attn" in said

@@ -18,8 +18,10 @@ import pytest
 
 from clowder_aimage import schema
 from clowder_aimage.cli.main import cli
+from clowder_aimage.engine.settings import Settings, gather
 from tests.deploy.written import (
     COMPOSE,
+    COMPOSE_CUDA,
     DEPLOY,
     DOCKERFILES,
     IGNORE,
@@ -248,8 +250,24 @@ def test_the_copied_files_build_the_complete_wheel(path: Path, tmp_path: Path) -
 # -- compose
 
 
-def test_the_compose_file_matches_its_schema() -> None:
-    output(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", COMPOSE)
+@pytest.mark.parametrize("file", [COMPOSE, COMPOSE_CUDA], ids=lambda file: file.name)
+def test_the_compose_files_match_their_schema(file: Path) -> None:
+    output(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", file)
+
+
+def test_the_override_names_the_gpu_of_the_worker_alone() -> None:
+    """It is merged: what it omits, such as hardening, is that of the other file."""
+    services = compose(COMPOSE_CUDA)["services"]
+    assert [*services] == ["worker"] and "worker" in compose()["services"]
+    worker = services["worker"]
+    assert worker.keys() == {"image", "build", "environment", "deploy"}
+    assert ROOT / worker["build"]["dockerfile"] in DOCKERFILES
+    assert worker["image"] != compose()["services"]["worker"]["image"]
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
+    for name, value in worker["environment"].items():
+        found, _ = gather(Settings, {name.removeprefix(Settings.PREFIX).lower(): value}, None)
+        assert found.backend == "torch"
 
 
 def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None:

@@ -69,9 +69,8 @@ def test_files_of_a_kustomization_exist() -> None:
             assert kustomization(path.parent / entry / "kustomization.yaml")["kind"] == "Component"
         for file in generated_from(path):
             assert file.is_file(), file
-        assert not {"patches", "patchesStrategicMerge"} & set(found), (
-            "teach this test about patches"
-        )
+        assert "patchesStrategicMerge" not in found
+        assert all(patch.keys() == {"patch"} for patch in found.get("patches", ())), "inline only"
 
 
 def test_every_manifest_is_in_a_kustomization() -> None:
@@ -197,6 +196,21 @@ def test_workers_have_one_autoscaler() -> None:
             spec = scaler["spec"]
             least = spec.get("minReplicas", spec.get("minReplicaCount"))
             assert 1 <= least < spec.get("maxReplicas", spec.get("maxReplicaCount"))
+
+
+def test_workers_of_one_overlay_have_a_gpu() -> None:
+    for overlay in OVERLAYS:
+        for worker in of_kind("Deployment", build(overlay)):
+            spec = worker["spec"]["template"]["spec"]
+            (container,) = spec["containers"]
+            is_cuda = overlay.name == "nvidia"
+            assert (container["resources"]["limits"].get("nvidia.com/gpu") == 1) == is_cuda
+            assert ("-cuda:" in container["image"]) == is_cuda
+            labels = {"kubernetes.io/os": "linux", "aimage/store": "true"}
+            more = {"nvidia.com/gpu.present": "true"} if is_cuda else {}
+            assert spec["nodeSelector"] == labels | more
+            rolling = worker["spec"]["strategy"]["rollingUpdate"]
+            assert (rolling["maxSurge"] == 0) == is_cuda
 
 
 def test_autoscalers_use_the_queue_length() -> None:

@@ -109,8 +109,10 @@ def test_images_are_of_this_release() -> None:
 
 def test_overlays_use_this_release() -> None:
     for overlay in OVERLAYS:
-        (image,) = kustomization(overlay / "kustomization.yaml")["images"]
+        image, *others = kustomization(overlay / "kustomization.yaml")["images"]
         assert f"{image['name']}:{image['newTag']}" == IMAGE
+        assert [one["name"] for one in others] in ([], [f"{image['name']}-cuda"])
+        assert {one["newTag"] for one in others} <= {image["newTag"]}
 
 
 def test_no_account_has_permissions() -> None:

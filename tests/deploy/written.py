@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 COMPOSE = ROOT / "docker-compose.yml"
+COMPOSE_CUDA = ROOT / "docker-compose.cuda.yml"
 IGNORE = ROOT / ".dockerignore"
 DOCKERFILES = sorted((DEPLOY / "docker").glob("Dockerfile*"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -25,10 +26,10 @@ PROGRAM = "/opt/aimage/bin/aimage"  # the path in the units and the images
 
 
 @cache
-def compose() -> dict[str, Any]:
-    """Return the compose file with YAML merges applied."""
+def compose(file: Path = COMPOSE) -> dict[str, Any]:
+    """Return a compose file with YAML merges applied."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    found: dict[str, Any] = yaml.safe_load(COMPOSE.read_text())
+    found: dict[str, Any] = yaml.safe_load(file.read_text())
     return found
 
 

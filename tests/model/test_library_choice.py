@@ -11,7 +11,14 @@ import pytest
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model import library_choice
-from clowder_aimage.model.library_choice import MLX, TORCH, choose_library, made_by, type_name
+from clowder_aimage.model.library_choice import (
+    MLX,
+    TORCH,
+    TorchTuning,
+    choose_library,
+    made_by,
+    type_name,
+)
 
 Machine = Callable[..., None]
 
@@ -83,6 +90,15 @@ def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:
     assert made_by("") == "auto"
     machine(MLX)
     assert made_by("torch 2.13.0 cuda") == "auto"
+
+
+def test_options_of_pytorch_are_refused_by_mlx() -> None:
+    TorchTuning().check(MLX)
+    TorchTuning(compile=True, attention="flash").check(TORCH)
+    for options in (TorchTuning(compile=True), TorchTuning(attention="flash")):
+        with pytest.raises(UsageError, match="mlx does not compile") as refused:
+            options.check(MLX)
+        assert refused.value.remedy == "use_torch"
 
 
 def test_types() -> None:

@@ -128,7 +128,12 @@ def draw(seed: int, **fixed: Any) -> Dims:
 
 def make(directory: Path, seed: int = 0, dims: Dims | None = None) -> ZImagePipeline:
     """Write a diffusers directory and return its pipeline, reloaded in float32."""
-    dims = dims or draw(seed)
+    write(directory, seed, dims or draw(seed))
+    return reference(directory)
+
+
+def write(directory: Path, seed: int, dims: Dims) -> None:
+    """Write a diffusers directory. Networks are made on the default device."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(dims.template)
     pipeline = ZImagePipeline(
@@ -142,7 +147,6 @@ def make(directory: Path, seed: int = 0, dims: Dims | None = None) -> ZImagePipe
         randomise(network)
         network.to(dims.dtype)
     pipeline.save_pretrained(directory, max_shard_size=dims.max_shard_size)
-    return reference(directory)
 
 
 def reference(directory: Path) -> ZImagePipeline:

@@ -127,6 +127,20 @@ def test_guidance_with_an_end_and_a_limit(zimage: Both) -> None:
     zimage.compare(GenerateRequest("a fox", cfg_normalization=0.8, **options, **SMALL))
 
 
+@pytest.mark.parametrize("threshold", [1e-9, 10.0])
+def test_a_cache_of_steps(zimage: Both, threshold: float) -> None:
+    """Of which none is skipped, or all between the first and the last: both change the result."""
+    sizes = {**SMALL, "steps": 5}
+    request = GenerateRequest("a fox", guidance=2.0, cache_threshold=threshold, **sizes)
+    zimage.compare(request)
+    cached, exact = (
+        _made(zimage.torch, one, None)[0][-1]
+        for one in (request, replace(request, cache_threshold=0.0))
+    )
+    has_others = len(zimage.torch.transformer.module.layers) > 1
+    assert np.array_equal(cached, exact) == (threshold < 1 or not has_others)
+
+
 @pytest.mark.parametrize("strength", [0.6, 1.0])
 def test_a_picture_and_a_mask(zimage: Both, strength: float) -> None:
     start, mask = picture(SEED, 64, 96), np.zeros((96, 64), np.uint8)
@@ -145,6 +159,10 @@ def test_flux2(flux2: Both) -> None:
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 3}
     request = GenerateRequest("an owl", seed=rng.randrange(99), guidance=guidance, **size)
     flux2.compare(request)
+    cached = replace(request, cache_threshold=10.0)
+    flux2.compare(cached)
+    exact, other = (_made(flux2.torch, one, None)[0][-1] for one in (request, cached))
+    assert not np.array_equal(exact, other)
     pictures = picture(SEED, 96, 64), picture(SEED + 1, 128, 128)
     request = GenerateRequest("the same owl", references=(FILE, FILE), **size)
     flux2.compare(request, PictureInput(references=pictures))
@@ -192,17 +210,28 @@ def test_a_control_network(form: str, tmp_path: Path) -> None:
     if FORMS[form][1]:
         mask = np.zeros((96, 64), np.uint8)
         mask[16:50, 8:40] = 255
+        both.compare(replace(request, cache_threshold=10.0), PictureInput(control=control))
         painted = replace(request, image=FILE, mask=FILE, strength=1.0)
         both.compare(painted, PictureInput(picture(SEED + 1, 64, 96), mask, control))
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "mxfp8"])
 def test_quantized_weights(tmp_path: Path, form: str) -> None:
-    """Codes are dequantized: the values of both are the same, in float32."""
+    """Codes are dequantized: the values of both are the same, in float32, and near in bfloat16.
+
+    Measured: latents differ by 0.4 to 0.6 % of the largest, pictures by 1/255 on average.
+    """
     make(tmp_path / "files", SEED, Dims(text_hidden=64, text_inter=64, heads=2, axes=(16, 8, 8)))
     layout = ImageLayout(tmp_path / "store")
     recipe = Recipe.parse(quantize=form)
     aimage = create(layout, Reference.parse("m"), tmp_path / "files", recipe=recipe).aimage
     assert any(layer.dtype == form for layer in aimage.layers)
     pipelines = [load_pipeline(layout, aimage, dtype="float32", backend=b) for b in BACKENDS[1:]]
-    Both(*pipelines).compare(GenerateRequest("a fox", **SMALL))
+    request = GenerateRequest("a fox", **SMALL)
+    Both(*pipelines).compare(request)
+    half = load_pipeline(layout, aimage, dtype="bfloat16", backend="torch")
+    (states, pictures), (exact, others) = (
+        _made(one, request, None) for one in (half, pipelines[1])
+    )
+    assert 0 < np.abs(states[-1] - exact[-1]).max() <= 0.02 * np.abs(exact[-1]).max()
+    assert np.abs(pictures[-1].astype(int) - others[-1]).mean() <= 4

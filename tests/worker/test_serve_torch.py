@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
 
 PICTURE = ("--size", "32x32", "--steps", 2, "--seed", 5)
+QUIET = {"PYTHONWARNINGS": "default"}  # of libraries
 
 
 def test_a_worker_computes_with_pytorch(worker: LocalWorker, aimage: Callable[[], Aimage]) -> None:
@@ -24,3 +27,63 @@ def test_a_worker_computes_with_pytorch(worker: LocalWorker, aimage: Callable[[]
     assert made["backend"].startswith("torch ")
     (row,) = here("ps", "--json").value
     assert row["reference"] == "tiny:latest"
+
+
+def test_the_backend_of_a_model_is_that_of_its_name(
+    worker: LocalWorker, aimage: Callable[[], Aimage]
+) -> None:
+    other = worker.launch("--backend", "mlx", AIMAGE_SERVE_BACKENDS="tiny=torch", **QUIET)
+    here = aimage()
+    here.environment["AIMAGE_HOST"] = other.url
+    made = here("run", "tiny", "a fox", *PICTURE, "-o", "x.png", "--json").value
+    assert made["backend"].startswith("torch ")
+
+
+_FAULT = """
+import importlib.abc, importlib.machinery, os, sys
+
+class Fault(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "clowder_aimage.model.torch.zimage":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            import torch
+            forward = module.ZImageTransformer2DModel.forward
+
+            def failing(*given, **named):
+                if os.path.exists(FLAG):
+                    torch.empty(1 << 60)
+                return forward(*given, **named)
+
+            module.ZImageTransformer2DModel.forward = failing
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Fault())
+"""
+
+
+def test_a_worker_lives_on_when_memory_is_insufficient(
+    worker: LocalWorker, aimage: Callable[[], Aimage], tmp_path: Path
+) -> None:
+    """The error of PyTorch itself; the model is unloaded, and loaded for the next request."""
+    here, flag = aimage(), tmp_path / "fails"
+    (tmp_path / "sitecustomize.py").write_text(f"FLAG = {str(flag)!r}\n{_FAULT}")
+    path = f"{tmp_path}{os.pathsep}{here.env()['PYTHONPATH']}"
+    other = worker.launch("--backend", "torch", PYTHONPATH=path, **QUIET)
+    here.environment["AIMAGE_HOST"] = other.url
+    how = ("run", "tiny", "a fox", *PICTURE, "--json")
+    here(*how, "-o", "1.png")
+    assert len(here("ps", "--json").value) == 1
+    flag.touch()
+    said = here(*how, "-o", "2.png", code=1).err
+    assert "the memory is insufficient for this picture: use a smaller size" in said
+    assert here("ps", "--json").value == []
+    flag.unlink()
+    here(*how, "-o", "3.png")
+    assert (here.home / "3.png").read_bytes() == (here.home / "1.png").read_bytes()

@@ -22,7 +22,13 @@ from clowder_aimage.cli.console.picture_option import for_model
 from clowder_aimage.cli.console.picture_order import Render, check_guidance
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.model.library_choice import AUTO, BACKENDS, choose_library
+from clowder_aimage.model.library_choice import (
+    AUTO,
+    BACKENDS,
+    NO_TUNING,
+    TorchTuning,
+    choose_library,
+)
 from clowder_aimage.model.no_effect import without_effect
 from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
@@ -256,6 +262,7 @@ def load_model(
     *,
     backend: str | None = None,
     dtype: str | None,
+    tuning: TorchTuning = NO_TUNING,
     memory: int | None = None,
     is_last: bool = True,
     finder: AdapterFinder | None = None,
@@ -270,9 +277,8 @@ def load_model(
 
     found = fetched.found
     place = found.files, found.stored
-    model = generate.load(
-        *place, backend=backend, dtype=dtype, request=request, end=found.end, finder=finder
-    )
+    how: dict[str, Any] = {"backend": backend, "dtype": dtype, "tuning": tuning}
+    model = generate.load(*place, **how, request=request, end=found.end, finder=finder)
     total = model.device_memory or machine.memory()
     is_last = is_last and not request.upscale  # each tile uses all networks
     model.pipeline.set_memory(AUTO, memory or total, total, limit=memory, is_last=is_last)

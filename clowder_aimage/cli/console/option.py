@@ -39,6 +39,18 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     return add
 
 
+torch_options = options(
+    click.option(
+        "--compile", is_flag=True, default=None, help="Compile layers when they run first (torch)."
+    ),
+    click.option(
+        "--attention",
+        metavar="NAME",
+        help="Backend of attention (torch), such as flash or sage. [default: native]",
+    ),
+)
+
+
 def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return an option's callback that parses its value; a ValueError becomes a usage error."""
 

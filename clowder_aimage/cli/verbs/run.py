@@ -23,6 +23,7 @@ from clowder_aimage.cli.console.option import (
     parsed,
     remote_option,
     settings,
+    torch_options,
     verb,
 )
 from clowder_aimage.cli.console.output import remark
@@ -66,6 +67,7 @@ from clowder_aimage.cli.text.text_option import TEXT_SETTABLE, text_options, tex
 from clowder_aimage.cli.text.text_order import Answer, TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
+from clowder_aimage.model.library_choice import TorchTuning
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
@@ -115,6 +117,7 @@ def _sides(text: str) -> tuple[int, int]:
 @lora_options
 @click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
 @backend_option
+@torch_options
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
 )
@@ -208,7 +211,8 @@ def run(
     if values["push"] is not None:
         check_push(values["push"], prompt, reference)
     is_last = prompt is not None and len(order_runs(values)) == 1
-    load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
+    tuning = TorchTuning(bool(values["compile"]), values["attention"])
+    load = partial(load_model, dtype=dtype, tuning=tuning, memory=memory, is_last=is_last)
     here = partial(open_model, reference, load, backend, precision, first, values["lora_dir"])
     render, is_remote = _renderer(place, here, first, values)
     enhancer = LocalEnhancer(values, reference, dtype, memory, is_last=prompt is not None)

@@ -21,6 +21,7 @@ from clowder_aimage.cli.console.option import (
     options,
     settings,
     start_traces,
+    torch_options,
     verb,
 )
 from clowder_aimage.cli.console.output import result
@@ -245,6 +246,7 @@ def spell(field: str) -> str:
     type=click.Choice(["auto", "mlx", "torch"]),
     help="Library of image models. [default: auto, by what is installed and the GPU]",
 )
+@torch_options
 @click.option("--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16).")
 @click.option(
     "--first",

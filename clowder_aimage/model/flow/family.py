@@ -96,8 +96,6 @@ class FlowFamily(ABC):
             )
         if request.control is not None and request.controlnet is None:
             self.use_control(None)
-        if request.cache_threshold:
-            self.step_cache(request.cache_threshold)
 
     @abstractmethod
     def weight(self, request: GenerateRequest) -> float:
@@ -134,9 +132,9 @@ class FlowFamily(ABC):
         (picture). pictures: what ``inputs`` returned. With a ``cache``, layers may be skipped.
         """
 
-    def step_cache(self, threshold: float) -> Any:  # noqa: ARG002
-        """Return a cache for one caption and one picture. Raises UsageError: there is none."""
-        raise UsageError("cache_threshold is not supported by this backend; omit it")
+    @abstractmethod
+    def step_cache(self, threshold: float) -> Any:
+        """Return a cache of steps, for one caption and one picture."""
 
     def ids(self, prompt: str) -> list[int]:
         """Return the checked tokens of a prompt.

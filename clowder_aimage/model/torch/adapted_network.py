@@ -22,7 +22,14 @@ Changes = Sequence[tuple[Change, float]]
 
 
 class TorchAdaptation(NetworkAdaptation):
-    """The adapters of a network of PyTorch."""
+    """The adapters of a network of PyTorch.
+
+    ``is_compiled``: all changes are of tensors, because compiled layers do not notice branches.
+    """
+
+    def __init__(self, *names: Any, is_compiled: bool = False) -> None:
+        super().__init__(*names)
+        self._is_compiled = is_compiled
 
     def _put(self, uses: Sequence[Use]) -> None:
         changes: dict[str, list[tuple[Change, float]]] = {}
@@ -38,7 +45,7 @@ class TorchAdaptation(NetworkAdaptation):
         layer = self._network.module.get_submodule(path)
         pairs = [(one, t) for one, t in changes if isinstance(one, LowRank)]
         is_linear = isinstance(layer, torch.nn.Linear) and last == "weight"
-        if is_linear and len(pairs) == len(changes):
+        if is_linear and len(pairs) == len(changes) and not self._is_compiled:
             branch = _Branch(pairs, layer.weight)
             self._undoing.append(layer.register_forward_hook(branch.add).remove)
             return

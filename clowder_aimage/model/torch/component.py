@@ -21,9 +21,12 @@ from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
 from clowder_aimage.model.parameter_names import check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
 from clowder_aimage.model.torch.library import TorchLibrary, computing
+from clowder_aimage.model.torch.tuning import tune
 from clowder_aimage.model.weights import ModelWeights
 
 _COUNTERS = ("num_batches_tracked",)  # of the training
+_FACTORIES = (torch.empty, torch.ones, torch.zeros)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TorchNetwork(Protocol):
@@ -41,15 +44,21 @@ class TorchNetwork(Protocol):
         ...
 
 
-class _Uninitialized(TorchFunctionMode):  # type: ignore[misc]
-    """A context in which modules do not draw initial values, a fifth of a load."""
+class _Unfilled(TorchFunctionMode):  # type: ignore[misc]
+    """A context in which modules are made without values: neither memory nor initial values.
+
+    Their parameters are on the meta device. Tables that modules compute are computed.
+    """
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: Any = (), named: Any = None, /
     ) -> Any:
+        named = named or {}
+        if function in _FACTORIES:
+            return torch.empty(*arguments, **named | {"device": "meta"})
         if getattr(function, "__module__", "") == torch.nn.init.__name__:
-            return named["tensor"] if named else arguments[0]
-        return function(*arguments, **(named or {}))
+            return arguments[0] if arguments else named["tensor"]
+        return function(*arguments, **named)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,16 +76,17 @@ class TorchComponents(ModelComponents):
         is_adapted: bool = True,
     ) -> Module:
         def empty() -> TorchNetwork:
-            with torch.device("meta"), _Uninitialized():
+            with _Unfilled():
                 network: TorchNetwork = make(config, weights.config)
+            tune(network.module, self.library.tuning)
             return network
 
         component, unloaded = weights.component, empty()
         names = [name for name in weights if not unloaded.skip(name)]
         self.skipped.extend(f"{component}/{name}" for name in weights if unloaded.skip(name))
-        wanted = _check(component, unloaded, weights, names)
-        sizes = (math.prod(one.shape) for one in unloaded.module.state_dict().values())
-        adaptation = TorchAdaptation(component, unloaded.sanitize, unloaded.skip)
+        wanted, count = _check(component, unloaded, weights, names)
+        names_of = component, unloaded.sanitize, unloaded.skip
+        adaptation = TorchAdaptation(*names_of, is_compiled=self.library.tuning.compile)
         made = [unloaded]  # for the first load
 
         @computing
@@ -86,29 +96,36 @@ class TorchComponents(ModelComponents):
             return network
 
         used = adaptation if is_adapted else None
-        size = sum(sizes) * self.library.itemsize
+        size = count * self.library.itemsize
         return OffloadedModule(config, size, load, used, self.library.memory.clear)
 
     def _fill(
         self, network: TorchNetwork, weights: ModelWeights, wanted: Mapping[str, str]
     ) -> None:
-        """Give a network its tensors, in the compute type, and make again what no file has."""
+        """Give a network its tensors, in the compute type, and make again what no file has.
+
+        The names were checked, so that ``load_state_dict`` could only take longer.
+        """
         library, module = self.library, network.module
-        tensors = {}
+        parts = dict(module.named_modules())
         for name, own in wanted.items():
-            tensors[own] = weights.torch(name).to(library.device, library.dtype)
-            _check_type(weights.component, weights, name)
-        module.load_state_dict(tensors, strict=False, assign=True)  # the names were checked
-        module.requires_grad_(False).eval()
-        for part in module.modules():
-            if (rotary := getattr(part, "rotary_emb", None)) is not None:
-                part.rotary_emb = type(rotary)(part.config).to(library.device)
+            read = weights.torch(name)
+            if read.dtype not in _FLOATS:  # of a blob that was arriving when it was checked
+                raise _type_error(weights.component, name)
+            path, _, last = own.rpartition(".")
+            value = read.to(library.device, library.dtype)
+            if isinstance(getattr(parts[path], last), torch.nn.Parameter):
+                value = torch.nn.Parameter(value, requires_grad=False)
+            setattr(parts[path], last, value)
+        module.eval()
+        if (rotary := getattr(module, "rotary_emb", None)) is not None:
+            rotary.to(library.device)  # its tables, which are in no file
 
 
 def _check(
     component: str, network: TorchNetwork, weights: ModelWeights, names: list[str]
-) -> dict[str, str]:
-    """Return the names of parameters by those of all tensors.
+) -> tuple[dict[str, str], int]:
+    """Return the names of parameters by those of all tensors, and the number of their values.
 
     Raises ModelError: a tensor is missing, unexpected, or has another shape or type.
     """
@@ -118,13 +135,13 @@ def _check(
         if not name.endswith(_COUNTERS)
     }
     wanted = match_tensors(component, network.sanitize, known, names)
-    shapes = weights.shapes()
     for name, own in wanted.items():
-        check_shape(component, name, shapes[name], known[own])
-        _check_type(component, weights, name)
-    return wanted
+        shape, is_float = weights.stated(name)
+        check_shape(component, name, shape, known[own])
+        if not is_float:
+            raise _type_error(component, name)
+    return wanted, sum(map(math.prod, known.values()))
 
 
-def _check_type(component: str, weights: ModelWeights, name: str) -> None:
-    if not weights.is_float(name):
-        raise ModelError(f"{component}/{name}: weights that are not floats are not supported")
+def _type_error(component: str, name: str) -> ModelError:
+    return ModelError(f"{component}/{name}: weights that are not floats are not supported")

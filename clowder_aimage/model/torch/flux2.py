@@ -20,6 +20,7 @@ from clowder_aimage.model.flux2.family import STATES, Flux2Family
 from clowder_aimage.model.flux2.reference_picture import grid, reference_positions
 from clowder_aimage.model.torch.library import computing
 from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder
+from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 
 Pictures = tuple[torch.Tensor, torch.Tensor]  # tokens (length, channels), positions (length, 4)
 
@@ -38,9 +39,17 @@ class Flux2Network:
 
     @computing
     def __call__(
-        self, latents: torch.Tensor, sigma: float, caption: Caption, pictures: Pictures | None
+        self,
+        latents: torch.Tensor,
+        sigma: float,
+        caption: Caption,
+        pictures: Pictures | None,
+        cache: TorchStepCache | None = None,
     ) -> torch.Tensor:
-        """Return the velocity from picture to noise, in the shape of latents."""
+        """Return the velocity from picture to noise, in the shape of latents.
+
+        With a ``cache``, all layers but the first may be skipped.
+        """
         channels, height, width = latents.shape
         places = torch.from_numpy(grid(0, height, width)).to(latents.device)
         tokens = latents.reshape(channels, -1).T
@@ -48,14 +57,16 @@ class Flux2Network:
             tokens, places = (
                 torch.cat([own, one]) for own, one in zip((tokens, places), pictures, strict=True)
             )
-        found = self.module(
-            hidden_states=tokens[None],
-            encoder_hidden_states=caption.tokens[None],
-            timestep=torch.tensor([sigma], device=latents.device),
-            img_ids=places,
-            txt_ids=caption.rope[0],
-            return_dict=False,
-        )[0][0, : height * width]
+        layers = {} if cache is None else _cached(self.module, cache)
+        with replaced(self.module, **layers):
+            found = self.module(
+                hidden_states=tokens[None],
+                encoder_hidden_states=caption.tokens[None],
+                timestep=torch.tensor([sigma], device=latents.device),
+                img_ids=places,
+                txt_ids=caption.rope[0],
+                return_dict=False,
+            )[0][0, : height * width]
         velocity: torch.Tensor = found.T.reshape(channels, height, width)
         return velocity
 
@@ -68,6 +79,33 @@ class Flux2Network:
     def skip(_: str) -> bool:
         """Return False: all tensors are used."""
         return False
+
+
+def _cached(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...]]:
+    """Return the layers by their lists: the first, and all others, which the cache may skip."""
+    doubles, singles = module.transformer_blocks, module.single_transformer_blocks
+
+    def first(**named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        text, picture = doubles[0](**named)
+        before = named["encoder_hidden_states"], named["hidden_states"]
+        cache.begin(torch.cat(before, dim=1), torch.cat((text, picture), dim=1))
+        return text, picture
+
+    def double(**named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        text, picture = named.pop("encoder_hidden_states"), named.pop("hidden_states")
+        for block in () if cache.is_reused else doubles[1:]:
+            text, picture = block(hidden_states=picture, encoder_hidden_states=text, **named)
+        return text, picture
+
+    def single(hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            for block in singles:
+                x = block(hidden_states=x, **named)
+            return x
+
+        return cache.end(hidden_states, run)
+
+    return {"transformer_blocks": (first, double), "single_transformer_blocks": (single,)}
 
 
 class Flux2Decoder(DecoderHalf):
@@ -123,6 +161,9 @@ class TorchFlux2Pipeline(Flux2Family):
         "picture_encoder": NetworkKind("vae", Flux2Encoder, VaeConfig.parse),
     }
 
+    def step_cache(self, threshold: float) -> TorchStepCache:
+        return TorchStepCache(threshold)
+
     def normalize(self, latents: Floats) -> Floats:
         encoder: Flux2Encoder = self.picture_encoder().get()
         place = self.library.array(np.zeros(0, np.float32)).device
@@ -134,11 +175,11 @@ class TorchFlux2Pipeline(Flux2Family):
         time: float,
         caption: Caption,
         pictures: Pictures | None,
-        cache: None,  # noqa: ARG002 - of the interface
+        cache: TorchStepCache | None,
     ) -> torch.Tensor:
         sigma = float(np.float32(1) - np.float32(time))
-        velocity: torch.Tensor = self.transformer_module.get()(latents, sigma, caption, pictures)
-        return -velocity
+        transformer: Flux2Network = self.transformer_module.get()
+        return -transformer(latents, sigma, caption, pictures, cache)
 
     def references(self, latents: list[Floats]) -> Pictures:
         tokens = np.concatenate([one.reshape(len(one), -1).T for one in latents])

@@ -12,11 +12,15 @@ import torch
 
 from clowder_aimage.errors import ModelError, NoMemoryError, UsageError
 from clowder_aimage.model.flow.array_library import MIB, Floats
-from clowder_aimage.model.library_choice import type_name
+from clowder_aimage.model.library_choice import TorchTuning, type_name
+from clowder_aimage.model.torch.tuning import check_compiler
 
 OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 CUDA, MPS, CPU = "cuda", "mps", "cpu"
 _SCORES = 256 * MIB  # of attention at a time
+_SMALLER = "is insufficient for this picture: use a smaller size, or end other programs"
+_NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
+_NO_MEMORY = "DefaultCPUAllocator: "  # of a RuntimeError
 _GRANTED = 9  # tenths of a GPU's memory
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -97,16 +101,22 @@ class TorchMemory:
 
 
 class TorchLibrary:
-    """PyTorch on a device, with a compute type."""
+    """PyTorch on a device, with a compute type and options."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
+    def __init__(self, device: str, dtype: torch.dtype, tuning: TorchTuning | None = None) -> None:
         self.device, self.dtype, self.itemsize = device, dtype, int(dtype.itemsize)
-        self.memory = TorchMemory(device)
+        self.memory, self.tuning = TorchMemory(device), tuning or TorchTuning()
 
     @classmethod
-    def create(cls, dtype: str | None) -> TorchLibrary:
-        """Return the library on the best device, for the name of a compute type."""
-        return cls(device_name(), getattr(torch, dtype_name(dtype)))
+    def create(cls, dtype: str | None, tuning: TorchTuning | None = None) -> TorchLibrary:
+        """Return the library on the best device, for the name of a compute type.
+
+        Raises UsageError: PyTorch cannot compile here; and as ``device_name`` and ``dtype_name``.
+        """
+        library = cls(device_name(), getattr(torch, dtype_name(dtype)), tuning)
+        if library.tuning.compile:
+            check_compiler(library.device)
+        return library
 
     def array(self, values: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
@@ -141,13 +151,22 @@ def computing(function: F) -> F:
         try:
             with torch.inference_mode():
                 return function(*arguments, **named)
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise NoMemoryError(
-                "the memory of the GPU is insufficient for this picture",
-                hint="use a smaller size, or end other programs that use the GPU",
-            ) from error
         except NotImplementedError as error:  # of an operation on mps
             raise ModelError("PyTorch lacks an operation of this model on this device") from error
+        except RuntimeError as error:
+            raise _explained(error) from error
 
     return wrapped  # type: ignore[return-value]
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """Return the error that explains one of PyTorch, or that itself."""
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return NoMemoryError(f"the memory of the GPU {_SMALLER}")
+    if _NO_MEMORY in text:
+        return NoMemoryError(f"the memory {_SMALLER}")
+    if any(words in text for words in _NO_KERNEL):
+        return ModelError("the backend of attention cannot compute this model on this device")
+    return error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.torch.library import computing
 from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder
+from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.control_config import LAYERS, REFINER, ControlNetConfig
 from clowder_aimage.model.zimage.family import Control, ZImageFamily
+
+Hints = Callable[[], Mapping[int, torch.Tensor]]
 
 
 class ZImageNetwork:
@@ -32,12 +36,24 @@ class ZImageNetwork:
 
     @computing
     def __call__(
-        self, latents: torch.Tensor, time: float, caption: Caption, hints: Any = None
+        self,
+        latents: torch.Tensor,
+        time: float,
+        caption: Caption,
+        cache: TorchStepCache | None = None,
+        hints: Hints = dict,
     ) -> torch.Tensor:
-        """Return the velocity for latents (channels, height, width); time: 0 (noise) to 1."""
-        found = self.module(
-            *_arguments(latents, time, caption), controlnet_block_samples=hints, return_dict=False
-        )
+        """Return the velocity for latents (channels, height, width); time: 0 (noise) to 1.
+
+        With a ``cache``, all layers but the first may be skipped. ``hints`` returns those of a
+        control network, by layer; they are not made if layers are skipped.
+        """
+        given = _arguments(latents, time, caption)
+        if cache is None:
+            found = self.module(*given, controlnet_block_samples=hints(), return_dict=False)
+        else:
+            with replaced(self.module, layers=_cached(self.module.layers, cache, hints)):
+                found = self.module(*given, return_dict=False)
         velocity: torch.Tensor = found[0][0][:, 0]
         return velocity
 
@@ -50,6 +66,27 @@ class ZImageNetwork:
     def skip(name: str) -> bool:
         """Return True for tensors that only image-conditioned variants have."""
         return name.startswith("siglip_")
+
+
+def _cached(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any, Any]:
+    """Return the first layer, and all others with the hints, of which the cache may skip these."""
+
+    def first(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        after: torch.Tensor = layers[0](x, *given)
+        cache.begin(x, after)
+        return after
+
+    def others(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            found = hints()
+            for index, layer in enumerate(layers):
+                x = layer(x, *given) if index else x
+                x = x + found[index] if index in found else x
+            return x
+
+        return cache.end(x, run)
+
+    return first, others
 
 
 class ControlNetwork:
@@ -127,18 +164,21 @@ class TorchZImagePipeline(ZImageFamily):
     }
     CONTROLNET = ControlNetwork
 
+    def step_cache(self, threshold: float) -> TorchStepCache:
+        return TorchStepCache(threshold)
+
     def direction(
         self,
         latents: torch.Tensor,
         time: float,
         caption: Caption,
         pictures: Control | None,
-        cache: None,  # noqa: ARG002 - of the interface
+        cache: TorchStepCache | None,
     ) -> torch.Tensor:
-        transformer, given = self.transformer_module.get(), (latents, time, caption)
-        hints = pictures.hints(transformer, *given) if pictures else None
-        found: torch.Tensor = transformer(*given, hints)
-        return found
+        transformer: ZImageNetwork = self.transformer_module.get()
+        given = latents, time, caption
+        hints = partial(pictures.hints, transformer, *given) if pictures else dict
+        return transformer(*given, cache, hints)
 
 
 def _arguments(

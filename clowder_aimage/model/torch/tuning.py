@@ -1,0 +1,70 @@
+"""Compilation and backends of attention: options that change the speed of networks only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.utils import logging
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.library_choice import TorchTuning
+
+_LOADED = "_hub"  # backends whose kernels are downloaded
+
+
+@functools.cache
+def check_compiler(device: str) -> None:
+    """Compile something small, as missing compilers are noticed at a model's first step otherwise.
+
+    Raises UsageError: PyTorch cannot compile here.
+    """
+
+    def increased(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    try:
+        torch.compile(increased)(torch.zeros(8, device=device))
+    except Exception as error:  # of many libraries, and undocumented
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
+        raise UsageError(
+            f"PyTorch cannot compile on this machine ({reason})",
+            hint="install a C++ compiler, such as the package g++, and for a GPU Triton; "
+            "or do not compile",
+        ) from error
+
+
+def select_attention(module: Any, name: str) -> None:
+    """Make a network of diffusers compute attention with a backend.
+
+    Raises UsageError: it is unknown, its package is missing, or its kernel would be downloaded.
+    """
+    known = [one.value for one in AttentionBackendName if not one.value.endswith(_LOADED)]
+    if name not in known:
+        names = ", ".join(one for one in known if not one.startswith("_"))
+        raise UsageError(f"unknown backend of attention {name!r:.40}: use {names}")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # of a warning that the interface may change
+    try:
+        # which sets it for other networks too, until the end of the block
+        with attention_backend(AttentionBackendName.NATIVE):
+            module.set_attention_backend(name)
+    except RuntimeError as error:
+        raise UsageError(f"the backend of attention {name} cannot be used: {error}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def tune(module: Any, tuning: TorchTuning) -> None:
+    """Apply options to a network that has repeated layers, before its weights are read.
+
+    Each kind of layers is compiled once, when it runs first. Raises as ``select_attention``.
+    """
+    if not getattr(module, "_repeated_blocks", None):
+        return
+    if tuning.attention is not None:
+        select_attention(module, tuning.attention)
+    if tuning.compile:
+        module.compile_repeated_blocks()

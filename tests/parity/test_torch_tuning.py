@@ -1,0 +1,109 @@
+"""Options of PyTorch: compiled layers, and backends of attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clowder_aimage.adapter.adapter import Adapter, LowRank
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.library_choice import TorchTuning
+from clowder_aimage.model.loader import load_pipeline
+from clowder_aimage.model.pipeline import GenerateRequest, Image
+from tests.adapter.vectors import TINY
+from tests.model.model_blobs import import_directory
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
+REQUEST = GenerateRequest("a fox", 32, 32, 3)
+
+
+def load(tmp_path: Path, backend: str = "torch", **options: Any) -> Any:
+    stored = import_directory(TINY, tmp_path / "blobs")
+    return load_pipeline(*stored, backend=backend, dtype="float32", tuning=TorchTuning(**options))
+
+
+def pixels(pipeline: Any, request: GenerateRequest = REQUEST) -> np.ndarray:
+    *_, last = pipeline.generate(request)
+    assert isinstance(last, Image)
+    return last.pixels.astype(int)
+
+
+def adapter(pipeline: Any, scale: float) -> LoadedAdapter:
+    name = "transformer/layers.0.attention.to_v.weight"
+    rows, columns = pipeline.shapes[name]
+    values = np.random.default_rng(1)
+    down, up = values.standard_normal((2, columns)), values.standard_normal((rows, 2))
+    pair = LowRank(down.astype(np.float32), up.astype(np.float32), scale)
+    return LoadedAdapter(f"a{scale}", Adapter(f"a{scale}", {name: (pair,)}))
+
+
+def test_compiled_layers_make_the_same_pictures_and_notice_adapters(tmp_path: Path) -> None:
+    """Compiled layers share code, which ignores branches: tensors are changed."""
+    exact, compiled = load(tmp_path), load(tmp_path, compile=True)
+    blocks = compiled.transformer.module.layers
+    assert all(block._compiled_call_impl is not None for block in blocks)
+    seen = []
+    for uses in ([], [(0.2, 1.0)], [(0.2, -1.0)], []):
+        for one in (exact, compiled):
+            one.use_adapters([(adapter(one, scale), strength) for scale, strength in uses])
+        found, expected = pixels(compiled), pixels(exact)
+        assert np.abs(found - expected).max() <= 1
+        seen.append(expected)
+    assert all(np.abs(one - other).max() > 1 for one, other in itertools.pairwise(seen))
+    cached = dataclasses.replace(REQUEST, steps=5, cache_threshold=10.0)
+    assert np.abs(pixels(compiled, cached) - pixels(exact, cached)).max() <= 1
+
+
+def test_a_machine_without_a_compiler_is_refused_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from clowder_aimage.model.torch.tuning import check_compiler
+
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\nin a trace")
+
+    check_compiler.cache_clear()
+    monkeypatch.setattr(torch, "compile", fail)
+    with pytest.raises(UsageError, match=r"cannot compile on this machine .*No working") as refused:
+        load(tmp_path, compile=True)
+    assert "trace" not in refused.value.message and "g++" in str(refused.value.hint)
+    check_compiler.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["native", "_native_math"])
+def test_a_backend_of_attention_is_used(tmp_path: Path, name: str) -> None:
+    pipeline = load(tmp_path, attention=name)
+    layer = pipeline.transformer.module.layers[0].attention
+    assert layer.processor._attention_backend == name
+    assert np.abs(pixels(pipeline) - pixels(load(tmp_path))).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fast", "unknown backend of attention 'fast': use flash, .*native"),
+        ("flash", "the backend of attention flash cannot be used: .*flash-attn"),
+        ("flash_hub", "unknown backend of attention 'flash_hub'"),  # it would be downloaded
+    ],
+)
+def test_a_backend_of_attention_that_cannot_be_used_is_refused(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(tmp_path, attention=name)
+
+
+def test_a_backend_that_lacks_a_kernel_for_the_device_is_an_error(tmp_path: Path) -> None:
+    pipeline = load(tmp_path, attention="_native_cudnn")
+    with pytest.raises(Exception, match="backend of attention cannot compute") as failed:
+        pixels(pipeline)
+    assert type(failed.value).__name__ == "ModelError"
