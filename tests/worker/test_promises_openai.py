@@ -83,6 +83,9 @@ def told(worker: LocalWorker, **said: Any) -> list[tuple[str, Any]]:
     return found
 
 
+MODEL_MORE = frozenset({"capabilities", "max_images", "defaults"})  # docs/api.md, "OpenAI"
+
+
 def check(value: Any, model: type[BaseModel], more: frozenset[str] = MORE) -> None:
     """Validate ``value`` strictly as a ``model`` without unknown fields other than ``more``."""
     found = model.model_validate(value, strict=True)
@@ -232,8 +235,8 @@ def test_models_match_the_types_of_the_sdk(worker: LocalWorker) -> None:
     answer = worker.get("/v1/models")
     assert (set(answer), answer["object"]) == ({"object", "data"}, "list")
     for each in answer["data"]:
-        check(each, Model, frozenset({"capabilities", "max_images"}))
-    check(worker.get("/v1/models/tiny"), Model, frozenset({"capabilities", "max_images"}))
+        check(each, Model, MODEL_MORE)
+    check(worker.get("/v1/models/tiny"), Model, MODEL_MORE)
 
 
 def test_the_sdk_tolerates_progress_events(client: Any) -> None:
@@ -244,7 +247,11 @@ def test_the_sdk_tolerates_progress_events(client: Any) -> None:
         stream=True,
         extra_body={"steps": 2, "stream_format": "openai+progress"},
     )
-    *steps, completed = list(stream)
+    *events, completed = list(stream)
+    first, steps = events[:-2], events[-2:]
+    before = ("queued", "loading", "started")  # loading, if the model was not in memory
+    assert {one.type for one in first} <= {f"image_generation.{name}" for name in before}
+    assert first[0].type == "image_generation.queued"
     assert [one.type for one in steps] == ["image_generation.progress"] * 2
     assert [(one.step, one.total) for one in steps] == [(1, 2), (2, 2)]
     assert completed.type == "image_generation.completed"
