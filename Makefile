@@ -77,12 +77,12 @@ docs: $(DOCS)/.installed
 
 $(DOCS)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(DOCS)
-	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet -e '.[docs]'
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile -e '.[docs]'
 	@touch $@
 
 $(TOOLS)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(TOOLS)
-	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile \
 	  build click cyclonedx-bom hatchling twine uv
 	@touch $@
 
@@ -92,7 +92,8 @@ dist: $(TOOLS)/.installed
 	$(TOOLS)/bin/python -m build --no-isolation --outdir dist
 	$(TOOLS)/bin/twine check --strict dist/*
 	$(PYTHON) -m venv --without-pip build/locked
-	$(TOOLS)/bin/python -m pip --python build/locked/bin/python install --quiet --require-hashes \
+	$(TOOLS)/bin/python -m pip --python build/locked/bin/python install --quiet --no-compile \
+	  --require-hashes \
 	  -r $(IMAGES)/requirements.lock
 	$(TOOLS)/bin/python -m pip --python build/locked/bin/python install --quiet --no-deps dist/*.whl
 	build/locked/bin/aimage --version

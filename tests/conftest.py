@@ -26,6 +26,11 @@ from tests.real_registry import RealRegistry, find_registry
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
 _MARKED = re.compile(r"\bmark\.(integration|slow)\b")
+# These have tests of a minute: if one began last, the other cores would wait for it
+_LONG = (
+    *("tests/docs/test_docs_commands", "tests/shapes/test_shapes_model"),
+    *("tests/cli/test_run_torch", "tests/worker/test_openapi", "tests/e2e/test_main_job"),
+)
 _INTEGRATION = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|slow)\b", re.M)
 
 
@@ -103,13 +108,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark quarantined tests; deselect those that AIMAGE_LEAVE_OUT lists."""
+    """Mark quarantined tests, deselect those that AIMAGE_LEAVE_OUT lists, begin with long ones."""
     for item in items:
         if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
             item.add_marker(pytest.mark.xfail(reason=reason))
     if passed := _left_out():
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
         items[:] = [item for item in items if item.nodeid not in passed]
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

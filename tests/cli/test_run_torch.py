@@ -18,28 +18,23 @@ pytestmark = pytest.mark.integration
 PICTURE = ("--size", "32x32", "--steps", 2, "--seed", 5)
 
 
-def test_a_picture_states_its_backend_and_is_replayed(aimage: Callable[[], Aimage]) -> None:
-    here = aimage()
+def test_a_picture_made_without_mlx_is_replayed_by_both(aimage: Callable[[], Aimage]) -> None:
+    """Each process that imports PyTorch takes ten seconds."""
+    here, without = aimage(), aimage()
     here("create", "tiny", TINY)
-    how = ("run", "tiny", "a fox", *PICTURE, "--local")
-    made = here.process(*how, "--backend", "torch", "-o", "t.png", "--json").value
+    text = "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx.core', 'mlx.nn')))"
+    (here.home / "sitecustomize.py").write_text(text)
+    without.environment["PYTHONPATH"] = f"{here.home}{os.pathsep}{here.env()['PYTHONPATH']}"
+    made = without.process(
+        "run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png", "--json"
+    ).value
     assert made["backend"].startswith("torch ")
+    said = without.process("run", "tiny", "a fox", "--local", "--backend", "mlx", code=2).err
+    assert "needs the extra [mlx]" in said
     assert here.process("replay", "t.png").line == "equal"
     again = here.process("replay", "t.png", "--backend", "mlx", "--tolerance", 1, "--json").value
     assert again["equal"] and again["largestDifference"] <= 1
     assert again["madeWith"] == made["backend"] != again["backend"]
-
-
-def test_mlx_is_not_needed(aimage: Callable[[], Aimage]) -> None:
-    here = aimage()
-    here("create", "tiny", TINY)
-    text = "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx.core', 'mlx.nn')))"
-    (here.home / "sitecustomize.py").write_text(text)
-    here.environment["PYTHONPATH"] = f"{here.home}{os.pathsep}{here.env()['PYTHONPATH']}"
-    here.process("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png")
-    assert here.process("replay", "t.png").line == "equal"
-    said = here.process("run", "tiny", "a fox", "--local", "--backend", "mlx", code=2).err
-    assert "needs the extra [mlx]" in said
 
 
 def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[], Aimage]) -> None:
