@@ -206,7 +206,8 @@ def test_a_token_is_accepted_on_routes_of_its_scope_only(walk: Walk, scope: str)
 
 # Open routes, and POST routes that change nothing
 OPENED = {"/", "/api/version", "/docs", "/healthz", "/openapi.json", "/readyz"} | {
-    picture_link.PATH + "{name}"
+    picture_link.PATH + "{name}",
+    *("/v1/worker", "/page/{name:.+}"),  # what the page for browsers loads first
 }
 TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
 TEXTS |= {"/api/chat", "/api/embed", "/api/embeddings"}
