@@ -33,7 +33,7 @@ def attempt(target: Target, name: str, seed: int, number: int) -> str | None:
     rng = random.Random(f"{seed}/{name}/{number}")
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
     faulthandler.dump_traceback_later(
-        12 * LIMIT, exit=True, file=sys.__stderr__ or 2
+        max(60, 12 * LIMIT), exit=True, file=sys.__stderr__ or 2
     )  # code that no signal interrupts
     try:
         target.case(rng)
