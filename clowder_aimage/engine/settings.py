@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -63,16 +64,20 @@ def _size(value: object) -> int | None:
     return parse_size(str(value))
 
 
-def _pairs(value: object) -> object:
+def _pairs(value: object, kind: str, form: str) -> object:
     if not isinstance(value, str):
         return value
     found = {}
     for part in filter(None, map(str.strip, value.split(","))):
         name, equals, reference = part.partition("=")
         if not equals or not name or not reference:
-            raise ValueError(f"invalid pair {part!r}, expected NAME=VALUE")
+            raise ValueError(f"invalid {kind} {part!r}, expected {form}")
         found[name.strip()] = reference.strip()
     return found
+
+
+_ALIASES = BeforeValidator(partial(_pairs, kind="alias", form="NAME=REF"))
+_BACKENDS = BeforeValidator(partial(_pairs, kind="backend", form="NAME=BACKEND"))
 
 
 def _list(value: object) -> object:
@@ -174,14 +179,14 @@ class Settings(ServerSettings):
     default_model: Name | None = None
     enhancer: Name | None = None
     default_for: Words = ("dall-e-2", "dall-e-3", "gpt-image-*", "chatgpt-image-*")
-    aliases: Annotated[dict[str, Name], BeforeValidator(_pairs)] = {}
+    aliases: Annotated[dict[str, Name], _ALIASES] = {}
     wanted: Annotated[tuple[Name, ...], BeforeValidator(_list)] = ()
     pull: Literal["never", "if-missing", "always"] = "if-missing"
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
     png_facts: bool = True
     page: bool = True
     backend: Literal["auto", "mlx", "torch"] = "auto"
-    backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], BeforeValidator(_pairs)] = {}
+    backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
     compile: bool = False
     attention: str | None = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None

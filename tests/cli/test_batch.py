@@ -105,4 +105,4 @@ def test_another_file_is_not_taken_for_results(tmp_path: Path) -> None:
         "has no results"
         in here("batch", tmp_path / "b.jsonl", "-o", tmp_path / "b.jsonl", code=2).err
     )
-    assert "cannot read" in here("batch", tmp_path / "none.jsonl", code=2).err
+    assert "no such file" in here("batch", tmp_path / "none.jsonl", code=3).err

@@ -20,7 +20,7 @@ from clowder_aimage.cli.console.output import plural, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker
 from clowder_aimage.content.atomic_file import write_file
-from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.oci import read_json
 
 if TYPE_CHECKING:
@@ -81,10 +81,12 @@ def batch(file: Path, output: Path | None, parallel: int, retry_failed: bool) ->
 
 
 def read_batch(file: Path) -> Iterator[BatchRequest]:
-    """Yield the requests of a file. Raises UsageError with the line that is malformed."""
+    """Yield the requests of a file. Raises NotFoundError, UsageError with the malformed line."""
     known = set[str]()
     try:
         lines = file.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise NotFoundError(f"no such file: {file}") from None
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from None
     for number, line in enumerate(lines, 1):

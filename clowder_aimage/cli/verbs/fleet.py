@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
@@ -216,6 +215,8 @@ def _run(
     is_ready: bool = True,
 ) -> _T:
     """Return what ``work`` does with a connection. Raises AImageError."""
+    import asyncio  # late: serve and node import this module
+
     with needs("a fleet", "worker,fleet"):
         from clowder_aimage.fleet.fleet_link import LOST, OPERATOR, FleetLink
     logging.getLogger("aimage").addHandler(logging.NullHandler())  # its errors are raised
