@@ -169,6 +169,9 @@ def test_the_command_line_uses_a_worker(worker: Worker) -> None:
     assert said.out.strip() == ANSWER
 
 
+PROMPTS = {1: "the red ball", 2: "a blue square"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", ["directory", "gguf"])
 def test_streams_go_on_after_a_crash_of_their_process(
@@ -181,8 +184,10 @@ def test_streams_go_on_after_a_crash_of_their_process(
 
     def write(seed: int, crash: Callable[[], None] | None = None) -> str:
         found = ""
-        body = {"model": kind, "prompt": "the red ball", "max_tokens": 200}
-        with client.completions.create(**body, temperature=1, seed=seed, stream=True) as parts:
+        body = {"model": kind, "prompt": PROMPTS[seed], "max_tokens": 200, "seed": seed}
+        # llama.cpp rounds otherwise when it computes two texts at once: a drawn token may differ
+        body["temperature"] = 1 if kind == "directory" else 0
+        with client.completions.create(**body, stream=True) as parts:
             for part in parts:
                 found += part.choices[0].text
                 if crash is not None and len(found) > 20:
