@@ -19,7 +19,7 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options, nats_of, nats_option
-from clowder_aimage.cli.verbs.serve import listening_options, spell
+from clowder_aimage.cli.verbs.serve import allow_origin_option, listening_options, spell
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.user_directory import config_file
 
@@ -27,14 +27,7 @@ from clowder_aimage.user_directory import config_file
 @verb
 @nats_option
 @listening_options("gateway", "127.0.0.1:11434")
-@click.option(
-    "--allow-origin",
-    "allow_origins",
-    multiple=True,
-    metavar="ORIGIN",
-    help="Let web pages of this origin generate pictures, such as https://app.example. Loopback "
-    "origins are always allowed. May be repeated.",
-)
+@allow_origin_option
 @click.option(
     "--queue",
     type=click.IntRange(0),

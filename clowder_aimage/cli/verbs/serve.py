@@ -155,9 +155,7 @@ def spell(field: str) -> str:
     return "--" + names.get(field, field).replace("_", "-")
 
 
-@verb
-@listening_options("worker", "127.0.0.1:11434")
-@click.option(
+allow_origin_option = click.option(
     "--allow-origin",
     "allow_origins",
     multiple=True,
@@ -165,6 +163,11 @@ def spell(field: str) -> str:
     help="Let web pages of this origin generate pictures, such as https://app.example. Loopback "
     "origins are always allowed. May be repeated.",
 )
+
+
+@verb
+@listening_options("worker", "127.0.0.1:11434")
+@allow_origin_option
 @click.option(
     "--allow-input",
     "allow_inputs",
