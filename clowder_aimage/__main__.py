@@ -1,5 +1,17 @@
-"""Run the command line: ``python -m clowder_aimage``."""
+"""The program: ``aimage``, and ``python -m clowder_aimage``."""
 
-from clowder_aimage.cli.main import main
+import signal
+from typing import NoReturn
 
-main()
+
+def main() -> NoReturn:
+    """Run the command line. An interrupt during its import ends the process without a traceback."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from clowder_aimage.cli.main import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from clowder_aimage import __version__
+from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.option import VerbGroup, common_options
 from clowder_aimage.cli.console.output import META, event, printable, wants_json
 from clowder_aimage.errors import AImageError, UsageError
@@ -166,6 +167,8 @@ class _Verbs(VerbGroup):
         try:
             return super().invoke(ctx)
         except (click.ClickException, AImageError) as error:
+            if interruption.is_pending:
+                raise KeyboardInterrupt from error
             ctx.exit(_report(error))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
@@ -217,17 +220,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except (click.ClickException, AImageError) as error:  # in the options before the verb
         code = _report(error)
-    except (KeyboardInterrupt, click.Abort):
-        _print_error("interrupted; complete blobs are kept")
-        code = 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except BaseException as error:
+        if not (interruption.is_pending or isinstance(error, KeyboardInterrupt | click.Abort)):
+            raise
+        _print_error("interrupted; complete blobs are kept")
+        code = 130
     return code if isinstance(code, int) else 0
 
 
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
+    interruption.install()
     if not sys.warnoptions:  # of libraries, about values from models and pictures
         warnings.simplefilter("ignore")
     code = run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import sys
 from collections.abc import Callable
 
@@ -43,6 +44,43 @@ def test_an_unknown_verb_is_refused_with_a_suggestion(
 def test_the_package_can_be_run(aimage: Callable[..., Aimage]) -> None:
     done = run([sys.executable, "-m", "clowder_aimage", "frobnicate"], text=True)
     assert (done.returncode, done.stderr) == (2, aimage()("frobnicate", code=2).err)
+
+
+_INTERRUPTED = """
+import signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name != {module!r}:
+            return None
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            from clowder_aimage.errors import UsageError
+            raise {error} from None
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["aimage", "ls"]
+from clowder_aimage.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "error", ["SyntaxError('cannot load a module')", "UsageError('an extra is missing')"]
+)
+def test_an_interrupt_that_an_import_reports_as_another_error_is_an_interrupt(error: str) -> None:
+    module = "clowder_aimage.cli.verbs.ls"
+    done = run([sys.executable, "-c", _INTERRUPTED.format(module=module, error=error)], text=True)
+    assert done.stderr.lstrip() == "aimage: interrupted; complete blobs are kept\n"
+    assert done.returncode == 130
+
+
+def test_an_interrupt_while_the_program_is_imported_is_silent() -> None:
+    module = "clowder_aimage.cli.main"
+    program = _INTERRUPTED.format(module=module, error="AssertionError")
+    done = run([sys.executable, "-c", program], text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())

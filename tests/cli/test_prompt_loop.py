@@ -15,8 +15,7 @@ import pytest
 
 from clowder_aimage.cli.console import terminal_picture
 from clowder_aimage.cli.console.output import shown
-from clowder_aimage.cli.console.prompt_history import prompt_history
-from clowder_aimage.cli.console.prompt_loop import read_prompts
+from clowder_aimage.cli.console.prompt_loop import prompt_history, read_prompts
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.user_directory import history_file
 

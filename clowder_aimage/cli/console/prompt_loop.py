@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.output import facts, note
-from clowder_aimage.cli.console.prompt_history import prompt_history
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
 
 _MAX_PROMPT = 1 << 20  # bytes of stdin
 _QUOTES = '"""'  # around a prompt of several lines
+_HISTORY = 1000  # lines that are kept
+_MAX_HISTORY = 1 << 20  # bytes of its file
 _ENDS = ("/bye", "/exit", "/quit")
 _COMMON = {
     '"""': 'begin a text of several lines, which ends with """',
@@ -98,6 +101,7 @@ class PromptLoop:
             note("")
             return False
         except KeyboardInterrupt:
+            interruption.is_pending = False
             note("\ncancelled; /bye or Ctrl-D ends")
         except UnicodeDecodeError:
             note("aimage: the line is not valid text")
@@ -220,3 +224,51 @@ def _shown(values: Mapping[str, Any], option: click.Option) -> str:
     if isinstance(value, tuple):
         return ("x" if option.name == "size" else ",").join(map(str, value))
     return "default" if value is None else str(value)
+
+
+@contextlib.contextmanager
+def prompt_history() -> Iterator[None]:
+    """Let the lines of ``input`` be edited and recalled; keep them for the next time.
+
+    The object ``run`` of the configuration turns that off: ``"history": false``. A history that
+    cannot be read or written is left out.
+    """
+    try:
+        import readline
+    except ImportError:  # a Python without it
+        yield
+        return
+    from clowder_aimage.schema import read_configuration
+    from clowder_aimage.user_directory import config_file, history_file
+
+    run = read_configuration(config_file(), lambda it: it.get("run", {})) or {}
+    if not run.get("history", True):
+        yield
+        return
+    file = history_file()
+    readline.clear_history()
+    for line in _read_history(file):
+        readline.add_history(line)
+    try:
+        yield
+    finally:
+        count = readline.get_current_history_length()
+        lines = (readline.get_history_item(index + 1) for index in range(count))
+        _write_history(file, [line for line in lines if line][-_HISTORY:])
+
+
+def _read_history(file: Path) -> list[str]:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(_MAX_HISTORY).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _write_history(file: Path, lines: list[str]) -> None:
+    from clowder_aimage.content.atomic_file import atomic_file
+
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with atomic_file(file, mode=0o600, durable=False) as opened:
+            opened.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))
