@@ -1,16 +1,14 @@
 """The program: ``aimage``, and ``python -m clowder_aimage``."""
 
+import importlib
 import signal
-from typing import NoReturn
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Run the command line. An interrupt during its import ends the process without a traceback."""
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from clowder_aimage.cli.main import main as run
-
-    run()
+    importlib.import_module("clowder_aimage.cli.main").main()
 
 
 if __name__ == "__main__":
