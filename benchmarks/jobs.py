@@ -10,7 +10,7 @@ A client repeats a request with its idempotency key, at any gateway, until it ha
 - no job may be left on the queue, and none given up,
 - each job must have been answered with 200, and again with the same bytes for its key,
 - the facts in its picture must be its own prompt and seed,
-- its pixels must be those of a worker that was asked directly before.
+- its pixels must be those of ``aimage run --local``.
 
 With ``--calm`` nothing is killed, and the same jobs are also sent to the workers directly, for the
 throughput and the latency that the fleet adds. Needs nats-server.
@@ -137,6 +137,18 @@ class JobFleet:
         ]
         self.init = [*aimage, "fleet", "init", "--nats", self.url]
 
+    def run(self, number: int) -> bytes:
+        """Return the picture of a job as ``aimage run`` makes it."""
+        facts, file = wish(number), self.place / "run.png"
+        options = ["--local", "-q", "-o", str(file), "--store", str(self.place / "store")]
+        for name in ("seed", "width", "height", "steps"):
+            options += [f"--{name}", str(facts[name])]
+        command = [sys.executable, "-m", "clowder_aimage.cli", "run", "tiny", facts["prompt"]]
+        subprocess.run([*command, *options], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+        found = file.read_bytes()
+        file.unlink()
+        return found
+
     async def start(self) -> None:
         self.nats.start()
         await self.nats.answers()
@@ -178,8 +190,7 @@ async def measure(options: argparse.Namespace, place: Path) -> Result:
     try:
         await fleet.start()
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            first = fleet.workers[0].port
-            known = [pixels(await ask(session, first, at, "") or b"") for at in range(SEEDS)]
+            known = [pixels(fleet.run(at)) for at in range(SEEDS)]
             await ready(session, fleet, options.workers)
             killing = None
             if not options.calm:
@@ -316,6 +327,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the children end too
     place = Path(tempfile.mkdtemp(prefix="jobs-", dir=options.directory))
     try:
         result = asyncio.run(measure(options, place))

@@ -18,7 +18,7 @@ PACKAGES = {
     "engine": (4_330, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
-    "fleet": (3_200, 85),
+    "fleet": (3_350, 85),
     "formats": (4_860, 97),
     "http": (1_720, 87),
     "importer": (3_120, 98),

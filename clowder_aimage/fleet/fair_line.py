@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 
@@ -25,8 +26,12 @@ class FairLine:
     at most.
     """
 
-    def __init__(self, window: Callable[[], int], most: int) -> None:
-        self._window, self._most = window, most
+    def __init__(
+        self, window: Callable[[], int], most: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._window, self._most, self._clock = window, most, clock
+        # since when each job that no worker has begun is here; the first is the oldest
+        self._since: dict[str, dict[object, float]] = {priority: {} for priority in PRIORITIES}
         self._waiting: dict[str, OrderedDict[str, deque[_Turn]]] = {
             priority: OrderedDict() for priority in PRIORITIES
         }
@@ -37,6 +42,10 @@ class FairLine:
         """The number of jobs that wait here."""
         return sum(len(line) for lines in self._waiting.values() for line in lines.values())
 
+    def age(self, priority: str) -> float:
+        """Return for how many seconds the oldest job has waited for a worker, here and queued."""
+        return self._clock() - next(iter(self._since[priority].values()), self._clock())
+
     @contextlib.asynccontextmanager
     async def turn(self, caller: str, priority: str) -> AsyncIterator[Callable[[], None]]:
         """Wait for the turn of a job; yield a function to call when a worker has begun it.
@@ -45,16 +54,23 @@ class FairLine:
         """
         if self.waiting >= self._most:
             raise BusyError(self.waiting, 5)
-        if self.queued < self._window() and not self.waiting:
-            self.queued += 1
-        else:
-            await self._wait(caller, priority)
+        since, mark = self._since[priority], object()
+        since[mark] = self._clock()
+        try:
+            if self.queued < self._window() and not self.waiting:
+                self.queued += 1
+            else:
+                await self._wait(caller, priority)
+        except asyncio.CancelledError:
+            del since[mark]
+            raise
         is_over = False
 
         def begun() -> None:
             nonlocal is_over
             if not is_over:
                 is_over = True
+                del since[mark]
                 self.queued -= 1
                 self.look()
 

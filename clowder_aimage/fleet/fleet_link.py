@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import nkeys  # type: ignore[import-untyped]
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 
-from clowder_aimage.errors import AImageError, NetworkError, UsageError
+from clowder_aimage.errors import AImageError, NetworkError, UnauthorizedError, UsageError
 from clowder_aimage.fleet.fleet_name import FleetNames
 from clowder_aimage.fleet.fleet_stream import FleetShape, differences
 from clowder_aimage.fleet.job_frame import Frame
@@ -32,10 +33,12 @@ LATER = 2  # seconds between two attempts, and in Retry-After
 PATIENCE = 30.0  # seconds that a publication may take, over all attempts
 MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_SMALL = (10023, 10047)  # the disk of JetStream, or of an account, has no room for a stream
 _WRONG_LAST, _FULL, _NO_LEADER = 10071, (10077, 10122), 10008  # error codes of JetStream
 _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
+_LASTING = (UsageError, UnauthorizedError)  # reasons that do not go away while one waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,10 @@ class FleetAccess:
             if not path.is_file():
                 raise UsageError(f"file not found: {path}")
         if self.creds is not None:
+            _check_creds(self.creds)
             found["user_credentials"] = str(self.creds)
         if self.nkey is not None:
+            _check_seed(self.nkey)
             found["nkeys_seed"] = str(self.nkey)
         if self.ca_file is not None or self.certificate is not None:
             try:
@@ -73,6 +78,24 @@ class FleetAccess:
                 raise UsageError(f"cannot use the certificates for NATS: {error}") from None
             found["tls"] = context
         return found
+
+
+def _check_seed(path: Path) -> None:
+    """Raise UsageError unless a file has the seed of a user's nkey."""
+    try:
+        nkeys.from_seed(bytearray(path.read_bytes().strip()))
+    except (OSError, ValueError, TypeError, nkeys.NkeysError):
+        raise UsageError(f"{path} is not a file with the seed of an nkey (SU...)") from None
+
+
+def _check_creds(path: Path) -> None:
+    """Raise UsageError unless a file has credentials of NATS."""
+    try:
+        text = path.read_text("ascii")
+    except (OSError, ValueError):
+        text = ""
+    if "BEGIN NATS USER JWT" not in text or "BEGIN USER NKEY SEED" not in text:
+        raise UsageError(f"{path} is not a file of NATS credentials") from None
 
 
 class LastFrameError(AImageError):
@@ -128,7 +151,7 @@ class FleetLink:
         end = asyncio.get_running_loop().time() + timeout
         while not self._ready.is_set():
             is_late = asyncio.get_running_loop().time() >= end
-            if self._reason is not None and (is_late or isinstance(self._reason, UsageError)):
+            if self._reason is not None and (is_late or isinstance(self._reason, _LASTING)):
                 raise self._reason
             await asyncio.sleep(0.02)
 
@@ -141,6 +164,8 @@ class FleetLink:
         try:
             async with asyncio.timeout(timeout):
                 while not self._client.is_connected:
+                    if isinstance(self._reason, _LASTING):
+                        raise self._reason
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
@@ -157,7 +182,10 @@ class FleetLink:
                     message = f"NATS at {self._places} has no JetStream"
                     hint = "enable it in the configuration of the server"
                     raise UsageError(message, hint=hint) from None
-                raise UsageError(f"NATS refuses the streams: {error.description}") from None
+                hint = "choose a smaller size, or raise max_file_store of the server"
+                is_small = error.err_code in _SMALL
+                message = f"NATS refuses the streams: {error.description}"
+                raise UsageError(message, hint=hint if is_small else None) from None
 
     @property
     def _places(self) -> str:
@@ -220,8 +248,10 @@ class FleetLink:
 
     async def _on_error(self, error: Exception) -> None:
         text = str(error) or type(error).__name__
-        if not self._ready.is_set() and self._reason is not None:
-            self._reason = NetworkError(f"NATS at {self._places}: {text}")
+        if "authorization" in text.lower() or "authentication" in text.lower():
+            self._reason = UnauthorizedError(f"NATS at {self._places} refuses the credentials")
+        elif isinstance(self._reason, NetworkError):
+            self._reason = NetworkError(f"NATS at {self._places} does not answer: {text}")
         _log.debug("NATS", extra={"reason": text})
 
     async def _on_disconnected(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +13,7 @@ from nats.js.errors import NotFoundError
 
 from clowder_aimage.fleet.fair_line import FairLine
 from clowder_aimage.fleet.fleet_link import LOST, MESSAGE_ID, FleetLink
+from clowder_aimage.fleet.fleet_name import PRIORITIES
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
 from clowder_aimage.fleet.job_frame import LAST
 from clowder_aimage.fleet.worker_card import Roster
@@ -27,7 +27,6 @@ class FleetStatus:
 
     def __init__(self, link: FleetLink, roster: Roster) -> None:
         self._link, self._roster = link, roster
-        self._since: float | None = None  # since when the queue was never empty
         self._looked = 0  # number of the last message on the queue that was looked at
 
     async def read(self) -> dict[str, Any]:
@@ -59,6 +58,8 @@ class FleetStatus:
             cards = self._roster.cards()
             metrics.workers.set(sum(not card.is_draining for card in cards))
             metrics.waiting.set(line.waiting)
+            for priority in PRIORITIES:
+                metrics.age.labels(priority).set(line.age(priority))
             metrics.connected.set(self._link.is_ready)
             line.look()  # workers may have joined
             with contextlib.suppress(*LOST, JetStreamError):
@@ -69,12 +70,10 @@ class FleetStatus:
 
     async def _depth(self, metrics: GatewayMetrics) -> None:
         names, streams = self._link.names, self._link.streams
-        jobs = (await streams.stream_info(names.jobs)).state.messages
-        metrics.depth.set(jobs)
+        metrics.depth.set((await streams.stream_info(names.jobs)).state.messages)
         metrics.dead.set((await streams.stream_info(names.dead)).state.messages)
-        now = time.monotonic()
-        self._since = (self._since or now) if jobs else None
-        metrics.age.set(0 if self._since is None else now - self._since)
+        consumers = await streams.consumers_info(names.jobs)
+        metrics.running.set(sum(each.num_ack_pending or 0 for each in consumers))
 
     async def _remove_finished(self) -> None:
         """Look at a few jobs on the queue, in turns, and remove those that are finished.

@@ -98,24 +98,30 @@ class JobGateway:
         key = request.headers.get("Idempotency-Key", "")
         if key:
             job = replace(job, id=_keyed(job.caller, key))
-        is_kept = bool(key) or job.priority == BATCH
-        begun = asyncio.get_running_loop().time()
+        with self._metrics.job(job.priority) as statuses:
+            answered = await self._serve(request, job, wish, is_keyed=bool(key))
+            statuses.append(answered.status)
+        return answered
+
+    async def _serve(
+        self, request: web.Request, job: FleetJob, wish: Wish, *, is_keyed: bool
+    ) -> web.StreamResponse:
+        is_kept = is_keyed or job.priority == BATCH
         try:
             async with (
                 asyncio.timeout(self._deadline),
                 self.line.turn(job.caller, job.priority) as started,
                 JobReader(self._link, job.id).open() as reader,
             ):
-                admitted = await self._admit(job, wish, is_kept=is_kept, is_keyed=bool(key))
+                admitted = await self._admit(job, wish, is_kept=is_kept, is_keyed=is_keyed)
                 frames = reader.frames(from_start=admitted.is_old)
                 return await self._pass_on(request, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
+        except ConnectionResetError:  # of the client
+            raise
         except LOST as error:
             raise unavailable("the connection to NATS was lost; try again later") from error
-        finally:
-            seconds = asyncio.get_running_loop().time() - begun
-            self._metrics.jobs.labels(job.priority).observe(seconds)
 
     # -- admission
 
@@ -240,6 +246,7 @@ class JobGateway:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     started()
+                    self._metrics.deliveries.inc(frame.kind == BEGIN)
                     self._metrics.retries.inc(frame.kind == BEGIN and frame.attempt > 1)
                     await relay.take(frame)
                     is_over = frame.kind in LAST
@@ -251,7 +258,6 @@ class JobGateway:
 
     async def _cancel(self, admitted: _Admitted) -> None:
         """Remove a job from the queue, and end the work on it."""
-        self._metrics.cancelled.inc()
         names = self._link.names
         await self._link.tell(names.cancel(admitted.job.id))
         with contextlib.suppress(*LOST, JetStreamError):

@@ -16,11 +16,35 @@ AT_ONCE = 0.0  # seconds to wait if the model is in memory here
 FOLLOW = 0.05  # if a job of the model is being served here: workers without work come first
 ON_DISK = 0.01  # if it is in the store here, and in no memory
 ELSEWHERE = 1.0  # if it is in the memory of another worker: about the time to load a model
+EVICT = (
+    0.1  # more, at most, if another model leaves memory for it: less, the longer that one is idle
+)
+AGAIN = 0.006  # at most, if others have it in memory too: the one that used it last comes first
 FETCH = 0.05  # if it would be fetched, and no other worker has it
 FETCH_TOO = 5.0  # if it would be fetched, and another worker has it
 FORGET = 600.0  # seconds after which a digest that no announcement named is forgotten
 
+IDLE = 10.0  # seconds after which a model in memory counts as idle
+
 Key = tuple[str, str]  # a priority and the hexadecimal part of a digest
+
+
+def to_load(idle: float | None, *, is_elsewhere: bool) -> float:
+    """Return the seconds to wait before a model in the store is loaded.
+
+    ``idle`` are the seconds since the last use of the model that would leave memory for it; None if
+    there is room. So of all workers the one whose model is missed least comes first.
+    """
+    wait = ELSEWHERE if is_elsewhere else ON_DISK
+    return wait if idle is None else wait + EVICT / (1 + idle)
+
+
+def to_repeat(idle: float) -> float:
+    """Return the seconds to wait with a model in memory that other workers have there too.
+
+    Jobs gather at the copies that were used last, and the others may leave memory.
+    """
+    return AGAIN * min(idle, IDLE) / IDLE
 
 
 @dataclass(slots=True)

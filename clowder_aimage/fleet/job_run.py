@@ -104,7 +104,7 @@ class JobRun:
         is_last = len(log.attempt.past) + 1 >= ATTEMPTS
         try:
             async with asyncio.timeout(self.job.timeout):
-                await self._relay(log, is_last=is_last)
+                reason = await self._relay(log, is_last=is_last)
         except TimeoutError:
             facts = {
                 "status": 504,
@@ -124,21 +124,30 @@ class JobRun:
             )
             await self._release(log, FAILED if is_fault else RELEASED, reason)
             return GIVEN_BACK
+        if reason:  # the client gets the response of the last worker
+            return await self._give_up(log, reason, END)
         await log.end(END)
         await self._acknowledge()
         return DONE
 
-    async def _relay(self, log: JobLog, *, is_last: bool) -> None:
-        """Pass the response of the worker on. Raises _FailedAttemptError."""
+    async def _relay(self, log: JobLog, *, is_last: bool) -> str:
+        """Pass the response of the worker on; return why the last attempt failed, or "".
+
+        Raises _FailedAttemptError.
+        """
         async with self.local.send(await run_io(self._pinned)) as response:
-            status = response.status
-            if status in _RETRIED and (status == _BUSY or not is_last):
-                text = (await response.text())[:500]
-                raise _FailedAttemptError(f"{status}: {text}", is_fault=status != _BUSY)
+            status, reason = response.status, ""
+            if status in _RETRIED:
+                reason = f"{status}: {(await response.text())[:500]}"
+                if status == _BUSY or not is_last:
+                    raise _FailedAttemptError(reason, is_fault=status != _BUSY)
             known = [(name, text) for name, text in response.headers.items()]
             await log.head(status, [one for one in known if one[0].lower() not in OWN])
+            if reason:
+                await log.data(await response.read())
             async for data in response.content.iter_chunked(PIECE):
                 await log.data(data)
+            return reason
 
     def _pinned(self) -> FleetJob:
         """Return the job with a body that names the manifest for which it was admitted.
@@ -181,12 +190,12 @@ class JobRun:
             is_busy = kind == RELEASED and not self.service.engine.is_draining
             await self.message.nak(delay=LATER if is_busy or kind == FAILED else None)
 
-    async def _give_up(self, log: JobLog, reason: str) -> str:
+    async def _give_up(self, log: JobLog, reason: str, kind: str = DEAD) -> str:
         """End a job that failed too often, with an entry in the stream of such jobs."""
         workers = ", ".join(dict.fromkeys((*log.attempt.past, self.worker)))
         message = f"the job was given up after {ATTEMPTS} attempts by {workers}: {reason}"
         facts: dict[str, Any] = {"status": 500, "code": "job_given_up", "message": message}
-        await log.end(DEAD, facts)
+        await log.end(kind, facts if kind == DEAD else None)
         grave = {**facts, "job": self.job.id, "path": self.job.path, "model": self.job.model}
         grave["digest"] = self.job.digest
         with contextlib.suppress(AImageError):

@@ -124,8 +124,12 @@ class JoinedWorker(Role):
     @property
     def _loaded(self) -> frozenset[str]:
         """The digests of the models in memory."""
+        return frozenset(self._idle_models())
+
+    def _idle_models(self) -> dict[str, float]:
+        """Return the seconds since the last use of each model in memory, by digest."""
         loaded = self._service.engine.loaded()
-        return frozenset(str(one.digest) for one in loaded if one.is_ready)
+        return {str(one.digest): one.clock() - one.used for one in loaded if one.is_ready}
 
     # -- taking jobs
 
@@ -138,12 +142,18 @@ class JoinedWorker(Role):
             return None
         if kind is None and self._service.settings.pull == NEVER:
             return None
-        if kind is not None and (name in self._loaded or self._room.of(name)):
-            return job_choice.FOLLOW if self._room.of(name) and not is_text else job_choice.AT_ONCE
         roster = self._watch.roster
         if kind is not None:
             is_hot = roster.loaded_elsewhere(name, place)
-            return job_choice.ELSEWHERE if is_hot else job_choice.ON_DISK
+            idle = self._idle_models()
+            if self._room.of(name) and not is_text:
+                return job_choice.FOLLOW
+            if name in idle or self._room.of(name):
+                return job_choice.to_repeat(idle.get(name, 0.0)) if is_hot else job_choice.AT_ONCE
+            victims = [seconds for one, seconds in idle.items() if not self._room.of(one)]
+            is_full = len(idle) >= self._room.slots
+            oldest = max(victims, default=0.0) if is_full else None
+            return job_choice.to_load(oldest, is_elsewhere=is_hot)
         is_there = roster.on_disk_elsewhere(name, place)
         return job_choice.FETCH_TOO if is_there else job_choice.FETCH
 

@@ -20,7 +20,9 @@ GUIDE = ROOT / "docs" / "kubernetes.md"
 OVERLAYS = sorted(path.parent for path in KUBERNETES.glob("overlays/*/kustomization.yaml"))
 KUSTOMIZATIONS = sorted(KUBERNETES.rglob("kustomization.yaml"))
 # Absent from the files: created by whoever applies them (docs/kubernetes.md).
-SECRETS = frozenset({"aimage-node", "aimage-worker", "aimage-metrics", "aimage-registry"})
+SECRETS = frozenset(
+    {"aimage-node", "aimage-worker", "aimage-metrics", "aimage-registry", "aimage-nats"}
+)
 
 Manifest = dict[str, Any]
 
@@ -111,6 +113,11 @@ def _owners(value: object) -> Iterator[dict[str, Any]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _owners(inner)
+
+
+def own_pods(among: list[Manifest]) -> list[Pod]:
+    """Return the pods of workloads whose containers run aimage."""
+    return [pod for pod in pods(among) if pod.kind != "Pod" and pod.name != "aimage-nats"]
 
 
 def is_selected(pod: Pod, selector: dict[str, str]) -> bool:

@@ -50,6 +50,52 @@ _RULES = _object(
     }
 )
 
+_PROMETHEUS = _object(
+    {
+        "type": {"const": "prometheus"},
+        "name": _TEXT,
+        "metricType": {"enum": ["AverageValue", "Value"]},
+        "metadata": _object(
+            {
+                "serverAddress": {"type": "string", "pattern": "^https?://"},
+                "query": _TEXT,
+                "threshold": {"type": "string", "pattern": r"^[0-9.]+$"},
+                "activationThreshold": {"type": "string"},
+                "ignoreNullValues": {"enum": ["true", "false"]},
+            },
+            "serverAddress",
+            "query",
+            "threshold",
+        ),
+    },
+    "type",
+    "metadata",
+)
+# keda.sh, "NATS JetStream" (2.15)
+_JETSTREAM = _object(
+    {
+        "type": {"const": "nats-jetstream"},
+        "name": _TEXT,
+        "metadata": _object(
+            {
+                "natsServerMonitoringEndpoint": {"type": "string", "pattern": r"^[a-z0-9.-]+:\d+$"},
+                "account": _TEXT,
+                "stream": _TEXT,
+                "consumer": _TEXT,
+                "lagThreshold": {"type": "string", "pattern": r"^[0-9]+$"},
+                "activationLagThreshold": {"type": "string", "pattern": r"^[0-9]+$"},
+                "useHttps": {"enum": ["true", "false"]},
+            },
+            "natsServerMonitoringEndpoint",
+            "account",
+            "stream",
+            "consumer",
+        ),
+    },
+    "type",
+    "metadata",
+)
+
 # kedacore/keda, config/crd/bases/keda.sh_scaledobjects.yaml; keda.sh, "ScaledObject specification"
 # and "Prometheus" (2.15): the names in a trigger's metadata.
 SCALED_OBJECT = _object(
@@ -77,29 +123,7 @@ SCALED_OBJECT = _object(
                         ),
                     }
                 ),
-                "triggers": _list(
-                    _object(
-                        {
-                            "type": {"const": "prometheus"},
-                            "name": _TEXT,
-                            "metricType": {"enum": ["AverageValue", "Value"]},
-                            "metadata": _object(
-                                {
-                                    "serverAddress": {"type": "string", "pattern": "^https?://"},
-                                    "query": _TEXT,
-                                    "threshold": {"type": "string", "pattern": r"^[0-9.]+$"},
-                                    "activationThreshold": {"type": "string"},
-                                    "ignoreNullValues": {"enum": ["true", "false"]},
-                                },
-                                "serverAddress",
-                                "query",
-                                "threshold",
-                            ),
-                        },
-                        "type",
-                        "metadata",
-                    )
-                ),
+                "triggers": _list({"oneOf": [_PROMETHEUS, _JETSTREAM]}),
             },
             "scaleTargetRef",
             "triggers",

@@ -1,4 +1,4 @@
-"""The metrics that rules and dashboards may use: those of a running node and a running worker.
+"""The metrics that rules and dashboards may use: those of nodes, workers and gateways.
 
 Kinds and labels follow Prometheus' text format; the samples of counters and histograms have
 their own names (Prometheus, "Metric types").
@@ -30,7 +30,10 @@ _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its kind, its labels, and whether nodes expose it or workers only."""
+    """One metric: its kind, its labels, and whether nodes expose it.
+
+    The others are those of workers or of gateways.
+    """
 
     name: str
     kind: str
@@ -95,6 +98,19 @@ METRICS = (
     Metric("aimage_model_loaded", "gauge", ("model",), on_node=False),
     Metric("aimage_model_load_duration_seconds", "histogram", on_node=False),
     Metric("aimage_model_evictions_total", "counter", ("reason",), on_node=False),
+    # the fleet
+    Metric("aimage_fleet_connected", "gauge", on_node=False),
+    Metric("aimage_fleet_workers", "gauge", on_node=False),
+    Metric("aimage_fleet_waiting", "gauge", on_node=False),
+    Metric("aimage_fleet_queue_depth", "gauge", on_node=False),
+    Metric("aimage_fleet_queue_age_seconds", "gauge", ("priority",), on_node=False),
+    Metric("aimage_fleet_running", "gauge", on_node=False),
+    Metric("aimage_fleet_given_up", "gauge", on_node=False),
+    Metric("aimage_fleet_deliveries_total", "counter", on_node=False),
+    Metric("aimage_fleet_retries_total", "counter", on_node=False),
+    Metric(
+        "aimage_fleet_job_duration_seconds", "histogram", ("priority", "outcome"), on_node=False
+    ),
 )
 SAMPLES = {sample: metric for metric in METRICS for sample in metric.samples}
 

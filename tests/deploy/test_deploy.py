@@ -280,13 +280,43 @@ def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None
 def test_the_default_profile_starts_only_the_registry() -> None:
     services = compose()["services"]
     assert [key for key, value in services.items() if not value.get("profiles")] == ["registry"]
-    assert {key for key, value in services.items() if "worker" in value.get("profiles", ())} == {
-        "init",
-        "worker",
+    fleet = {"init", "nats", "fleet-init", "gateway-1", "gateway-2", "worker-1", "worker-2"}
+    for profile, wanted in (("worker", {"init", "worker"}), ("fleet", fleet)):
+        found = {key for key, value in services.items() if profile in value.get("profiles", ())}
+        assert found == wanted
+
+
+def test_nats_is_reached_by_the_fleet_alone() -> None:
+    services = compose()["services"]
+    assert compose()["networks"]["fleet"] == {"internal": True}
+    assert services["nats"]["networks"] == ["fleet"] and "ports" not in services["nats"]
+    inside = {name for name, one in services.items() if "fleet" in one.get("networks", ())}
+    assert inside == {"nats", "fleet-init", "gateway-1", "gateway-2", "worker-1", "worker-2"}
+    conf = DEPLOY / "nats" / "nats-server.conf"
+    asked = set(re.findall(r"\$(AIMAGE_\w+)", conf.read_text()))
+    assert set(services["nats"]["environment"]) == asked
+    users = {
+        name: re.search(r"nats://(\w+):(\S+)@nats:4222", str(one.get("environment")))
+        for name, one in services.items()
     }
+    passwords = services["nats"]["environment"]
+    for name, found in users.items():
+        if found is not None:
+            assert passwords[f"AIMAGE_{found[1].upper()}_PASSWORD"] == found[2], name
+    kinds = {name: found[1] for name, found in users.items() if found}
+    assert kinds == {
+        "fleet-init": "operator",
+        **dict.fromkeys(("gateway-1", "gateway-2"), "gateway"),
+        **dict.fromkeys(("worker-1", "worker-2"), "worker"),
+    }
+    names = {services[f"worker-{at}"]["environment"]["AIMAGE_SERVE_WORKER_NAME"] for at in (1, 2)}
+    assert len(names) == 2
 
 
-@pytest.mark.parametrize("service", ["registry", "init", "worker"])
+SERVICES = ("registry", "init", "worker", "nats", "fleet-init", "gateway-1", "worker-1", "worker-2")
+
+
+@pytest.mark.parametrize("service", SERVICES)
 def test_containers_are_hardened(service: str) -> None:
     found: dict[str, Any] = compose()["services"][service]
     assert found["read_only"] is True

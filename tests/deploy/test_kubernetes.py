@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.fleet.fleet_name import INTERACTIVE, FleetNames
 from tests.deploy import crd
 from tests.deploy.cluster import (
     GUIDE,
@@ -34,6 +35,8 @@ from tests.deploy.cluster import (
     pods,
 )
 from tests.deploy.metrics import SAMPLES, names, wrong_labels
+from tests.deploy.written import DEPLOY
+from tests.docs.document import Document
 from tests.process import run
 
 # Image volumes are enabled by default from 1.35; our manifests need no more than 1.33, and
@@ -129,7 +132,8 @@ def test_the_validator_refuses_a_wrong_key(tmp_path: Path) -> None:
 def test_custom_resources_match_their_definitions() -> None:
     found = [one for one in manifests() if one["kind"] in crd.SCHEMAS]
     assert {one["kind"] for one in found} == set(crd.SCHEMAS)
-    for one in found:
+    patched = [one for overlay in OVERLAYS for one in build(overlay) if one["kind"] in crd.SCHEMAS]
+    for one in (*found, *patched):
         assert crd.faults(one) == [], one["metadata"]["name"]
 
 
@@ -187,11 +191,12 @@ def test_workers_have_one_autoscaler() -> None:
     for overlay in OVERLAYS:
         found = build(overlay)
         scalers = of_kind("HorizontalPodAutoscaler", found) + of_kind("ScaledObject", found)
-        workers = of_kind("Deployment", found)
+        workers = {one["metadata"]["name"]: one for one in of_kind("Deployment", found)}
         assert len(scalers) == len(workers)
-        for scaler, worker in zip(scalers, workers, strict=True):
+        for scaler in scalers:
             target = scaler["spec"]["scaleTargetRef"]
-            assert (target["kind"], target["name"]) == ("Deployment", worker["metadata"]["name"])
+            assert target["kind"] == "Deployment"
+            worker = workers.pop(target["name"])
             assert "replicas" not in worker["spec"], "applying it again would undo the autoscaler"
             spec = scaler["spec"]
             least = spec.get("minReplicas", spec.get("minReplicaCount"))
@@ -201,6 +206,8 @@ def test_workers_have_one_autoscaler() -> None:
 def test_workers_of_one_overlay_have_a_gpu() -> None:
     for overlay in OVERLAYS:
         for worker in of_kind("Deployment", build(overlay)):
+            if worker["metadata"]["name"] != "aimage-worker":
+                continue
             spec = worker["spec"]["template"]["spec"]
             (container,) = spec["containers"]
             is_cuda = overlay.name == "nvidia"
@@ -214,7 +221,7 @@ def test_workers_of_one_overlay_have_a_gpu() -> None:
 
 
 def test_autoscalers_use_the_queue_length() -> None:
-    (own,) = of_kind("HorizontalPodAutoscaler")
+    (own,) = [one for one in of_kind("HorizontalPodAutoscaler") if targets(one) == "aimage-worker"]
     (metric,) = own["spec"]["metrics"]
     (keda,) = of_kind("ScaledObject")
     (trigger,) = keda["spec"]["triggers"]
@@ -222,15 +229,71 @@ def test_autoscalers_use_the_queue_length() -> None:
     queue = "aimage_generation_queue_depth"
     assert metric["pods"]["metric"]["name"] == queue and names(query) == {queue}
     assert queue in SAMPLES and wrong_labels(query) == set()
-    targets = (metric["pods"]["target"]["averageValue"], trigger["metadata"]["threshold"])
-    assert len(set(targets)) == 1, "both mean the same"
+    values = (metric["pods"]["target"]["averageValue"], trigger["metadata"]["threshold"])
+    assert len(set(values)) == 1, "both mean the same"
+
+
+def targets(scaler: dict[str, Any]) -> str:
+    return str(scaler["spec"]["scaleTargetRef"]["name"])
+
+
+def test_the_workers_of_a_fleet_are_scaled_by_its_queue() -> None:
+    (overlay,) = [path for path in OVERLAYS if path.name == "fleet"]
+    found = build(overlay)
+    (keda,) = of_kind("ScaledObject", found)
+    (trigger,) = keda["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    assert names(query) == {"aimage_fleet_queue_depth", "aimage_fleet_waiting"}
+    assert names(query) <= set(SAMPLES) and wrong_labels(query) == set()
+    workers = {pod.name: pod for pod in pods(of_kind("Deployment", found))}
+    variables = {
+        owner: {entry["name"]: entry for entry in pod.containers[0]["env"]}
+        for owner, pod in workers.items()
+    }
+    (nats,) = [one for one in of_kind("Service", found) if one["metadata"]["name"] == "aimage-nats"]
+    (port,) = nats["spec"]["ports"]
+    place = f"@aimage-nats:{port['port']}"
+    assert variables["aimage-worker"]["AIMAGE_SERVE_JOIN"]["value"].endswith(place)
+    assert variables["aimage-gateway"]["AIMAGE_NATS"]["value"].endswith(place)
+    assert variables["aimage-worker"]["AIMAGE_SERVE_WORKER_NAME"]["valueFrom"]  # each its own
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind("NetworkPolicy", found)}
+    for one in ("aimage-worker", "aimage-gateway", "aimage-fleet-init"):
+        (ports,) = [
+            rule["ports"] for rule in policies[one]["egress"] if "podSelector" in rule["to"][0]
+        ]
+        assert ports == [{"port": "nats"}]
+    assert policies["aimage-nats"]["egress"] == []
+
+
+def test_the_cluster_has_the_shipped_configuration_of_nats() -> None:
+    shipped = DEPLOY / "nats" / "nats-server.conf"
+    assert (KUBERNETES / "fleet" / "nats-server.conf").read_bytes() == shipped.read_bytes()
+    asked = set(re.findall(r"\$(AIMAGE_\w+)", shipped.read_text()))
+    (pod,) = pods(of_kind("StatefulSet"))
+    assert {entry["name"] for entry in pod.containers[0]["env"]} == asked
+
+
+def test_the_guide_scales_by_the_queue_of_one_model() -> None:
+    (block,) = [b for b in Document(GUIDE).blocks if "nats-jetstream" in b.text]
+    (one,) = parsed(block.text)
+    assert crd.faults(one) == []
+    (trigger,) = one["spec"]["triggers"]
+    digest = "0123456789abcdef" * 4
+    facts, names_of = trigger["metadata"], FleetNames()
+    assert facts["stream"] == names_of.jobs
+    assert facts["consumer"] == names_of.consumer(INTERACTIVE, digest)
 
 
 def test_disruption_budgets_allow_a_drain() -> None:
-    (budget,) = of_kind("PodDisruptionBudget")
-    (worker,) = pods(of_kind("Deployment"))
-    assert is_selected(worker, budget["spec"]["selector"]["matchLabels"])
-    assert budget["spec"]["maxUnavailable"] >= 1 and "minAvailable" not in budget["spec"]
+    budgets = of_kind("PodDisruptionBudget")
+    workers = pods(of_kind("Deployment"))
+    assert len(budgets) == len(workers) == 2
+    for budget in budgets:
+        selector = budget["spec"]["selector"]["matchLabels"]
+        assert [pod.name for pod in workers if is_selected(pod, selector)] == [
+            budget["metadata"]["name"]
+        ]
+        assert budget["spec"]["maxUnavailable"] >= 1 and "minAvailable" not in budget["spec"]
 
 
 def test_network_policies_deny_by_default() -> None:
@@ -248,7 +311,7 @@ def test_network_policies_deny_by_default() -> None:
         assert spec["policyTypes"] == ["Ingress", "Egress"]
         assert all(rule["from"] and rule["ports"] for rule in spec["ingress"])
         assert all(rule["to"] and rule["ports"] for rule in spec["egress"])
-        named = {p["name"] for c in pod.containers for p in c["ports"]}
+        named = {p["name"] for c in pod.containers for p in c.get("ports", ())}
         asked = {port["port"] for rule in spec["ingress"] for port in rule["ports"]}
         assert asked <= named
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import click
 import pytest
 
 from clowder_aimage import __version__, schema
-from clowder_aimage.cli.main import cli
 from clowder_aimage.oci import Reference
 from tests.deploy.cluster import (
     GUIDE,
@@ -32,11 +30,12 @@ from tests.deploy.cluster import (
     manifests,
     name,
     of_kind,
+    own_pods,
     parsed,
     pods,
     read,
 )
-from tests.deploy.test_deploy import is_pinned
+from tests.deploy.test_deploy import check_arguments, is_pinned
 from tests.deploy.written import ROOT
 from tests.docs.document import Document
 from tests.process import run
@@ -59,7 +58,10 @@ def test_pods_are_hardened() -> None:
 def test_pods_are_found() -> None:
     assert {called(pod) for pod in pods(manifests())} == {
         "DaemonSet/aimage-node",
+        "Deployment/aimage-gateway",
         "Deployment/aimage-worker",
+        "Job/aimage-fleet-init",
+        "StatefulSet/aimage-nats",
         "Pod/aimage-volume",
     }
 
@@ -103,7 +105,7 @@ def test_complaints_includes_init_containers() -> None:
 def test_images_are_of_this_release() -> None:
     for pod in pods(manifests()):
         for container in pod.containers:
-            assert container["image"] == IMAGE
+            assert container["image"] == IMAGE or pod.name == "aimage-nats"
             assert is_pinned(container["image"])
 
 
@@ -150,7 +152,7 @@ def test_mounted_volumes_exist() -> None:
         assert {mount["name"] for mount in mounts} == set(volumes)
         assert not [mount for mount in mounts if "subPath" in mount], "it would never be updated"
         writable = {mount["name"] for mount in mounts if not mount.get("readOnly")}
-        assert writable <= {"store", "tmp"}
+        assert writable <= {"store", "tmp", "jetstream"}
         generated = {
             generator["name"]
             for path in KUSTOMIZATIONS
@@ -177,7 +179,7 @@ def test_secrets_are_referenced_and_not_included() -> None:
 
 
 def test_probes_use_endpoints_without_a_token() -> None:
-    for pod in [p for p in pods(manifests()) if p.kind != "Pod"]:
+    for pod in [p for p in own_pods(manifests()) if p.kind != "Job"]:
         pytest.importorskip("aiohttp", reason="aiohttp is not installed")
         from clowder_aimage.api import health
         from clowder_aimage.http.route import OPEN
@@ -207,23 +209,25 @@ def test_probes_use_endpoints_without_a_token() -> None:
 
 
 def test_every_option_is_accepted_by_the_program() -> None:
-    for pod in [p for p in pods(manifests()) if p.kind != "Pod"]:
+    for pod in own_pods(manifests()):
         (container,) = pod.containers
-        verb, *options = container["args"]
-        command = cli.get_command(click.Context(cli), verb)
-        assert command is not None, f"aimage has no verb {verb}"
-        try:
-            command.make_context(verb, list(options))
-        except click.ClickException as error:
-            pytest.fail(f"aimage {verb}: {error.format_message()}")
+        check_arguments(called(pod), container["args"])
 
 
 def test_the_worker_accepts_every_value() -> None:
     pytest.importorskip("pydantic", reason="pydantic is not installed")
+    from clowder_aimage.cli.verbs.fleet import ACCESS
+    from clowder_aimage.cli.verbs.gateway import gateway as gateway_verb
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
+    from clowder_aimage.fleet.gateway_settings import GatewaySettings
 
-    (worker,) = pods(of_kind("Deployment"))
+    gateway, worker = sorted(pods(of_kind("Deployment")), key=called)
+    options = gateway_verb.make_context("gateway", gateway.containers[0]["args"][1:]).params
+    known = {name: value for name, value in options.items() if name not in ACCESS}
+    config, _ = gather(GatewaySettings, known, None)
+    assert gateway.spec["terminationGracePeriodSeconds"] >= config.grace + 10
+    assert config.token_file is not None
     options = serve.make_context("serve", worker.containers[0]["args"][1:]).params
     said, _ = gather(Settings, {**options, "aliases": ",".join(options["aliases"])}, None)
     assert worker.spec["terminationGracePeriodSeconds"] >= said.grace + 10
@@ -235,7 +239,7 @@ def test_paths_on_command_lines_are_mounted() -> None:
         for container in pod.containers:
             mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
             values = [a.partition("=")[2] for a in container.get("args", ())]
-            values += [entry["value"] for entry in container.get("env", ())]
+            values += [entry.get("value", "") for entry in container.get("env", ())]
             for value in values:
                 if value.startswith("/"):
                     assert any(value == m or value.startswith(f"{m}/") for m in mounted), value

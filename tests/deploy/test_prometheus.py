@@ -81,6 +81,16 @@ def test_alerts_fire_as_expected() -> None:
         ('{outcome!="failed"}', '{outcome="unchanged"}'),
         ("aimage_store_excess_bytes > 0", "aimage_store_excess_bytes >= 0"),
         ("aimage_config_last_reload_successful == 0", "aimage_config_last_reload_successful == 1"),
+        (
+            "aimage_fleet_workers == 0 and on (instance) aimage_fleet_connected == 1",
+            "aimage_fleet_workers == 0",
+        ),
+        (
+            'aimage_fleet_queue_age_seconds{priority="interactive"}',
+            "aimage_fleet_queue_age_seconds",
+        ),
+        ("          > 0.10\n        for: 5m", "          > 0.001\n        for: 5m"),
+        ('{outcome=~"done|failed|given_up"}', '{outcome=~"failed|given_up"}'),
     ],
 )
 def test_the_alert_tests_detect_a_failure(before: str, after: str, tmp_path: Path) -> None:
@@ -216,13 +226,15 @@ def test_counters_are_used_with_rate_or_increase() -> None:
                 assert not re.search(rf"(rate|increase)\({name}\b", expr), f"{where}: {name}"
 
 
-def test_every_metric_of_a_worker_is_in_the_table() -> None:
+def test_every_metric_of_a_worker_and_a_gateway_is_in_the_table() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     from clowder_aimage.engine.metric import Metrics
+    from clowder_aimage.fleet.gateway_metric import GatewayMetrics
 
     declared = {
         family.name: family.type
-        for family in Metrics().registry.collect()
+        for metrics in (Metrics(), GatewayMetrics())
+        for family in metrics.registry.collect()
         if family.name.startswith("aimage_")  # the others are those of every Python process
     }
     table = {metric.family: metric.kind for metric in METRICS}

@@ -63,7 +63,9 @@ def plist(home: str = "/Users/ada") -> dict[str, Any]:
 def typed() -> dict[str, list[str]]:
     """Return everything after ``aimage`` of each command line, by its location."""
     found = {path.name: json.loads(last(path, "CMD")) for path in DOCKERFILES}
-    found["docker-compose.yml"] = list(compose()["services"]["worker"]["command"])
+    for name, service in compose()["services"].items():
+        if "build" in service and "command" in service:
+            found[f"docker-compose.yml, {name}"] = list(service["command"])
     for path in UNITS:
         found[path.name] = shlex.split(unit(path)["ExecStart"])[1:]
     found[PLIST.name] = plist()["ProgramArguments"][1:]

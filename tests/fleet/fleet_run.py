@@ -122,13 +122,15 @@ class FleetRun:
     passwords: dict[str, str] = field(default_factory=dict)
     url: str = ""
     replicas: int = 1
+    tenant: str = ""  # before the names of its users
+    creds: Path | None = None
     session: aiohttp.ClientSession = field(init=False)
 
     def access_of(self, kind: str) -> FleetAccess:
         """Return the access of a gateway, a worker or an operator."""
-        user = f"{kind}:{self.passwords[kind]}@" if self.passwords else ""
+        user = f"{self.tenant}{kind}:{self.passwords[kind]}@" if self.passwords else ""
         urls = (self.url or self.nats.url).replace("nats://", f"nats://{user}")
-        return FleetAccess(tuple(urls.split(",")), FleetNames(self.name))
+        return FleetAccess(tuple(urls.split(",")), FleetNames(self.name), creds=self.creds)
 
     def operator(self) -> FleetLink:
         return FleetLink(self.access_of(OPERATOR), OPERATOR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,13 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet import job_run
 from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH
 from clowder_aimage.fleet.job_frame import DATA, END, Frame
 from clowder_aimage.fleet.worker_card import give_order
-from tests.conftest import ROOT
 from tests.fleet.fleet_run import (
     PICTURES,
     FleetRun,
@@ -28,6 +27,7 @@ from tests.fleet.fleet_run import (
     prompt_as_picture,
     until,
 )
+from tests.fleet.nats_config import shipped
 
 pytestmark = pytest.mark.integration
 Play = Callable[..., None]
@@ -146,13 +146,38 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
             status, value = await fleet.ask(url, "poison")
             assert status == 500 and value == {"error": {"message": "no memory"}}
             assert len(bad.served) == job_run.ATTEMPTS
+            await until(lambda: worker.failed == 1)
+            (given_up,) = await _given_up(fleet)
+            assert "4 attempts by bad: 500" in given_up["message"]
+            assert "no memory" in given_up["message"] and given_up["path"] == PICTURES
             async with fleet.worker("good", good):
                 await fleet.know(url, 2)
                 for number in range(6):
                     assert (await fleet.ask(url, f"{number}", seed=1))[0] == 200
-            assert len(good.served) == 6 and worker.done == 1
+            assert len(good.served) == 6 and worker.done == 0
+            async with fleet.session.get(f"{url}/metrics") as answer:
+                shown = await answer.text()
+            name = 'aimage_fleet_job_duration_seconds_count{outcome="%s",priority="interactive"} %d'
+            assert name % ("failed", 1) in shown and name % ("done", 6) in shown
+            counted = re.search(r"aimage_fleet_deliveries_total (\d+)", shown)
+            again = re.search(r"aimage_fleet_retries_total (\d+)", shown)
+            assert counted and again and int(counted[1]) - int(again[1]) == 7
+            assert int(again[1]) >= job_run.ATTEMPTS - 1
 
     play(scene)
+
+
+async def _given_up(fleet: FleetRun) -> list[dict[str, Any]]:
+    """Return the jobs that were given up."""
+    link = fleet.operator()
+    async with link.open():
+        await link.connected(10)
+        found = []
+        info = await link.streams.stream_info(link.names.dead)
+        for number in range(info.state.first_seq, info.state.last_seq + 1):
+            message = await link.streams.get_msg(link.names.dead, seq=number)
+            found.append(json.loads(message.data or b""))
+        return found
 
 
 def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
@@ -374,15 +399,13 @@ def test_a_full_queue_refuses_and_loses_nothing(play: Play) -> None:
     play(scene)
 
 
-def test_the_shipped_configuration_separates_gateways_workers_and_operators(
+def test_the_shipped_configuration_allows_what_a_fleet_does(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passwords = {kind: f"{kind}-password" for kind in (GATEWAY, WORKER, OPERATOR)}
     for kind, password in passwords.items():
         monkeypatch.setenv(f"AIMAGE_{kind.upper()}_PASSWORD", password)
-    text = (ROOT / "deploy/nats/nats-server.conf").read_text()
-    text = text.replace('"/var/lib/nats"', f'"{tmp_path}/js"').replace("listen:", "# listen:")
-    (tmp_path / "nats.conf").write_text(text.replace("20GB", "1GB"))
+    (tmp_path / "nats.conf").write_text(shipped(tmp_path / "js"))
     own = Nats(tmp_path / "js", arguments=("-c", str(tmp_path / "nats.conf"))).start()
 
     async def scene(fleet: FleetRun) -> None:
@@ -395,16 +418,11 @@ def test_the_shipped_configuration_separates_gateways_workers_and_operators(
             assert (await fleet.ask(url, "a dog", unknown="x" * 900_000))[0] == 200
             async with fleet.session.get(f"{url}/v1/models/x") as answer:
                 assert answer.status == 404  # of the scripted worker, which was asked
-            link = FleetLink(fleet.access_of(WORKER), WORKER, "bad")
+            assert (await fleet.status(url))["jobs"] == 0
+            link = fleet.operator()
             async with link.open():
                 await link.connected(10)
-                with pytest.raises(NetworkError):  # a worker cannot make jobs
-                    await link.store(link.names.job("interactive", "a", "b"), b"", patience=0.1)
-                assert (await fleet.status(url))["jobs"] == 0
-                wrong = fleet.operator()
-                async with wrong.open():
-                    await wrong.connected(10)
-                    assert (await give_order(wrong, "w1", "drain"))["is_draining"]
+                assert (await give_order(link, "w1", "drain"))["is_draining"]
 
     try:
         play(scene, own, name="aimage", passwords=passwords)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import shutil
 import signal
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,15 @@ import openai
 import pytest
 from PIL import Image
 
+from clowder_aimage.fleet.job_run import ACK_WAIT
+from clowder_aimage.fleet.joined_worker import SWEEP
 from tests.fleet.fleet_run import PICTURES, Nats
 from tests.process import Aimage
 from tests.worker.conftest import Worker, begin
 
 pytestmark = pytest.mark.integration
 FLEET = ("--fleet", "live")
+COMPUTING = 6.0  # seconds for 60 steps of the tiny model on a busy machine
 
 
 class LiveFleet:
@@ -75,15 +80,14 @@ def pixels(data: str) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(data))).tobytes()
 
 
-def post(url: str, **body: Any) -> Any:
-    request = urllib.request.Request(
-        url + PICTURES, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+def post(url: str, headers: Mapping[str, str] | None = None, **body: Any) -> Any:
+    known = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url + PICTURES, json.dumps(body).encode(), known)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
-WISH = {"model": "tiny", "prompt": "a cat", "seed": 7, "width": 64, "height": 64}
+WISH: dict[str, Any] = {"model": "tiny", "prompt": "a cat", "seed": 7, "width": 64, "height": 64}
 
 
 def test_pictures_are_those_of_a_worker(live: LiveFleet) -> None:
@@ -102,7 +106,7 @@ def test_pictures_are_those_of_a_worker(live: LiveFleet) -> None:
 def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
     wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
     client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60)
-    steps, killed = list[int](), ""
+    steps, killed, gone, took = list[int](), "", 0.0, 0.0
     previews, found = list[Any](), list[Any]()
     with client.images.generate(
         model="tiny",
@@ -120,12 +124,49 @@ def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
                     cards = live.gateway.get("/v1/fleet")["workers"]
                     killed = next(each["id"] for each in cards if each["running"])
                     live.workers[killed].stop(signal.SIGKILL)
+                    gone = time.monotonic()
+                if len(steps) == 61:
+                    took = time.monotonic() - gone
             (previews if kind == "partial_image" else found).append(event)
     assert killed and steps == [*range(1, 151)]
+    assert took < ACK_WAIT + 2 * SWEEP + COMPUTING
     assert [each.partial_image_index for each in previews] == [0, 1, 2]
     assert pixels(found[-1].b64_json) == pixels(wanted)
     live.workers[killed].end()
-    del live.workers[killed]
+    live.workers[killed] = live.start(killed)
+    live.know(2)
+
+
+def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
+    """It is slow and not gone: it goes on when another one has finished its job."""
+    wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
+    names = {each.process.pid: name for name, each in live.workers.items()}
+    found: list[str] = []
+    key = {"Idempotency-Key": "still"}
+    asking = threading.Thread(
+        target=lambda: found.append(post(live.url, key, **WISH, steps=150)["data"][0]["b64_json"])
+    )
+    asking.start()
+    pid = 0
+
+    def is_running() -> bool:
+        nonlocal pid
+        cards = live.gateway.get("/v1/fleet")["workers"]
+        name = next((each["id"] for each in cards if each["running"]), "")
+        pid = next((one for one, known in names.items() if known == name), 0)
+        return bool(pid)
+
+    live.until(is_running)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        asking.join(60)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert not asking.is_alive() and pixels(found[0]) == pixels(wanted)
+    live.until(lambda: not any(live.card(one)["running"] for one in names.values()))
+    again = post(live.url, key, **WISH, steps=150)["data"][0]["b64_json"]
+    assert again == found[0]  # the response of the other one, to the byte
+    assert live.gateway.get("/v1/fleet")["given_up"] == 0
 
 
 def test_the_verbs_show_and_drain_workers(live: LiveFleet) -> None:

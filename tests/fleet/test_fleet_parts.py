@@ -14,7 +14,7 @@ from clowder_aimage.fleet.continuation import NDJSON, SSE, Continuation, is_stre
 from clowder_aimage.fleet.fair_line import FairLine
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, FleetNames
-from clowder_aimage.fleet.job_choice import JobChoice
+from clowder_aimage.fleet.job_choice import ELSEWHERE, ON_DISK, JobChoice, to_load, to_repeat
 from clowder_aimage.fleet.job_frame import BEGIN, DATA, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_reader import FrameOrder
 from clowder_aimage.fleet.room import Room
@@ -151,6 +151,18 @@ def test_jobs_of_loaded_models_come_first_and_batches_last() -> None:
     assert choice.next(700.0) == (None, None)
 
 
+def test_the_worker_whose_model_is_missed_least_loads_another() -> None:
+    idle_for = (None, 600.0, 30.0, 2.0, 0.0)  # None: there is room for one more
+    waits = [to_load(one, is_elsewhere=False) for one in idle_for]
+    assert waits == sorted(waits) and waits[0] == ON_DISK < waits[-1] < ELSEWHERE
+    assert to_load(None, is_elsewhere=True) == ELSEWHERE
+
+
+def test_jobs_gather_at_the_copy_that_was_used_last() -> None:
+    waits = [to_repeat(idle) for idle in (0.0, 2.0, 9.0, 10.0, 600.0)]
+    assert waits == sorted(waits) and waits[0] == 0.0 and waits[-2] == waits[-1] < ON_DISK
+
+
 # -- fairness
 
 
@@ -198,6 +210,28 @@ def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
 async def _pass(line: FairLine) -> None:
     async with line.turn("b", INTERACTIVE):
         pass
+
+
+def test_the_age_of_the_oldest_job_is_that_of_jobs_that_no_worker_has_begun() -> None:
+    async def run() -> None:
+        now = 0.0
+        line = FairLine(lambda: 1, most=9, clock=lambda: now)
+        assert line.age(INTERACTIVE) == 0.0
+        async with line.turn("a", INTERACTIVE) as begun:
+            waiting = asyncio.create_task(_pass(line))
+            await asyncio.sleep(0)
+            now = 5.0
+            leaving = asyncio.create_task(_pass(line))
+            await asyncio.sleep(0)
+            now = 8.0
+            assert (line.age(INTERACTIVE), line.age(BATCH)) == (8.0, 0.0)
+            leaving.cancel()
+            await asyncio.wait([leaving])
+            begun()
+            await waiting
+            assert line.age(INTERACTIVE) == 0.0
+
+    asyncio.run(run())
 
 
 # -- streams over several attempts

@@ -1,0 +1,28 @@
+"""Workers, gateways and the NATS server of a fleet are killed at random (benchmarks/jobs.py)."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.fleet.fleet_run import nats_program
+from tests.process import run
+
+pytestmark = pytest.mark.slow
+
+
+def test_no_job_is_lost_or_answered_with_anothers_picture() -> None:
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    nats_program()
+    sizes = {"workers": 3, "gateways": 2, "jobs": 240, "clients": 16, "every": 2}
+    options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, str(ROOT / "benchmarks" / "jobs.py"), "--json", *options]
+    done = run(command, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["jobs"] == sizes["jobs"] and sum(found["kills"].values()) >= 3
+    bad = ("lost", "foreign", "different", "repeated_otherwise", "given_up", "left")
+    assert {name: found[name] for name in bad} == dict.fromkeys(bad, 0)

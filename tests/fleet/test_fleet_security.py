@@ -1,0 +1,274 @@
+"""TLS, nkeys, credentials and tenants of a fleet, on real NATS servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from nats.errors import TimeoutError as NatsTimeoutError
+
+from clowder_aimage.cli.verbs import fleet as verb
+from clowder_aimage.errors import NetworkError
+from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetLink
+from clowder_aimage.fleet.fleet_name import FleetNames
+from tests.fleet.fleet_run import FleetRun, Nats, ScriptedRole, prompt_as_picture
+from tests.fleet.nats_config import Key, account, creds_file, shipped
+from tests.process import Aimage
+from tests.worker.conftest import begin
+
+pytestmark = pytest.mark.integration
+Play = Callable[..., None]
+KINDS = (GATEWAY, WORKER, OPERATOR)
+
+
+@contextlib.contextmanager
+def server(place: Path, text: str) -> Iterator[Nats]:
+    """Run a NATS server with a configuration."""
+    (place / "nats.conf").write_text(text)
+    own = Nats(place / "js", arguments=("-c", str(place / "nats.conf"))).start()
+    try:
+        yield own
+    finally:
+        own.kill()
+
+
+@pytest.fixture
+def passwords(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    found = {kind: f"{kind}-password" for kind in KINDS}
+    for kind, password in found.items():
+        monkeypatch.setenv(f"AIMAGE_{kind.upper()}_PASSWORD", password)
+    return found
+
+
+# -- TLS and keys, by the options of the verbs
+
+
+def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
+    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All programs of a fleet: the options, from the command line and from the environment."""
+    ca, strange = trustme.CA(), trustme.CA()
+    ca.cert_pem.write_to_path(tmp_path / "ca.pem")
+    strange.cert_pem.write_to_path(tmp_path / "strange.pem")
+    for name in ("server", "client"):
+        made = ca.issue_cert("127.0.0.1", common_name=name)
+        made.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        made.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+    keys = {kind: Key("user") for kind in KINDS}
+    for kind, key in keys.items():
+        (tmp_path / f"{kind}.nk").write_bytes(key.seed + b"\n")
+    text = shipped(tmp_path / "js")
+    for kind, key in keys.items():
+        old = f"password: $AIMAGE_{kind.upper()}_PASSWORD"
+        assert text.count(old) == 1
+        text = text.replace(f"user: {kind}", f"nkey: {key.public}").replace(old, "")
+    files = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    lines = "".join(f'{name}: "{tmp_path / file}"\n' for name, file in files.items())
+    with server(tmp_path, f"{text}\ntls {{\n{lines}verify: true\n}}\n") as own:
+        url = own.url.replace("nats://", "tls://")
+        shutil.copytree(tiny_store, tmp_path / "store")
+        here = Aimage(tmp_path, tmp_path / "store")
+        trust = ("--nats-ca", tmp_path / "ca.pem")
+        client = ("--nats-cert", tmp_path / "client.pem", "--nats-key", tmp_path / "client.key")
+        whole = ("--nats", url, *trust, *client)
+        operator = (*whole, "--nats-nkey", tmp_path / "operator.nk")
+        assert "aimage-jobs" in here("fleet", "init", "--max-bytes", "64MiB", *operator).out
+        assert "max_file_store" in here("fleet", "init", *operator, code=2).err  # 8 GiB of 1
+
+        monkeypatch.setattr(verb, "PATIENCE", 1.0)
+
+        def refused(code: int, *options: Any) -> str:
+            return here("fleet", "status", *options, code=code).err
+
+        nkey = ("--nats-nkey", tmp_path / "operator.nk")
+        unknown = ("--nats-ca", tmp_path / "strange.pem")
+        assert "certificate" in refused(1, "--nats", url, *unknown, *client, *nkey)
+        assert "does not answer" in refused(1, "--nats", url, *trust, *nkey)  # no certificate
+        (tmp_path / "other.nk").write_bytes(Key("user").seed)
+        assert "credentials" in refused(4, *whole, "--nats-nkey", tmp_path / "other.nk")
+        assert "credentials" in refused(4, *whole)
+        monkeypatch.undo()
+        (tmp_path / "bad.nk").write_text("SUNOSEED")
+        assert "bad.nk" in refused(2, *whole, "--nats-nkey", tmp_path / "bad.nk")
+        environment = {
+            "AIMAGE_NATS": url,
+            "AIMAGE_NATS_CA": str(tmp_path / "ca.pem"),
+            "AIMAGE_NATS_CERT": str(tmp_path / "client.pem"),
+            "AIMAGE_NATS_KEY": str(tmp_path / "client.key"),
+            "AIMAGE_NATS_NKEY": str(tmp_path / "operator.nk"),
+        }
+        quiet = Aimage(tmp_path, tmp_path / "store", {**here.environment, **environment})
+        assert "no worker is running" in quiet("fleet", "status").out
+        gateway_key = ("--nats-nkey", tmp_path / "gateway.nk")
+        worker_key = ("--nats-nkey", tmp_path / "worker.nk")
+        gateway = begin(here, *whole, *gateway_key, verb="gateway")
+        join = ("--join", url, *trust, *client, *worker_key, "--worker-name", "w1")
+        worker = begin(here, *join)
+        try:
+            end = time.monotonic() + 30
+            while not gateway.get("/v1/fleet")["workers"]:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            shown = here("fleet", "status", *operator).out
+            assert "w1" in shown and "ready" in shown
+        finally:
+            worker.end()
+            gateway.end()
+
+
+# -- a file of credentials
+
+
+def test_credentials_of_an_operator_select_the_tenant(play: Play, tmp_path: Path) -> None:
+    """Accounts that are JSON Web Tokens, as ``nsc`` makes them, and a file for each user."""
+    operator, system = Key("operator"), Key("account")
+    unlimited = dict.fromkeys(("subs", "data", "payload", "imports", "exports", "conn"), -1)
+    limits = {**unlimited, "leaf": -1, "mem_storage": -1, "disk_storage": -1, "streams": -1}
+    limits["consumer"] = -1
+    tenants = {name: Key("account") for name in ("one", "other")}
+    tokens = {key.public: operator.claim(key, {"limits": limits}) for key in tenants.values()}
+    tokens[system.public] = operator.claim(system, {"limits": unlimited | {"leaf": -1}})
+    listed = "".join(f"{key}: {token}\n" for key, token in tokens.items())
+    text = (
+        f"operator: {operator.claim(operator, {})}\nsystem_account: {system.public}\n"
+        f"resolver: MEMORY\nresolver_preload: {{\n{listed}}}\n"
+        f'jetstream {{ store_dir: "{tmp_path}/js" }}\n'
+    )
+    limits_of_user = {"subs": -1, "data": -1, "payload": -1}
+    files = {}
+    for name, tenant in tenants.items():
+        user = Key("user")
+        token = tenant.claim(user, limits_of_user)
+        files[name] = creds_file(tmp_path / f"{name}.creds", token, user)
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role):
+            await fleet.know(url, 1)
+            assert (await fleet.ask(url, "a cat", seed=1))[0] == 200
+            fleet.creds = files["other"]
+            link = fleet.operator()
+            async with link.open():
+                with pytest.raises(Exception, match="no fleet"):
+                    await link.connected(10)
+
+    with server(tmp_path, text) as own:
+        play(scene, own, creds=files["one"])
+
+
+# -- tenants
+
+
+def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
+    play: Play, tmp_path: Path, passwords: dict[str, str]
+) -> None:
+    """Two accounts of the shipped configuration, with fleets of the same name."""
+
+    async def scene(fleet: FleetRun) -> None:
+        role, strange = ScriptedRole(prompt_as_picture), ScriptedRole(prompt_as_picture)
+        other = FleetRun(fleet.nats, fleet.store, fleet.name, passwords, tenant="other-")
+        other.session = fleet.session
+        await other.make()
+        async with (
+            fleet.gateway() as url,
+            fleet.worker("w1", role),
+            other.gateway() as other_url,
+        ):
+            await fleet.know(url, 1)
+            link = other.operator()
+            heard: list[str] = []
+
+            async def hear(message: Any) -> None:
+                heard.append(message.subject)
+
+            curious = FleetLink(other.access_of(GATEWAY), GATEWAY, "curious")
+            async with link.open(), curious.open():
+                await link.connected(10)
+                await curious.connected(10)
+                await curious.client.subscribe(link.names.log("*"), cb=hear)
+                await curious.client.subscribe(f"$KV.{link.names.workers}.>", cb=hear)
+                await curious.client.flush()
+                key = {"headers": {"Idempotency-Key": "k"}}
+                assert (await fleet.ask(url, "secret", seed=1, **key))[0] == 200
+                # The other tenant sees no worker, no job, no result, and answers its own requests
+                assert (await other.ask(other_url, "x"))[0] == 503
+                for name in (link.names.jobs, link.names.logs, link.names.dead):
+                    info = await link.streams.stream_info(name)
+                    assert info.state.last_seq == 0
+                assert not heard
+                async with other.worker("w1", strange):
+                    await other.know(other_url, 1)
+                    assert (await other.ask(other_url, "mine", seed=2, **key))[0] == 200
+                assert (role.served, strange.served) == (["secret"], ["mine"])
+
+    text = shipped(tmp_path / "js", account("other"))
+    with server(tmp_path, text) as own:
+        play(scene, own, name="aimage", passwords=passwords)
+
+
+def test_gateways_and_workers_are_limited_to_their_fleet(
+    play: Play, tmp_path: Path, passwords: dict[str, str]
+) -> None:
+    """Two fleets of one account: only its operators see both."""
+
+    async def scene(fleet: FleetRun) -> None:
+        team = FleetRun(fleet.nats, fleet.store, "team", passwords)
+        await team.make()
+        names = FleetNames("team")
+        for kind in (GATEWAY, WORKER):
+            link = FleetLink(fleet.access_of(kind), kind, "curious")
+            errors: list[str] = []
+
+            async def note(error: Exception, into: list[str] = errors) -> None:
+                into.append(str(error))
+
+            async with link.open():
+                await link.connected(10)
+                link.client._error_cb = note
+                await link.client.subscribe(names.log("*"))
+                await link.client.subscribe(names.job("interactive", "*"))
+                await link.client.publish(names.job("interactive", "a", "b"), b"x")
+                await link.client.publish(names.log("a"), b"x")
+                await link.client.publish(names.cancel("a"), b"x")
+                while len(errors) < 5:  # the scene has a limit of time
+                    await asyncio.sleep(0.02)
+                assert all("permissions violation" in one.lower() for one in errors)
+                with pytest.raises((NatsTimeoutError, TimeoutError)):
+                    async with asyncio.timeout(0.3):
+                        await link.streams.get_msg(names.logs, seq=1)
+                with pytest.raises((NatsTimeoutError, TimeoutError)):
+                    async with asyncio.timeout(0.3):
+                        await link.streams.stream_info(names.jobs)
+        watching = team.operator()
+        async with watching.open():
+            await watching.connected(10)
+            for name in (names.jobs, names.logs):
+                assert (await watching.streams.stream_info(name)).state.last_seq == 0
+
+    with server(tmp_path, shipped(tmp_path / "js")) as own:
+        play(scene, own, name="aimage", passwords=passwords)
+
+
+def test_a_worker_s_user_cannot_make_jobs_or_give_orders(
+    play: Play, tmp_path: Path, passwords: dict[str, str]
+) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        link = FleetLink(fleet.access_of(WORKER), WORKER, "bad")
+        async with link.open():
+            await link.connected(10)
+            with pytest.raises(NetworkError):
+                await link.store(link.names.job("interactive", "a", "b"), b"", patience=0.1)
+            with pytest.raises((NatsTimeoutError, TimeoutError)):
+                order = json.dumps({"order": "drain"}).encode()
+                await link.client.request(link.names.control("w1"), order, timeout=0.2)
+
+    with server(tmp_path, shipped(tmp_path / "js")) as own:
+        play(scene, own, name="aimage", passwords=passwords)
