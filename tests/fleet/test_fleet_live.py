@@ -103,40 +103,6 @@ def test_pictures_are_those_of_a_worker(live: LiveFleet) -> None:
         assert pixels(base64.b64encode(answer.read()).decode()) == pixels(mine)
 
 
-def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
-    wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
-    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60)
-    steps, killed, gone, took = list[int](), "", 0.0, 0.0
-    previews, found = list[Any](), list[Any]()
-    with client.images.generate(
-        model="tiny",
-        prompt="a cat",
-        size="64x64",
-        stream=True,
-        partial_images=3,
-        extra_body={"seed": 7, "steps": 150, "stream_format": "openai+progress"},
-    ) as events:
-        for event in events:
-            kind = event.type.rpartition(".")[2]
-            if kind == "progress":
-                steps.append((event.model_extra or {})["step"])
-                if len(steps) == 60:
-                    cards = live.gateway.get("/v1/fleet")["workers"]
-                    killed = next(each["id"] for each in cards if each["running"])
-                    live.workers[killed].stop(signal.SIGKILL)
-                    gone = time.monotonic()
-                if len(steps) == 61:
-                    took = time.monotonic() - gone
-            (previews if kind == "partial_image" else found).append(event)
-    assert killed and steps == [*range(1, 151)]
-    assert took < ACK_WAIT + 2 * SWEEP + COMPUTING
-    assert [each.partial_image_index for each in previews] == [0, 1, 2]
-    assert pixels(found[-1].b64_json) == pixels(wanted)
-    live.workers[killed].end()
-    live.workers[killed] = live.start(killed)
-    live.know(2)
-
-
 def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
     """It is slow and not gone: it goes on when another one has finished its job."""
     wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
@@ -167,6 +133,39 @@ def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
     again = post(live.url, key, **WISH, steps=150)["data"][0]["b64_json"]
     assert again == found[0]  # the response of the other one, to the byte
     assert live.gateway.get("/v1/fleet")["given_up"] == 0
+
+
+def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
+    wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=60)
+    steps, killed, gone, took = list[int](), "", 0.0, 0.0
+    previews, found = list[Any](), list[Any]()
+    with client.images.generate(
+        model="tiny",
+        prompt="a cat",
+        size="64x64",
+        stream=True,
+        partial_images=3,
+        extra_body={"seed": 7, "steps": 150, "stream_format": "openai+progress"},
+    ) as events:
+        for event in events:
+            kind = event.type.rpartition(".")[2]
+            if kind == "progress":
+                steps.append((event.model_extra or {})["step"])
+                if len(steps) == 60:
+                    cards = live.gateway.get("/v1/fleet")["workers"]
+                    killed = next(each["id"] for each in cards if each["running"])
+                    live.workers[killed].stop(signal.SIGKILL)
+                    gone = time.monotonic()
+                if len(steps) == 61:
+                    took = time.monotonic() - gone
+            (previews if kind == "partial_image" else found).append(event)
+    assert killed and steps == [*range(1, 151)]
+    assert took < ACK_WAIT + 2 * SWEEP + COMPUTING
+    assert [each.partial_image_index for each in previews] == [0, 1, 2]
+    assert pixels(found[-1].b64_json) == pixels(wanted)
+    live.workers[killed].end()
+    del live.workers[killed]
 
 
 def test_the_verbs_show_and_drain_workers(live: LiveFleet) -> None:
