@@ -33,6 +33,7 @@ ARGUMENTS = [
     "--disable-component-update",
     "--disable-sync",
     "--disable-dev-shm-usage",
+    "--process-per-site",  # tabs share a process: the files are compiled once
 ]
 PATIENCE = 20_000  # milliseconds
 SIZE = {"width": 1280, "height": 800}
@@ -43,10 +44,9 @@ def browser() -> Iterator[Browser]:
     """Return a browser without a window, which ends with the module."""
     from playwright.sync_api import expect, sync_playwright
 
-    expect.set_options(timeout=PATIENCE)
     if CHROMIUM is None and "AIMAGE_REQUIRE_TOOLS" not in os.environ:
         pytest.skip("chromium is not installed")
-    expect.set_options(timeout=20_000)
+    expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield found
@@ -137,9 +137,9 @@ def watch() -> Iterator[Watch]:
     assert not found.remaining()
 
 
-@pytest.fixture
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    """Return a browser context of its own: no storage is shared between tests."""
+@pytest.fixture(scope="module")
+def shared_context(browser: Browser) -> Iterator[BrowserContext]:
+    """Return a browser context whose cache has the files of the page after the first test."""
     found = browser.new_context(viewport=SIZE, locale="en-GB", accept_downloads=True)  # type: ignore[arg-type]
     found.set_default_timeout(PATIENCE)
     yield found
@@ -147,15 +147,33 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
+def context(shared_context: BrowserContext) -> Iterator[BrowserContext]:
+    """Return a browser context; ``open_page`` clears the storage that earlier tests left."""
+    yield shared_context
+    for page in shared_context.pages:
+        page.close()
+    shared_context.unroute_all()
+    shared_context.clear_permissions()
+    shared_context.clear_cookies()
+
+
+@pytest.fixture
 def open_page(context: BrowserContext, shapes_worker: Worker, watch: Watch) -> Callable[..., Page]:
     """Return a function that opens a tab with the page, or a part of it such as ``gallery``."""
+    cleared: set[str] = set()
 
-    def open_tab(part: str = "make", url: str = "") -> Page:
+    def open_tab(part: str = "make", url: str = "", *, is_awaited: bool = True) -> Page:
         base = url or shapes_worker.url
         page = context.new_page()
+        if base not in cleared:
+            session = context.new_cdp_session(page)
+            stored = {"origin": base, "storageTypes": "local_storage,indexeddb,cookies"}
+            session.send("Storage.clearDataForOrigin", stored)
+            cleared.add(base)
         watch.follow(page, base)
-        page.goto(f"{base}/#{part}")
-        page.wait_for_selector("#main *")
+        page.goto(f"{base}/#{part}", wait_until="load" if is_awaited else "commit")
+        if is_awaited:
+            page.wait_for_selector("#main *")
         return page
 
     return open_tab

@@ -26,6 +26,7 @@ PHONE = {"width": 360, "height": 740}
 
 
 def violations(page: Page, kind: str = "tag", names: Sequence[str] = RULES) -> list[str]:
+    page.evaluate("new Promise(requestAnimationFrame)")  # colours follow the theme in a frame
     found: Any = Axe().run(page, options={"runOnly": {"type": kind, "values": names}}).response
     return [
         f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.integration
 OpenPage = Callable[..., "Page"]
+# The page waits a tenth of its pauses between tries
+IMPATIENT = """() => {
+    const real = setTimeout;
+    window.setTimeout = (act, pause) => real(act, pause / 10);
+}"""
 
 
 def write(page: Page, prompt: str) -> None:
@@ -260,8 +265,9 @@ def test_a_worker_that_restarts_makes_the_picture_once_it_is_back(
     watch.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY|status of 503|network error")
     worker = start_worker()
     page = open_page(url=worker.url)
+    page.evaluate(IMPATIENT)
     write(page, "a red circle")
-    page.get_by_label("Steps").fill("60")
+    page.get_by_label("Steps").fill("40")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".make-state")).to_contain_text("Step")
     worker.stop(signal.SIGKILL)
@@ -281,6 +287,7 @@ def test_a_full_queue_is_told_with_the_place_and_waited_for(
     watch.allow("status of 503")
     worker = start_worker("--queue", 1)
     pages = [open_page(url=worker.url) for _ in range(4)]
+    pages[3].evaluate(IMPATIENT)
     for number, page in enumerate(pages):
         write(page, "a red circle")
         page.get_by_label("Steps").fill(str((1000, 1, 1, 1)[number]))
@@ -319,7 +326,7 @@ def test_a_model_that_was_unloaded_is_loaded_and_one_that_was_removed_is_named(
 
 def test_ten_tabs_make_pictures_at_once(open_page: OpenPage, shapes_worker: Worker) -> None:
     """A browser has six connections to a worker: the tabs share four for pictures."""
-    pages = [open_page() for _ in range(10)]
+    pages = [open_page(is_awaited=number == 0) for number in range(10)]
     for number, page in enumerate(pages):
         write(page, f"a red circle {number}")
         page.get_by_label("Steps").fill("2")
