@@ -140,7 +140,7 @@ def _step(command: Command, answer: Path) -> str:
     """
     if (found := _SERVER.match(command.text)) is None:
         return _STEP.format(text=command.text, answer=answer)
-    text = command.text[: found.start(1)] + "exec " + command.text[found.start(1) :]
+    text = f"{command.text[: found.start(1)]}exec {PROGRAM.parent}/{command.text[found.start(1) :]}"
     return _START.format(text=text.rstrip().removesuffix("&"), answer=answer)
 
 

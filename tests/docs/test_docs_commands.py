@@ -28,6 +28,7 @@ import pytest
 from clowder_aimage.pictures.made_picture import MadePicture
 from clowder_aimage.pictures.picture_artifact import picture_config
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
+from tests.docs.preloaded import preloaded
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
 from tests.process import run, spawn
 from tests.real_registry import find_registry, free_port
@@ -40,9 +41,15 @@ def names(document: Document) -> str:
     return document.name
 
 
+@pytest.fixture(scope="session")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with preloaded(tmp_path_factory.mktemp("preloaded")) as directory:
+        yield directory
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("document", WITH_COMMANDS, ids=names)
-def test_commands(document: Document, tmp_path: Path) -> None:
+def test_commands(document: Document, tmp_path: Path, program: Path) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     if not PROGRAM.is_file():
@@ -52,7 +59,9 @@ def test_commands(document: Document, tmp_path: Path) -> None:
             _need(tool)
     with registries(document, tmp_path / "registries") as places:
         commands = [placed(command, places) for command in document.commands]
-        results = run_all(commands, tmp_path, environment(tmp_path), places)
+        variables = environment(tmp_path)
+        variables["PATH"] = f"{program}{os.pathsep}{variables['PATH']}"
+        results = run_all(commands, tmp_path, variables, places)
     for command, (code, output) in zip(commands, results, strict=True):
         where = f"{document.name}, line {command.line}: $ {command.text}\n"
         assert "Traceback" not in output, where + output
