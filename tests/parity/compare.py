@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from diffusers import ZImagePipeline as Reference
 
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, Preview, Step
 from tests.model.model_oracle import TIME, Outputs, inputs
 
 
@@ -23,29 +27,72 @@ def theirs(pipeline: Reference, request: GenerateRequest) -> Outputs:
     )[0][0]
     scaled = torch.from_numpy(latents)[None] / vae.config.scaling_factor + vae.config.shift_factor
     decoded = vae.decode(scaled, return_dict=False)[0][0].permute(1, 2, 0)
-    final = run(pipeline, request, "latent")
+    final, picture = run(pipeline, request)
     return {
         "text": embeds[0].numpy(),
         "velocity": velocity[:, 0].numpy(),
         "decoded": decoded.numpy(),
         "sigmas": pipeline.scheduler.sigmas.numpy(),
-        "latents": final.numpy(),
-        "picture": run(pipeline, request, "pil"),
+        "latents": final,
+        "picture": picture,
     }
 
 
-def run(pipeline: Any, request: GenerateRequest, output: str, **more: Any) -> Any:
-    """Run diffusers' pipeline once, with ``more`` parameters."""
+def run(pipeline: Any, request: GenerateRequest, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Run diffusers' pipeline once, with ``more`` parameters: the last latents, and the picture."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: Any, __: int, ___: Any, values: dict[str, Any]) -> dict[str, Any]:
+        seen.append(values["latents"])
+        return values
+
+    guided: dict[str, Any] = {"cfg_truncation": request.guidance_end}
+    guided |= {"cfg_normalization": request.cfg_normalization or False}
+    known = inspect.signature(pipeline.__call__).parameters
     image = pipeline(
-        request.prompt,
+        prompt=request.prompt,
         height=request.height,
         width=request.width,
         num_inference_steps=request.steps,
         guidance_scale=request.guidance,
-        cfg_truncation=request.guidance_end,
         negative_prompt=request.negative,
         generator=torch.Generator().manual_seed(request.seed),
-        output_type=output,
+        callback_on_step_end=note,
+        output_type="pil",
+        **{name: value for name, value in guided.items() if name in known},
         **more,
     ).images[0]
-    return image if output == "latent" else np.asarray(image)
+    return seen[-1][0].numpy(), np.asarray(image)
+
+
+def made(
+    pipeline: Any, request: GenerateRequest, given: PictureInput | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Run our pipeline once: the latents after each step, and the pictures with their previews."""
+    states: list[np.ndarray] = []
+    denoise = type(pipeline).denoise
+
+    def noted(*arguments: Any) -> Iterator[np.ndarray]:
+        for state in denoise(*arguments):
+            states.append(np.array(state))
+            yield state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(pipeline), "denoise", noted)
+        events = [*pipeline.generate(request, given)]
+    pictures = [one.pixels for one in events if isinstance(one, Image | Preview)]
+    assert sum(isinstance(one, Step) for one in events) == len(states)
+    return states, pictures
+
+
+def check(
+    ours: Any, theirs: Any, request: GenerateRequest, given: PictureInput | None, **more: Any
+) -> np.ndarray:
+    """Compare the last latents and the picture; return ours."""
+    latents, picture = run(theirs, request, **more)
+    states, (found,) = made(ours, request, given)
+    message = f"AIMAGE_PARITY_SEED={os.environ['AIMAGE_PARITY_SEED']}: {request}"
+    bound = 1e-4 * max(1.0, float(np.abs(latents).max()))
+    assert np.abs(states[-1] - latents).max() <= bound, message
+    assert np.abs(found.astype(int) - picture).max() <= 1, message
+    return found

@@ -80,7 +80,7 @@ def test_the_picture_of_diffusers(
     theirs.load_lora_weights(tmp_path, weight_name=f"{vector.name}.safetensors", adapter_name="it")
     for strength in (1.0, 0.6):
         theirs.set_adapters(["it"], [strength])
-        expected = run(theirs, REQUEST, "pil").astype(int)
+        expected = run(theirs, REQUEST)[1].astype(int)
         found = picture(ours, (loaded, strength))
         assert np.abs(found - expected).max() <= 1
         assert np.abs(found - plain).max() > 1
@@ -97,6 +97,6 @@ def test_two_adapters_as_in_diffusers(theirs: Any, ours: ZImagePipeline, tmp_pat
         file = f"{vector.name}.safetensors"
         theirs.load_lora_weights(tmp_path, weight_name=file, adapter_name=keys[-1])
     theirs.set_adapters(keys, strengths)
-    expected = run(theirs, REQUEST, "pil").astype(int)
+    expected = run(theirs, REQUEST)[1].astype(int)
     found = picture(ours, *zip(loaded, strengths, strict=True))
     assert np.abs(found - expected).max() <= 1

@@ -50,12 +50,12 @@ def test_the_picture_that_diffusers_makes(
     created = here("create", repository, directory).line
     assert here("push", repository).line == created
     assert there("pull", repository).line == created
-    for index in range(3):
+    for index in range(2 if sharded else 3):
         request = GenerateRequest(
             " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 45)))),
             width=16 * rng.randrange(2, 9),
             height=16 * rng.randrange(2, 9),
-            steps=rng.randrange(1, 10),
+            steps=rng.randrange(1, 7),
             seed=rng.randrange(1 << 40),
             guidance=(0.0, 2.5, 0.0)[index],
             guidance_end=(1.0, rng.random(), 1.0)[index],
@@ -70,6 +70,6 @@ def test_the_picture_that_diffusers_makes(
         path = there("run", repository, request.prompt, *flat, "-o", f"{index}.png").line
         with Image.open(there.home / path) as picture:
             ours = np.asarray(picture).astype(int)
-        theirs = run(reference, request, "pil").astype(int)
+        theirs = run(reference, request)[1].astype(int)
         assert ours.shape == theirs.shape == (request.height, request.width, 3)
         assert np.abs(ours - theirs).max() <= 1, f"AIMAGE_PARITY_SEED={SEED}: {request}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
 
+    from tests.parity.compare import made
     from tests.parity.make_flux2 import make_flux2
 
 from PIL import Image as Picture
 
 from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
+from clowder_aimage.model.pipeline import GenerateRequest, PictureInput
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -54,23 +54,12 @@ class Both:
         """Compare the last latents, and the picture."""
         latents, expected = self._reference(request, list(pictures))
         given = PictureInput(references=tuple(np.asarray(one) for one in pictures))
-        states: list[np.ndarray] = []
-        ours, denoise = self.ours, type(self.ours).denoise
-
-        def noted(*arguments: Any) -> Iterator[np.ndarray]:
-            for state in denoise(*arguments):
-                states.append(state)
-                yield state
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(ours), "denoise", noted)
-            *_, image = ours.generate(request, given)
-        found = np.array(states[-1])
+        states, (image,) = made(self.ours, request, given)
+        found = states[-1]
         assert found.shape == latents.shape
         bound = 1e-4 * max(1.0, float(np.abs(latents).max()))
         assert np.abs(found - latents).max() <= bound, f"AIMAGE_PARITY_SEED={SEED}: {request}"
-        assert isinstance(image, Image)
-        away = np.abs(image.pixels.astype(int) - expected)
+        away = np.abs(image.astype(int) - expected)
         assert away.max() <= 1, f"AIMAGE_PARITY_SEED={SEED}: {request}"
 
     def _reference(
