@@ -15,13 +15,8 @@ from clowder_aimage.adapter_source import (
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.library_choice import (
-    MLX,
-    NO_TUNING,
-    TorchTuning,
-    backend_module,
-    choose_library,
-)
+from clowder_aimage.model.flow.array_library import ArrayLibrary
+from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     ENHANCED,
@@ -55,23 +50,35 @@ class RunnableModel:
 
     stored: StoredAImage
     pipeline: Pipeline
-    dtype: str
     end: Callable[[], None] = no_wait
     adapters: AdapterSource | None = None
     pictures: PictureInputs | None = None
     controls: ControlSource | None = None
-    library: str = MLX
 
     @property
     def backend(self) -> str:
         """Return the device, with the version of PyTorch or the BLAS of MLX on a CPU."""
-        return str(backend_module(self.library).describe())
+        return self._library.describe()
+
+    @property
+    def dtype(self) -> str:
+        """Return the name of the compute type."""
+        return self._library.dtype_name
 
     @property
     def device_memory(self) -> int | None:
         """Return the usable memory of the GPU in bytes, or None."""
-        found: int | None = backend_module(self.library).device_memory()
-        return found
+        return self._library.memory.total
+
+    @property
+    def warning(self) -> str | None:
+        """Return a warning about the device, or None."""
+        return self._library.warning
+
+    @property
+    def _library(self) -> ArrayLibrary:
+        library: ArrayLibrary = self.pipeline.library
+        return library
 
     def preload(self, request: GenerateRequest) -> str:
         """Load what can stay in memory for such requests; return it in words.
@@ -175,16 +182,14 @@ def load(
     AImage, and ``end`` waits for its pull. ``finder`` finds the adapters of requests; ``backend``
     and ``tuning`` are as in ``load_pipeline``. Raises ModelError, UsageError, AccessError.
     """
-    library = choose_library(backend)
-    chosen = backend_module(library).dtype_name(dtype)
     with _computing():
         pipeline = load_pipeline(
-            store, stored.aimage, backend=library, dtype=chosen, tuning=tuning, request=request
+            store, stored.aimage, backend=backend, dtype=dtype, tuning=tuning, request=request
         )
     adapters = AdapterSource(finder, store, stored, lambda: pipeline.shapes)
     controls = ControlSource(finder.store, finder.open_stored) if finder else None
     pictures = PictureInputs(store)
-    return RunnableModel(stored, pipeline, chosen, end, adapters, pictures, controls, library)
+    return RunnableModel(stored, pipeline, end, adapters, pictures, controls)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -264,16 +265,18 @@ def load(
     registry: Registry | None = None,
     backend: str | None = None,
     dtype: str | None = None,
+    device: str | None = None,
     progress: OnProgress | None = None,
 ) -> Model:
     """Load a model, and pull it first if the store lacks it.
 
     ``backend`` is mlx or torch; the default depends on what is installed and on the GPU. ``dtype``
-    is float32 or bfloat16; the default depends on the device. ``progress`` is called as ``pull``
-    does.
+    is float32 or bfloat16; the default depends on the device. ``device`` is one of torch, such as
+    cuda:1. ``progress`` is called as ``pull`` does. A GPU that cannot be used is a RuntimeWarning.
 
     Raises:
-        UsageError: The extra of the backend is not installed, or the type is unknown.
+        UsageError: The extra of the backend is not installed, the type is unknown, or there is no
+            such device.
         NotFoundError: The AImage is in neither the store nor the registry. Also as ``pull``.
         ModelError: It cannot be run.
     """
@@ -283,14 +286,15 @@ def load(
         from clowder_aimage.engine import machine
         from clowder_aimage.engine.local_fetch import fetch
         from clowder_aimage.model.flow.memory_budget import KEEP
-        from clowder_aimage.model.library_choice import choose_library
+        from clowder_aimage.model.library_choice import TorchTuning, choose_library
         from clowder_aimage.model.pipeline import GenerateRequest
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
         message = "running a model needs the extra [mlx]"
         raise UsageError(message, remedy="install_extra", extra="mlx") from None
-    choose_library(backend)
+    tuning = TorchTuning(device=device)
+    choose_library(backend, tuning)
     reference, layout = to_reference(name), (store or Store()).layout
     with ExitStack() as stack:
         lease = stack.enter_context(layout.lease())
@@ -301,9 +305,11 @@ def load(
         on_event = counter.on_event
         with fetch(layout, reference, connect, lease, on_event=on_event) as found:
             finder = AdapterFinder(layout, partial(_open, layout, lease, connect), has_files=True)
-            loaded = generate.load(
-                found.files, found.stored, backend=backend, dtype=dtype, finder=finder
-            )
+            how: dict[str, Any] = {"backend": backend, "dtype": dtype, "finder": finder}
+            how["tuning"] = tuning
+            loaded = generate.load(found.files, found.stored, **how)
+            if loaded.warning:
+                warnings.warn(loaded.warning, RuntimeWarning, stacklevel=2)
             loaded.pipeline.set_memory(KEEP, None, loaded.device_memory or machine.memory())
             loaded.preload(GenerateRequest.for_model(found.stored.aimage, ""))
             found.end()

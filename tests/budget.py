@@ -8,14 +8,14 @@ PAGE = 7_300
 # The lines, raised only with a record in docs/adr/ (16, 17, 21, 23 to 35), and the coverage of
 # lines and branches together in per cent, rounded down, which only rises. "." is the root.
 PACKAGES = {
-    ".": (6_160, 97),
+    ".": (6_175, 97),
     "adapter": (2_420, 95),
     "api": (6_200, 95),
-    "cli": (10_350, 93),
+    "cli": (10_375, 93),
     "content": (2_840, 97),
-    "dialect": (1_500, 98),
+    "dialect": (1_505, 98),
     "distribution": (2_190, 53),  # most of its tests serve in a child process, see 0016
-    "engine": (4_330, 88),
+    "engine": (4_345, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
     "fleet": (3_350, 85),
@@ -23,7 +23,7 @@ PACKAGES = {
     "http": (1_720, 87),
     "importer": (3_120, 98),
     "layout": (3_050, 96),
-    "model": (13_260, 96),
+    "model": (13_550, 96),
     "node": (3_600, 94),
     "oci": (670, 99),
     "pictures": (960, 94),

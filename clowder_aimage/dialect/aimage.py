@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from clowder_aimage.errors import FormatError, NotFoundError
@@ -11,6 +12,7 @@ from clowder_aimage.oci import Descriptor, Digest, mediatype, read_json
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.schema import validate
 
+_SHORT = 64  # characters of a shape that is remembered
 _MAX_PARTS = 32  # of a name: directories in directories
 _T = TypeVar("_T")
 _WHOLE = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
@@ -149,15 +151,25 @@ def parse_shape(value: object) -> tuple[int, ...] | None:
     """Parse a shape from JSON (a list of numbers) or an annotation (that list as text)."""
     if value is None:
         return None
-    shape = value
     if isinstance(value, str):
-        try:
-            shape = read_json(value.encode(), "the shape")
-        except (FormatError, UnicodeEncodeError):
-            raise FormatError(f"invalid shape: {value[:100]!r}") from None
+        return (_written_shape if len(value) <= _SHORT else _read_shape)(value)
+    return _checked_shape(value)
+
+
+def _read_shape(text: str) -> tuple[int, ...]:
+    try:
+        return _checked_shape(read_json(text.encode(), "the shape"))
+    except (FormatError, UnicodeEncodeError):
+        raise FormatError(f"invalid shape: {text[:100]!r}") from None
+
+
+_written_shape = lru_cache(256)(_read_shape)  # the layers of a model repeat a few shapes
+
+
+def _checked_shape(shape: object) -> tuple[int, ...]:
     if isinstance(shape, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in shape):
         return tuple(shape)
-    raise FormatError(f"invalid shape: {value!r:.100}")
+    raise FormatError(f"invalid shape: {shape!r:.100}")
 
 
 def parse_dtype(value: object) -> str | None:

@@ -12,9 +12,10 @@ from clowder_aimage.errors import AImageError
 FOR_EVER = math.inf
 _UNKNOWN, _LONGEST = 5, 300  # seconds to wait
 _LOAD_OPTIONS = (
-    *("compile", "attention", "dtype", "text_encoder"),
+    *("dtype", "text_encoder"),
     *("memory", "models", "lora_dir", "context", "parallel"),
 )
+_TUNING = ("compile", "attention", "device")
 NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"  # when an AImage is pulled
 
 
@@ -25,7 +26,7 @@ class EngineLimits:
     queue: maximum number of waiting requests. models: maximum number of loaded models. keep_alive:
     seconds that an idle model stays in memory; FOR_EVER, or 0. deadline: seconds from a request's
     arrival to its last picture. backend: the library of image models, "auto", "mlx" or "torch";
-    backends: those of models by their names. compile, attention: as in ``TorchTuning``.
+    backends: those of models by their names. compile, attention, device: as in ``TorchTuning``.
     text_encoder: after a request, "keep" it in memory, "release" it
     and load it again for new prompts, or "auto" to keep it if it fits. memory: bytes for all
     models; None for the machine's memory. first: the precision of variants that are used while the
@@ -43,6 +44,7 @@ class EngineLimits:
     backends: Mapping[str, str] = field(default_factory=dict)
     compile: bool = False
     attention: str | None = None
+    device: str | None = None
     dtype: str | None = None
     text_encoder: str = "auto"
     memory: int | None = None
@@ -54,10 +56,18 @@ class EngineLimits:
     context: int | None = None
 
     def load_options(self, reference: str) -> dict[str, Any]:
-        """Return the options with which a process loads the model ``reference``."""
+        """Return the options with which a process loads the model ``reference``.
+
+        ``library`` has those of the library that computes pictures, which the process passes on.
+        """
         options = {name: getattr(self, name) for name in _LOAD_OPTIONS}
         name = reference.partition("@")[0]  # the digest may have been resolved
-        return options | {"backend": self.backends.get(name, self.backend)}
+        library = {
+            "backend": self.backends.get(name, self.backend),
+            "dtype": self.dtype,
+            "tuning": {field: getattr(self, field) for field in _TUNING},
+        }
+        return options | {"library": library}
 
 
 @dataclass(slots=True)

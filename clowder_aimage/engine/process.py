@@ -26,6 +26,7 @@ from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageErro
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.library_choice import library_options
 from clowder_aimage.model.process_memory import resident_memory
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
@@ -159,18 +160,14 @@ class ModelProcess:
 
     def _load_pipeline(self, found: Any, command: frame.Message) -> None:
         """Load an image model, whose blobs may be arriving."""
-        backend = command.get("backend")
-        generate = _needs_library(backend)
-        from clowder_aimage.model.library_choice import TorchTuning, backend_module
         from clowder_aimage.model.pipeline import GenerateRequest
 
-        if (
-            backend_module(backend).device_memory() is None
-        ):  # drivers of GPUs map more than there is
+        place, finder = (found.files, found.stored), self._finder(command)
+        self._model = _load_model(command.get("library", {}), *place, finder=finder)
+        if self._model.warning:
+            _log.warning("%s", self._model.warning)
+        if self._model.device_memory is None:  # drivers of GPUs map more than there is
             machine.limit_memory(machine.memory())
-        how = {"backend": backend, "dtype": command.get("dtype"), "finder": self._finder(command)}
-        how["tuning"] = TorchTuning(command.get("compile", False), command.get("attention"))
-        self._model = generate.load(found.files, found.stored, **how)
         _set_memory(self._model, command)
         if command.get("request"):  # its texts are encoded while other blobs arrive
             self._model.prepare(GenerateRequest(**command["request"]))
@@ -316,20 +313,23 @@ class ModelProcess:
             self._target.flush()
 
 
-def _needs_library(backend: str | None) -> Any:
-    """Import and return the module ``generate``. Raises ModelError without the backend's extra."""
+def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:
+    """Load a model with the library that the worker chose, which is its matter alone.
+
+    Raises ModelError: the library is missing, or cannot do what the worker's settings say.
+    """
     try:
         from clowder_aimage import generate
-        from clowder_aimage.model.library_choice import choose_library
 
-        choose_library(backend)
+        return generate.load(*place, **library_options(library), finder=finder)
     except UsageError as error:
-        raise ModelError(f"this worker cannot run models: {error.message}") from None
+        advice = f" ({error.hint})" if error.hint else ""  # clients see messages only
+        message = f"this worker cannot run models: {error.message}{advice}"
+        raise ModelError(message) from None
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
         raise ModelError("this worker cannot run models: it needs the extra [mlx]") from None
-    return generate
 
 
 def _log_error(event: str, error: BaseException | None) -> None:

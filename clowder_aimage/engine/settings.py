@@ -189,6 +189,7 @@ class Settings(ServerSettings):
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
     compile: bool = False
     attention: str | None = None
+    device: str | None = Field(default=None, pattern=r"^(cpu|mps|cuda(:[0-9]{1,3})?)$")
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None
@@ -206,6 +207,7 @@ class Settings(ServerSettings):
             "backend",
             "compile",
             "attention",
+            "device",
             "dtype",
             "text_encoder",
             "memory",

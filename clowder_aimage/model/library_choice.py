@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ BACKENDS = (AUTO, MLX, TORCH)
 SLOW = "cpu (no fast BLAS)"  # of MLX
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
+_DEVICES = "clowder_aimage.model.torch.torch_device"
 _GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 
@@ -29,18 +31,20 @@ class TorchTuning:
     """Options of PyTorch alone.
 
     compile: compile the layers of transformers when they run first. attention: diffusers' name of
-    a backend of attention, such as flash or sage; None for that of PyTorch.
+    a backend of attention, such as flash or sage; None for that of PyTorch. device: PyTorch's name
+    of one, such as cuda:1; None for the best one.
     """
 
     compile: bool = False
     attention: str | None = None
+    device: str | None = None
 
     def check(self, library: str) -> None:
         """Reject options that ``library`` does not have. Raises UsageError."""
         if self != TorchTuning() and library != TORCH:
             raise UsageError(
-                f"{library} does not compile, and has no other backends of attention: "
-                "these are options of torch",
+                f"{library} does not compile, and has neither devices to choose nor other backends "
+                "of attention: these are options of torch",
                 remedy="use_torch",
             )
 
@@ -48,29 +52,33 @@ class TorchTuning:
 NO_TUNING = TorchTuning()
 
 
-def choose_library(name: str | None = None) -> str:
+def library_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``generate.load`` from what a message has: backend, dtype, tuning."""
+    return {**values, "tuning": TorchTuning(**values.get("tuning", {}))}
+
+
+def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:
     """Return MLX or TORCH for a name; None and AUTO select one.
 
     AUTO is MLX on macOS and wherever it is installed, except that only PyTorch sees the GPU.
 
     Raises:
-        UsageError: The name is unknown, or the library is not installed.
+        UsageError: The name is unknown, the library is not installed or lacks the options
+            ``tuning``, or the device that these name does not work.
     """
-    if name in (None, AUTO):
-        return _suited()
+    library = _suited() if name in (None, AUTO) else _named(str(name))
+    tuning.check(library)
+    if tuning.device is not None:
+        importlib.import_module(_DEVICES).select_device(tuning.device)
+    return library
+
+
+def _named(name: str) -> str:
     if name not in _MODULES:
         raise UsageError(f"unknown backend {name!r:.40}: use {', '.join(BACKENDS)}")
     if not _is_installed(name):
         raise _missing(name)
     return name
-
-
-def backend_module(name: str | None = None) -> Any:
-    """Import and return the module of a backend, with ``describe``, ``dtype_name`` and others.
-
-    Raises UsageError as ``choose_library``.
-    """
-    return importlib.import_module(_MODULES[choose_library(name)])
 
 
 def type_name(name: str | None, *, is_gpu: bool) -> str:
@@ -98,6 +106,14 @@ def made_by(description: str) -> str:
     """Return the backend that a picture states by ``describe``, or AUTO if it is not installed."""
     name = TORCH if description.startswith(f"{TORCH} ") else MLX
     return name if description and _is_installed(name) else AUTO
+
+
+def unused_gpu(library: str, why: str = "") -> str | None:
+    """Return a warning that a library computes on the CPU of a machine with the driver of a GPU."""
+    for file in _GPUS:
+        if Path(file).exists():
+            return f"{library} computes on the CPU, although {file} is that of a GPU{why}"
+    return None
 
 
 @cache

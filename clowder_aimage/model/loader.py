@@ -45,8 +45,7 @@ def load_pipeline(
             hint=f"supported: {', '.join(PIPELINES)}",
         )
     place, family = (store, aimage), PIPELINES[name]
-    library = choose_library(backend)
-    tuning.check(library)
+    library = choose_library(backend, tuning)
     if library == MLX:
         kind, components = _of_mlx(family, place, dtype, keep_quantized)
     else:

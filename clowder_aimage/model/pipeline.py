@@ -274,6 +274,11 @@ class Image:
 class Pipeline(Protocol):
     """A loaded model, used only on the thread that loaded it."""
 
+    @property
+    def library(self) -> Any:
+        """The library that computes its networks: an ``ArrayLibrary``."""
+        ...
+
     def generate(
         self, request: GenerateRequest, given: PictureInput | None = None
     ) -> Generator[PipelineEvent, None, None]:

@@ -103,16 +103,16 @@ class ModelWeights:
         """Return the shapes of all tensors. Raises as ``stated``."""
         return {name: self.stated(name)[0] for name in self.keys()}
 
-    def stated(self, name: str) -> tuple[tuple[int, ...], bool]:
-        """Return the shape of a tensor, dequantized, and whether it has floats, also if quantized.
+    def stated(self, name: str) -> tuple[tuple[int, ...], str | None]:
+        """Return the shape of a tensor, dequantized, and its type, None if it is quantized.
 
-        Of a blob that is arriving this is what its layer states, and True. Raises as
+        Of a blob that is arriving this is what its layer states, or None. Raises as
         ``quantization``.
         """
         if (layer := self._catalogue.arriving(name)) is not None:
-            return layer.shape or (), True
+            return layer.shape or (), layer.dtype if layer.dtype in FLOATS else None
         tensor = self._catalogue.find(name)
-        return tensor.shape, tensor.quantization is not None or tensor.dtype in FLOATS
+        return tensor.shape, None if tensor.quantization is not None else tensor.dtype
 
     # -- MLX
 

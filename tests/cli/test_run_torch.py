@@ -45,3 +45,30 @@ def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[],
     assert "mlx does not compile" in said and "select it with --backend torch" in said
     said = here.process(*how, "--backend", "torch", "--attention", "flash", code=2).err
     assert "the backend of attention flash cannot be used" in said and "flash-attn" in said
+
+
+def test_a_device_that_does_not_exist_is_refused_before_anything_is_pulled(
+    aimage: Callable[[], Aimage],
+) -> None:
+    """The name of the model is not looked up: no registry is there."""
+    here = aimage()
+    name = "localhost:1/team/none:v1"
+    how = ("run", name, "a fox", *PICTURE, "--local", "-o", "t.png", "--backend", "torch")
+    said = here(*how, "--device", "cuda:99", code=2).err
+    assert "PyTorch cannot compute on the device cuda:99: " in said
+    assert "PyTorch sees" in said and "cpu: name one with --device" in said
+    said = here(*how, "--device", "gpu", code=2).err
+    assert "unknown device 'gpu': use cuda, cuda:1 and so on, mps or cpu" in said
+    said = here(*how[:-1], "mlx", "--device", "cpu", code=2).err
+    assert "devices to choose" in said and "--backend torch" in said
+
+
+def test_a_device_is_named_and_recorded(aimage: Callable[[], Aimage]) -> None:
+    here = aimage()
+    here("create", "tiny", TINY)
+    how = ("run", "tiny", "a fox", *PICTURE, "--local", "-o", "t.png", "--backend", "torch")
+    made = here(*how, "--device", "cpu", "--json").value
+    assert made["backend"].endswith(" cpu")
+    assert here("replay", "t.png", "--device", "cpu").line == "equal"
+    said = here("replay", "t.png", "--device", "cuda:99", code=2).err
+    assert "PyTorch cannot compute on the device cuda:99" in said

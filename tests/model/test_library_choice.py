@@ -94,8 +94,9 @@ def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:
 
 def test_options_of_pytorch_are_refused_by_mlx() -> None:
     TorchTuning().check(MLX)
-    TorchTuning(compile=True, attention="flash").check(TORCH)
-    for options in (TorchTuning(compile=True), TorchTuning(attention="flash")):
+    TorchTuning(compile=True, attention="flash", device="cuda:1").check(TORCH)
+    chosen = {"compile": True}, {"attention": "flash"}, {"device": "cpu"}
+    for options in (TorchTuning(**one) for one in chosen):
         with pytest.raises(UsageError, match="mlx does not compile") as refused:
             options.check(MLX)
         assert refused.value.remedy == "use_torch"

@@ -177,7 +177,7 @@ def test_the_tiles_of_each_picture_are_its_steps(
     tiled = TiledPicture((PictureInput(noise(64, 32)),) * 3, lambda made: np.vstack(made))
     monkeypatch.setattr(PictureInputs, "open", lambda *_: tiled)
     stored = StoredAImage.__new__(StoredAImage)
-    model = RunnableModel(stored, pipeline, "float32", pictures=PictureInputs(tiny[0]))
+    model = RunnableModel(stored, pipeline, pictures=PictureInputs(tiny[0]))
     request = GenerateRequest("a fox", 64, 64, 4, 5, image=IMAGE, strength=0.5, upscale=2, n=2)
     events = list(model.generate(request))
     steps = [(one.index, one.total, one.picture) for one in events if isinstance(one, Step)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
+from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.errors import ModelError, NoMemoryError, UsageError
+from clowder_aimage.model.library_choice import TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
-from tests.adapter.vectors import TINY
+from tests.adapter.vectors import TINY, vectors
 from tests.model.model_blobs import import_directory
 
 torch = pytest.importorskip("torch")
@@ -23,10 +28,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 REQUEST = GenerateRequest("a fox", 32, 32, 3)
 
 
+def open_tiny(blobs: Path) -> Any:
+    return load_pipeline(*import_directory(TINY, blobs), backend="torch", dtype="float32")
+
+
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    stored = import_directory(TINY, tmp_path_factory.mktemp("blobs"))
-    return load_pipeline(*stored, backend="torch", dtype="float32")
+    return open_tiny(tmp_path_factory.mktemp("blobs"))
 
 
 def test_arrays_are_of_the_compute_type_and_integers_stay() -> None:
@@ -56,6 +64,42 @@ def test_weights_are_the_blobs_themselves_and_stay_unchanged(pipeline: Any) -> N
     assert {one.dtype for one in parameters} == {torch.float32}
 
 
+@pytest.mark.parametrize("family", ["zimage", "flux2"])
+def test_a_network_of_copied_layers_is_the_one_that_diffusers_makes(family: str) -> None:
+    """Layer by layer: kinds, shapes, and what the layers know beside their tensors."""
+    from clowder_aimage.model.torch.network import stacked
+
+    if family == "zimage":
+        from diffusers import ZImageTransformer2DModel as Kind
+
+        fields: dict[str, Any] = {"dim": 48, "n_heads": 2, "n_kv_heads": 2, "n_layers": 3}
+        fields |= {"axes_dims": [8, 8, 8], "cap_feat_dim": 32}
+        counts = {"layers": ("n_layers", 3)}
+    else:
+        from diffusers import Flux2Transformer2DModel as Kind
+
+        fields = {"num_layers": 2, "num_single_layers": 3, "attention_head_dim": 8}
+        fields |= {"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": [2] * 4}
+        counts = {"transformer_blocks": ("num_layers", 2)}
+        counts["single_transformer_blocks"] = ("num_single_layers", 3)
+    expected, found = Kind.from_config(fields), stacked(Kind, fields, **counts)
+    assert repr(found) == repr(expected)
+    assert dict(found.config) == dict(expected.config)
+    shapes = [
+        {name: one.shape for name, one in net.state_dict().items()} for net in (found, expected)
+    ]
+    assert shapes[0] == shapes[1]
+    for one, other in zip(found.modules(), expected.modules(), strict=True):
+        assert vars(one).keys() == vars(other).keys()
+        for name, value in vars(other).items():
+            if isinstance(value, int | float | str | tuple) and name != "layer_id":
+                assert vars(one)[name] == value
+    for name in counts:
+        layers = getattr(found, name)
+        inside = [{id(one) for one in layer.modules()} for layer in layers]
+        assert not set.intersection(*inside)
+
+
 def test_nothing_stays_on_the_meta_device(pipeline: Any) -> None:
     networks = pipeline.text_encoder, pipeline.transformer, pipeline.vae
     for network in (*networks, pipeline.picture_encoder().get()):
@@ -82,6 +126,94 @@ def test_networks_that_were_released_are_read_again(pipeline: Any) -> None:
     assert np.array_equal(found, expected)
     assert [module.is_loaded for module in pipeline.budget.modules].count(True) == 1
     pipeline.set_memory("auto", None)
+
+
+def pictures(pipeline: Any) -> list[np.ndarray]:
+    return [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
+
+
+def squeeze(pipeline: Any) -> int:
+    """Leave the memory for one layer of each network; return it."""
+    pipeline.set_memory("auto", 1)
+    stages, own = pipeline.stages(REQUEST), pipeline.budget._own
+    least, whole = (max(getattr(one, name) for one in stages) for name in ("least", "size"))
+    assert least < whole
+    pipeline.budget.memory = pipeline.budget.limit = own + int(least) + 1
+    return int(own + least)
+
+
+def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> None:
+    """Blobs in bfloat16 are values in float32 while their layer runs, and mapped otherwise."""
+    pipeline = open_tiny(tmp_path)
+    expected, states = pictures(pipeline), []
+    assert "all networks stay" in pipeline.budget.describe(pipeline.stages(REQUEST))
+    least = squeeze(pipeline)
+    assert np.array_equal(pictures(pipeline), expected)
+    assert "one by one" in pipeline.budget.describe(pipeline.stages(REQUEST))
+    pipeline.budget.use(pipeline.stages(REQUEST)[1])  # it was released for the decoder
+    module = pipeline.transformer.module
+
+    def note(*_: Any) -> None:
+        layers = [*module.noise_refiner, *module.context_refiner, *module.layers]
+        states.append([one.feed_forward.w1.weight.dtype == torch.float32 for one in layers])
+
+    hooks = [one.register_forward_pre_hook(note) for one in module.layers]
+    pictures(pipeline)
+    assert len(states) == REQUEST.steps * len(hooks) and {sum(one) for one in states} == {1}
+    note()
+    assert not any(states[-1])
+    assert module.x_pad_token.dtype == torch.float32
+    pipeline.budget.limit = least - 1
+    with pytest.raises(UsageError, match="of memory are insufficient for this model"):
+        pipeline.generate(REQUEST)
+    pipeline.set_memory("auto", None)
+    assert np.array_equal(pictures(pipeline), expected)
+    assert all(one.dtype == torch.float32 for one in pipeline.transformer.module.parameters())
+
+
+@pytest.mark.parametrize("name", ["ai-toolkit-alpha", "diff"])
+def test_adapters_change_layers_that_are_loaded_one_by_one(tmp_path: Path, name: str) -> None:
+    """Branches beside layers, and changed tensors."""
+    pipeline = open_tiny(tmp_path)
+    vector = next(one for one in vectors() if one.name == name)
+    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, what="it", base="tiny")
+    uses = [(LoadedAdapter("it", adapter), 0.7)]
+    plain = pictures(pipeline)
+    pipeline.use_adapters(uses)
+    expected = pictures(pipeline)
+    squeeze(pipeline)
+    assert np.array_equal(pictures(pipeline), expected)
+    pipeline.use_adapters([])
+    assert np.array_equal(pictures(pipeline), plain)
+    assert not np.array_equal(expected, plain)
+
+
+def test_a_layer_that_fails_is_idle_afterwards(tmp_path: Path) -> None:
+    pipeline = open_tiny(tmp_path)
+    squeeze(pipeline)
+    expected = pictures(pipeline)
+    pipeline.budget.use(pipeline.stages(REQUEST)[1])
+    layer = pipeline.transformer.module.layers[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer.feed_forward.w1, "forward", lambda _: torch.empty(1 << 60))
+        with pytest.raises(NoMemoryError):
+            pictures(pipeline)
+    assert layer.feed_forward.w1.weight.dtype == torch.bfloat16
+    assert np.array_equal(pictures(pipeline), expected)
+
+
+def test_what_can_be_loaded_layer_by_layer() -> None:
+    from clowder_aimage.model.torch.library import TorchLibrary
+
+    for device, dtype, types, expected in (
+        ("cpu", torch.float32, {"BF16"}, True),
+        ("cpu", torch.float32, {"BF16", "F32"}, True),
+        ("cpu", torch.float32, {"F32"}, False),  # nothing is copied
+        ("cpu", torch.float32, {"BF16", None}, False),
+        ("cuda", torch.bfloat16, {"BF16", None}, True),
+    ):
+        assert TorchLibrary(device, dtype).offloads(types) == expected
+        assert not TorchLibrary(device, dtype, TorchTuning(compile=True)).offloads(types)
 
 
 def test_memory_that_is_insufficient_is_an_error_and_the_model_stays(
@@ -115,32 +247,89 @@ def test_memory_of_the_machine_that_is_insufficient_is_an_error(
         list(pipeline.generate(REQUEST))
 
 
-def test_a_version_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clowder_aimage.model.torch import library
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that sets the devices that work, and why others do not."""
+    from clowder_aimage.model.torch import torch_device
 
-    library.device_name.cache_clear()
-    monkeypatch.setitem(library.OLDEST, "diffusers", (99, 1))
+    def of(*names: str, why: str = "no driver") -> Any:
+        cuda: Any = SimpleNamespace(
+            device_count=lambda: sum(name.startswith("cuda:") for name in names),
+            get_device_name=lambda one: f"H{one.index or 0}",
+            get_device_properties=lambda one: SimpleNamespace(total_memory=1000 + (one.index or 0)),
+        )
+        monkeypatch.setattr(torch, "cuda", cuda)
+        found = {"cpu", *names, *(name.partition(":")[0] for name in names)}
+        monkeypatch.setattr(torch_device, "failure", lambda name: None if name in found else why)
+        return torch_device
+
+    torch_device.check_versions.cache_clear()
+    yield of
+    torch_device.check_versions.cache_clear()
+
+
+def test_a_version_that_is_too_old_is_named(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = gpus()
+    monkeypatch.setitem(module.OLDEST, "diffusers", (99, 1))
     with pytest.raises(UsageError, match=r"diffusers \S+ is too old: 99.1 or newer") as refused:
-        library.device_name()
+        module.select_device()
     assert refused.value.facts["extra"] == "torch"
-    monkeypatch.undo()
-    assert library.device_name() in ("cpu", "cuda", "mps")
 
 
-def test_the_device_is_what_pytorch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clowder_aimage.model.torch import library
+def test_the_device_is_the_first_that_works_or_the_named_one(gpus: Any) -> None:
+    from clowder_aimage.model.torch.library import TorchLibrary, on_gpu
 
-    cuda: Any = SimpleNamespace(
-        is_available=lambda: True,
-        get_device_name=lambda: "H100",
-        get_device_properties=lambda _: SimpleNamespace(total_memory=1000),
-    )
-    library.device_name.cache_clear()
-    monkeypatch.setattr(torch, "cuda", cuda)
-    assert library.describe().endswith(" cuda (H100)")
-    assert library.dtype_name(None) == "bfloat16"
-    assert library.device_memory() == 900
-    library.device_name.cache_clear()
+    assert gpus().select_device() == "cpu" and not on_gpu()
+    assert gpus("mps").select_device() == "mps" and on_gpu()
+    module = gpus("cuda:0", "cuda:1")
+    assert module.devices() == ["cuda:0", "cuda:1", "cpu"]
+    library = TorchLibrary.create(None)
+    assert library.describe().endswith(" cuda (H0)") and library.memory.total == 900
+    assert library.dtype_name == "bfloat16" and not library.memory.is_shared
+    library = TorchLibrary.create(None, TorchTuning(device="cuda:1"))
+    assert library.describe().endswith(" cuda:1 (H1)") and library.memory.total == 900
+    library = TorchLibrary.create(None, TorchTuning(device="cpu"))
+    assert library.describe().endswith(" cpu") and library.memory.total is None
+    assert library.dtype_name == "float32" and library.warning is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda:2", "PyTorch cannot compute on the device cuda:2: invalid ordinal"),
+        ("gpu", "unknown device 'gpu': use cuda, cuda:1 and so on, mps or cpu"),
+        ("cuda:-1", "unknown device 'cuda:-1'"),
+    ],
+)
+def test_a_device_that_does_not_exist_is_refused(gpus: Any, name: str, message: str) -> None:
+    module = gpus("cuda:0", why="invalid ordinal")
+    with pytest.raises(UsageError, match=message) as refused:
+        module.select_device(name)
+    assert refused.value.facts == {"devices": "cuda:0, cpu"}
+    assert refused.value.hint == "the devices that PyTorch sees: cuda:0, cpu"
+
+
+def test_why_pytorch_cannot_compute_is_what_it_says() -> None:
+    from clowder_aimage.model.torch.torch_device import failure
+
+    assert failure("cpu") is None
+    assert "Apple silicon" in str(failure("mps")) or failure("mps") is None
+    assert "\n" not in str(failure("cuda:99")) and failure("cuda:99")
+
+
+def test_a_gpu_that_cannot_be_used_is_a_warning(
+    gpus: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from clowder_aimage.model import library_choice
+
+    module, driver = gpus(why="the driver is too old"), tmp_path / "nvidia0"
+    monkeypatch.setattr(library_choice, "_GPUS", (str(driver),))
+    assert module.device_warning(None) is None
+    driver.touch()
+    said = "PyTorch computes on the CPU, although .*nvidia0 is that of a GPU .the driver is too old"
+    assert re.match(said, module.device_warning(None))
+    assert module.device_warning("cpu") is None
+    assert gpus("cuda:0").device_warning(None) is None
 
 
 @pytest.mark.parametrize(

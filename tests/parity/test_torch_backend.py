@@ -21,6 +21,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torch
 
+    from clowder_aimage.model.torch.library import TorchLibrary
+    from tests.parity.compare import made
     from tests.parity.make_flux2 import make_flux2
     from tests.parity.make_model import Dims, draw, make
     from tests.parity.test_controlnet_parity import FORMS, make_controlnet, use
@@ -33,7 +35,7 @@ from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.library_choice import BACKENDS
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, Preview, Step
+from clowder_aimage.model.pipeline import GenerateRequest, PictureInput
 from clowder_aimage.oci import Reference
 from tests.adapter.vectors import TINY, AdapterVector, vectors
 from tests.model.model_blobs import import_directory
@@ -55,7 +57,7 @@ class Both:
     def compare(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
         """Compare the latents of all steps, and all pictures."""
         (states, pictures), (expected, others) = (
-            _made(one, request, given) for one in (self.mlx, self.torch)
+            made(one, request, given) for one in (self.mlx, self.torch)
         )
         assert len(states) == len(expected) > 0
         for state, other in zip(states, expected, strict=True):
@@ -64,25 +66,6 @@ class Both:
         assert len(pictures) == len(others) >= request.n
         for picture, other in zip(pictures, others, strict=True):
             assert np.abs(picture.astype(int) - other).max() <= 1, f"AIMAGE_PARITY_SEED={SEED}"
-
-
-def _made(
-    pipeline: Any, request: GenerateRequest, given: PictureInput | None
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return the latents after each step, and the pictures with their previews."""
-    states, denoise = [], type(pipeline).denoise
-
-    def noted(*arguments: Any) -> Iterator[np.ndarray]:
-        for state in denoise(*arguments):
-            states.append(state)
-            yield state
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipeline), "denoise", noted)
-        events = [*pipeline.generate(request, given)]
-    pictures = [one.pixels for one in events if isinstance(one, Image | Preview)]
-    assert sum(isinstance(one, Step) for one in events) == len(states)
-    return states, pictures
 
 
 def load(directory: Path, blobs: Path) -> Both:
@@ -134,7 +117,7 @@ def test_a_cache_of_steps(zimage: Both, threshold: float) -> None:
     request = GenerateRequest("a fox", guidance=2.0, cache_threshold=threshold, **sizes)
     zimage.compare(request)
     cached, exact = (
-        _made(zimage.torch, one, None)[0][-1]
+        made(zimage.torch, one, None)[0][-1]
         for one in (request, replace(request, cache_threshold=0.0))
     )
     has_others = len(zimage.torch.transformer.module.layers) > 1
@@ -161,7 +144,7 @@ def test_flux2(flux2: Both) -> None:
     flux2.compare(request)
     cached = replace(request, cache_threshold=10.0)
     flux2.compare(cached)
-    exact, other = (_made(flux2.torch, one, None)[0][-1] for one in (request, cached))
+    exact, other = (made(flux2.torch, one, None)[0][-1] for one in (request, cached))
     assert not np.array_equal(exact, other)
     pictures = picture(SEED, 96, 64), picture(SEED + 1, 128, 128)
     request = GenerateRequest("the same owl", references=(FILE, FILE), **size)
@@ -177,7 +160,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Both:
 def test_every_kind_of_adapter(tiny: Both, vector: AdapterVector, tmp_path: Path) -> None:
     """With two strengths, beside another adapter, and undone."""
     request, path = GenerateRequest("a fox", 32, 32, 2, seed=3), vector.write(tmp_path)
-    plain, _ = _made(tiny.torch, request, None)
+    plain, _ = made(tiny.torch, request, None)
     for strengths in ((0.8, 0.0), (-0.4, 0.5)):
         for one in (tiny.mlx, tiny.torch):
             adapter = read_adapter(path, one.shapes, what="it", base="tiny")
@@ -190,10 +173,10 @@ def test_every_kind_of_adapter(tiny: Both, vector: AdapterVector, tmp_path: Path
             both = LoadedAdapter(vector.name, adapter), LoadedAdapter("other", other)
             one.use_adapters(list(zip(both, strengths, strict=True)))
         tiny.compare(request)
-        assert not np.array_equal(_made(tiny.torch, request, None)[0], plain)
+        assert not np.array_equal(made(tiny.torch, request, None)[0], plain)
     for one in (tiny.mlx, tiny.torch):
         one.use_adapters([])
-    assert np.array_equal(_made(tiny.torch, request, None)[0], plain)
+    assert np.array_equal(made(tiny.torch, request, None)[0], plain)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -215,6 +198,31 @@ def test_a_control_network(form: str, tmp_path: Path) -> None:
         both.compare(painted, PictureInput(picture(SEED + 1, 64, 96), mask, control))
 
 
+@pytest.mark.parametrize("family", ["zimage", "flux2"])
+def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that is too small for a network, with a cache of steps, and a control network."""
+    monkeypatch.setattr(TorchLibrary, "offloads", lambda *_: True)
+    if family == "zimage":
+        theirs = make(tmp_path / "files", SEED, draw(SEED, layers=3, refiners=2))
+    else:
+        make_flux2(tmp_path / "files", SEED, is_distilled=True)
+    both = load(tmp_path / "files", tmp_path / "blobs")
+    both.torch.set_memory("auto", 1)
+    multiple = both.mlx.sides.multiple
+    size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 4}
+    plain = GenerateRequest("a fox", cache_threshold=10.0, **size)
+    both.compare(plain)
+    if family == "zimage":
+        make_controlnet(tmp_path / "net", "2.1", theirs.transformer, SEED)
+        for one in ("mlx", "torch"):
+            use(getattr(both, one), tmp_path / "net", tmp_path / f"net-{one}")
+        control = picture(SEED, size["width"], size["height"])
+        asked = replace(plain, control=FILE, controlnet="net")
+        both.compare(asked, PictureInput(control=control))
+    both.torch.budget.use(both.torch.stages(plain)[1])  # it was released for the decoder
+    assert both.torch.transformer_module._is_in_layers
+
+
 @pytest.mark.parametrize("form", ["int8", "int4", "mxfp8"])
 def test_quantized_weights(tmp_path: Path, form: str) -> None:
     """Codes are dequantized: the values of both are the same, in float32, and near in bfloat16.
@@ -230,8 +238,6 @@ def test_quantized_weights(tmp_path: Path, form: str) -> None:
     request = GenerateRequest("a fox", **SMALL)
     Both(*pipelines).compare(request)
     half = load_pipeline(layout, aimage, dtype="bfloat16", backend="torch")
-    (states, pictures), (exact, others) = (
-        _made(one, request, None) for one in (half, pipelines[1])
-    )
+    (states, pictures), (exact, others) = (made(one, request, None) for one in (half, pipelines[1]))
     assert 0 < np.abs(states[-1] - exact[-1]).max() <= 0.02 * np.abs(exact[-1]).max()
     assert np.abs(pictures[-1].astype(int) - others[-1]).mean() <= 4

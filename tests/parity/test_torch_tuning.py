@@ -46,8 +46,15 @@ def adapter(pipeline: Any, scale: float) -> LoadedAdapter:
     return LoadedAdapter(f"a{scale}", Adapter(f"a{scale}", {name: (pair,)}))
 
 
-def test_compiled_layers_make_the_same_pictures_and_notice_adapters(tmp_path: Path) -> None:
+@pytest.mark.no_cover  # which would double the time of the compiler, a program in Python
+def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Compiled layers share code, which ignores branches: tensors are changed."""
+    from torch._inductor import config
+
+    # in this process: each of its own for compilation imports PyTorch first
+    monkeypatch.setattr(config, "compile_threads", 1)
     exact, compiled = load(tmp_path), load(tmp_path, compile=True)
     blocks = compiled.transformer.module.layers
     assert all(block._compiled_call_impl is not None for block in blocks)

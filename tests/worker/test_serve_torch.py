@@ -39,6 +39,19 @@ def test_the_backend_of_a_model_is_that_of_its_name(
     assert made["backend"].startswith("torch ")
 
 
+def test_a_device_that_does_not_exist_is_an_error_and_the_worker_lives_on(
+    worker: LocalWorker, aimage: Callable[[], Aimage]
+) -> None:
+    other = worker.launch("--backend", "torch", "--device", "cuda:99", **QUIET)
+    here = aimage()
+    here.environment["AIMAGE_HOST"] = other.url
+    for _ in range(2):
+        said = here("run", "tiny", "a fox", *PICTURE, "-o", "x.png", code=1).err
+        assert "this worker cannot run models: PyTorch cannot compute on the device cuda:99" in said
+        assert "the devices that PyTorch sees: " in said
+    assert here("ps", "--json").value == []
+
+
 _FAULT = """
 import importlib.abc, importlib.machinery, os, sys
 

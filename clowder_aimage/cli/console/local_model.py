@@ -54,7 +54,7 @@ backend_option = click.option(
 def open_model(
     reference: Reference,
     load: Callable[..., RunnableModel],
-    backend: str,
+    library: tuple[str, TorchTuning],
     precision: str | None,
     first: Mapping[str, Any],
     lora_dir: Path | None,
@@ -62,9 +62,10 @@ def open_model(
     """Return a function that generates pictures in this process; load the model by ``load``.
 
     ``first`` has the parameters of the first request, checked before the model is loaded;
-    ``backend`` is the library that computes.
+    ``library`` is the name of that which computes, and its options.
     """
-    choose_library(backend)
+    backend, tuning = library
+    choose_library(backend, tuning)
     connect = cache(settings().connection)
     with needs("running a model", "mlx"):
         finder = adapter_finder(lora_dir, connect)
@@ -75,7 +76,7 @@ def open_model(
         find_control(first["controlnet"], finder.open_stored)
     used = _variant(reference, precision, connect) if precision else reference
     fetched = fetch_model(used, connect)
-    how = partial(load, backend=backend, finder=finder)
+    how = partial(load, backend=backend, tuning=tuning, finder=finder)
     model = LocalModel(reference, how, first, connect, fetched, finder)
     model.load(fetched)
     if not first["prompt"]:  # prompts are typed below the bar
@@ -286,6 +287,8 @@ def load_model(
     plan = model.preload(request)
     if is_verbose():
         note(f"memory: {plan}")
+    if model.warning:
+        note(f"warning: {model.warning}")
     return model
 
 

@@ -39,6 +39,11 @@ def options(*decorators: Callable[[Any], Any]) -> Callable[[_F], _F]:
     return add
 
 
+device_option = click.option(
+    "--device",
+    metavar="NAME",
+    help="Device (torch): cpu, cuda, cuda:1, mps. [default: the first GPU, else cpu]",
+)
 torch_options = options(
     click.option(
         "--compile", is_flag=True, default=None, help="Compile layers when they run first (torch)."
@@ -48,6 +53,7 @@ torch_options = options(
         metavar="NAME",
         help="Backend of attention (torch), such as flash or sage. [default: native]",
     ),
+    device_option,
 )
 
 

@@ -16,11 +16,17 @@ from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.local_model import fetch_model, load_model, render
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
-from clowder_aimage.cli.console.option import connection_options, needs, settings, verb
+from clowder_aimage.cli.console.option import (
+    connection_options,
+    device_option,
+    needs,
+    settings,
+    verb,
+)
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
-from clowder_aimage.model.library_choice import BACKENDS, choose_library, made_by
+from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, made_by
 from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, LoraUse, check_parameters
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     type=click.Choice(BACKENDS),
     help="Library to compute with. [default: that of PICTURE, if it is installed]",
 )
+@device_option
 @click.option(
     "--tolerance",
     type=click.IntRange(0, 255),
@@ -60,6 +67,7 @@ def replay(
     loras: tuple[str, ...],
     lora_dir: Path | None,
     backend: str | None,
+    device: str | None,
     tolerance: int,
 ) -> int:
     """Generate PICTURE again from the facts in it, and compare the two.
@@ -93,11 +101,13 @@ def replay(
             finder.find(use)
     if request.controlnet is not None:
         find_control(request.controlnet, finder.open_stored)
-    backend = choose_library(backend or made_by(str(facts.get("backend", ""))))
+    tuning = TorchTuning(device=device)
+    backend = choose_library(backend or made_by(str(facts.get("backend", ""))), tuning)
     fetched = fetch_model(reference, connect)
     dtype = facts.get("dtype")
     dtype = None if dtype is None else str(dtype)
-    model = load_model(fetched, request, backend=backend, dtype=dtype, finder=finder)
+    how: dict[str, Any] = {"backend": backend, "dtype": dtype, "tuning": tuning}
+    model = load_model(fetched, request, **how, finder=finder)
     (rendered,) = render(fetched.watch(model.generate(request)), request)
     kind, quality = read.kind, facts.get("quality")
     found = compare_pictures(read.pixels, rendered.pixels, kind, quality)

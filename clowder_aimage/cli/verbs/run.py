@@ -211,9 +211,10 @@ def run(
     if values["push"] is not None:
         check_push(values["push"], prompt, reference)
     is_last = prompt is not None and len(order_runs(values)) == 1
-    tuning = TorchTuning(bool(values["compile"]), values["attention"])
-    load = partial(load_model, dtype=dtype, tuning=tuning, memory=memory, is_last=is_last)
-    here = partial(open_model, reference, load, backend, precision, first, values["lora_dir"])
+    tuning = TorchTuning(bool(values["compile"]), values["attention"], values["device"])
+    load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
+    library = backend, tuning
+    here = partial(open_model, reference, load, library, precision, first, values["lora_dir"])
     render, is_remote = _renderer(place, here, first, values)
     enhancer = LocalEnhancer(values, reference, dtype, memory, is_last=prompt is not None)
     protocol = view_protocol(values["inline"])

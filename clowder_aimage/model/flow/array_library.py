@@ -50,6 +50,16 @@ class ArrayLibrary(Protocol):
     """A library on a device, with one compute type of ``itemsize`` bytes."""
 
     itemsize: int
+    warning: str | None  # about the device
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the compute type: float32 or bfloat16."""
+        ...
+
+    def describe(self) -> str:
+        """Return the device, with the version of PyTorch or the BLAS of MLX on a CPU."""
+        ...
 
     @property
     def memory(self) -> DeviceMemory:

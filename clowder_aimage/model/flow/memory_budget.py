@@ -49,6 +49,15 @@ class OffloadedModule(Generic[N, C]):
     def is_loaded(self) -> bool:
         return self._network is not None
 
+    @property
+    def least(self) -> int:
+        """The bytes without which it cannot be used."""
+        return self.size
+
+    def use(self, *, in_layers: bool) -> None:  # noqa: ARG002 - whole networks of MLX
+        """Load it if it is not; ``in_layers`` in its least memory, if it can. Raises as ``get``."""
+        self.get()
+
     def get(self) -> N:
         """Return the network, with its adapters. Raises the errors of ``load`` and ``apply``."""
         if self._network is None:
@@ -63,6 +72,37 @@ class OffloadedModule(Generic[N, C]):
         if self.adaptation is not None:
             self.adaptation.release()
         self._clear()
+
+
+class LayeredModule(OffloadedModule[N, C]):
+    """A network whose layers can be in memory one by one, which ``load(in_layers=True)`` loads.
+
+    ``sizes``: the bytes of all layers, and the least.
+    """
+
+    def __init__(
+        self, config: C, sizes: tuple[int, int], load: Callable[..., N], *others: Any
+    ) -> None:
+        super().__init__(config, sizes[0], self._load_network, *others)
+        self._least, self._make, self._is_in_layers = sizes[1], load, False
+
+    @property
+    def least(self) -> int:
+        return self._least
+
+    def _load_network(self) -> N:
+        return self._make(in_layers=self._is_in_layers)
+
+    def use(self, *, in_layers: bool) -> None:
+        in_layers = in_layers and self._least < self.size
+        if self.is_loaded and in_layers != self._is_in_layers:
+            self.release()
+        self._is_in_layers = in_layers
+        self.get()
+
+    def release(self) -> None:
+        super().release()
+        self._is_in_layers = False
 
 
 Module = OffloadedModule[Any, Any]
@@ -80,6 +120,11 @@ class Stage:
     def size(self) -> float:
         """Return the memory with only these modules."""
         return self.work + sum(module.size for module in self.modules)
+
+    @property
+    def least(self) -> float:
+        """Return the memory with their layers one by one, where that is possible."""
+        return self.work + sum(module.least for module in self.modules)
 
 
 class MemoryBudget:
@@ -109,12 +154,15 @@ class MemoryBudget:
         self.memory, self.limit, self.is_last = memory, limit, is_last
 
     def use(self, stage: Stage) -> None:
-        """Load the modules of a stage; release others first, if room is short."""
+        """Load the modules of a stage; release others first, if room is short.
+
+        If it is too short for the stage alone, their layers are loaded one by one.
+        """
         for module in self.modules:
             if module.is_loaded and module not in stage.modules and self._must_go(module, stage):
                 module.release()
         for module in stage.modules:
-            module.get()
+            module.use(in_layers=not self._has_room(stage.size))
 
     def _must_go(self, module: Module, stage: Stage) -> bool:
         if module.policy != AUTO:
@@ -142,7 +190,7 @@ class MemoryBudget:
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuse a request that exceeds a limit. Raises UsageError with the least memory."""
-        least = self._own + max(stage.size for stage in stages)
+        least = self._own + max(stage.least for stage in stages)
         if self.limit is not None and least > self.limit:
             raise UsageError(
                 f"{self.limit // MIB} MiB of memory are insufficient for this model and size: "
@@ -152,8 +200,11 @@ class MemoryBudget:
     def describe(self, stages: Sequence[Stage]) -> str:
         """Return what stays in memory, and an estimate of the peak."""
         modules = {module for stage in stages for module in stage.modules}
-        size = max(stage.size for stage in stages)
-        if self.is_last:
+        sizes = [one.size if self._has_room(one.size) else one.least for one in stages]
+        size = max(sizes)
+        if sizes != [one.size for one in stages]:
+            text = "layers of networks are loaded one by one"
+        elif self.is_last:
             text = "each network is released after its last use"
         elif self.keeps(stages):
             text = "all networks stay in memory"

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.adaptation import Adaptation
-from clowder_aimage.model.backend import STRIP, Network, device_memory, mx, on_gpu
+from clowder_aimage.model.backend import STRIP, Network, describe, device_memory, mx, on_gpu
 from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
+from clowder_aimage.model.library_choice import unused_gpu
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
 
@@ -51,6 +52,14 @@ class MlxLibrary:
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype, self.itemsize = dtype, int(dtype.size)
         self.memory = MlxMemory()
+        self.warning = None if on_gpu() else unused_gpu("MLX")
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("mlx.core.")
+
+    def describe(self) -> str:
+        return describe()
 
     def array(self, values: npt.NDArray[Any]) -> mx.array:
         array = mx.array(values)

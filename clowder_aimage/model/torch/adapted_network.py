@@ -17,6 +17,7 @@ from clowder_aimage.adapter.adapter import Change, LowRank
 from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import ModelError
+from clowder_aimage.model.torch.library import TorchLibrary
 
 Changes = Sequence[tuple[Change, float]]
 
@@ -24,12 +25,13 @@ Changes = Sequence[tuple[Change, float]]
 class TorchAdaptation(NetworkAdaptation):
     """The adapters of a network of PyTorch.
 
-    ``is_compiled``: all changes are of tensors, because compiled layers do not notice branches.
+    All changes of compiled layers are of tensors, because these do not notice branches.
     """
 
-    def __init__(self, *names: Any, is_compiled: bool = False) -> None:
-        super().__init__(*names)
-        self._is_compiled = is_compiled
+    def __init__(self, component: str, sanitize: Any, skip: Any, library: TorchLibrary) -> None:
+        super().__init__(component, sanitize, skip)
+        self._is_compiled = library.tuning.compile
+        self._place = library.device, library.dtype  # a layer may have others while it is idle
 
     def _put(self, uses: Sequence[Use]) -> None:
         changes: dict[str, list[tuple[Change, float]]] = {}
@@ -46,7 +48,7 @@ class TorchAdaptation(NetworkAdaptation):
         pairs = [(one, t) for one, t in changes if isinstance(one, LowRank)]
         is_linear = isinstance(layer, torch.nn.Linear) and last == "weight"
         if is_linear and len(pairs) == len(changes) and not self._is_compiled:
-            branch = _Branch(pairs, layer.weight)
+            branch = _Branch(pairs, *self._place)
             self._undoing.append(layer.register_forward_hook(branch.add).remove)
             return
         own = getattr(layer, last, None)
@@ -56,7 +58,8 @@ class TorchAdaptation(NetworkAdaptation):
         like = layer.weight if own is None else own
         if own is not None:
             values = own.detach().to("cpu", torch.float32, copy=True).numpy()
-        changed = torch.from_numpy(dense.changed(values, changes)).to(like.device, like.dtype)
+        changed = torch.from_numpy(dense.changed(values, changes))
+        changed = changed.to(like.device, self._place[1])
         setattr(layer, last, torch.nn.Parameter(changed, requires_grad=False))
         self._undoing.append(lambda: setattr(layer, last, own))
 
@@ -64,8 +67,10 @@ class TorchAdaptation(NetworkAdaptation):
 class _Branch:
     """Changes of low rank of a linear layer, as one pair of matrices."""
 
-    def __init__(self, changes: Sequence[tuple[LowRank, float]], weight: torch.Tensor) -> None:
-        place = {"device": weight.device, "dtype": weight.dtype}
+    def __init__(
+        self, changes: Sequence[tuple[LowRank, float]], device: str, dtype: torch.dtype
+    ) -> None:
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
         downs = np.concatenate([one.down for one, _ in changes])
         ups = np.concatenate([one.up for one, _ in changes], axis=1)
         scales = [np.full(len(one.down), t * one.scale, np.float32) for one, t in changes]

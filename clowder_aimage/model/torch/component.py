@@ -17,15 +17,17 @@ from torch.overrides import TorchFunctionMode
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.flow.component import ModelComponents
-from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
-from clowder_aimage.model.parameter_names import check_shape, match_tensors
+from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
+from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
+from clowder_aimage.model.torch.layer_offload import LayerOffload, layers_of, least_count
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.tuning import tune
 from clowder_aimage.model.weights import ModelWeights
 
 _COUNTERS = ("num_batches_tracked",)  # of the training
 _FACTORIES = (torch.empty, torch.ones, torch.zeros)
+_FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)  # of torch.nn.init
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -56,6 +58,8 @@ class _Unfilled(TorchFunctionMode):  # type: ignore[misc]
         named = named or {}
         if function in _FACTORIES:
             return torch.empty(*arguments, **named | {"device": "meta"})
+        if function in _FILLING and arguments[0].is_meta:
+            return arguments[0]
         if getattr(function, "__module__", "") == torch.nn.init.__name__:
             return arguments[0] if arguments else named["tensor"]
         return function(*arguments, **named)
@@ -81,42 +85,57 @@ class TorchComponents(ModelComponents):
             tune(network.module, self.library.tuning)
             return network
 
+        library = self.library
         component, unloaded = weights.component, empty()
         names = [name for name in weights if not unloaded.skip(name)]
         self.skipped.extend(f"{component}/{name}" for name in weights if unloaded.skip(name))
-        wanted, count = _check(component, unloaded, weights, names)
+        wanted, counts, types = _check(component, unloaded, weights, names)
         names_of = component, unloaded.sanitize, unloaded.skip
-        adaptation = TorchAdaptation(*names_of, is_compiled=self.library.tuning.compile)
+        adaptation = TorchAdaptation(*names_of, library)
         made = [unloaded]  # for the first load
+        least = sum(counts.values())
+        if library.offloads(types):
+            least = least_count(unloaded.module, counts)
 
         @computing
-        def load() -> TorchNetwork:
+        def load(*, in_layers: bool) -> TorchNetwork:
             network = made.pop() if made else empty()
-            self._fill(network, weights, wanted)
+            self._fill(network, weights, wanted, in_layers=in_layers)
             return network
 
         used = adaptation if is_adapted else None
-        size = count * self.library.itemsize
-        return OffloadedModule(config, size, load, used, self.library.memory.clear)
+        sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
+        return LayeredModule(config, sizes, load, used, library.memory.clear)
 
     def _fill(
-        self, network: TorchNetwork, weights: ModelWeights, wanted: Mapping[str, str]
+        self,
+        network: TorchNetwork,
+        weights: ModelWeights,
+        wanted: Mapping[str, str],
+        *,
+        in_layers: bool,
     ) -> None:
         """Give a network its tensors, in the compute type, and make again what no file has.
 
-        The names were checked, so that ``load_state_dict`` could only take longer.
+        ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
+        checked, so that ``load_state_dict`` could only take longer.
         """
         library, module = self.library, network.module
-        parts = dict(module.named_modules())
+        parts, layers = dict(module.named_modules()), {}
+        if in_layers:
+            layers = dict(layers_of(module))
         for name, own in wanted.items():
             read = weights.torch(name)
             if read.dtype not in _FLOATS:  # of a blob that was arriving when it was checked
                 raise _type_error(weights.component, name)
             path, _, last = own.rpartition(".")
-            value = read.to(library.device, library.dtype)
+            is_later = ".".join(own.split(".", 2)[:2]) in layers
+            value = read if is_later else read.to(library.device, library.dtype)
             if isinstance(getattr(parts[path], last), torch.nn.Parameter):
                 value = torch.nn.Parameter(value, requires_grad=False)
             setattr(parts[path], last, value)
+        for layer in layers.values():
+            LayerOffload(layer, library.device, library.dtype)
         module.eval()
         if (rotary := getattr(module, "rotary_emb", None)) is not None:
             rotary.to(library.device)  # its tables, which are in no file
@@ -124,8 +143,8 @@ class TorchComponents(ModelComponents):
 
 def _check(
     component: str, network: TorchNetwork, weights: ModelWeights, names: list[str]
-) -> tuple[dict[str, str], int]:
-    """Return the names of parameters by those of all tensors, and the number of their values.
+) -> tuple[dict[str, str], dict[str, int], set[str | None]]:
+    """Return the names of parameters by those of all tensors, their numbers of values, and types.
 
     Raises ModelError: a tensor is missing, unexpected, or has another shape or type.
     """
@@ -135,12 +154,14 @@ def _check(
         if not name.endswith(_COUNTERS)
     }
     wanted = match_tensors(component, network.sanitize, known, names)
+    types: set[str | None] = set()
     for name, own in wanted.items():
-        shape, is_float = weights.stated(name)
+        shape, kind = weights.stated(name)
         check_shape(component, name, shape, known[own])
-        if not is_float:
+        if kind not in (None, *FLOATS):
             raise _type_error(component, name)
-    return wanted, sum(map(math.prod, known.values()))
+        types.add(kind)
+    return wanted, {name: math.prod(shape) for name, shape in known.items()}, types
 
 
 def _type_error(component: str, name: str) -> ModelError:

@@ -19,7 +19,7 @@ from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfi
 from clowder_aimage.model.flux2.family import STATES, Flux2Family
 from clowder_aimage.model.flux2.reference_picture import grid, reference_positions
 from clowder_aimage.model.torch.library import computing
-from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder
+from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder, stacked
 from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 
 Pictures = tuple[torch.Tensor, torch.Tensor]  # tokens (length, channels), positions (length, 4)
@@ -28,9 +28,14 @@ Pictures = tuple[torch.Tensor, torch.Tensor]  # tokens (length, channels), posit
 class Flux2Network:
     """``Flux2Transformer2DModel``, for one picture."""
 
-    def __init__(self, _: TransformerConfig, fields: Mapping[str, Any]) -> None:
+    def __init__(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
         own = {key: value for key, value in fields.items() if not key.startswith("quantization")}
-        self.module: Any = Flux2Transformer2DModel.from_config(own)
+        self.module: Any = stacked(
+            Flux2Transformer2DModel,
+            own,
+            transformer_blocks=("num_layers", config.num_layers),
+            single_transformer_blocks=("num_single_layers", config.num_single_layers),
+        )
 
     def caption(self, features: torch.Tensor) -> Caption:
         """Return text features (length, channels) and their positions."""
@@ -112,7 +117,7 @@ class Flux2Decoder(DecoderHalf):
     """The decoder of ``AutoencoderKLFlux2``."""
 
     def __init__(self, config: VaeConfig, fields: Mapping[str, Any]) -> None:
-        super().__init__(AutoencoderKLFlux2.from_config(dict(fields)))
+        super().__init__(AutoencoderKLFlux2, fields)
         self._eps = config.batch_norm_eps
 
     @computing
@@ -129,7 +134,7 @@ class Flux2Encoder(EncoderHalf):
     """The encoder of ``AutoencoderKLFlux2``."""
 
     def __init__(self, config: VaeConfig, fields: Mapping[str, Any]) -> None:
-        super().__init__(AutoencoderKLFlux2.from_config(dict(fields)))
+        super().__init__(AutoencoderKLFlux2, fields)
         self._eps = config.batch_norm_eps
 
     @computing

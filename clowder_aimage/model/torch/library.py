@@ -3,100 +3,68 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from clowder_aimage.errors import ModelError, NoMemoryError, UsageError
+from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.library_choice import TorchTuning, type_name
+from clowder_aimage.model.torch.torch_device import CPU, CUDA, MPS, device_warning, select_device
 from clowder_aimage.model.torch.tuning import check_compiler
 
-OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
-CUDA, MPS, CPU = "cuda", "mps", "cpu"
 _SCORES = 256 * MIB  # of attention at a time
 _SMALLER = "is insufficient for this picture: use a smaller size, or end other programs"
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 _NO_MEMORY = "DefaultCPUAllocator: "  # of a RuntimeError
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # of blobs
 _GRANTED = 9  # tenths of a GPU's memory
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@functools.cache
-def device_name() -> str:
-    """Return the device that PyTorch sees: cuda (also ROCm), mps, or cpu.
-
-    Raises UsageError: PyTorch, or a library of its networks, is too old.
-    """
-    from importlib.metadata import version
-
-    for name, oldest in OLDEST.items():
-        found = version(name)
-        if tuple(int(part) for part in found.split(".")[:2]) < oldest:
-            needed = ".".join(map(str, oldest))
-            message = f"{name} {found} is too old: {needed} or newer is required"
-            raise UsageError(message, remedy="install_extra", extra="torch")
-    if torch.cuda.is_available():
-        return CUDA
-    return MPS if torch.backends.mps.is_available() else CPU
-
-
 def on_gpu() -> bool:
-    """Return whether PyTorch computes on a GPU."""
-    return device_name() != CPU
-
-
-def dtype_name(name: str | None) -> str:
-    """Return the full name of the compute type. Raises as ``type_name``."""
-    return type_name(name, is_gpu=on_gpu())
-
-
-def device_memory() -> int | None:
-    """Return the usable memory of the GPU in bytes, or None."""
-    return TorchMemory(device_name()).total
-
-
-def describe() -> str:
-    """Return PyTorch's version and device, such as ``torch 2.13.0 cpu``."""
-    device = device_name()
-    kind = f" ({torch.cuda.get_device_name()})" if device == CUDA else ""
-    return f"torch {torch.__version__.partition('+')[0]} {device}{kind}"
+    """Return whether PyTorch computes on a GPU, unless another device is named."""
+    return select_device() != CPU
 
 
 class TorchMemory:
     """The memory of a device of PyTorch."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.is_shared = device, device == CPU
+        self.kind, self.is_shared = device.partition(":")[0], device == CPU
+        self._device = torch.device(device)
 
     @property
     def total(self) -> int | None:
         """The usable memory of the GPU in bytes, or None on a CPU."""
-        if self.device == CUDA:
-            return int(torch.cuda.get_device_properties(0).total_memory) * _GRANTED // 10
-        return int(torch.mps.recommended_max_memory()) if self.device == MPS else None
+        if self.kind == CUDA:
+            properties = torch.cuda.get_device_properties(self._device)
+            return int(properties.total_memory) * _GRANTED // 10
+        return int(torch.mps.recommended_max_memory()) if self.kind == MPS else None
 
     @property
     def active(self) -> int:
-        if self.device == CUDA:
-            return int(torch.cuda.memory_allocated())
-        return int(torch.mps.current_allocated_memory()) if self.device == MPS else 0
+        if self.kind == CUDA:
+            return int(torch.cuda.memory_allocated(self._device))
+        return int(torch.mps.current_allocated_memory()) if self.kind == MPS else 0
 
     def begin(self) -> None:
-        if self.device == CUDA:
-            torch.cuda.reset_peak_memory_stats()
+        if self.kind == CUDA:
+            torch.cuda.reset_peak_memory_stats(self._device)
 
     @property
     def peak(self) -> int | None:
-        return int(torch.cuda.max_memory_allocated()) if self.device == CUDA else None
+        if self.kind != CUDA:
+            return None
+        return int(torch.cuda.max_memory_allocated(self._device))
 
     def clear(self) -> None:
-        if self.device == CUDA:
+        if self.kind == CUDA:
             torch.cuda.empty_cache()
-        elif self.device == MPS:
+        elif self.kind == MPS:
             torch.mps.empty_cache()
 
 
@@ -106,17 +74,42 @@ class TorchLibrary:
     def __init__(self, device: str, dtype: torch.dtype, tuning: TorchTuning | None = None) -> None:
         self.device, self.dtype, self.itemsize = device, dtype, int(dtype.itemsize)
         self.memory, self.tuning = TorchMemory(device), tuning or TorchTuning()
+        self.warning: str | None = None
 
     @classmethod
     def create(cls, dtype: str | None, tuning: TorchTuning | None = None) -> TorchLibrary:
-        """Return the library on the best device, for the name of a compute type.
+        """Return the library for the name of a compute type.
 
-        Raises UsageError: PyTorch cannot compile here; and as ``device_name`` and ``dtype_name``.
+        Raises UsageError: PyTorch cannot compile here; and as ``select_device`` and ``type_name``.
         """
-        library = cls(device_name(), getattr(torch, dtype_name(dtype)), tuning)
-        if library.tuning.compile:
-            check_compiler(library.device)
-        return library
+        tuning = tuning or TorchTuning()
+        device = select_device(tuning.device)
+        found = cls(device, getattr(torch, type_name(dtype, is_gpu=device != CPU)), tuning)
+        found.warning = device_warning(tuning.device)
+        if tuning.compile:
+            check_compiler(device)
+        return found
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def describe(self) -> str:
+        """Return PyTorch's version and device, such as ``torch 2.13.0 cpu``."""
+        kind = ""
+        if self.memory.kind == CUDA:
+            kind = f" ({torch.cuda.get_device_name(torch.device(self.device))})"
+        return f"torch {torch.__version__.partition('+')[0]} {self.device}{kind}"
+
+    def offloads(self, types: Collection[str | None]) -> bool:
+        """Return whether layers can be on the device one by one, for the types of their tensors.
+
+        Compiled layers cannot. On a CPU only tensors that are converted take memory at all, and
+        quantized ones (None) would take it too.
+        """
+        if self.tuning.compile:
+            return False
+        return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
 
     def array(self, values: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)

@@ -14,7 +14,7 @@ from clowder_aimage.model.flow.component import NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.torch.library import computing
-from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder
+from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder, stacked
 from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.control_config import LAYERS, REFINER, ControlNetConfig
@@ -26,9 +26,10 @@ Hints = Callable[[], Mapping[int, torch.Tensor]]
 class ZImageNetwork:
     """``ZImageTransformer2DModel``, for one picture."""
 
-    def __init__(self, _: TransformerConfig, fields: Mapping[str, Any]) -> None:
+    def __init__(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
         own = {key: value for key, value in fields.items() if not key.startswith("quantization")}
-        self.module: Any = ZImageTransformer2DModel.from_config(own)
+        count = "n_layers", config.n_layers
+        self.module: Any = stacked(ZImageTransformer2DModel, own, layers=count)
 
     def caption(self, features: torch.Tensor) -> Caption:
         """Return text features (length, channels), which every step refines."""
@@ -136,7 +137,7 @@ class KlDecoder(DecoderHalf):
     """The decoder of ``AutoencoderKL``."""
 
     def __init__(self, config: VaeConfig, fields: Mapping[str, Any]) -> None:
-        super().__init__(AutoencoderKL.from_config(dict(fields)))
+        super().__init__(AutoencoderKL, fields)
         self._scale, self._shift = config.scaling_factor, config.shift_factor
 
     @computing
@@ -149,7 +150,7 @@ class KlEncoder(EncoderHalf):
     """The encoder of ``AutoencoderKL``."""
 
     def __init__(self, _: VaeConfig, fields: Mapping[str, Any]) -> None:
-        super().__init__(AutoencoderKL.from_config(dict(fields)))
+        super().__init__(AutoencoderKL, fields)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -1,0 +1,81 @@
+"""The devices on which PyTorch computes here: which work, and which is used."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+
+import torch
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.model.library_choice import unused_gpu
+
+CUDA, MPS, CPU = "cuda", "mps", "cpu"
+OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
+_NAME = re.compile(r"cpu|mps|cuda(:\d{1,3})?", re.ASCII)
+
+
+@functools.cache
+def check_versions() -> None:
+    """Reject PyTorch, or a library of its networks, that is too old. Raises UsageError."""
+    for name, oldest in OLDEST.items():
+        found = str(importlib.import_module(name).__version__)
+        if tuple(int(part) for part in found.split(".")[:2]) < oldest:
+            needed = ".".join(map(str, oldest))
+            message = f"{name} {found} is too old: {needed} or newer is required"
+            raise UsageError(message, remedy="install_extra", extra="torch")
+
+
+@functools.cache
+def failure(device: str) -> str | None:
+    """Return why PyTorch cannot compute on a device, or None if it can.
+
+    A sum is computed there: a driver may be too old, and PyTorch may lack code for a GPU.
+    """
+    if device == MPS and not torch.backends.mps.is_available():
+        return "it needs Apple silicon with macOS 14 or later"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they say what the error says
+            torch.ones(1, device=device).add_(1).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return str(error).strip().partition("\n")[0].partition(". ")[0][:200]
+    return None
+
+
+def devices() -> list[str]:
+    """Return the names of all devices that can be used."""
+    count = torch.cuda.device_count() if failure(CUDA) is None else 0
+    found = [f"{CUDA}:{index}" for index in range(count)]
+    return [*found, *([MPS] if failure(MPS) is None else []), CPU]
+
+
+def select_device(name: str | None = None) -> str:
+    """Return the device of a name; for None the first of cuda (also ROCm), mps, and cpu.
+
+    Raises UsageError: PyTorch cannot compute there; and as ``check_versions``.
+    """
+    check_versions()
+    if name is None:
+        return next((one for one in (CUDA, MPS) if failure(one) is None), CPU)
+    if _NAME.fullmatch(name) is None:
+        reason: str | None = f"use {CUDA}, {CUDA}:1 and so on, {MPS} or {CPU}"
+        message = f"unknown device {name!r:.40}: {reason}"
+    elif (reason := failure(name)) is not None:
+        message = f"PyTorch cannot compute on the device {name}: {reason}"
+    if reason is None:
+        return name
+    seen = ", ".join(devices())
+    hint = f"the devices that PyTorch sees: {seen}"
+    raise UsageError(message, hint=hint, remedy="other_device", devices=seen)
+
+
+def device_warning(name: str | None) -> str | None:
+    """Return a warning if the CPU is used because a GPU of this machine cannot be."""
+    if name is not None or select_device() != CPU:
+        return None
+    if torch.backends.mps.is_built() and not torch.backends.mps.is_available():
+        return f"PyTorch computes on the CPU instead of the GPU: {failure(MPS)}"
+    return unused_gpu("PyTorch", f" ({failure(CUDA)})")
