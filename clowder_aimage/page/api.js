@@ -1,6 +1,6 @@
 // The client of the worker's public API.
 
-import { t } from './lang.js';
+import { t, worded } from './lang.js';
 import { online, token } from './state.js';
 
 /** An error of the worker. `field` is the field of the request, `retryAfter` seconds. */
@@ -63,7 +63,7 @@ function parsed(status, text, retryAfter = null) {
     // not JSON: a proxy between
   }
   const inner = typeof found.error === 'object' && found.error ? found.error : { message: found.error, code: found.code };
-  const message = inner.message || t('connection.status', { status });
+  const message = inner.message ? worded(inner.code, String(inner.message)) : t('connection.status', { status });
   return new ApiError(status, message, { field: inner.param ?? null, code: inner.code ?? null, retryAfter });
 }
 

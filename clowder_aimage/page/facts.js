@@ -13,7 +13,8 @@ const NOT_SHOWN = new Set(['width', 'height']);
 /** Return the facts of an entry as `[name, text]`, in the order of SETTINGS. */
 export function factTexts(entry) {
   const facts = checkedFacts(entry.facts);
-  const size = ['size', facts.width && facts.height ? `${facts.width} × ${facts.height}` : ''];
+  const [width, height] = entry.width ? [entry.width, entry.height] : [facts.width, facts.height]; // facts have that of tiles
+  const size = ['size', width && height ? `${width} × ${height}` : ''];
   const found = Object.keys(SETTINGS).filter((name) => name in facts && !NOT_SHOWN.has(name)).map((name) => [name, textOf(facts[name])]);
   const at = found.findIndex(([name]) => name === 'steps');
   found.splice(at < 0 ? found.length : at, 0, size);

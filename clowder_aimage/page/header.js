@@ -43,7 +43,7 @@ function Connection() {
 function Language() {
   const next = language.value === 'en' ? 'de' : 'en';
   return html`<button type="button" class="icon-button header-language" lang=${next} title=${LANGUAGES[next]}
-    aria-label=${t('header.language', { name: LANGUAGES[next] })} onClick=${() => speak(next).catch(() => {})}>
+    aria-label=${t('header.language', { name: LANGUAGES[next], code: next.toUpperCase() })} onClick=${() => speak(next).catch(() => {})}>
     ${next.toUpperCase()}
   </button>`;
 }

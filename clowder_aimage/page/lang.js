@@ -6,13 +6,17 @@ import { en } from './lang/en.js';
 
 export const LANGUAGES = { en: 'English', de: 'Deutsch' };
 const TEXTS = { en };
+const ERRORS = {}; // of the worker, whose messages are in English
 
 const preferred = (navigator.languages ?? ['en']).map((each) => each.slice(0, 2)).find((each) => LANGUAGES[each]);
 const first = LANGUAGES[read('language')] ? read('language') : preferred ?? 'en';
 
 /** Load the texts of a language; without them the page stays in the one that it has. */
 async function load(name) {
-  TEXTS[name] ??= (await import(`./lang/${name}.js`))[name];
+  if (TEXTS[name]) return name;
+  const module = await import(`./lang/${name}.js`);
+  TEXTS[name] = module[name];
+  ERRORS[name] = module.errors;
   return name;
 }
 
@@ -30,6 +34,14 @@ effect(() => void (document.documentElement.lang = language.value));
 export function t(key, values = {}) {
   const text = TEXTS[language.value][key] ?? en[key] ?? key;
   return text.replace(/\{(\w+)\}/g, (all, name) => (name in values ? shown(values[name]) : all));
+}
+
+/** Return an error of the worker in the language, by its code or its form; else as the worker says it. */
+export function worded(code, message) {
+  const { codes = {}, forms = [] } = ERRORS[language.value] ?? {};
+  if (Object.hasOwn(codes, code)) return codes[code].replace('{message}', () => message);
+  const [form, text] = forms.find(([each]) => each.test(message)) ?? [];
+  return form ? form.exec(message).reduce((all, part, index) => all.replace(`$${index}`, () => part), text) : message;
 }
 
 const shown = (value) => (typeof value === 'number' ? number(value) : String(value));

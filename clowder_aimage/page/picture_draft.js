@@ -3,7 +3,8 @@
 import { effect } from './html.js';
 import { forgetDrafts, keepDraft, readDraft } from './gallery_store.js';
 import { t } from './lang.js';
-import { pngFacts } from './png_facts.js';
+import { NO_MASK, TWICE } from './picture_enlargement.js';
+import { parsedFacts, pngFacts } from './png_facts.js';
 import { parametersFacts } from './parameters_text.js';
 import { checkedFacts } from './setting.js';
 import { change, chosen, draft, EMPTY, models, notice, show } from './state.js';
@@ -25,12 +26,11 @@ export function mostImages(name) {
 export function usedDraft(draft) {
   const isEdit = draft.images.length > 0 && mostImages(draft.model) > 1;
   if (isEdit) return { ...draft, ...OF_REFERENCES };
-  const ofMask = draft.images.length && draft.mask ? {} : NO_MASK;
+  const ofMask = draft.images.length && draft.mask ? {} : { ...NO_MASK, feather: null };
   const size = draft.expand && draft.images.length ? { width: null, height: null } : {};
   return { ...draft, ...ofMask, ...size };
 }
 
-const NO_MASK = { mask: null, paste: false, feather: null, crop: false };
 const OF_REFERENCES = { ...NO_MASK, strength: null, fine: false, fit: null, expand: null, upscale: null, control: null };
 
 /** Read the pictures of this tab's draft, or of the last one, and keep them from now on. */
@@ -85,6 +85,13 @@ export function usePicture(blob) {
   show('make');
 }
 
+/** Make a picture of the gallery twice as large, with its prompt: the form has the settings. */
+export function enlargePicture({ blob, facts }) {
+  const { prompt, negative } = draftOf(facts).draft;
+  change({ prompt, negative, ...TWICE, images: [blob], aspect: '', width: null, height: null });
+  show('make');
+}
+
 /**
  * Return the draft that makes a picture again, and the digests of inputs that are missing.
  *
@@ -118,7 +125,7 @@ function settingsOf(facts) {
     seed: facts.seed ?? null,
     seedLocked: facts.seed !== undefined,
     guidance: facts.guidance ?? null,
-    guidanceEnd: facts.guidance_end ?? null,
+    guidanceEnd: facts.guidance ? (facts.guidance_end ?? null) : null, // without guidance it has no effect
     shift: facts.shift ?? null,
     cacheThreshold: facts.cache_threshold ?? null,
     cfgNormalization: facts.cfg_normalization ?? null,
@@ -151,10 +158,20 @@ export function loadSettings(facts, inputs, name) {
   }
 }
 
+/** Return the facts in the bytes of a JPEG or WebP file, or null. Its reader is loaded when it is needed. */
+async function exifFacts(bytes) {
+  const { exifText } = await import('./exif_facts.js');
+  try {
+    return parsedFacts(exifText(bytes) || 'null');
+  } catch {
+    return null; // of another program
+  }
+}
+
 /** Take a file that was dropped or pasted: its settings if it states them, else as a picture. */
 export async function takeFile(file) {
   const bytes = await file.arrayBuffer();
-  const facts = (await pngFacts(bytes)) ?? (await parametersFacts(bytes));
+  const facts = (await pngFacts(bytes)) ?? (await exifFacts(bytes)) ?? (await parametersFacts(bytes));
   const name = file.name || t('pictures.pasted');
   if (facts && Object.keys(checkedFacts(facts)).length) return loadSettings(facts, {}, name);
   try {

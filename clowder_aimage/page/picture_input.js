@@ -6,11 +6,13 @@ import { Field, Fold, IconButton, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
 import { t } from './lang.js';
 import { MaskEditor } from './mask_editor.js';
+import { Enlargement, NO_MASK, useSize } from './picture_enlargement.js';
 import { mostImages, readPicture } from './picture_draft.js';
 import { online } from './state.js';
 
 const ACCEPTED = 'image/png,image/jpeg,image/webp,image/avif,image/gif,image/bmp';
 const STRENGTH = 0.6; // of a picture without a mask, and
+const UPSCALE_STRENGTH = 0.2; // of one that is enlarged, and
 const CONTROL_STRENGTH = 0.75; // of a control picture: the worker's defaults
 const FITS = ['crop', 'pad', 'stretch'];
 
@@ -20,7 +22,7 @@ export function PictureInput({ value, onChange }) {
   const errors = value.errors ?? {};
   const isEdit = most > 1;
   const count = value.images.length;
-  return html`<${Part} title=${t(isEdit ? 'pictures.references' : 'pictures.image')} count=${count} isWrong=${errors.images || errors.mask || errors.strength}>
+  return html`<${Part} title=${t(isEdit ? 'pictures.references' : 'pictures.image')} count=${count} isWrong=${errors.images || errors.mask || errors.strength || errors.expand || errors.upscale}>
       <${Pictures} ...${{ value, onChange, most }} error=${errors.images} />
       ${count > 0 && !isEdit && html`<${Beginning} ...${{ value, onChange, errors }} />`}
       ${isEdit && (value.mask || value.control) && html`<p class="field-hint">${t('pictures.unused')}</p>`}
@@ -96,7 +98,7 @@ function Drop({ label, hint, error, onPictures, isMultiple = false, class: more 
 function Pictures({ value, onChange, most, error }) {
   const { images } = value;
   const isEdit = most > 1;
-  const replace = (next) => onChange(isEdit ? { images: next } : { images: next, mask: null });
+  const replace = (next) => onChange(isEdit ? { images: next } : { images: next, mask: null, ...(next.length ? {} : { expand: null, upscale: null }) });
   const move = (from, to) => {
     const next = [...images];
     next.splice(to, 0, ...next.splice(from, 1));
@@ -146,26 +148,18 @@ function Chosen({ blob, index, images, move, onRemove, isExtra }) {
 
 /** What is set for a picture that a model begins with. */
 function Beginning({ value, onChange, errors }) {
-  const strength = value.strength ?? (value.mask ? 1 : STRENGTH);
+  const strength = value.strength ?? (value.mask || value.expand ? 1 : value.upscale ? UPSCALE_STRENGTH : STRENGTH);
+  const isEnlarged = Boolean(value.expand || value.upscale);
   const size = useSize(value.images[0]);
   const isFitted = size && value.width && value.height && (size[0] !== value.width || size[1] !== value.height);
   return html`
     <${Slider} label=${t('pictures.strength')} hint=${t('pictures.strengthHint')} error=${errors.strength}
       min=${0.05} max=${1} step=${0.01} value=${strength} format=${(each) => each.toFixed(2)}
       onChange=${(next) => onChange({ strength: next })} />
-    ${isFitted && html`<${Fit} ...${{ value, onChange, size }} />`}
-    <${Mask} ...${{ value, onChange, errors, size }} />
-    <${Carried} ...${{ value, onChange }} />`;
-}
-
-function useSize(blob) {
-  const [size, setSize] = useState(null);
-  useEffect(() => {
-    let isCurrent = true;
-    createImageBitmap(blob).then((picture) => isCurrent && setSize([picture.width, picture.height]), () => {});
-    return () => (isCurrent = false);
-  }, [blob]);
-  return size;
+    <${Enlargement} ...${{ value, onChange, errors, size }} />
+    ${isFitted && !isEnlarged && html`<${Fit} ...${{ value, onChange, size }} />`}
+    ${!isEnlarged && html`<${Mask} ...${{ value, onChange, errors, size }} />`}
+    ${value.fine && html`<${Fine} onChange=${onChange} />`}`;
 }
 
 function Fit({ value, onChange, size }) {
@@ -181,7 +175,7 @@ function Mask({ value, onChange, errors, size }) {
   const [isOpen, setOpen] = useState(Boolean(value.mask));
   const toggle = (next) => {
     setOpen(next);
-    if (!next) onChange({ mask: null, paste: false, feather: 0, crop: false });
+    if (!next) onChange(NO_MASK);
     else onChange({ paste: true, feather: Math.min(8, Math.round(Math.max(...(size ?? [256])) / 32)) });
   };
   return html`<${Switch} label=${t('mask.paint')} hint=${t('mask.paintHint')} checked=${isOpen} onChange=${toggle} />
@@ -193,16 +187,12 @@ function Mask({ value, onChange, errors, size }) {
     <${Switch} label=${t('mask.crop')} hint=${t('mask.cropHint')} checked=${value.crop} onChange=${(crop) => onChange({ crop })} />`}`;
 }
 
-/** Settings that a loaded picture had and that have no control here: shown, and removed. */
-function Carried({ value, onChange }) {
-  const carried = [
-    value.expand && ['expand', t('pictures.expanded', { sides: value.expand.join(', ') }), null],
-    value.upscale && ['upscale', t('pictures.upscaled', { factor: value.upscale }), null],
-    value.fine && ['fine', t('pictures.fine'), false],
-  ].filter(Boolean);
-  return carried.map(([name, text, without]) => html`<span key=${name} class="pictures-carried">${text}
-    <${IconButton} icon="close" size=${14} label=${t('pictures.without', { what: text })} onClick=${() => onChange({ [name]: without })} />
-  </span>`);
+/** A setting of a loaded picture that has no control here: shown, and removed. */
+function Fine({ onChange }) {
+  const text = t('pictures.fine');
+  return html`<span class="pictures-carried">${text}
+    <${IconButton} icon="close" size=${14} label=${t('pictures.without', { what: text })} onClick=${() => onChange({ fine: false })} />
+  </span>`;
 }
 
 function Control({ value, onChange, errors }) {

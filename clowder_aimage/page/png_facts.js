@@ -37,12 +37,16 @@ async function factsOf(chunk) {
   if (language < 0 || keyword < 0) return null;
   try {
     const raw = chunk.subarray(keyword + 1);
-    const text = new TextDecoder().decode(isCompressed ? await inflated(raw) : raw);
-    const facts = JSON.parse(text.replace(SEED, '"seed":"$1"')); // exact beyond 2^53
-    return facts && typeof facts === 'object' && !Array.isArray(facts) ? facts : null;
+    return parsedFacts(new TextDecoder().decode(isCompressed ? await inflated(raw) : raw));
   } catch {
     return null; // damaged, or of another program
   }
+}
+
+/** Return facts from their JSON; seeds that numbers do not hold exactly are texts. Throws a SyntaxError. */
+export function parsedFacts(text) {
+  const facts = JSON.parse(text.replace(SEED, '"seed":"$1"'));
+  return facts && typeof facts === 'object' && !Array.isArray(facts) ? facts : null;
 }
 
 /** Return inflated data of at most MAX bytes (RFC 1950). Throws a TypeError if it is damaged. */

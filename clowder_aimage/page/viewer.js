@@ -8,11 +8,11 @@ import { Command, Facts } from './facts.js';
 import { changed, get } from './gallery_store.js';
 import { gridBase } from './grid_run.js';
 import { t } from './lang.js';
-import { draftOf, loadSettings, usePicture } from './picture_draft.js';
+import { draftOf, enlargePicture, loadSettings, mostImages, usePicture } from './picture_draft.js';
 import { pictureName } from './copy_text.js';
 import { saveEntry } from './picture_file.js';
 import { removePictures } from './removal.js';
-import { show } from './state.js';
+import { draft, show } from './state.js';
 
 const SWIPE = 48; // pixels
 
@@ -112,6 +112,7 @@ function Side({ entry, onClose, discard, onMade, onCompare }) {
       <${Button} kind="primary" icon="image" onClick=${leave(() => usePicture(entry.blob))}>${t('pictures.use')}<//>
       <${Button} icon="make" onClick=${leave(() => loadSettings(entry.facts, entry.inputs, pictureName(entry.facts)))}>${t('viewer.load')}<//>
       <${Button} icon="download" onClick=${() => saveEntry(entry)}>${t('viewer.save')}<//>
+      ${mostImages(draft.value.model) === 1 && html`<${Button} icon="full" onClick=${leave(() => enlargePicture(entry))}>${t('enlarge.go')}<//>`}
       ${onCompare && html`<${Button} icon="compare" onClick=${onCompare}>${t('compare.title')}<//>`}
       <${Button} icon="grid" onClick=${leave(grid)}>${t('grid.title')}<//>
       <${Button} kind="danger" icon="trash" onClick=${discard}>${t('gallery.remove')}<//>

@@ -14,6 +14,8 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
+from tests.page.conftest import Watch
+
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
 
@@ -124,6 +126,29 @@ def test_the_language_is_chosen_kept_and_complete(
     assert page.evaluate("document.documentElement.lang") == "de"
     page.reload()
     expect(page.get_by_label("Schritte")).to_be_visible()
+
+
+def test_errors_of_the_worker_are_in_the_language(open_page: OpenPage, watch: Watch) -> None:
+    """By their codes, or by the form of their message; unknown ones as the worker says them."""
+    watch.allow("status of 400")
+    page = open_page()
+    page.evaluate("import('/page/lang.js').then((it) => it.speak('de'))")
+    page.keyboard.press("Control+Enter")
+    alert = page.get_by_role("alert")
+    expect(alert.filter(has_text="Dieses Feld darf nicht leer sein.")).to_be_visible()
+    page.get_by_label("Prompt", exact=True).fill("a red circle")
+    page.get_by_label("Schritte").fill("2000")
+    page.keyboard.press("Control+Enter")
+    expect(alert.filter(has_text="Höchstens 1000 ist möglich.")).to_be_visible()
+    said = page.evaluate(
+        "import('/page/lang.js').then(({ worded }) => [worded('overloaded', 'the queue is full'),"
+        " worded('name_taken', '$& exists'), worded(null, 'something else')])"
+    )
+    assert said == [
+        "Die Warteschlange ist voll.",
+        "Diesen Namen gibt es schon ($& exists).",
+        "something else",
+    ]
 
 
 def test_a_german_browser_begins_in_german(browser: Any, shapes_worker: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Callable
+import shutil
+import urllib.request
+from collections.abc import Callable, Iterator
 from email import message_from_bytes
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +21,8 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import expect
 
 from clowder_aimage.model.picture_facts import facts_of
+from tests.conftest import TINY
+from tests.controlnet_file import tensors, write_file
 from tests.page.conftest import Watch
 from tests.page.picture_steps import (
     digest,
@@ -29,7 +35,8 @@ from tests.page.picture_steps import (
     with_chunk,
     with_facts,
 )
-from tests.worker.conftest import Worker
+from tests.process import Aimage
+from tests.worker.conftest import LocalWorker, Worker
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Locator, Page, Route
@@ -134,6 +141,41 @@ def test_strength_and_the_picture_are_in_the_request(open_page: Open) -> None:
     assert (facts["strength"], facts["image"]) == (0.5, digest(RED[2]))
     assert (facts["width"], facts["height"]) == (128, 96)
     assert facts["prompt"] == "a red square"
+
+
+def result(page: Page) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Make a picture with the form; return its facts and its size."""
+    page.get_by_role("button", name=re.compile("^Make")).click()
+    expect(page.locator(".make-state")).to_contain_text("Done in")
+    number = page.evaluate(
+        "import('/page/gallery_store.js').then((it) => it.list()).then((it) => it[0].id)"
+    )
+    data = kept(page, number)
+    return facts_of(data), opened(data).size
+
+
+def test_a_result_is_enlarged_and_a_picture_is_painted_around(open_page: Open) -> None:
+    page = open_page()
+    page.get_by_label("Prompt", exact=True).fill("a red circle")
+    page.get_by_label("Steps").fill("2")
+    result(page)
+    page.get_by_label("Prompt", exact=True).fill("a blue star")
+    page.get_by_role("button", name="Enlarge").click()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("a red circle")
+    expect(page.get_by_text("The result has 256 × 256 pixels.")).to_be_visible()
+    expect(page.get_by_label("Strength", exact=True)).to_have_value("0.2")
+    page.get_by_label("Factor").fill("1.5")
+    facts, size = result(page)
+    assert (facts["upscale"], facts["prompt"], size) == (1.5, "a red circle", (192, 192))
+    expect(page.locator(".make-result-facts")).to_contain_text("192 × 192")
+    page.get_by_label("Paint around it").check(force=True)
+    expect(page.get_by_text("Paint only a part")).to_have_count(0)
+    for name, pixels in ("Left", "0"), ("Top", "16"), ("Right", "48"), ("Bottom", "0"):
+        page.get_by_label(name, exact=True).fill(pixels)
+    facts, size = result(page)
+    assert (facts["expand"], facts["strength"], size) == ([0, 16, 48, 0], 1.0, (176, 144))
+    page.get_by_label("Not", exact=True).check(force=True)
+    expect(page.get_by_text("Paint only a part")).to_be_visible()
 
 
 # -- masks
@@ -316,6 +358,49 @@ def test_references_are_added_ordered_and_sent_to_models_that_edit(
     assert not {"mask", "strength", "fit", "paste", "feather", "crop", "control"} & {*names}
 
 
+@pytest.fixture(scope="module")
+def guided_worker(
+    flux2_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalWorker]:
+    """Return a worker with ``tiny``, its ControlNet ``control``, and ``flux``, which edits."""
+    home = tmp_path_factory.mktemp("guided")
+    shutil.copytree(flux2_store, home / "store")
+    here = Aimage(home, home / "store")
+    here("create", "-q", "tiny", TINY)
+    here("create", "-q", "control", write_file(home / "union.safetensors", tensors()))
+    worker = LocalWorker(here, "--default-model", "tiny")
+    yield worker
+    worker.end()
+
+
+def test_a_control_picture_guides(open_page: Open, guided_worker: LocalWorker) -> None:
+    page = open_page(url=guided_worker.url)
+    page.get_by_label("Prompt", exact=True).fill("a fox")
+    page.get_by_label("Steps").fill("1")
+    unfold(page, "Control picture")
+    page.locator("input[type=file]").last.set_input_files(
+        {"name": "edges.png", "mimeType": "image/png", "buffer": png("red", (64, 48))}
+    )
+    page.get_by_label("ControlNet").fill("control")
+    facts, size = result(page)
+    assert facts["controlnet"].startswith("control@sha256:")
+    assert (facts["control"], size) == (digest(png("red", (64, 48))), (64, 48))
+
+
+def test_references_are_edited_in_their_order(open_page: Open, guided_worker: LocalWorker) -> None:
+    page = open_page(url=guided_worker.url)
+    page.get_by_label("Model", exact=True).select_option("flux:latest")
+    unfold(page, "Pictures to edit")
+    given = [png(colour, (64, 80)) for colour in ("navy", "orange")]
+    give(page, DROP, *((f"{index}.png", "image/png", one) for index, one in enumerate(given)))
+    expect(page.locator(".pictures-chosen")).to_have_count(2)
+    page.get_by_role("button", name="Move picture 2 forward").click()
+    page.get_by_label("Prompt", exact=True).fill("both")
+    page.get_by_label("Steps").fill("1")
+    facts, _ = result(page)
+    assert facts["references"] == [digest(one) for one in reversed(given)]
+
+
 # -- files that are dropped anywhere
 
 
@@ -332,6 +417,29 @@ def test_a_picture_dropped_anywhere_loads_its_settings(open_page: Open) -> None:
     again, same = make(page, found["prompt"], **{name: found[name] for name in ("seed", "steps")})
     assert same == facts
     assert kept(page, again) == data
+
+
+def test_jpeg_and_webp_files_load_their_settings(open_page: Open, shapes_worker: Worker) -> None:
+    """Of the worker; and one whose Exif data is cut off, which is a picture to begin with."""
+    page = open_page()
+    for kind, steps in ("jpeg", 2), ("webp", 3):
+        asked = {"prompt": f"a {kind} star", "steps": steps, "seed": 2**64 - 5}
+        body = json.dumps(asked | {"output_format": kind}).encode()
+        headers = {"Content-Type": "application/json"}
+        url = f"{shapes_worker.url}/v1/images/generations"
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+            data = base64.b64decode(json.load(answer)["data"][0]["b64_json"])
+        give(page, "body", (f"star.{kind}", f"image/{kind}", data))
+        expect(page.get_by_label("Prompt", exact=True)).to_have_value(f"a {kind} star")
+        found = draft(page)
+        assert (found["steps"], found["seed"]) == (steps, str(2**64 - 5))
+        assert found["images"] == []
+        cut = data.replace(b"MM\0*", b"MM\0*\x7f", 1)[: len(data)]
+        assert cut != data
+        facts = (
+            "import('/page/exif_facts.js').then((it) => it.exifText(new Uint8Array(data).buffer))"
+        )
+        assert page.evaluate(f"(data) => {facts}", list(cut)) == ""
 
 
 def take_of_another_program(page: Page) -> None:

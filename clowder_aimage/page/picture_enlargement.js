@@ -1,0 +1,56 @@
+// A picture made larger: painted around (expand), or with more pixels (upscale).
+
+import { html, useEffect, useState } from './html.js';
+import { Choice, NumberField, Slider } from './controls.js';
+import { number, t } from './lang.js';
+
+const MOST_EXPAND = 4096; // pixels of a side, and
+const MOST_UPSCALE = 4; // a factor: the worker's limits
+const NOTHING = { expand: null, upscale: null };
+const SIDES = ['left', 'top', 'right', 'bottom'];
+export const NO_MASK = { mask: null, paste: false, feather: 0, crop: false };
+export const TWICE = { ...NOTHING, ...NO_MASK, upscale: 2, strength: null };
+
+/** Return the sides of a picture; null until they are known. */
+export function useSize(blob) {
+  const [size, setSize] = useState(null);
+  useEffect(() => {
+    let isCurrent = true;
+    createImageBitmap(blob).then((picture) => isCurrent && setSize([picture.width, picture.height]), () => {});
+    return () => (isCurrent = false);
+  }, [blob]);
+  return size;
+}
+
+/** The controls. Props: `value`, the draft; `onChange`; `errors`; `size`, that of the picture, or null. */
+export function Enlargement({ value, onChange, errors, size }) {
+  const kind = value.expand ? 'expand' : value.upscale ? 'upscale' : '';
+  const choose = (next) => {
+    const [width, height] = size ?? [256, 256];
+    const [across, down] = [width, height].map((side) => Math.max(16, Math.round(side / 64) * 16)); // a quarter
+    const begin = { '': {}, expand: { expand: [across, down, across, down] }, upscale: { upscale: 2 } };
+    onChange({ strength: null, ...NOTHING, ...(next ? NO_MASK : {}), ...begin[next] });
+  };
+  const options = ['', 'expand', 'upscale'].map((one) => ({ value: one, label: t(`enlarge.${one || 'not'}`) }));
+  return html`<${Choice} label=${t('enlarge.title')} value=${kind} options=${options} onChange=${choose} />
+    ${kind === 'expand' && html`<${Sides} ...${{ value, onChange }} error=${errors.expand} />`}
+    ${kind === 'upscale' && html`<${Slider} label=${t('enlarge.factor')} error=${errors.upscale} min=${1} max=${MOST_UPSCALE} step=${0.25}
+      value=${value.upscale} format=${(each) => `× ${number(each)}`} onChange=${(upscale) => onChange({ upscale })} />`}
+    ${kind && html`<p class="field-hint">${t(`enlarge.${kind}Hint`)} ${size && t('enlarge.result', result(value, size))}</p>`}`;
+}
+
+/** Return the sides of the result as texts. */
+function result({ expand, upscale }, [width, height]) {
+  const [left, top, right, bottom] = expand ?? [0, 0, 0, 0];
+  const factor = upscale ?? 1;
+  return { width: String(Math.round((width + left + right) * factor)), height: String(Math.round((height + top + bottom) * factor)) };
+}
+
+function Sides({ value, onChange, error }) {
+  const change = (index, side) => onChange({ expand: value.expand.with(index, Math.round(side ?? 0)) });
+  return html`<div class="pictures-sides">
+      ${SIDES.map((name, index) => html`<${NumberField} key=${name} label=${t(`enlarge.${name}`)} value=${value.expand[index]}
+        min="0" max=${MOST_EXPAND} step="16" onChange=${(side) => change(index, side)} />`)}
+    </div>
+    ${error && html`<p class="field-error" role="alert">${error}</p>`}`;
+}
