@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -50,7 +51,8 @@ from clowder_aimage.oci import Reference
 
 CHAT = "/v1/chat/completions"
 TEXT = "text:latest"
-MODELS = {TEXT: f"sha256:{0:064x}", **{f"m{at}:latest": f"sha256:{at:064x}" for at in range(1, 21)}}
+NAMES = (TEXT, *(f"m{at}:latest" for at in range(1, 21)))
+MODELS = {name: f"sha256:{hashlib.sha256(name.encode()).hexdigest()}" for name in NAMES}
 LOAD = 1.0  # seconds to load a model
 STREAMS, PIECES, PAUSE = 200, 40, 0.1  # texts at once, their pieces, seconds between two
 TOGETHER = 8  # workers of a process

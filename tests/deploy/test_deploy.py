@@ -309,7 +309,16 @@ def test_nats_is_reached_by_the_fleet_alone() -> None:
         **dict.fromkeys(("gateway-1", "gateway-2"), "gateway"),
         **dict.fromkeys(("worker-1", "worker-2"), "worker"),
     }
-    names = {services[f"worker-{at}"]["environment"]["AIMAGE_SERVE_WORKER_NAME"] for at in (1, 2)}
+    names = set()
+    for at in (1, 2):
+        own = services[f"worker-{at}"]["environment"].items()
+        length = len(Settings.PREFIX)
+        chosen = {
+            key[length:].lower(): value for key, value in own if key[:length] == Settings.PREFIX
+        }
+        config, _ = gather(Settings, chosen, None)
+        assert config.join is not None
+        names.add(config.worker_name)
     assert len(names) == 2
 
 
