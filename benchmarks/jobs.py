@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -192,12 +193,13 @@ async def measure(options: argparse.Namespace, place: Path) -> Result:
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             known = [pixels(fleet.run(at)) for at in range(SEEDS)]
             await ready(session, fleet, options.workers)
-            killing = None
+            killing, over = None, asyncio.Event()
             if not options.calm:
-                killing = asyncio.create_task(kill(fleet, result, chance, options.every))
+                killing = asyncio.create_task(kill(fleet, result, chance, options.every, over))
             await work(session, fleet, options, result, known)
             if killing is not None:
-                killing.cancel()
+                over.set()
+                await killing  # which starts again what it has killed
             if options.calm:
                 await work_directly(session, fleet, options, result)
             else:
@@ -227,10 +229,15 @@ async def ready(session: aiohttp.ClientSession, fleet: JobFleet, count: int) -> 
             await asyncio.sleep(0.2)
 
 
-async def kill(fleet: JobFleet, result: Result, chance: random.Random, every: float) -> None:
-    """Kill a program now and then, and start it again, until cancelled."""
-    while True:
-        await asyncio.sleep(every * chance.uniform(0.5, 1.5))
+async def kill(
+    fleet: JobFleet, result: Result, chance: random.Random, every: float, over: asyncio.Event
+) -> None:
+    """Kill a program now and then, and start it again, until all jobs are over."""
+    while not over.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(every * chance.uniform(0.5, 1.5)):
+                await over.wait()
+                return
         kind = chance.choices(("workers", "gateways", "nats"), (5, 3, 2))[0]
         found = fleet.nats if kind == "nats" else chance.choice(getattr(fleet, kind))
         result.kills[kind] = result.kills.get(kind, 0) + 1

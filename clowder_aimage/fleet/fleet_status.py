@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from nats.js.api import StreamInfo
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
@@ -34,11 +35,7 @@ class FleetStatus:
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
         logs, dead = await streams.stream_info(names.logs), await streams.stream_info(names.dead)
-        queued: Counter[tuple[str, str]] = Counter()
-        for subject, count in (jobs.state.subjects or {}).items():
-            key = names.wanted(subject)
-            if key is not None:
-                queued[key] += count
+        queued = self._queued(jobs)
         return {
             "fleet": names.fleet,
             "workers": [asdict(card) for card in self._roster.cards()],
@@ -46,11 +43,23 @@ class FleetStatus:
                 {"priority": priority, "digest": f"sha256:{digest}", "jobs": count}
                 for (priority, digest), count in sorted(queued.items())
             ],
-            "jobs": jobs.state.messages,
+            "jobs": queued.total(),
             "stored": logs.state.bytes + jobs.state.bytes,
             "room": logs.config.max_bytes,
             "given_up": dead.state.messages,
         }
+
+    def _queued(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
+        """Count the jobs on the queue by priority and digest.
+
+        The number of messages is not used: after a crash, NATS 2.9 may count one that is not there.
+        """
+        queued: Counter[tuple[str, str]] = Counter()
+        for subject, count in (jobs.state.subjects or {}).items():
+            key = self._link.names.wanted(subject)
+            if key is not None:
+                queued[key] += count
+        return queued
 
     async def observe(self, metrics: GatewayMetrics, line: FairLine) -> None:
         """Set the gauges of a gateway, for ever."""
@@ -70,7 +79,8 @@ class FleetStatus:
 
     async def _depth(self, metrics: GatewayMetrics) -> None:
         names, streams = self._link.names, self._link.streams
-        metrics.depth.set((await streams.stream_info(names.jobs)).state.messages)
+        jobs = await streams.stream_info(names.jobs, subjects_filter=">")
+        metrics.depth.set(self._queued(jobs).total())
         metrics.dead.set((await streams.stream_info(names.dead)).state.messages)
         consumers = await streams.consumers_info(names.jobs)
         metrics.running.set(sum(each.num_ack_pending or 0 for each in consumers))
